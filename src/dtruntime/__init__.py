@@ -1,0 +1,1 @@
+"""The runtime's names as existing scripts import them. Everything lives in `strata`."""

@@ -1,0 +1,1 @@
+"""The elastic harness: torchrun training that survives crashes, joins and leaves."""

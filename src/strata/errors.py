@@ -1,0 +1,47 @@
+"""The errors Strata raises on purpose.
+
+Every one says what happened, whose turn it is, and what to do next: a stable `code` for programs, a message
+for people, a `hint` with the next step. Facts travel as fields, never only inside the text. `ValueError` is
+kept for bad arguments to a local function, `assert` for our own bugs; everything else is a `StrataError`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class StrataError(Exception):
+    """Base of everything Strata raises on purpose."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".rstrip() if self.hint else self.message
+
+
+class MissingDependency(StrataError):
+    """An optional package is needed for what was asked."""
+
+    code = "missing_dependency"
+
+    def __init__(self, package: str, *, extra: str, feature: str) -> None:
+        super().__init__(
+            f"{feature} needs the package '{package}', which is not installed.",
+            hint=f"Install it with: pip install 'strata-runtime[{extra}]'",
+        )
+        self.package = package
+        self.extra = extra
+
+
+class UnsupportedPlatform(StrataError):
+    """The feature needs something this operating system does not have."""
+
+    code = "unsupported_platform"
+
+    def __init__(self, feature: str, *, needs: str) -> None:
+        super().__init__(f"{feature} needs {needs}, which this platform does not have.", hint="Run it on Linux.")

@@ -1,0 +1,132 @@
+"""One small protocol for keeping named blobs, whatever keeps them.
+
+Every store promises the same four things, and `tests/stores/conformance.py` holds each of them to it:
+
+* **Atomic.** A key is absent or holds one complete value; a reader never sees half a write, also after a crash.
+* **Durable.** When `put` or `BlobWriter.commit` returns, the value survives whatever the tier is meant to
+  survive (the process for memory, the machine for local disk, the region for object storage).
+* **Exclusive when asked.** With `if_absent=True` exactly one of many racing writers succeeds; the others get
+  `AlreadyExists`. This is how a manifest is published.
+* **Typed.** Failures are `StoreError`s that name the tier, the key, the cause and what to do next.
+
+Keys are relative POSIX paths (`ckpt-00000012/payload.pt`), without `..` or a leading slash. Stores know nothing
+of checkpoints. Methods block; callers that must not block run them on a thread of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar, Protocol
+
+from strata.errors import StrataError
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blob:
+    """What a store knows about one key."""
+
+    key: str
+    size_bytes: int
+    modified_s: float
+
+
+class BlobWriter(Protocol):
+    """A value being written front to back. Nothing is visible before `commit`; leaving the `with` block
+    without one aborts and removes every trace."""
+
+    def write(self, chunk: Buffer) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def __enter__(self) -> BlobWriter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Store(Protocol):
+    """A place for blobs. `tier` names it in errors and manifests: MEMORY, NVME, S3, GCS, AZURE."""
+
+    @property
+    def tier(self) -> str: ...
+
+    @property
+    def url(self) -> str: ...
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """Write a whole value. Large page-aligned buffers take the fastest path the store has."""
+        ...
+
+    def open_write(self, key: str, *, size_hint_bytes: int | None = None, if_absent: bool = False) -> BlobWriter:
+        """Stream a value of unknown or large size."""
+        ...
+
+    def read(self, key: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        """The bytes of `key`, or a range of them. Raises `NotFound`; a short value raises `Truncated`."""
+        ...
+
+    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0) -> None:
+        """Fill `buffer` from `offset`, in parallel where that is faster. Raises like `read`."""
+        ...
+
+    def stat(self, key: str) -> Blob | None: ...
+
+    def list(self, prefix: str = "") -> Iterator[Blob]:
+        """Every complete value whose key starts with `prefix`, in key order. Temporary files are not values."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove `key`; absent already is success."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Room left, or None where that has no meaning (object storage)."""
+        ...
+
+
+class StoreError(StrataError):
+    """A store could not do what was asked."""
+
+    code: ClassVar[str] = "store_error"
+
+    def __init__(self, message: str, *, tier: str, key: str, hint: str = "") -> None:
+        super().__init__(f"[{tier}] {message}", hint=hint)
+        self.tier = tier
+        self.key = key
+
+
+class NotFound(StoreError):
+    code = "not_found"
+
+
+class AlreadyExists(StoreError):
+    code = "already_exists"
+
+
+class Truncated(StoreError):
+    """The value is shorter than what was asked of it."""
+
+    code = "truncated"
+
+
+class NoSpace(StoreError):
+    code = "no_space"
+
+
+class AccessDenied(StoreError):
+    """The store answered, and said no: credentials or permissions."""
+
+    code = "access_denied"
+
+
+class Unavailable(StoreError):
+    """The store did not answer, or answered that it cannot now, for longer than the retry budget."""
+
+    code = "unavailable"

@@ -1,0 +1,580 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CheckpointStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHECKPOINT_STATUS_UNSPECIFIED: _ClassVar[CheckpointStatus]
+    CHECKPOINT_STATUS_IN_PROGRESS: _ClassVar[CheckpointStatus]
+    CHECKPOINT_STATUS_COMPLETED: _ClassVar[CheckpointStatus]
+    CHECKPOINT_STATUS_FAILED: _ClassVar[CheckpointStatus]
+    CHECKPOINT_STATUS_REMOVED: _ClassVar[CheckpointStatus]
+CHECKPOINT_STATUS_UNSPECIFIED: CheckpointStatus
+CHECKPOINT_STATUS_IN_PROGRESS: CheckpointStatus
+CHECKPOINT_STATUS_COMPLETED: CheckpointStatus
+CHECKPOINT_STATUS_FAILED: CheckpointStatus
+CHECKPOINT_STATUS_REMOVED: CheckpointStatus
+
+class RegisterWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "hostname", "port", "gpu_count", "memory_bytes", "metadata", "job_id", "registration_id")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    GPU_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    hostname: str
+    port: int
+    gpu_count: int
+    memory_bytes: int
+    metadata: _containers.ScalarMap[str, str]
+    job_id: str
+    registration_id: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., hostname: _Optional[str] = ..., port: _Optional[int] = ..., gpu_count: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., job_id: _Optional[str] = ..., registration_id: _Optional[bytes] = ...) -> None: ...
+
+class RegisterWorkerResponse(_message.Message):
+    __slots__ = ("assigned_id", "rank", "world_size", "heartbeat_interval_ms", "config", "incarnation", "generation")
+    class ConfigEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ASSIGNED_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    assigned_id: str
+    rank: int
+    world_size: int
+    heartbeat_interval_ms: int
+    config: _containers.ScalarMap[str, str]
+    incarnation: int
+    generation: int
+    def __init__(self, assigned_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class DeregisterWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DeregisterWorkerResponse(_message.Message):
+    __slots__ = ("acknowledged",)
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    acknowledged: bool
+    def __init__(self, acknowledged: _Optional[bool] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("state", "current_step", "current_epoch", "current_task")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_STEP_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_TASK_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    current_step: int
+    current_epoch: int
+    current_task: str
+    def __init__(self, state: _Optional[str] = ..., current_step: _Optional[int] = ..., current_epoch: _Optional[int] = ..., current_task: _Optional[str] = ...) -> None: ...
+
+class GpuUsage(_message.Message):
+    __slots__ = ("index", "utilization_percent", "memory_used_bytes", "memory_total_bytes")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    UTILIZATION_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    utilization_percent: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+    def __init__(self, index: _Optional[int] = ..., utilization_percent: _Optional[float] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ...) -> None: ...
+
+class ResourceUsage(_message.Message):
+    __slots__ = ("cpu_percent", "memory_used_bytes", "gpu_usage", "disk_read_bytes", "disk_write_bytes", "network_rx_bytes", "network_tx_bytes")
+    CPU_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_USAGE_FIELD_NUMBER: _ClassVar[int]
+    DISK_READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_WRITE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_RX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_TX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    cpu_percent: float
+    memory_used_bytes: int
+    gpu_usage: _containers.RepeatedCompositeFieldContainer[GpuUsage]
+    disk_read_bytes: int
+    disk_write_bytes: int
+    network_rx_bytes: int
+    network_tx_bytes: int
+    def __init__(self, cpu_percent: _Optional[float] = ..., memory_used_bytes: _Optional[int] = ..., gpu_usage: _Optional[_Iterable[_Union[GpuUsage, _Mapping]]] = ..., disk_read_bytes: _Optional[int] = ..., disk_write_bytes: _Optional[int] = ..., network_rx_bytes: _Optional[int] = ..., network_tx_bytes: _Optional[int] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("worker_id", "timestamp_ms", "status", "resources", "incarnation", "generation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMP_MS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    RESOURCES_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    timestamp_ms: int
+    status: WorkerStatus
+    resources: ResourceUsage
+    incarnation: int
+    generation: int
+    def __init__(self, worker_id: _Optional[str] = ..., timestamp_ms: _Optional[int] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., resources: _Optional[_Union[ResourceUsage, _Mapping]] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class PendingCommand(_message.Message):
+    __slots__ = ("command_id", "kind", "arguments")
+    class ArgumentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    command_id: str
+    kind: str
+    arguments: _containers.ScalarMap[str, str]
+    def __init__(self, command_id: _Optional[str] = ..., kind: _Optional[str] = ..., arguments: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("acknowledged", "server_timestamp_ms", "pending_commands", "generation")
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    SERVER_TIMESTAMP_MS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    acknowledged: bool
+    server_timestamp_ms: int
+    pending_commands: _containers.RepeatedCompositeFieldContainer[PendingCommand]
+    generation: int
+    def __init__(self, acknowledged: _Optional[bool] = ..., server_timestamp_ms: _Optional[int] = ..., pending_commands: _Optional[_Iterable[_Union[PendingCommand, _Mapping]]] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class RegisterDatasetRequest(_message.Message):
+    __slots__ = ("dataset_id", "path", "format", "total_samples", "shard_size", "shuffle", "seed", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SHARD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: str
+    path: str
+    format: str
+    total_samples: int
+    shard_size: int
+    shuffle: bool
+    seed: int
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, dataset_id: _Optional[str] = ..., path: _Optional[str] = ..., format: _Optional[str] = ..., total_samples: _Optional[int] = ..., shard_size: _Optional[int] = ..., shuffle: _Optional[bool] = ..., seed: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class RegisterDatasetResponse(_message.Message):
+    __slots__ = ("dataset_id", "total_shards", "created", "total_samples")
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: str
+    total_shards: int
+    created: bool
+    total_samples: int
+    def __init__(self, dataset_id: _Optional[str] = ..., total_shards: _Optional[int] = ..., created: _Optional[bool] = ..., total_samples: _Optional[int] = ...) -> None: ...
+
+class Dataset(_message.Message):
+    __slots__ = ("dataset_id", "path", "format", "total_samples", "shard_size", "total_shards", "shuffle", "seed", "metadata", "registered_at")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SHARD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_AT_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: str
+    path: str
+    format: str
+    total_samples: int
+    shard_size: int
+    total_shards: int
+    shuffle: bool
+    seed: int
+    metadata: _containers.ScalarMap[str, str]
+    registered_at: float
+    def __init__(self, dataset_id: _Optional[str] = ..., path: _Optional[str] = ..., format: _Optional[str] = ..., total_samples: _Optional[int] = ..., shard_size: _Optional[int] = ..., total_shards: _Optional[int] = ..., shuffle: _Optional[bool] = ..., seed: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., registered_at: _Optional[float] = ...) -> None: ...
+
+class ListDatasetsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListDatasetsResponse(_message.Message):
+    __slots__ = ("datasets",)
+    DATASETS_FIELD_NUMBER: _ClassVar[int]
+    datasets: _containers.RepeatedCompositeFieldContainer[Dataset]
+    def __init__(self, datasets: _Optional[_Iterable[_Union[Dataset, _Mapping]]] = ...) -> None: ...
+
+class GetDataShardRequest(_message.Message):
+    __slots__ = ("worker_id", "dataset_id", "epoch", "incarnation", "generation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    dataset_id: str
+    epoch: int
+    incarnation: int
+    generation: int
+    def __init__(self, worker_id: _Optional[str] = ..., dataset_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class ShardAssignment(_message.Message):
+    __slots__ = ("shard_id", "start_index", "end_index", "file_paths", "samples_done", "dataset_id", "epoch")
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    START_INDEX_FIELD_NUMBER: _ClassVar[int]
+    END_INDEX_FIELD_NUMBER: _ClassVar[int]
+    FILE_PATHS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_DONE_FIELD_NUMBER: _ClassVar[int]
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    shard_id: int
+    start_index: int
+    end_index: int
+    file_paths: _containers.RepeatedScalarFieldContainer[str]
+    samples_done: int
+    dataset_id: str
+    epoch: int
+    def __init__(self, shard_id: _Optional[int] = ..., start_index: _Optional[int] = ..., end_index: _Optional[int] = ..., file_paths: _Optional[_Iterable[str]] = ..., samples_done: _Optional[int] = ..., dataset_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class GetDataShardResponse(_message.Message):
+    __slots__ = ("shards", "plan_version", "generation", "reason")
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedCompositeFieldContainer[ShardAssignment]
+    plan_version: int
+    generation: int
+    reason: str
+    def __init__(self, shards: _Optional[_Iterable[_Union[ShardAssignment, _Mapping]]] = ..., plan_version: _Optional[int] = ..., generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class WaitBarrierRequest(_message.Message):
+    __slots__ = ("worker_id", "barrier_id", "step", "expected_participants", "incarnation", "generation", "call_id", "timeout_ms")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    BARRIER_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    barrier_id: str
+    step: int
+    expected_participants: int
+    incarnation: int
+    generation: int
+    call_id: bytes
+    timeout_ms: int
+    def __init__(self, worker_id: _Optional[str] = ..., barrier_id: _Optional[str] = ..., step: _Optional[int] = ..., expected_participants: _Optional[int] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., call_id: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class WaitBarrierResponse(_message.Message):
+    __slots__ = ("released", "participants", "arrival_order", "missing", "reason", "generation")
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_ORDER_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    released: bool
+    participants: int
+    arrival_order: int
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    generation: int
+    def __init__(self, released: _Optional[bool] = ..., participants: _Optional[int] = ..., arrival_order: _Optional[int] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class NotifyCheckpointRequest(_message.Message):
+    __slots__ = ("worker_id", "checkpoint_id", "step", "epoch", "path", "size_bytes", "status", "metadata", "tiers", "digest", "duration_s", "parent_id", "data_json", "reason", "incarnation", "generation", "job_id")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    PARENT_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_JSON_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    checkpoint_id: str
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int
+    status: CheckpointStatus
+    metadata: _containers.ScalarMap[str, str]
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    digest: str
+    duration_s: float
+    parent_id: str
+    data_json: str
+    reason: str
+    incarnation: int
+    generation: int
+    job_id: str
+    def __init__(self, worker_id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., tiers: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., duration_s: _Optional[float] = ..., parent_id: _Optional[str] = ..., data_json: _Optional[str] = ..., reason: _Optional[str] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., job_id: _Optional[str] = ...) -> None: ...
+
+class CheckpointAck(_message.Message):
+    __slots__ = ("acknowledged", "checkpoint_id", "status")
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    acknowledged: bool
+    checkpoint_id: str
+    status: CheckpointStatus
+    def __init__(self, acknowledged: _Optional[bool] = ..., checkpoint_id: _Optional[str] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ...) -> None: ...
+
+class Checkpoint(_message.Message):
+    __slots__ = ("checkpoint_id", "step", "epoch", "path", "size_bytes", "status", "worker_id", "created_at", "tiers", "digest", "metadata", "data_json", "job_id")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    DATA_JSON_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    checkpoint_id: str
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int
+    status: CheckpointStatus
+    worker_id: str
+    created_at: float
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    digest: str
+    metadata: _containers.ScalarMap[str, str]
+    data_json: str
+    job_id: str
+    def __init__(self, checkpoint_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., worker_id: _Optional[str] = ..., created_at: _Optional[float] = ..., tiers: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., data_json: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
+
+class GetLatestCheckpointRequest(_message.Message):
+    __slots__ = ("worker_id", "job_id")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    job_id: str
+    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
+
+class RecoveryResponse(_message.Message):
+    __slots__ = ("has_checkpoint", "latest_checkpoint", "resume_step", "resume_epoch", "shard_assignments")
+    HAS_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    LATEST_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_STEP_FIELD_NUMBER: _ClassVar[int]
+    RESUME_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
+    has_checkpoint: bool
+    latest_checkpoint: Checkpoint
+    resume_step: int
+    resume_epoch: int
+    shard_assignments: _containers.RepeatedCompositeFieldContainer[ShardAssignment]
+    def __init__(self, has_checkpoint: _Optional[bool] = ..., latest_checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., resume_step: _Optional[int] = ..., resume_epoch: _Optional[int] = ..., shard_assignments: _Optional[_Iterable[_Union[ShardAssignment, _Mapping]]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("worker_id", "incarnation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class LogEntry(_message.Message):
+    __slots__ = ("timestamp", "level", "message", "source", "task_id")
+    TIMESTAMP_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    timestamp: float
+    level: str
+    message: str
+    source: str
+    task_id: str
+    def __init__(self, timestamp: _Optional[float] = ..., level: _Optional[str] = ..., message: _Optional[str] = ..., source: _Optional[str] = ..., task_id: _Optional[str] = ...) -> None: ...
+
+class LogBatch(_message.Message):
+    __slots__ = ("entries", "dropped")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[LogEntry]
+    dropped: int
+    def __init__(self, entries: _Optional[_Iterable[_Union[LogEntry, _Mapping]]] = ..., dropped: _Optional[int] = ...) -> None: ...
+
+class ShardProgress(_message.Message):
+    __slots__ = ("dataset_id", "epoch", "shard_id", "samples_done")
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_DONE_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: str
+    epoch: int
+    shard_id: int
+    samples_done: int
+    def __init__(self, dataset_id: _Optional[str] = ..., epoch: _Optional[int] = ..., shard_id: _Optional[int] = ..., samples_done: _Optional[int] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("generation", "step", "shards")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    step: int
+    shards: _containers.RepeatedCompositeFieldContainer[ShardProgress]
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardProgress, _Mapping]]] = ...) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("hello", "heartbeat", "barrier", "progress", "logs")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    BARRIER_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    heartbeat: HeartbeatRequest
+    barrier: WaitBarrierRequest
+    progress: Progress
+    logs: LogBatch
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., barrier: _Optional[_Union[WaitBarrierRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("server_timestamp_ms", "heartbeat_interval_ms", "resumed")
+    SERVER_TIMESTAMP_MS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    server_timestamp_ms: int
+    heartbeat_interval_ms: int
+    resumed: bool
+    def __init__(self, server_timestamp_ms: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., resumed: _Optional[bool] = ...) -> None: ...
+
+class Topology(_message.Message):
+    __slots__ = ("generation", "rank", "world_size", "reason")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    rank: int
+    world_size: int
+    reason: str
+    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PlanChanged(_message.Message):
+    __slots__ = ("dataset_id", "plan_version", "reason")
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: str
+    plan_version: int
+    reason: str
+    def __init__(self, dataset_id: _Optional[str] = ..., plan_version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class BarrierOutcome(_message.Message):
+    __slots__ = ("call_id", "outcome", "error_code")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    call_id: bytes
+    outcome: WaitBarrierResponse
+    error_code: str
+    def __init__(self, call_id: _Optional[bytes] = ..., outcome: _Optional[_Union[WaitBarrierResponse, _Mapping]] = ..., error_code: _Optional[str] = ...) -> None: ...
+
+class Stale(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class CoordinatorMessage(_message.Message):
+    __slots__ = ("welcome", "topology", "plan", "barrier", "command", "stale")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    BARRIER_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    topology: Topology
+    plan: PlanChanged
+    barrier: BarrierOutcome
+    command: PendingCommand
+    stale: Stale
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., topology: _Optional[_Union[Topology, _Mapping]] = ..., plan: _Optional[_Union[PlanChanged, _Mapping]] = ..., barrier: _Optional[_Union[BarrierOutcome, _Mapping]] = ..., command: _Optional[_Union[PendingCommand, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ...) -> None: ...

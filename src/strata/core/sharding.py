@@ -85,9 +85,15 @@ class Moves:
 
     def by_owner(self) -> dict[str, list[int]]:
         """Shard ids grouped by the name of their new owner ('' is nobody): the form to write down."""
-        grouped = {name: self.shards[self.to == i] for i, name in enumerate(self.names)}
-        grouped[""] = self.shards[self.to == UNOWNED]
-        return {name: ids.tolist() for name, ids in grouped.items() if len(ids)}
+        order = np.argsort(self.to, kind="stable")
+        owners, starts = np.unique(self.to[order], return_index=True)
+        groups = np.split(self.shards[order], starts[1:])
+        return {
+            "" if owner == UNOWNED else self.names[owner]: ids.tolist()
+            for owner, ids in zip(
+                owners.tolist(), groups, strict=False
+            )  # No moves split into one empty group.
+        }
 
     @classmethod
     def from_owners(cls, grouped: Mapping[str, Sequence[int]]) -> Moves:

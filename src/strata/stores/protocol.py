@@ -64,7 +64,9 @@ class Store(Protocol):
         """Write a whole value. Large page-aligned buffers take the fastest path the store has."""
         ...
 
-    def open_write(self, key: str, *, size_hint_bytes: int | None = None, if_absent: bool = False) -> BlobWriter:
+    def open_write(
+        self, key: str, *, size_hint_bytes: int | None = None, if_absent: bool = False
+    ) -> BlobWriter:
         """Stream a value of unknown or large size."""
         ...
 
@@ -91,15 +93,27 @@ class Store(Protocol):
         ...
 
 
+StorageBackend = Store
+"""The name users know the protocol by."""
+
+
 class StoreError(StrataError):
-    """A store could not do what was asked."""
+    """A store could not do what was asked. `reason` is the cause alone ("No space left on device"), for callers
+    who tell the story in their own words."""
 
     code: ClassVar[str] = "store_error"
 
-    def __init__(self, message: str, *, tier: str, key: str, hint: str = "") -> None:
+    def __init__(self, message: str, *, tier: str, key: str, hint: str = "", reason: str = "") -> None:
         super().__init__(f"[{tier}] {message}", hint=hint)
         self.tier = tier
         self.key = key
+        self.reason = reason or message
+
+
+class InvalidKey(StoreError, ValueError):
+    """No store can hold a value under this name."""
+
+    code = "invalid_key"
 
 
 class NotFound(StoreError):
@@ -117,13 +131,48 @@ class Truncated(StoreError):
 
 
 class NoSpace(StoreError):
+    """The value does not fit: the device is full, or the store's own byte limit is reached."""
+
     code = "no_space"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tier: str,
+        key: str,
+        hint: str = "",
+        reason: str = "",
+        required_bytes: int | None = None,
+        available_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message, tier=tier, key=key, hint=hint, reason=reason)
+        self.required_bytes = required_bytes
+        self.available_bytes = available_bytes
+
+
+class DeviceError(StoreError):
+    """The device failed to read, write or flush. What it did with the bytes is unknown, so they count as lost."""
+
+    code = "device_error"
 
 
 class AccessDenied(StoreError):
     """The store answered, and said no: credentials or permissions."""
 
     code = "access_denied"
+
+
+class NoCredentials(AccessDenied):
+    """There is nothing to sign a request with."""
+
+    code = "no_credentials"
+
+
+class Misconfigured(StoreError):
+    """The store is not where the configuration says: no such bucket, another region, a wrong endpoint."""
+
+    code = "store_misconfigured"
 
 
 class Unavailable(StoreError):

@@ -1,0 +1,117 @@
+"""From a URL, or the environment, to a store.
+
+`/dir`, `file:///dir`, `memory://job`, `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`.
+Opening touches neither network nor disk beyond the leftovers of dead writers: a wrong bucket or missing
+credentials show on first use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+from urllib.parse import unquote, urlsplit
+
+from strata.errors import StrataError
+from strata.stores.protocol import Store
+
+_EXAMPLES = "/dir, file:///dir, memory://job, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+
+
+class InvalidStoreURL(StrataError, ValueError):
+    """The text does not name a store."""
+
+    code: ClassVar[str] = "invalid_store_url"
+
+    def __init__(self, url: str, problem: str, *, instead: str = _EXAMPLES) -> None:
+        super().__init__(
+            f"{url!r} does not name a place to store checkpoints: {problem}.", hint=f"Write {instead}."
+        )
+        self.url = url
+
+
+def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
+    """The store that `url` names. `options` go to it as they are: `limit_bytes` for memory, `region`,
+    `endpoint`, `max_concurrency` and the like for object storage."""
+    text = os.fspath(url)
+    if not text or "\0" in text:
+        raise InvalidStoreURL(text, "it is empty" if not text else "it contains a NUL character")
+    if "://" not in text:
+        return _open_local(text, text, options)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise InvalidStoreURL(text, str(error)) from error
+    if parts.query or parts.fragment:
+        raise InvalidStoreURL(text, "it has a '?' or '#' part", instead="the options as keyword arguments")
+    if parts.username is not None or parts.password is not None:
+        raise InvalidStoreURL(
+            f"{parts.scheme}://…",
+            "it contains credentials",
+            instead="them into the environment, not into the URL",
+        )
+    match parts.scheme:
+        case "file":
+            if parts.netloc not in ("", "localhost"):
+                raise InvalidStoreURL(
+                    text, "a file URL has three slashes", instead=f"file:///{parts.netloc}{parts.path}"
+                )
+            return _open_local(text, unquote(parts.path), options)
+        case "memory":
+            return _open_memory(text, parts.netloc, parts.path, options)
+        case "s3" | "s3a" | "gs" | "gcs" | "az" | "azure":
+            if not parts.netloc:
+                raise InvalidStoreURL(text, "it names no bucket", instead=f"{parts.scheme}://bucket/prefix")
+            from strata.stores.object import ObjectStore
+
+            return ObjectStore(parts.scheme, parts.netloc, parts.path, **options)
+        case scheme:
+            raise InvalidStoreURL(text, f"the scheme '{scheme}' is not known")
+
+
+def store_from_env(environ: Mapping[str, str] | None = None) -> Store:
+    """The store that `STORAGE_BACKEND` (local, s3, gcs, azure or memory) and `CHECKPOINT_BUCKET` name.
+
+    `CHECKPOINT_BUCKET` is a bucket with an optional prefix, a directory for `local`, a job name for `memory`, or
+    a whole URL. Object storage also reads the usual variables: `AWS_REGION`, `AWS_ACCESS_KEY_ID`,
+    `AWS_SECRET_ACCESS_KEY`, `AWS_ENDPOINT_URL`.
+    """
+    environ = os.environ if environ is None else environ
+    place = environ.get("CHECKPOINT_BUCKET", "")
+    if "://" in place:
+        return open_store(place)
+    backend = environ.get("STORAGE_BACKEND", "local").lower()
+    schemes = {"local": "", "file": "", "memory": "memory://", "s3": "s3://", "gcs": "gs://", "gs": "gs://"}
+    schemes |= {"azure": "az://", "az": "az://"}
+    if backend not in schemes:
+        raise InvalidStoreURL(
+            backend,
+            "STORAGE_BACKEND names no known backend",
+            instead="STORAGE_BACKEND=local, s3, gcs, azure or memory",
+        )
+    if not place:
+        raise InvalidStoreURL(
+            place,
+            "CHECKPOINT_BUCKET is not set",
+            instead=f"CHECKPOINT_BUCKET={'/dir' if not schemes[backend] else 'bucket'}",
+        )
+    return open_store(schemes[backend] + place)
+
+
+def _open_local(url: str, path: str, options: dict[str, Any]) -> Store:
+    from strata.stores.local import LocalStore
+
+    if not path.startswith("/") and url.startswith("file:"):
+        raise InvalidStoreURL(url, "it names no directory", instead="file:///dir")
+    return LocalStore(path, **options)
+
+
+def _open_memory(url: str, job: str, path: str, options: dict[str, Any]) -> Store:
+    from strata.stores.memory import MemoryStore
+
+    if not job or path.strip("/"):
+        raise InvalidStoreURL(url, "memory has one name and no path", instead="memory://job")
+    try:
+        return MemoryStore(job, **options)
+    except ValueError as error:
+        raise InvalidStoreURL(url, str(error), instead="memory://job") from error

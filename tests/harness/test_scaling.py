@@ -1,0 +1,284 @@
+"""The learning rate and accumulation follow from base and world alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_harness.errors import ConfigurationError
+from elastic_harness.scaling import (
+    ElasticScalingManager,
+    GradAccumulationConfig,
+    GradientAccumulationManager,
+    LRScalingManager,
+    ScalingConfig,
+    ScalingRule,
+    WarmupScheduler,
+    accumulation_steps,
+    cosine_factor,
+    create_lr_scheduler_with_warmup,
+    scaled_lr,
+)
+
+worlds = st.integers(min_value=1, max_value=512)
+
+
+def optimizer(*lrs: float) -> torch.optim.SGD:
+    return torch.optim.SGD(
+        [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in lrs or (1e-3,)]
+    )
+
+
+def lr_config(**changes: Any) -> ScalingConfig:
+    settings: dict[str, Any] = {
+        "base_lr": 1e-3,
+        "base_batch_size": 32,
+        "base_world_size": 4,
+        "warmup_steps": 0,
+    }
+    return ScalingConfig(**{**settings, **changes})
+
+
+def accum_config(**changes: Any) -> GradAccumulationConfig:
+    settings: dict[str, Any] = {
+        "target_global_batch_size": 1024,
+        "local_batch_size": 32,
+        "base_world_size": 4,
+    }
+    return GradAccumulationConfig(**{**settings, **changes})
+
+
+def settle(manager: LRScalingManager) -> float:
+    while manager.is_warming_up:
+        manager.step()
+    return float(manager.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [(ScalingRule.LINEAR, 2e-3), (ScalingRule.SQRT, 2**0.5 * 1e-3), (ScalingRule.NONE, 1e-3)],
+)
+def test_each_rule_scales_as_its_name_says(rule: ScalingRule, expected: float) -> None:
+    assert scaled_lr(lr_config(scaling_rule=rule), 8) == pytest.approx(expected, rel=1e-15)
+
+
+def test_batch_size_per_worker_counts_as_much_as_workers() -> None:
+    assert scaled_lr(lr_config(), 2, batch_size=64) == 1e-3
+
+
+def test_rate_stays_within_its_bounds() -> None:
+    assert scaled_lr(lr_config(max_lr=1.5e-3), 400) == 1.5e-3
+    assert scaled_lr(lr_config(min_lr=5e-4), 1) == 5e-4
+
+
+@settings(deadline=None)
+@given(st.lists(worlds, max_size=1000), st.sampled_from(ScalingRule), st.integers(min_value=0, max_value=3))
+def test_no_sequence_of_changes_leaves_a_trace_in_the_rate(
+    path: list[int], rule: ScalingRule, warmup: int
+) -> None:
+    manager = LRScalingManager(lr_config(scaling_rule=rule, warmup_steps=warmup), optimizer())
+    start = settle(manager)
+    for world in path:
+        manager.on_topology_change(world)
+        manager.step()
+    manager.on_topology_change(4)
+    assert settle(manager) == start
+
+
+def test_a_thousand_changes_do_not_drift() -> None:
+    manager = LRScalingManager(lr_config(base_lr=0.0007), optimizer(0.0007))
+    for index in range(1000):
+        manager.on_topology_change(1 + index * 7 % 13)
+    assert manager.on_topology_change(4) == 0.0007
+    assert manager.optimizer.param_groups[0]["lr"] == 0.0007
+
+
+def test_four_to_two_to_four_returns_exactly() -> None:
+    manager = LRScalingManager(lr_config(base_lr=3e-4, warmup_steps=7), optimizer(3e-4))
+    assert manager.on_topology_change(2) == 1.5e-4
+    assert settle(manager) == 1.5e-4
+    manager.on_topology_change(4)
+    assert settle(manager) == 3e-4
+
+
+def test_a_change_ramps_over_the_warm_up_and_lands_on_the_target() -> None:
+    manager = LRScalingManager(lr_config(warmup_steps=4), optimizer())
+    assert manager.on_topology_change(8) == 2e-3
+    assert manager.is_warming_up
+    rates = [manager.step() for _ in range(4)]
+    assert rates == pytest.approx([1.25e-3, 1.5e-3, 1.75e-3, 2e-3])
+    assert rates[-1] == 2e-3
+    assert not manager.is_warming_up
+
+
+def test_no_ramp_when_the_rate_does_not_change() -> None:
+    manager = LRScalingManager(lr_config(warmup_steps=100), optimizer())
+    manager.on_topology_change(4)
+    assert not manager.is_warming_up
+
+
+def test_parameter_groups_keep_their_ratio() -> None:
+    manager = LRScalingManager(lr_config(), optimizer(1e-3, 1e-4))
+    manager.on_topology_change(8)
+    assert [group["lr"] for group in manager.optimizer.param_groups] == [2e-3, 2e-4]
+
+
+def test_bad_world_is_refused_and_changes_nothing() -> None:
+    manager = LRScalingManager(lr_config(), optimizer())
+    with pytest.raises(ValueError, match="at least 1"):
+        manager.on_topology_change(0)
+    assert (manager.world_size, manager.current_lr) == (4, 1e-3)
+
+
+def test_state_survives_a_restart_in_the_middle_of_a_ramp() -> None:
+    one = LRScalingManager(lr_config(warmup_steps=10), optimizer())
+    one.on_topology_change(8)
+    for _ in range(3):
+        one.step(schedule_factor=0.5)
+    two = LRScalingManager(lr_config(warmup_steps=10), optimizer())
+    two.load_state_dict(one.state_dict())
+    assert two.optimizer.param_groups[0]["lr"] == one.optimizer.param_groups[0]["lr"]
+    assert [two.step() for _ in range(8)] == [one.step() for _ in range(8)]
+    assert two.state_dict() == one.state_dict()
+
+
+def test_warmup_scheduler_ends_exactly_on_its_target() -> None:
+    ramp = WarmupScheduler(0.0, 0.3, 3)
+    assert ramp.get_lr() == 0.0
+    assert [ramp.step() for _ in range(5)][2:] == [0.3, 0.3, 0.3]
+    assert WarmupScheduler(0.1, 0.3, 0).get_lr() == 0.3
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"base_lr": 0.0}, r"base_lr \(0\) must be positive"),
+        ({"base_lr": float("nan")}, "must be positive"),
+        ({"base_world_size": 0}, r"base_world_size \(0\) must be at least 1"),
+        ({"warmup_steps": -1}, "cannot be negative"),
+        ({"min_lr": 1.0}, "between 0 and max_lr"),
+    ],
+)
+def test_bad_scaling_settings_are_refused(bad: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        lr_config(**bad)
+
+
+@pytest.mark.parametrize(
+    ("world", "mode", "steps"),
+    [
+        (4, "ceil", 8),
+        (3, "ceil", 11),
+        (3, "floor", 10),
+        (3, "nearest", 11),
+        (2, "ceil", 16),
+        (1, "ceil", 32),
+        (64, "floor", 1),
+        (5, "nearest", 6),
+    ],
+)
+def test_accumulation_holds_the_global_batch(world: int, mode: Any, steps: int) -> None:
+    assert accumulation_steps(accum_config(rounding_mode=mode), world) == steps
+
+
+@settings(deadline=None)
+@given(st.integers(1, 100_000), st.integers(1, 512), worlds)
+def test_rounding_modes_bracket_the_target(target: int, local: int, world: int) -> None:
+    floor, nearest, ceil = (
+        accumulation_steps(
+            accum_config(target_global_batch_size=target, local_batch_size=local, rounding_mode=mode), world
+        )
+        for mode in ("floor", "nearest", "ceil")
+    )
+    assert 1 <= floor <= nearest <= ceil <= floor + 1
+    assert ceil * local * world >= target
+    if target >= local * world:
+        assert floor * local * world <= target
+        assert abs(nearest * local * world - target) * 2 <= local * world
+
+
+def test_should_step_is_true_once_per_window() -> None:
+    manager = GradientAccumulationManager(accum_config())
+    assert [manager.should_step() for _ in range(16)] == ([False] * 7 + [True]) * 2
+    assert manager.loss_scale_factor == 1 / 8
+    assert manager.effective_batch_size == 1024
+
+
+def test_a_half_accumulated_step_is_dropped_when_the_world_changes() -> None:
+    manager = GradientAccumulationManager(accum_config())
+    for _ in range(7):
+        manager.should_step()
+    assert manager.on_topology_change(3) == 11
+    assert [manager.should_step() for _ in range(11)] == [False] * 10 + [True]
+    assert manager.effective_batch_size == 1056
+
+
+def test_unknown_strategy_and_rounding_name_the_valid_ones() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ElasticScalingManager(lr_config(), accum_config(), optimizer(), strategy="invalid")  # type: ignore[arg-type]
+    assert caught.value.message == (
+        "Configuration error in 'scaling': Unknown scaling strategy 'invalid'. "
+        "Valid options: ['variable_batch', 'constant_batch']"
+    )
+    with pytest.raises(ConfigurationError, match="Unknown rounding mode 'up'"):
+        accum_config(rounding_mode="up")
+
+
+def test_constant_batch_needs_its_target() -> None:
+    with pytest.raises(
+        ConfigurationError, match="target_global_batch_size is required for constant_batch strategy"
+    ):
+        ElasticScalingManager(lr_config(), None, optimizer())
+
+
+@settings(deadline=None)
+@given(st.lists(worlds, max_size=50))
+def test_constant_batch_never_touches_the_rate(path: list[int]) -> None:
+    manager = ElasticScalingManager(lr_config(), accum_config(), optimizer())
+    for world in path:
+        decision = manager.on_topology_change(world)
+        assert decision.lr == 1e-3
+        assert decision.effective_batch_size >= 1024
+    assert manager.on_topology_change(4).accumulation_steps == 8
+    assert manager.lr.optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_variable_batch_scales_the_rate_and_not_the_accumulation() -> None:
+    manager = ElasticScalingManager(lr_config(), accum_config(), optimizer(), strategy="variable_batch")
+    decision = manager.on_topology_change(2)
+    assert (decision.lr, decision.accumulation_steps, decision.effective_batch_size) == (5e-4, 8, 512)
+    assert "4 -> 2 workers" in decision.reason
+    without = ElasticScalingManager(lr_config(), None, optimizer(), strategy="variable_batch")
+    assert without.on_topology_change(8).effective_batch_size == 256
+    assert without.should_step()
+
+
+def test_elastic_state_survives_a_restart() -> None:
+    one = ElasticScalingManager(lr_config(), accum_config(), optimizer())
+    one.on_topology_change(3)
+    two = ElasticScalingManager(lr_config(), accum_config(), optimizer())
+    two.load_state_dict(one.state_dict())
+    assert (two.world_size, two.accumulation_steps, two.current_lr) == (3, 11, 1e-3)
+
+
+def test_cosine_rises_falls_and_stays_at_its_floor() -> None:
+    factors = [cosine_factor(step, warmup_steps=10, total_steps=100) for step in range(120)]
+    assert factors[9] == factors[10] == 1.0
+    assert factors[:10] == sorted(factors[:10])
+    assert factors[10:100] == sorted(factors[10:100], reverse=True)
+    assert set(factors[100:]) == {0.1}
+
+
+def test_scheduler_follows_the_same_curve_as_the_pure_function() -> None:
+    optim = optimizer(1.0)
+    scheduler = create_lr_scheduler_with_warmup(optim, 3, 10, 0.0)
+    for step in range(12):
+        assert optim.param_groups[0]["lr"] == cosine_factor(
+            step, warmup_steps=3, total_steps=10, min_ratio=0.0
+        )
+        optim.step()
+        scheduler.step()

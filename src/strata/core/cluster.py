@@ -1,0 +1,230 @@
+"""The one door: `decide` turns a command into facts and an answer, `apply` takes facts in.
+
+`decide` never changes anything and `apply` never decides anything, so a journal of events rebuilds the state
+exactly. A command whose consequences depend on each other (a failure breaks a barrier) is decided as a chain:
+the generator applies each fact before it derives the next. Every fact carries a reason a person can read.
+
+Pure: no clock, no threads, no I/O. Time arrives as `Instant`. One caller at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from strata.core import checks
+from strata.core.barriers import BarrierLimits, Barriers
+from strata.core.checkpoints import Checkpoints
+from strata.core.datasets import Datasets
+from strata.core.membership import Membership, MembershipLimits
+from strata.core.messages import (
+    Accepted,
+    AdvanceTask,
+    ArriveAtBarrier,
+    BarrierArrived,
+    BarrierBroken,
+    BarrierReleased,
+    CheckpointCompleted,
+    CheckpointFailed,
+    CheckpointRemoved,
+    CheckpointStarted,
+    Command,
+    CountersRestored,
+    CreateTask,
+    DatasetAccepted,
+    DatasetRegistered,
+    Decision,
+    DeregisterWorker,
+    Event,
+    Instant,
+    JobId,
+    NotifyCheckpoint,
+    PlanEpoch,
+    Rebalance,
+    RegisterDataset,
+    Registered,
+    RegisterWorker,
+    Reply,
+    ShardsMoved,
+    StopTask,
+    TaskChanged,
+    TaskCreated,
+    Tick,
+    WorkerFailed,
+    WorkerForgotten,
+    WorkerId,
+    WorkerJoined,
+    WorkerLeft,
+)
+from strata.core.tasks import Tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    membership: MembershipLimits = field(default_factory=MembershipLimits)
+    barriers: BarrierLimits = field(default_factory=BarrierLimits)
+
+
+class Cluster:
+    def __init__(self, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self.membership = Membership(limits.membership)
+        self.barriers = Barriers(limits.barriers)
+        self.datasets = Datasets()
+        self.checkpoints = Checkpoints()
+        self.tasks = Tasks()
+
+    # --- wishes in, facts out -------------------------------------------------------------------------------
+
+    def handle(self, command: Command, now: Instant) -> Decision:
+        """Decide and apply. A refusal is raised before anything has changed."""
+        facts: list[Event] = []
+
+        def fact(event: Event) -> None:
+            self.apply(event, now)
+            facts.append(event)
+
+        reply = self._handle(command, now, fact)
+        return Decision(events=tuple(facts), reply=reply)
+
+    def _handle(self, command: Command, now: Instant, fact: Callable[[Event], None]) -> Reply:
+        match command:
+            case RegisterWorker():
+                joined = self.membership.decide_register(command, now)
+                if isinstance(joined, WorkerJoined):
+                    fact(joined)
+                    return Registered(worker_id=joined.spec.worker_id, incarnation=joined.incarnation)
+                return Registered(worker_id=joined.spec.worker_id, incarnation=joined.incarnation)
+            case DeregisterWorker():
+                left = self.membership.decide_leave(command, now)
+                job = self.membership.members[command.worker_id].spec.job_id
+                fact(left)
+                self._lose(left.worker_id, left.reason, job, now, fact)
+                return Accepted(reason=left.reason)
+            case RegisterDataset():
+                registered = self.datasets.decide_register(command, now)
+                if registered is not None:
+                    fact(registered)
+                spec = self.datasets.specs[command.spec.dataset_id]
+                return DatasetAccepted(spec=spec, created=registered is not None)
+            case ArriveAtBarrier():
+                member = self.membership.admit(
+                    command.worker_id, incarnation=command.incarnation, generation=command.generation
+                )
+                events, ticket = self.barriers.decide_arrival(command, member, self.membership, now)
+                _each(fact, events)
+                return ticket
+            case NotifyCheckpoint():
+                return self._notify_checkpoint(command, now, fact)
+            case CreateTask():
+                if command.spec.dataset_id is not None:
+                    self.datasets.get(command.spec.dataset_id)
+                created = self.tasks.decide_create(command, now)
+                fact(created)
+                return Accepted(reason=created.reason)
+            case StopTask():
+                stopped = self.tasks.decide_stop(command, now)
+                if stopped is None:
+                    return Accepted(reason=f"it is {self.tasks.get(command.task_id).status} already")
+                fact(stopped)
+                return Accepted(reason=stopped.reason)
+            case AdvanceTask():
+                advanced = self.tasks.decide_advance(command, now)
+                fact(advanced)
+                return Accepted(reason=advanced.reason)
+            case PlanEpoch():
+                return self._plan_epoch(command, now, fact)
+            case Rebalance():
+                _each(fact, self.datasets.decide_rebalance(self.membership, now))
+                self.datasets.dirty_jobs.clear()
+                return Accepted(reason="plans match their members")
+            case Tick():
+                for change in self.membership.decide_tick(now):
+                    job = self.membership.members[change.worker_id].spec.job_id
+                    fact(change)
+                    if isinstance(change, WorkerFailed):
+                        self._lose(change.worker_id, change.reason, job, now, fact)
+                _each(fact, self.barriers.decide_tick(self.membership, now))
+                return Accepted(reason="time passed")
+        assert_never(command)
+
+    def _lose(
+        self, worker: WorkerId, reason: str, job: JobId, now: Instant, fact: Callable[[Event], None]
+    ) -> None:
+        _each(fact, self.barriers.decide_loss(worker, reason, job, self.membership, now))
+
+    def _notify_checkpoint(
+        self, command: NotifyCheckpoint, now: Instant, fact: Callable[[Event], None]
+    ) -> Reply:
+        member = self.membership.admit(
+            command.worker_id, incarnation=command.incarnation, generation=command.generation
+        )
+        event = self.checkpoints.decide_notice(command, member.spec.job_id, now)
+        if event is None:
+            return Accepted(reason="known already")
+        fact(event)
+        return Accepted(reason=event.reason)
+
+    def _plan_epoch(self, command: PlanEpoch, now: Instant, fact: Callable[[Event], None]) -> Reply:
+        member = self.membership.admit(
+            command.worker_id, incarnation=command.incarnation, generation=command.generation
+        )
+        checks.between("epoch", command.epoch, 0, checks.SAMPLES_LIMIT)
+        self.datasets.get(command.dataset_id)
+        key = (member.spec.job_id, command.dataset_id, command.epoch)
+        moved = self.datasets.decide_epoch(key, self.membership, now)
+        if moved is not None:
+            fact(moved)
+        return Accepted(reason=self.datasets.plans[key].plan.reason)
+
+    # --- facts in -------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event, now: Instant) -> None:
+        match event:
+            case WorkerJoined():
+                before = self.membership.members.get(event.spec.worker_id)
+                self.membership.apply(event, now)
+                if before is not None:
+                    self.barriers.withdraw(event.spec.worker_id, before.spec.job_id)
+                    self.datasets.dirty_jobs.add(before.spec.job_id)
+                self.datasets.dirty_jobs.add(event.spec.job_id)
+            case WorkerFailed() | WorkerLeft():
+                job = self.membership.members[event.worker_id].spec.job_id
+                self.membership.apply(event, now)
+                self.barriers.withdraw(event.worker_id, job)
+                self.datasets.dirty_jobs.add(job)
+            case WorkerForgotten() | CountersRestored():
+                self.membership.apply(event, now)
+            case DatasetRegistered():
+                self.datasets.apply(event)
+                self.datasets.dirty_jobs.update(self.membership.jobs())
+            case ShardsMoved():
+                self.datasets.apply(event)
+            case BarrierArrived() | BarrierReleased() | BarrierBroken():
+                self.barriers.apply(event)
+            case CheckpointStarted() | CheckpointCompleted() | CheckpointFailed() | CheckpointRemoved():
+                self.checkpoints.apply(event)
+            case TaskCreated() | TaskChanged():
+                self.tasks.apply(event)
+            case _:
+                assert_never(event)
+
+    @property
+    def plans_are_stale(self) -> bool:
+        return bool(self.datasets.dirty_jobs)
+
+    def compact(self) -> list[Event]:
+        """A short history that leads to this state: what a snapshot holds."""
+        return [
+            *self.membership.compact(),
+            *self.datasets.compact(),
+            *self.barriers.compact(),
+            *self.checkpoints.compact(),
+            *self.tasks.compact(),
+        ]
+
+
+def _each(fact: Callable[[Event], None], events: Iterable[Event]) -> None:
+    for event in events:
+        fact(event)

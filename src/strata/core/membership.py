@@ -1,0 +1,355 @@
+"""Who belongs to the fleet, under which incarnation, and who may still speak.
+
+Guarantees:
+
+* A registration is an **incarnation**, numbered once and never again; a newer one of the same id fences the
+  older. A retried registration is the same incarnation.
+* Every change of a job's member set is a **generation**. Numbers grow over the whole coordinator, so two jobs
+  never share one and a restart never repeats one.
+* `admit` refuses any call of a stale incarnation or generation, whatever it asks.
+
+Liveness is soft: `Pulse` holds when a worker was last heard, on the monotonic clock, and is not journaled.
+Deciding that silence means failure happens here; noticing a dropped connection happens in the shells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from strata.core import checks
+from strata.core.messages import (
+    CountersRestored,
+    DeregisterWorker,
+    Event,
+    Instant,
+    JobId,
+    Overloaded,
+    RegisterWorker,
+    Stale,
+    Unknown,
+    WorkerFailed,
+    WorkerForgotten,
+    WorkerId,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSpec,
+)
+
+REGISTER_HINT = "Register the worker first (RegisterWorker, or TrainingOrchestrator.register_worker)."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipLimits:
+    """How patient the coordinator is, and how many it will know."""
+
+    heartbeat_timeout_s: float = 30.0
+    disconnect_grace_s: float = 0.5
+    """How long a worker whose stream dropped may take to come back."""
+    forget_failed_after_s: float = 3600.0
+    max_workers: int = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    spec: WorkerSpec
+    registration_id: str
+    incarnation: int
+    seat: int
+    """Order of joining within the coordinator: ranks follow it."""
+    joined_at_s: float
+    state: Literal["active", "failed"]
+    reason: str
+    changed_at_s: float
+
+    @property
+    def present(self) -> bool:
+        return self.state == "active"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    index: int
+    utilization_percent: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """One sample of what a worker's process and machine use. Bytes of disk and network are totals since start."""
+
+    cpu_percent: float
+    memory_used_bytes: int
+    gpus: tuple[Gpu, ...]
+    disk_read_bytes: int
+    disk_write_bytes: int
+    network_rx_bytes: int
+    network_tx_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a worker last said about itself."""
+
+    state: str
+    step: int
+    epoch: int
+    task: str
+    resources: Resources | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Pulse:
+    """When a present worker was last heard, and since when its stream is gone (None: it is there, or never was)."""
+
+    heard_mono_s: float
+    heard_wall_s: float
+    dropped_mono_s: float | None = None
+
+
+class Membership:
+    def __init__(self, limits: MembershipLimits) -> None:
+        self.limits = limits
+        self.members: dict[WorkerId, Member] = {}
+        self.pulses: dict[WorkerId, Pulse] = {}
+        self.reports: dict[WorkerId, Report] = {}
+        self.generation = 0
+        self.incarnation = 0
+        self.job_generations: dict[JobId, int] = {}
+        self._rosters: dict[JobId, dict[WorkerId, int]] = {}
+
+    # --- questions ------------------------------------------------------------------------------------------
+
+    def roster(self, job: JobId) -> dict[WorkerId, int]:
+        """Present members of a job with their ranks, in rank order."""
+        roster = self._rosters.get(job)
+        if roster is None:
+            present = [m for m in self.members.values() if m.present and m.spec.job_id == job]
+            present.sort(key=lambda m: m.seat)
+            roster = {m.spec.worker_id: rank for rank, m in enumerate(present)}
+            self._rosters[job] = roster
+        return roster
+
+    def jobs(self) -> list[JobId]:
+        return list(self.job_generations)
+
+    def admit(self, worker_id: WorkerId, *, incarnation: int, generation: int = 0) -> Member:
+        """The member this call may act as, or a refusal. Zero means "whatever is current"."""
+        member = self.members.get(worker_id)
+        if member is None:
+            raise Unknown("worker", worker_id, hint=REGISTER_HINT)
+        if incarnation and incarnation != member.incarnation:
+            raise Stale(
+                f"Incarnation {incarnation} of worker '{worker_id}' is over; incarnation {member.incarnation} "
+                f"replaced it.",
+                hint="Stop this process, or register anew.",
+            )
+        if not member.present:
+            raise Stale(f"Worker '{worker_id}' was declared failed: {member.reason}.", hint="Register anew.")
+        current = self.job_generations[member.spec.job_id]
+        if generation and generation != current:
+            raise Stale(
+                f"Generation {generation} of job '{member.spec.job_id}' is over; the present one is {current}.",
+                hint="Take part in the present generation: re-read rank, world size and shards, then retry.",
+            )
+        return member
+
+    # --- decisions ------------------------------------------------------------------------------------------
+
+    def decide_register(self, command: RegisterWorker, now: Instant) -> WorkerJoined | Member:
+        """A join, or the member itself when this call is a retry of the one that made it."""
+        spec = command.spec
+        checks.worker(spec)
+        known = self.members.get(spec.worker_id)
+        if known is not None and known.present and known.registration_id == command.registration_id != "":
+            return known
+        if known is None and len(self.members) >= self.limits.max_workers:
+            raise Overloaded(
+                f"{len(self.members):,} workers are known already, which is the limit.",
+                hint="Raise max_workers, or deregister workers that are gone.",
+            )
+        superseded = known.incarnation if known is not None and known.present else 0
+        return WorkerJoined(
+            spec=spec,
+            registration_id=command.registration_id,
+            incarnation=self.incarnation + 1,
+            generation=self.generation + 1,
+            superseded=superseded,
+            reason=_join_reason(spec.worker_id, known, superseded),
+            at_s=now.wall_s,
+        )
+
+    def decide_leave(self, command: DeregisterWorker, now: Instant) -> WorkerLeft:
+        member = self.admit(command.worker_id, incarnation=command.incarnation)
+        checks.text("reason", command.reason)
+        return WorkerLeft(
+            worker_id=command.worker_id,
+            incarnation=member.incarnation,
+            generation=self.generation + 1,
+            reason=command.reason or "it said goodbye",
+            at_s=now.wall_s,
+        )
+
+    def decide_tick(self, now: Instant) -> Iterator[WorkerFailed | WorkerForgotten]:
+        """Failures and forgettings that are due. The caller applies each before it takes the next."""
+        for worker_id, pulse in list(self.pulses.items()):
+            reason = self._overdue(pulse, now)
+            if reason:
+                yield WorkerFailed(
+                    worker_id=worker_id,
+                    incarnation=self.members[worker_id].incarnation,
+                    generation=self.generation + 1,
+                    reason=reason,
+                    at_s=now.wall_s,
+                )
+        limit_s = self.limits.forget_failed_after_s
+        if len(self.members) > len(self.pulses):
+            for worker_id, member in list(self.members.items()):
+                if not member.present and now.wall_s - member.changed_at_s > limit_s:
+                    yield WorkerForgotten(
+                        worker_id=worker_id,
+                        reason=f"failed more than {limit_s:.0f} s ago and did not come back",
+                        at_s=now.wall_s,
+                    )
+
+    def next_check_mono_s(self) -> float | None:
+        """The earliest moment a worker could become overdue, so that the clock need not be asked before."""
+        return min((self._deadline(p) for p in self.pulses.values()), default=None)
+
+    def _deadline(self, pulse: Pulse) -> float:
+        silent = pulse.heard_mono_s + self.limits.heartbeat_timeout_s
+        if pulse.dropped_mono_s is None:
+            return silent
+        return min(silent, pulse.dropped_mono_s + self.limits.disconnect_grace_s)
+
+    def _overdue(self, pulse: Pulse, now: Instant) -> str:
+        if pulse.dropped_mono_s is not None:
+            gone_s = now.mono_s - pulse.dropped_mono_s
+            if gone_s >= self.limits.disconnect_grace_s:
+                return f"its connection dropped {gone_s:.1f} s ago and it did not come back"
+        silent_s = now.mono_s - pulse.heard_mono_s
+        if silent_s >= self.limits.heartbeat_timeout_s:
+            return f"silent for {silent_s:.1f} s (heartbeat_timeout is {self.limits.heartbeat_timeout_s:g} s)"
+        return ""
+
+    # --- facts ----------------------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        event: WorkerJoined | WorkerFailed | WorkerLeft | WorkerForgotten | CountersRestored,
+        now: Instant,
+    ) -> None:
+        match event:
+            case WorkerJoined():
+                self._joined(event, now)
+            case WorkerFailed():
+                member = self.members[event.worker_id]
+                self.members[event.worker_id] = replace(
+                    member, state="failed", reason=event.reason, changed_at_s=event.at_s
+                )
+                self.pulses.pop(event.worker_id, None)
+                self._changed(member.spec.job_id, event.generation)
+            case WorkerLeft():
+                member = self.members.pop(event.worker_id)
+                self.pulses.pop(event.worker_id, None)
+                self.reports.pop(event.worker_id, None)
+                self._changed(member.spec.job_id, event.generation)
+            case WorkerForgotten():
+                self.members.pop(event.worker_id, None)
+                self.reports.pop(event.worker_id, None)
+            case CountersRestored():
+                self.generation = event.generation
+                self.incarnation = event.incarnation
+
+    def _joined(self, event: WorkerJoined, now: Instant) -> None:
+        spec = event.spec
+        known = self.members.get(spec.worker_id)
+        keeps_seat = known is not None and known.present and known.spec.job_id == spec.job_id
+        self.members[spec.worker_id] = Member(
+            spec=spec,
+            registration_id=event.registration_id,
+            incarnation=event.incarnation,
+            seat=known.seat if known is not None and keeps_seat else event.incarnation,
+            joined_at_s=event.at_s,
+            state="active",
+            reason=event.reason,
+            changed_at_s=event.at_s,
+        )
+        self.pulses[spec.worker_id] = Pulse(heard_mono_s=now.mono_s, heard_wall_s=event.at_s)
+        self.reports.pop(spec.worker_id, None)
+        self.incarnation = max(self.incarnation, event.incarnation)
+        if known is not None and known.present and known.spec.job_id != spec.job_id:
+            self._changed(known.spec.job_id, event.generation)
+        self._changed(spec.job_id, event.generation)
+
+    def _changed(self, job: JobId, generation: int) -> None:
+        self.generation = max(self.generation, generation)
+        self.job_generations[job] = max(self.job_generations.get(job, 0), generation)
+        self._rosters.pop(job, None)
+
+    # --- soft facts -----------------------------------------------------------------------------------------
+
+    def heard(self, worker_id: WorkerId, now: Instant) -> None:
+        pulse = self.pulses[worker_id]
+        pulse.heard_mono_s = now.mono_s
+        pulse.heard_wall_s = now.wall_s
+
+    def connected(self, worker_id: WorkerId, now: Instant) -> None:
+        self.heard(worker_id, now)
+        self.pulses[worker_id].dropped_mono_s = None
+
+    def dropped(self, worker_id: WorkerId, incarnation: int, now: Instant) -> None:
+        """Its stream ended without a goodbye: suspect from now on."""
+        member = self.members.get(worker_id)
+        if member is not None and member.present and member.incarnation == incarnation:
+            self.pulses[worker_id].dropped_mono_s = now.mono_s
+
+    def resume_clock(self, now: Instant) -> None:
+        """After a replay: everyone gets a full time-out to come back, since the silence was ours."""
+        for pulse in self.pulses.values():
+            pulse.heard_mono_s = now.mono_s
+            pulse.dropped_mono_s = None
+
+    # --- compaction -----------------------------------------------------------------------------------------
+
+    def compact(self) -> list[Event]:
+        """A shorter history that leads to this state."""
+        events: list[Event] = []
+        for member in sorted(self.members.values(), key=lambda m: m.seat):
+            generation = self.job_generations.get(member.spec.job_id, self.generation)
+            joined = WorkerJoined(
+                spec=member.spec,
+                registration_id=member.registration_id,
+                incarnation=member.seat,
+                generation=generation,
+                superseded=0,
+                reason=member.reason,
+                at_s=member.joined_at_s,
+            )
+            events.append(joined)
+            if member.incarnation != member.seat:  # It came back in place: same seat, newer incarnation.
+                events.append(replace(joined, incarnation=member.incarnation, superseded=member.seat))
+            if not member.present:
+                events.append(
+                    WorkerFailed(
+                        worker_id=member.spec.worker_id,
+                        incarnation=member.incarnation,
+                        generation=generation,
+                        reason=member.reason,
+                        at_s=member.changed_at_s,
+                    )
+                )
+        counters = CountersRestored(
+            generation=self.generation, incarnation=self.incarnation, reason="compacted history", at_s=0.0
+        )
+        return [*events, counters]
+
+
+def _join_reason(worker_id: WorkerId, known: Member | None, superseded: int) -> str:
+    if superseded:
+        return f"'{worker_id}' registered again; incarnation {superseded} is fenced"
+    if known is not None:
+        return f"'{worker_id}' came back after it had failed ({known.reason})"
+    return f"'{worker_id}' is new"

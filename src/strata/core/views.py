@@ -1,0 +1,385 @@
+"""What the API shows, as plain values computed from the state.
+
+These dataclasses are the JSON of `/api/*` field by field, and the OpenAPI document is generated from them.
+Times are Unix seconds. Pure: nothing here reads a clock or changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from strata.core.barriers import missing_members
+from strata.core.checkpoints import CheckpointRecord
+from strata.core.cluster import Cluster
+from strata.core.datasets import PlanKey, shard_at
+from strata.core.membership import Member, Resources
+from strata.core.messages import (
+    BarrierReleased,
+    CheckpointStatus,
+    DatasetId,
+    DatasetSpec,
+    JobId,
+    TaskStatus,
+)
+from strata.core.tasks import Task
+
+WorkerState = Literal[
+    "active", "idle", "training", "checkpointing", "recovering", "failed", "initializing", "loading"
+]
+WORKER_STATES: frozenset[str] = frozenset(get_args(WorkerState))
+COUNTED_ACTIVE = frozenset({"active", "training", "checkpointing"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    id: str
+    ip: str
+    port: int
+    status: WorkerState
+    gpu_count: int
+    last_heartbeat: float
+    assigned_shards: int
+    current_epoch: int
+    current_step: int
+    current_task: str | None
+    resources: Resources | None
+    job_id: str
+    rank: int | None
+    incarnation: int
+    connected: bool
+    joined_at: float
+    memory_bytes: int
+    reason: str
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetView:
+    id: str
+    name: str
+    path: str
+    total_samples: int
+    shard_size: int
+    shard_count: int
+    format: str
+    shuffle: bool
+    seed: int
+    registered_at: float
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardView:
+    id: int
+    start: int
+    stop: int
+    done: int
+    worker_id: str | None
+    moved: bool
+    """Whether the last change of the plan gave it to its present owner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlanView:
+    dataset_id: str
+    job_id: str
+    epoch: int
+    version: int
+    reason: str
+    samples_done: int
+    total_samples: int
+    shards: list[ShardView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointView:
+    id: str
+    step: int
+    epoch: int
+    size: int
+    path: str
+    created_at: float
+    completed_at: float | None
+    worker_id: str
+    job_id: str
+    status: CheckpointStatus
+    tiers: list[str]
+    digest: str
+    throughput_mb_s: float | None
+    reason: str
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierView:
+    id: str
+    name: str
+    job_id: str
+    step: int
+    arrived: int
+    total: int
+    status: Literal["waiting", "complete", "broken"]
+    created_at: float
+    ended_at: float | None
+    missing: list[str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskView:
+    id: str
+    name: str
+    type: str
+    status: TaskStatus
+    worker_ids: list[str]
+    worker_count: int
+    dataset_id: str | None
+    config: dict[str, Any]
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    progress: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsView:
+    """Each figure is measured; a figure nothing has been measured for is null."""
+
+    checkpoint_throughput: float | None = field(metadata={"unit": "MB/s"})
+    coordinator_rps: float = field(metadata={"unit": "requests/s"})
+    active_workers: int = field(metadata={"unit": "workers"})
+    total_workers: int = field(metadata={"unit": "workers"})
+    barrier_latency_p99: float | None = field(metadata={"unit": "ms"})
+    shard_assignment_time: float | None = field(metadata={"unit": "ms"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogView:
+    id: str
+    timestamp: float
+    level: str
+    message: str
+    source: str
+    task_id: str | None
+    worker_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusView:
+    connected: bool
+    address: str
+    uptime: float
+    version: str
+    leader: bool
+    generation: int
+    started_at: float
+    server_time: float
+    jobs: dict[str, int]
+    """The present generation of every job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardView:
+    coordinator: StatusView
+    workers: list[WorkerView]
+    datasets: list[DatasetView]
+    checkpoints: list[CheckpointView]
+    barriers: list[BarrierView]
+    metrics: MetricsView
+    tasks: list[TaskView]
+    logs: list[LogView]
+
+
+def worker_status(cluster: Cluster, member: Member) -> WorkerState:
+    if not member.present:
+        return "failed"
+    report = cluster.membership.reports.get(member.spec.worker_id)
+    state = report.state if report is not None else ""
+    return state if state in WORKER_STATES else "active"  # type: ignore[return-value]
+
+
+def workers(cluster: Cluster) -> list[WorkerView]:
+    shards = assigned_shards(cluster)
+    return [worker(cluster, m, shards.get(m.spec.worker_id, 0)) for m in cluster.membership.members.values()]
+
+
+def worker(cluster: Cluster, member: Member, shards: int) -> WorkerView:
+    spec = member.spec
+    pulse = cluster.membership.pulses.get(spec.worker_id)
+    report = cluster.membership.reports.get(spec.worker_id)
+    return WorkerView(
+        id=spec.worker_id,
+        ip=spec.hostname,
+        port=spec.port,
+        status=worker_status(cluster, member),
+        gpu_count=spec.gpu_count,
+        last_heartbeat=pulse.heard_wall_s if pulse is not None else member.changed_at_s,
+        assigned_shards=shards,
+        current_epoch=report.epoch if report is not None else 0,
+        current_step=report.step if report is not None else 0,
+        current_task=(report.task or None) if report is not None else None,
+        resources=report.resources if report is not None else None,
+        job_id=spec.job_id,
+        rank=cluster.membership.roster(spec.job_id).get(spec.worker_id),
+        incarnation=member.incarnation,
+        connected=pulse is not None and pulse.dropped_mono_s is None,
+        joined_at=member.joined_at_s,
+        memory_bytes=spec.memory_bytes,
+        reason=member.reason,
+        metadata=dict(spec.metadata),
+    )
+
+
+def assigned_shards(cluster: Cluster) -> dict[str, int]:
+    """Shards per worker, over the newest epoch of every dataset of its job."""
+    newest: dict[tuple[JobId, DatasetId], PlanKey] = {}
+    for key in cluster.datasets.plans:
+        newest[key[:2]] = key
+    totals: dict[str, int] = {}
+    for key in newest.values():
+        plan = cluster.datasets.plans[key].plan
+        for name, count in zip(plan.workers, plan.counts().tolist(), strict=True):
+            totals[name] = totals.get(name, 0) + count
+    return totals
+
+
+def active_workers(cluster: Cluster) -> int:
+    members = cluster.membership.members.values()
+    return sum(1 for m in members if worker_status(cluster, m) in COUNTED_ACTIVE)
+
+
+def dataset(cluster: Cluster, spec: DatasetSpec) -> DatasetView:
+    return DatasetView(
+        id=spec.dataset_id,
+        name=spec.metadata.get("name", spec.dataset_id),
+        path=spec.path,
+        total_samples=spec.total_samples,
+        shard_size=spec.shard_size,
+        shard_count=spec.shard_count,
+        format=spec.format,
+        shuffle=spec.shuffle,
+        seed=spec.seed,
+        registered_at=cluster.datasets.registered_at_s[spec.dataset_id],
+        metadata=dict(spec.metadata),
+    )
+
+
+def shard_plan(cluster: Cluster, key: PlanKey) -> ShardPlanView:
+    datasets = cluster.datasets
+    spec, entry, done = datasets.specs[key[1]], datasets.plans[key], datasets.committed.get(key)
+    names = (*entry.plan.workers, *entry.plan.former, None)  # index -1 is nobody
+    moved = {shard for ids in entry.last_moved.values() for shard in ids}
+    shards = []
+    for shard_id, owner in enumerate(entry.plan.owners.tolist()):
+        shard = shard_at(spec, shard_id, int(done[shard_id]) if done is not None else 0)
+        shards.append(
+            ShardView(
+                id=shard_id,
+                start=shard.start,
+                stop=shard.stop,
+                done=shard.done,
+                worker_id=names[owner],
+                moved=shard_id in moved,
+            )
+        )
+    return ShardPlanView(
+        dataset_id=key[1],
+        job_id=key[0],
+        epoch=key[2],
+        version=entry.plan.version,
+        reason=entry.plan.reason,
+        samples_done=int(done.sum()) if done is not None else 0,
+        total_samples=spec.total_samples,
+        shards=shards,
+    )
+
+
+def checkpoint(record: CheckpointRecord) -> CheckpointView:
+    measured = record.status == "completed" and record.duration_s > 0
+    return CheckpointView(
+        id=record.checkpoint_id,
+        step=record.step,
+        epoch=record.epoch,
+        size=record.size_bytes,
+        path=record.path,
+        created_at=record.created_at_s,
+        completed_at=record.ended_at_s if record.status == "completed" else None,
+        worker_id=record.worker_id,
+        job_id=record.job_id,
+        status=record.status,
+        tiers=list(record.tiers),
+        digest=record.digest,
+        throughput_mb_s=record.size_bytes / 1e6 / record.duration_s if measured else None,
+        reason=record.reason,
+        metadata=dict(record.metadata or {}),
+    )
+
+
+def barriers(cluster: Cluster, *, limit: int) -> Iterator[BarrierView]:
+    """Those that wait, then the ones that ended last."""
+    for barrier in cluster.barriers.open.values():
+        job, name, step = barrier.key
+        yield BarrierView(
+            id=f"{job}/{name}@{step}#{barrier.round}",
+            name=name,
+            job_id=job,
+            step=step,
+            arrived=len(barrier.arrived),
+            total=barrier.expected,
+            status="waiting",
+            created_at=barrier.opened.wall_s,
+            ended_at=None,
+            missing=list(missing_members(barrier, cluster.membership)),
+            reason=f"{len(barrier.arrived)} of {barrier.expected} have arrived",
+        )
+    for count, outcome in enumerate(reversed(cluster.barriers.ended.values())):
+        if count >= limit:
+            return
+        released = isinstance(outcome, BarrierReleased)
+        yield BarrierView(
+            id=f"{outcome.job_id}/{outcome.barrier_id}@{outcome.step}#{outcome.round}",
+            name=outcome.barrier_id,
+            job_id=outcome.job_id,
+            step=outcome.step,
+            arrived=len(outcome.arrived),
+            total=len(outcome.arrived) if isinstance(outcome, BarrierReleased) else outcome.expected,
+            status="complete" if released else "broken",
+            created_at=outcome.opened_at_s,
+            ended_at=outcome.at_s,
+            missing=[] if isinstance(outcome, BarrierReleased) else list(outcome.missing),
+            reason=outcome.reason,
+        )
+
+
+def task(cluster: Cluster, record: Task, config: dict[str, Any]) -> TaskView:
+    spec = record.spec
+    return TaskView(
+        id=spec.task_id,
+        name=spec.name,
+        type=spec.type,
+        status=record.status,
+        worker_ids=list(record.worker_ids),
+        worker_count=spec.worker_count,
+        dataset_id=spec.dataset_id,
+        config=config,
+        created_at=record.created_at_s,
+        started_at=record.started_at_s,
+        completed_at=record.ended_at_s,
+        progress=100.0 if record.status == "completed" else 0.0,
+        reason=record.reason,
+    )
+
+
+def find_plan(
+    cluster: Cluster, dataset_id: DatasetId, *, job: JobId | None, epoch: int | None
+) -> PlanKey | None:
+    """The plan that a question about a dataset means: of the job that reads it, and of its newest epoch."""
+    keys = [k for k in cluster.datasets.plans if k[1] == dataset_id]
+    if job is not None:
+        keys = [k for k in keys if k[0] == job]
+    if epoch is not None:
+        keys = [k for k in keys if k[2] == epoch]
+    return keys[-1] if keys else None

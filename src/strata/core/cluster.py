@@ -42,6 +42,7 @@ from strata.core.messages import (
     NotifyCheckpoint,
     PlanEpoch,
     Rebalance,
+    Refused,
     RegisterDataset,
     Registered,
     RegisterWorker,
@@ -85,7 +86,11 @@ class Cluster:
             self.apply(event, now)
             facts.append(event)
 
-        reply = self._handle(command, now, fact)
+        try:
+            reply = self._handle(command, now, fact)
+        except Refused:
+            assert not facts, f"{type(command).__name__} was refused after it had changed something"
+            raise
         return Decision(events=tuple(facts), reply=reply)
 
     def _handle(self, command: Command, now: Instant, fact: Callable[[Event], None]) -> Reply:

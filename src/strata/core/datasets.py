@@ -79,6 +79,8 @@ class Datasets:
         self.registered_at_s: dict[DatasetId, float] = {}
         self.plans: dict[PlanKey, PlanEntry] = {}
         self.committed: dict[PlanKey, Done] = {}
+        self.reported: dict[PlanKey, dict[int, int]] = {}
+        """Soft: how far readers say they are, beyond what a checkpoint has committed."""
         self.dirty_jobs: set[JobId] = set()
         self._offsets: dict[DatasetId, list[int]] = {}
 
@@ -183,6 +185,12 @@ class Datasets:
             return None, -1
         return self.plans[(key[0], key[1], epochs[-1])].plan, epochs[-1]
 
+    def report(self, key: PlanKey, shard_id: int, done: int) -> None:
+        """A reader's progress: shown at once, counted only when a checkpoint commits it."""
+        if key in self.plans and 0 <= shard_id < self.plans[key].plan.shard_count:
+            size = shard_at(self.specs[key[1]], shard_id, 0)
+            self.reported.setdefault(key, {})[shard_id] = min(max(done, 0), size.stop - size.start)
+
     # --- facts ----------------------------------------------------------------------------------------------
 
     def apply(self, event: DatasetRegistered | ShardsMoved) -> None:
@@ -208,6 +216,7 @@ class Datasets:
         if fresh:
             for epoch in self.epochs(event.job_id, event.dataset_id)[:-EPOCHS_KEPT]:
                 del self.plans[(event.job_id, event.dataset_id, epoch)]
+                self.reported.pop((event.job_id, event.dataset_id, epoch), None)
 
     def compact(self) -> list[Event]:
         events: list[Event] = [

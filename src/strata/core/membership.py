@@ -214,16 +214,6 @@ class Membership:
                         at_s=now.wall_s,
                     )
 
-    def next_check_mono_s(self) -> float | None:
-        """The earliest moment a worker could become overdue, so that the clock need not be asked before."""
-        return min((self._deadline(p) for p in self.pulses.values()), default=None)
-
-    def _deadline(self, pulse: Pulse) -> float:
-        silent = pulse.heard_mono_s + self.limits.heartbeat_timeout_s
-        if pulse.dropped_mono_s is None:
-            return silent
-        return min(silent, pulse.dropped_mono_s + self.limits.disconnect_grace_s)
-
     def _overdue(self, pulse: Pulse, now: Instant) -> str:
         if pulse.dropped_mono_s is not None:
             gone_s = now.mono_s - pulse.dropped_mono_s

@@ -76,6 +76,9 @@ class ShardView:
     start: int
     stop: int
     done: int
+    """Samples committed by a checkpoint."""
+    reported: int
+    """Samples its reader says it has read, committed or not."""
     worker_id: str | None
     moved: bool
     """Whether the last change of the plan gave it to its present owner."""
@@ -271,6 +274,7 @@ def shard_plan(cluster: Cluster, key: PlanKey) -> ShardPlanView:
     datasets = cluster.datasets
     spec, entry, done = datasets.specs[key[1]], datasets.plans[key], datasets.committed.get(key)
     names = (*entry.plan.workers, *entry.plan.former, None)  # index -1 is nobody
+    reported = datasets.reported.get(key, {})
     moved = {shard for ids in entry.last_moved.values() for shard in ids}
     shards = []
     for shard_id, owner in enumerate(entry.plan.owners.tolist()):
@@ -281,6 +285,7 @@ def shard_plan(cluster: Cluster, key: PlanKey) -> ShardPlanView:
                 start=shard.start,
                 stop=shard.stop,
                 done=shard.done,
+                reported=max(shard.done, reported.get(shard_id, 0)),
                 worker_id=names[owner],
                 moved=shard_id in moved,
             )

@@ -1,0 +1,202 @@
+"""The one writer: commands in, facts made durable, only then answers out.
+
+Commands wait in one bounded queue. A batch is decided and applied, journaled with a single commit, and only
+after that are its callers answered and its listeners told. While a commit is under way `settled` holds readers
+back, so nobody ever sees a fact that a crash could take back. A failed commit ends the process: the journal is
+the truth, and a restart replays it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from strata.coordinator.journal import Journal, JournalError
+from strata.core.cluster import Cluster
+from strata.core.messages import (
+    SOFT_EVENTS,
+    Command,
+    Event,
+    Instant,
+    Overloaded,
+    Rebalance,
+    Refused,
+    Reply,
+    Tick,
+)
+from strata.errors import StrataError
+
+log = logging.getLogger("strata.coordinator.engine")
+
+MAX_QUEUED = 50_000
+MAX_BATCH = 2_000
+TICK_S = 0.1
+SNAPSHOT_EVERY = 20_000
+
+
+class Clock(Protocol):
+    def now(self) -> Instant: ...
+
+
+class SystemClock:
+    def now(self) -> Instant:
+        return Instant(mono_s=time.monotonic(), wall_s=time.time())
+
+
+class Listener(Protocol):
+    """Told of every batch after it is durable. Must not block."""
+
+    def __call__(self, events: Sequence[Event]) -> None: ...
+
+
+class InternalError(StrataError):
+    """A bug in Strata. The command changed nothing."""
+
+    code = "internal"
+
+
+@dataclass(slots=True)
+class _Waiting:
+    command: Command
+    future: asyncio.Future[Reply]
+    then: Callable[[Reply], None] | None
+
+
+class Engine:
+    def __init__(self, cluster: Cluster, journal: Journal, clock: Clock) -> None:
+        self.cluster = cluster
+        self.clock = clock
+        self.listeners: list[Listener] = []
+        self.revision = 0
+        """Grows with every durable batch: what readers compare to know that their copy is old."""
+        self.on_plan: Callable[[float], None] = lambda seconds: None
+        self._journal = journal
+        self._queue: deque[_Waiting] = deque()
+        self._wake = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._disk = ThreadPoolExecutor(1, "journal")
+        self._since_snapshot = 0
+        self._stopping = False
+
+    def replay(self) -> int:
+        """Rebuild the state from the journal. Returns how many events there were."""
+        count = 0
+        epoch = Instant(mono_s=0.0, wall_s=0.0)
+        for event in self._journal.load():
+            self.cluster.apply(event, epoch)
+            count += 1
+        self.cluster.membership.resume_clock(self.clock.now())
+        self._since_snapshot = count
+        return count
+
+    async def submit(self, command: Command, *, then: Callable[[Reply], None] | None = None) -> Reply:
+        """The durable answer. `then` runs with it before any listener hears of the batch's events."""
+        if len(self._queue) >= MAX_QUEUED or self._stopping:
+            raise Overloaded("The coordinator has too much to do.", hint="Try again in a second.")
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Waiting(command, future, then))
+        self._wake.set()
+        return await future
+
+    async def settled(self) -> Cluster:
+        """The state, when all of it is durable. Use it before the next await."""
+        while not self._settled.is_set():
+            await self._settled.wait()
+        return self.cluster
+
+    async def run(self) -> None:
+        """Runs until `stop`; raises `JournalError` when the history can no longer be written."""
+        next_tick_s = 0.0
+        while not (self._stopping and not self._queue):
+            try:
+                async with asyncio.timeout(max(0.0, next_tick_s - time.monotonic())):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
+            if self._queue:
+                self._wake.set()
+            tick = time.monotonic() >= next_tick_s
+            if tick:
+                next_tick_s = time.monotonic() + TICK_S
+            if batch or tick:
+                await self._commit(batch, tick=tick)
+        if self._since_snapshot:
+            await self._in_background(self._journal.snapshot, self.cluster.compact())
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+
+    def close(self) -> None:
+        self._disk.shutdown(wait=True)
+        self._journal.close()
+
+    # --- one batch ------------------------------------------------------------------------------------------
+
+    async def _commit(self, batch: list[_Waiting], *, tick: bool) -> None:
+        now = self.clock.now()
+        events: list[Event] = []
+        answers: list[tuple[_Waiting, Reply | StrataError]] = []
+        for waiting in batch:
+            try:
+                decision = self.cluster.handle(waiting.command, now)
+            except Refused as refusal:
+                answers.append((waiting, refusal))
+            except RecursionError:
+                answers.append((waiting, InternalError("The request is nested too deeply.")))
+            else:
+                events.extend(decision.events)
+                answers.append((waiting, decision.reply))
+        if tick:
+            events.extend(self.cluster.handle(Tick(), now).events)
+        if self.cluster.plans_are_stale:
+            began_s = time.perf_counter()
+            moved = self.cluster.handle(Rebalance(), now).events
+            if moved:
+                self.on_plan(time.perf_counter() - began_s)
+            events.extend(moved)
+        await self._make_durable([event for event in events if not isinstance(event, SOFT_EVENTS)])
+        if events:
+            self.revision += 1
+        for waiting, answer in answers:
+            self._answer(waiting, answer)
+        if events:
+            for listener in self.listeners:
+                listener(events)
+
+    async def _make_durable(self, events: list[Event]) -> None:
+        if not events:
+            return
+        self._settled.clear()
+        try:
+            await self._in_background(self._journal.append, events)
+            self._since_snapshot += len(events)
+            if self._since_snapshot >= SNAPSHOT_EVERY:
+                await self._in_background(self._journal.snapshot, self.cluster.compact())
+                self._since_snapshot = 0
+        except JournalError:
+            log.critical("the journal cannot be written; stopping before anything is acknowledged")
+            raise
+        self._settled.set()
+
+    def _answer(self, waiting: _Waiting, answer: Reply | StrataError) -> None:
+        if isinstance(answer, StrataError):
+            if not waiting.future.done():
+                waiting.future.set_exception(answer)
+            return
+        if waiting.then is not None:
+            waiting.then(answer)
+        if not waiting.future.done():
+            waiting.future.set_result(answer)
+
+    async def _in_background(self, work: Callable[..., None], argument: Sequence[Event]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._disk, work, argument)

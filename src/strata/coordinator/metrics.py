@@ -1,0 +1,124 @@
+"""Figures about the coordinator itself, each measured where it happens.
+
+The same measurements serve `/metrics` (Prometheus) and `/api/metrics`. Nothing is estimated: a figure that has
+not been measured yet is absent, not zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from strata.core.messages import BarrierReleased, CheckpointCompleted, CheckpointFailed, Event, WorkerFailed
+
+RPS_WINDOW_S = 5.0
+CHECKPOINT_WINDOW_S = 300.0
+BARRIERS_KEPT = 1_000
+_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
+
+
+class CoordinatorMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "strata_grpc_requests",
+            "Unary calls and stream messages handled",
+            ["method"],
+            registry=self.registry,
+        )
+        self._barrier = Histogram(
+            "strata_barrier_seconds",
+            "First arrival to release",
+            buckets=_LATENCY_BUCKETS,
+            registry=self.registry,
+        )
+        self._plan = Histogram(
+            "strata_shard_assignment_seconds",
+            "Time to bring all plans in line with their members",
+            buckets=_LATENCY_BUCKETS,
+            registry=self.registry,
+        )
+        self._checkpoint_bytes = Counter(
+            "strata_checkpoint_bytes", "Bytes of completed checkpoints", registry=self.registry
+        )
+        self._checkpoints = Counter(
+            "strata_checkpoints", "Checkpoints by outcome", ["status"], registry=self.registry
+        )
+        self._failures = Counter("strata_worker_failures", "Workers declared failed", registry=self.registry)
+        self.workers = Gauge("strata_workers", "Known workers by status", ["status"], registry=self.registry)
+        self.generation = Gauge("strata_generation", "Changes of the member set", registry=self.registry)
+        self.log_lines_dropped = Gauge(
+            "strata_log_lines_dropped", "Log lines dropped by policy", registry=self.registry
+        )
+        self.sessions = Gauge("strata_sessions", "Connected worker sessions", registry=self.registry)
+        self._counts: dict[str, int] = {}
+        self._total = 0
+        self._samples: deque[tuple[float, int]] = deque(maxlen=64)
+        self._barrier_waits_s: deque[float] = deque(maxlen=BARRIERS_KEPT)
+        self._saves: deque[tuple[float, int, float]] = deque(maxlen=1_000)
+        self._last_plan_s: float | None = None
+
+    # --- measured where it happens --------------------------------------------------------------------------
+
+    def request(self, method: str) -> None:
+        """Cheap enough for every heartbeat: Prometheus hears of it when it asks."""
+        self._counts[method] = self._counts.get(method, 0) + 1
+        self._total += 1
+
+    def planned(self, seconds: float) -> None:
+        self._last_plan_s = seconds
+        self._plan.observe(seconds)
+
+    def committed(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, BarrierReleased):
+                self._barrier.observe(event.waited_s)
+                self._barrier_waits_s.append(event.waited_s)
+            elif isinstance(event, CheckpointCompleted):
+                self._checkpoints.labels("completed").inc()
+                self._checkpoint_bytes.inc(event.size_bytes)
+                if event.duration_s > 0:
+                    self._saves.append((time.monotonic(), event.size_bytes, event.duration_s))
+            elif isinstance(event, CheckpointFailed):
+                self._checkpoints.labels("failed").inc()
+            elif isinstance(event, WorkerFailed):
+                self._failures.inc()
+
+    def sample(self) -> None:
+        """Called about once a second: the rate is the difference over the window."""
+        self._samples.append((time.monotonic(), self._total))
+
+    # --- asked for ------------------------------------------------------------------------------------------
+
+    def requests_per_second(self) -> float:
+        now_s = time.monotonic()
+        since = next((s for s in self._samples if now_s - s[0] <= RPS_WINDOW_S), None)
+        if since is None or now_s - since[0] < 0.05:
+            return 0.0
+        return (self._total - since[1]) / (now_s - since[0])
+
+    def barrier_p99_ms(self) -> float | None:
+        if not self._barrier_waits_s:
+            return None
+        waits = sorted(self._barrier_waits_s)
+        return waits[min(len(waits) - 1, int(len(waits) * 0.99))] * 1000
+
+    def plan_ms(self) -> float | None:
+        return None if self._last_plan_s is None else self._last_plan_s * 1000
+
+    def checkpoint_mb_s(self) -> float | None:
+        """Bytes over writing time of the checkpoints completed lately."""
+        since_s = time.monotonic() - CHECKPOINT_WINDOW_S
+        saves = [(size, seconds) for at_s, size, seconds in self._saves if at_s >= since_s]
+        if not saves:
+            return None
+        return sum(size for size, _ in saves) / 1e6 / sum(seconds for _, seconds in saves)
+
+    def exposition(self) -> bytes:
+        for method, count in self._counts.items():
+            self._requests.labels(method).inc(count)
+        self._counts.clear()
+        return generate_latest(self.registry)

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from strata.coordinator import codec
-from strata.core.messages import Event
+from strata.core.messages import SOFT_EVENTS, Event, ShardsMoved
 
 ENTRIES_KEPT = 5_000
 COALESCE_S = 0.1
@@ -40,7 +40,10 @@ class Feed:
 
     def committed(self, events: Sequence[Event]) -> None:
         for event in events:
-            self.publish(_snake(codec.kind_of(event)), event)
+            if isinstance(event, ShardsMoved):
+                self.publish("shards_moved", _moves_in_brief(event))
+            elif not isinstance(event, SOFT_EVENTS):
+                self.publish(_snake(codec.kind_of(event)), event)
 
     def publish(self, kind: str, data: Any) -> None:
         self._number += 1
@@ -111,6 +114,20 @@ class Feed:
     def _resync(self, why: str) -> bytes:
         body = orjson.dumps({"reason": why})
         return b"id: %s\nevent: resync\ndata: %s\n\n" % (self.position.encode(), body)
+
+
+def _moves_in_brief(event: ShardsMoved) -> dict[str, Any]:
+    """Who got how many: a hundred thousand shard ids are for those who ask for the plan."""
+    return {
+        "job_id": event.job_id,
+        "dataset_id": event.dataset_id,
+        "epoch": event.epoch,
+        "version": event.version,
+        "workers": len(event.workers),
+        "moved": {worker: len(shards) for worker, shards in event.moved.items()},
+        "reason": event.reason,
+        "at_s": event.at_s,
+    }
 
 
 def _snake(name: str) -> str:

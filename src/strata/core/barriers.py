@@ -29,7 +29,9 @@ from strata.core.messages import (
     InvalidArgument,
     JobId,
     Overloaded,
+    WorkerFailed,
     WorkerId,
+    WorkerLeft,
 )
 
 BarrierKey = tuple[JobId, str, int]
@@ -112,14 +114,14 @@ class Barriers:
         return events, self._ticket(barrier, order)
 
     def decide_loss(
-        self, lost: WorkerId, reason: str, job: JobId, membership: Membership, now: Instant
+        self, loss: WorkerFailed | WorkerLeft, membership: Membership, now: Instant
     ) -> Iterator[BarrierBroken]:
-        """Barriers that too few members are left to fill now that `lost` is gone, which has been applied."""
-        present = membership.roster(job)
-        for barrier in [b for key, b in self.open.items() if key[0] == job]:
+        """Barriers that too few members are left to fill. The loss has been applied already."""
+        present = membership.roster(loss.job_id)
+        for barrier in [b for key, b in self.open.items() if key[0] == loss.job_id]:
             if len(present) < barrier.expected:
-                why = f"'{lost}' was lost ({reason})"
-                yield self._break(barrier, membership, now, why, lost=lost)
+                why = f"'{loss.worker_id}' was lost ({loss.reason})"
+                yield self._break(barrier, membership, now, why, lost=loss.worker_id)
 
     def decide_tick(self, membership: Membership, now: Instant) -> Iterator[BarrierBroken]:
         for barrier in [b for b in self.open.values() if now.mono_s >= b.deadline_mono_s]:

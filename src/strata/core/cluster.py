@@ -38,7 +38,6 @@ from strata.core.messages import (
     DeregisterWorker,
     Event,
     Instant,
-    JobId,
     NotifyCheckpoint,
     PlanEpoch,
     Rebalance,
@@ -54,7 +53,6 @@ from strata.core.messages import (
     Tick,
     WorkerFailed,
     WorkerForgotten,
-    WorkerId,
     WorkerJoined,
     WorkerLeft,
 )
@@ -103,9 +101,8 @@ class Cluster:
                 return Registered(worker_id=joined.spec.worker_id, incarnation=joined.incarnation)
             case DeregisterWorker():
                 left = self.membership.decide_leave(command, now)
-                job = self.membership.members[command.worker_id].spec.job_id
                 fact(left)
-                self._lose(left.worker_id, left.reason, job, now, fact)
+                self._lose(left, now, fact)
                 return Accepted(reason=left.reason)
             case RegisterDataset():
                 registered = self.datasets.decide_register(command, now)
@@ -146,18 +143,15 @@ class Cluster:
                 return Accepted(reason="plans match their members")
             case Tick():
                 for change in self.membership.decide_tick(now):
-                    job = self.membership.members[change.worker_id].spec.job_id
                     fact(change)
                     if isinstance(change, WorkerFailed):
-                        self._lose(change.worker_id, change.reason, job, now, fact)
+                        self._lose(change, now, fact)
                 _each(fact, self.barriers.decide_tick(self.membership, now))
                 return Accepted(reason="time passed")
         assert_never(command)
 
-    def _lose(
-        self, worker: WorkerId, reason: str, job: JobId, now: Instant, fact: Callable[[Event], None]
-    ) -> None:
-        _each(fact, self.barriers.decide_loss(worker, reason, job, self.membership, now))
+    def _lose(self, loss: WorkerFailed | WorkerLeft, now: Instant, fact: Callable[[Event], None]) -> None:
+        _each(fact, self.barriers.decide_loss(loss, self.membership, now))
 
     def _notify_checkpoint(
         self, command: NotifyCheckpoint, now: Instant, fact: Callable[[Event], None]
@@ -195,10 +189,9 @@ class Cluster:
                     self.datasets.dirty_jobs.add(before.spec.job_id)
                 self.datasets.dirty_jobs.add(event.spec.job_id)
             case WorkerFailed() | WorkerLeft():
-                job = self.membership.members[event.worker_id].spec.job_id
                 self.membership.apply(event, now)
-                self.barriers.withdraw(event.worker_id, job)
-                self.datasets.dirty_jobs.add(job)
+                self.barriers.withdraw(event.worker_id, event.job_id)
+                self.datasets.dirty_jobs.add(event.job_id)
             case WorkerForgotten() | CountersRestored():
                 self.membership.apply(event, now)
             case DatasetRegistered():

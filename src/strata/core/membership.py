@@ -186,6 +186,7 @@ class Membership:
         checks.text("reason", command.reason)
         return WorkerLeft(
             worker_id=command.worker_id,
+            job_id=member.spec.job_id,
             incarnation=member.incarnation,
             generation=self.generation + 1,
             reason=command.reason or "it said goodbye",
@@ -199,6 +200,7 @@ class Membership:
             if reason:
                 yield WorkerFailed(
                     worker_id=worker_id,
+                    job_id=self.members[worker_id].spec.job_id,
                     incarnation=self.members[worker_id].incarnation,
                     generation=self.generation + 1,
                     reason=reason,
@@ -325,6 +327,7 @@ class Membership:
                 events.append(
                     WorkerFailed(
                         worker_id=member.spec.worker_id,
+                        job_id=member.spec.job_id,
                         incarnation=member.incarnation,
                         generation=generation,
                         reason=member.reason,

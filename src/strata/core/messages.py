@@ -278,6 +278,7 @@ class WorkerJoined:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFailed:
     worker_id: WorkerId
+    job_id: JobId
     incarnation: int
     generation: int
     reason: str
@@ -287,6 +288,7 @@ class WorkerFailed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLeft:
     worker_id: WorkerId
+    job_id: JobId
     incarnation: int
     generation: int
     reason: str

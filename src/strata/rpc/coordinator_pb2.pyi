@@ -516,14 +516,12 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., barrier: _Optional[_Union[WaitBarrierRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("server_timestamp_ms", "heartbeat_interval_ms", "resumed")
+    __slots__ = ("server_timestamp_ms", "heartbeat_interval_ms")
     SERVER_TIMESTAMP_MS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
-    RESUMED_FIELD_NUMBER: _ClassVar[int]
     server_timestamp_ms: int
     heartbeat_interval_ms: int
-    resumed: bool
-    def __init__(self, server_timestamp_ms: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., resumed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, server_timestamp_ms: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("generation", "rank", "world_size", "reason")

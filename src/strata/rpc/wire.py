@@ -1,0 +1,202 @@
+"""The one place that translates between protobuf messages and the core's vocabulary.
+
+Decoding checks only what the wire can get wrong (types are protobuf's job); what a value may be is decided by
+the core. Nothing here keeps state or talks to anyone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from strata.core.checkpoints import CheckpointRecord
+from strata.core.datasets import Shard
+from strata.core.membership import Gpu, Report, Resources
+from strata.core.messages import (
+    DEFAULT_JOB,
+    ArriveAtBarrier,
+    BarrierBroken,
+    BarrierReleased,
+    CheckpointId,
+    DatasetId,
+    DatasetSpec,
+    DeregisterWorker,
+    FileSpan,
+    JobId,
+    NotifyCheckpoint,
+    RegisterWorker,
+    WorkerId,
+    WorkerSpec,
+)
+from strata.rpc import coordinator_pb2 as pb
+
+DEFAULT_SHARD_SIZE = 10_000
+
+NoticeStatus = Literal["in_progress", "completed", "failed", "removed"]
+STATUS_NAMES: dict[int, NoticeStatus] = {
+    pb.CHECKPOINT_STATUS_UNSPECIFIED: "completed",
+    pb.CHECKPOINT_STATUS_IN_PROGRESS: "in_progress",
+    pb.CHECKPOINT_STATUS_COMPLETED: "completed",
+    pb.CHECKPOINT_STATUS_FAILED: "failed",
+    pb.CHECKPOINT_STATUS_REMOVED: "removed",
+}
+STATUS_NUMBERS = {name: number for number, name in STATUS_NAMES.items() if number}
+
+
+# --- from the wire --------------------------------------------------------------------------------------------
+
+
+def register_worker(m: pb.RegisterWorkerRequest) -> RegisterWorker:
+    spec = WorkerSpec(
+        worker_id=WorkerId(m.worker_id),
+        job_id=JobId(m.job_id or DEFAULT_JOB),
+        hostname=m.hostname,
+        port=m.port,
+        gpu_count=m.gpu_count,
+        memory_bytes=m.memory_bytes,
+        metadata=dict(m.metadata),
+    )
+    return RegisterWorker(spec=spec, registration_id=m.registration_id[:32].hex())
+
+
+def deregister_worker(m: pb.DeregisterWorkerRequest) -> DeregisterWorker:
+    return DeregisterWorker(worker_id=WorkerId(m.worker_id), incarnation=m.incarnation, reason=m.reason)
+
+
+def report(m: pb.HeartbeatRequest) -> Report:
+    status = m.status
+    return Report(
+        state=status.state,
+        step=status.current_step,
+        epoch=status.current_epoch,
+        task=status.current_task[:256],
+        resources=resources(m.resources) if m.HasField("resources") else None,
+    )
+
+
+def resources(m: pb.ResourceUsage) -> Resources:
+    gpus = tuple(
+        Gpu(
+            index=g.index,
+            utilization_percent=g.utilization_percent,
+            memory_used_bytes=g.memory_used_bytes,
+            memory_total_bytes=g.memory_total_bytes,
+        )
+        for g in m.gpu_usage[:64]
+    )
+    return Resources(
+        cpu_percent=m.cpu_percent,
+        memory_used_bytes=m.memory_used_bytes,
+        gpus=gpus,
+        disk_read_bytes=m.disk_read_bytes,
+        disk_write_bytes=m.disk_write_bytes,
+        network_rx_bytes=m.network_rx_bytes,
+        network_tx_bytes=m.network_tx_bytes,
+    )
+
+
+def dataset_spec(m: pb.RegisterDatasetRequest, files: tuple[FileSpan, ...], total: int) -> DatasetSpec:
+    return DatasetSpec(
+        dataset_id=DatasetId(m.dataset_id),
+        path=m.path,
+        format=m.format,
+        total_samples=total,
+        shard_size=m.shard_size or DEFAULT_SHARD_SIZE,
+        shuffle=m.shuffle,
+        seed=m.seed,
+        metadata=dict(m.metadata),
+        files=files,
+    )
+
+
+def arrive(m: pb.WaitBarrierRequest) -> ArriveAtBarrier:
+    return ArriveAtBarrier(
+        worker_id=WorkerId(m.worker_id),
+        incarnation=m.incarnation,
+        generation=m.generation,
+        barrier_id=m.barrier_id,
+        step=m.step,
+        expected=m.expected_participants,
+        call_id=m.call_id[:32].hex(),
+        timeout_s=m.timeout_ms / 1000,
+    )
+
+
+def notify_checkpoint(m: pb.NotifyCheckpointRequest) -> NotifyCheckpoint:
+    return NotifyCheckpoint(
+        worker_id=WorkerId(m.worker_id),
+        incarnation=m.incarnation,
+        generation=m.generation,
+        job_id=JobId(m.job_id),
+        checkpoint_id=CheckpointId(m.checkpoint_id),
+        step=m.step,
+        epoch=m.epoch,
+        path=m.path,
+        size_bytes=m.size_bytes,
+        status=STATUS_NAMES.get(m.status, "completed"),
+        tiers=tuple(m.tiers),
+        digest=m.digest,
+        duration_s=m.duration_s,
+        parent_id=m.parent_id,
+        data_json=m.data_json,
+        reason=m.reason,
+        metadata=dict(m.metadata),
+    )
+
+
+# --- to the wire ----------------------------------------------------------------------------------------------
+
+
+def dataset(spec: DatasetSpec, registered_at_s: float) -> pb.Dataset:
+    return pb.Dataset(
+        dataset_id=spec.dataset_id,
+        path=spec.path,
+        format=spec.format,
+        total_samples=spec.total_samples,
+        shard_size=spec.shard_size,
+        total_shards=spec.shard_count,
+        shuffle=spec.shuffle,
+        seed=spec.seed,
+        metadata=dict(spec.metadata),
+        registered_at=registered_at_s,
+    )
+
+
+def shard(shard: Shard, spec: DatasetSpec, epoch: int, files: list[str]) -> pb.ShardAssignment:
+    return pb.ShardAssignment(
+        shard_id=shard.shard_id,
+        start_index=shard.start,
+        end_index=shard.stop,
+        file_paths=files,
+        samples_done=shard.done,
+        dataset_id=spec.dataset_id,
+        epoch=epoch,
+    )
+
+
+def barrier_outcome(outcome: BarrierReleased | BarrierBroken, order: int) -> pb.WaitBarrierResponse:
+    return pb.WaitBarrierResponse(
+        released=isinstance(outcome, BarrierReleased),
+        participants=len(outcome.arrived),
+        arrival_order=order,
+        missing=() if isinstance(outcome, BarrierReleased) else outcome.missing,
+        reason=outcome.reason,
+        generation=outcome.generation,
+    )
+
+
+def checkpoint(record: CheckpointRecord) -> pb.Checkpoint:
+    return pb.Checkpoint(
+        checkpoint_id=record.checkpoint_id,
+        step=record.step,
+        epoch=record.epoch,
+        path=record.path,
+        size_bytes=record.size_bytes,
+        status=STATUS_NUMBERS[record.status],  # type: ignore[arg-type]
+        worker_id=record.worker_id,
+        created_at=record.created_at_s,
+        tiers=record.tiers,
+        digest=record.digest,
+        metadata=dict(record.metadata or {}),
+        data_json=record.data_json,
+        job_id=record.job_id,
+    )

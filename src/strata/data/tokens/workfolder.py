@@ -1,0 +1,77 @@
+"""The folder beside an index in which it is being built: `train.index.partial/`.
+
+One build at a time holds it, by a lock that goes with its process. What is in it is reused only by a build
+with the same plan; any other empties it first. It is gone once the index is published.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[Path]:
+    """The work folder for `output`, held by this process alone. Waits for another build of the same index."""
+    folder = output.with_name(f"{output.name}.partial")
+    lock = _acquire(folder)
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+
+
+def _acquire(folder: Path) -> int:
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "lock"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:
+            continue  # the holder has just removed the folder
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                log.warning("Another process (pid %s) builds this index: waiting for it.", holder)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+                os.truncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
+        except FileNotFoundError:
+            pass  # removed between the two looks
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the lock of a folder that is no more
+
+
+def adopt(folder: Path, plan: bytes) -> bool:
+    """Keep what an earlier build with the same plan left; empty the folder otherwise. Tells which."""
+    path = folder / "plan"
+    try:
+        if path.read_bytes() == plan:
+            return True
+    except FileNotFoundError:
+        pass
+    for entry in folder.iterdir():
+        if entry.name != "lock":
+            entry.unlink()
+    temporary = folder / f"plan.{os.getpid()}"
+    temporary.write_bytes(plan)
+    temporary.replace(path)
+    return False
+
+
+def remove(folder: Path) -> None:
+    """Only while holding the lock."""
+    shutil.rmtree(folder, ignore_errors=True)

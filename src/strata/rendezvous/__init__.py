@@ -1,0 +1,74 @@
+"""Rendezvous back ends for torchrun: `etcd` through the v3 API, and `strata`, the coordinator itself.
+
+Both are compare-and-swap clients under PyTorch's own dynamic rendezvous; `handler` has what they share. This
+module is what torchrun's plug-in discovery loads, so it imports nothing heavy: importing it needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+    HandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
+
+RENDEZVOUS_BACKENDS = ("etcd", "etcd-v2", "c10d", "static", "strata")
+"""The names `--rdzv-backend` takes: torch's own, with `etcd` replaced and `strata` added."""
+
+SECONDS_NOT_MINUTES: Mapping[str, int] = MappingProxyType(
+    {
+        # A node counts as lost after interval x attempts; torch waits 15 s by default.
+        "keep_alive_interval": 1,
+        "keep_alive_max_attempt": 3,
+        # How long a round that has its minimum waits for more; torch waits 30 s, at every start and restart.
+        "last_call_timeout": 1,
+        "close_timeout": 10,
+    }
+)
+"""`--rdzv-conf` for recovery in seconds. With torch's defaults a lost node costs more than half a minute."""
+
+TORCHRUN_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    # Torch reuses the agent's key-value store across restarts, and restarted workers may then read the addresses
+    # of dead ones. A fresh store for every round makes each restart clean.
+    {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+)
+"""What an agent's environment needs for clean restarts, whatever its rendezvous back end."""
+
+
+def rdzv_conf(overrides: Mapping[str, object] | None = None) -> str:
+    """`SECONDS_NOT_MINUTES`, changed by `overrides`, as torchrun's `--rdzv-conf` takes it."""
+    return ",".join(f"{key}={value}" for key, value in {**SECONDS_NOT_MINUTES, **(overrides or {})}.items())
+
+
+def etcd_plugin() -> HandlerCreator:
+    """Entry point of the group `torchrun.handlers`, for the name `etcd`.
+
+    Torch registers its own `etcd` first (the v2 API, which current etcd servers no longer have) and refuses a
+    second creator under one name, so the first one is replaced here before torch registers what is returned.
+    """
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+
+    from strata.rendezvous.etcd import create_etcd_v3_handler
+
+    rendezvous_handler_registry._registry["etcd"] = create_etcd_v3_handler
+    return create_etcd_v3_handler
+
+
+def strata_plugin() -> HandlerCreator:
+    """Entry point of the group `torchrun.handlers`, for the name `strata`."""
+    from strata.rendezvous.strata import create_strata_handler
+
+    return create_strata_handler
+
+
+__all__ = [
+    "RENDEZVOUS_BACKENDS",
+    "SECONDS_NOT_MINUTES",
+    "TORCHRUN_ENVIRONMENT",
+    "etcd_plugin",
+    "rdzv_conf",
+    "strata_plugin",
+]

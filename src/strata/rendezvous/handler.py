@@ -1,0 +1,154 @@
+"""Torch's dynamic rendezvous over a compare-and-swap server, with times in seconds and errors in words.
+
+Guarantees beyond torch's own handler: an outage of the server does not disturb a running job and is waited for
+by one that is joining; time-outs and closed runs say who was there, and what to do; restarts get a fresh store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from strata.rendezvous import SECONDS_NOT_MINUTES, TORCHRUN_ENVIRONMENT
+from strata.rendezvous.backend import CasRendezvousBackend
+from strata.rendezvous.cas import CasClient, CasStore
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_S = 0.5
+
+
+class CasRendezvousHandler(DynamicRendezvousHandler):
+    """Made by `create_cas_handler`."""
+
+    backend: CasRendezvousBackend
+    _server_lost = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        deadline_s = time.monotonic() + self.settings.timeout.join.total_seconds()
+        while True:
+            try:
+                return super().next_rendezvous()
+            except RendezvousTimeoutError as error:
+                raise RendezvousTimeoutError(self._timeout_text()) from error
+            except RendezvousClosedError as error:
+                raise RendezvousClosedError(
+                    f"The rendezvous '{self.settings.run_id}' is closed: its run has ended, and some of its members are "
+                    "still alive. Wait for them to end, or start with another --rdzv-id."
+                ) from error
+            except RendezvousConnectionError as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                self._note_lost(error)
+                time.sleep(RETRY_S)
+
+    def num_nodes_waiting(self) -> int:
+        """Zero while the server is away: a running job goes on without it."""
+        return self._tolerating_outage(super().num_nodes_waiting, meanwhile=0)
+
+    def is_closed(self) -> bool:
+        return self._tolerating_outage(super().is_closed, meanwhile=False)
+
+    def shutdown(self) -> bool:
+        closed = super().shutdown()
+        try:
+            self.backend.leave(self._this_node)
+        except RendezvousError as error:
+            logger.warning("left the rendezvous '%s' without saying so: %s", self.settings.run_id, error)
+        return closed
+
+    def _tolerating_outage(self, ask: Callable[[], T], *, meanwhile: T) -> T:
+        try:
+            answer = ask()
+        except RendezvousConnectionError as error:
+            self._note_lost(error)
+            return meanwhile
+        if self._server_lost:
+            self._server_lost = False
+            logger.warning("the rendezvous server of '%s' is back", self.settings.run_id)
+        return answer
+
+    def _note_lost(self, error: Exception) -> None:
+        if not self._server_lost:  # Once per outage: the agent asks ten times a second.
+            self._server_lost = True
+            logger.warning(
+                "the rendezvous server of '%s' is away, going on without it: %s", self.settings.run_id, error
+            )
+
+    def _timeout_text(self) -> str:
+        settings, state = self.settings, self._state_holder.state
+        present = sorted(
+            {str(node) for node in (*state.participants, *state.wait_list)} - {str(self._this_node)}
+        )
+        others = f"besides this node there was {', '.join(present)}" if present else "no other node came"
+        return (
+            f"Timed out waiting for rendezvous '{settings.run_id}' after {settings.timeout.join.total_seconds():g} s: "
+            f"{settings.min_nodes} nodes are needed, {others}. All nodes must use the same --rdzv-id and endpoint; "
+            f"fewer nodes are allowed with --nnodes=MIN:MAX, more time with --rdzv-conf=timeout=SECONDS."
+        )
+
+
+def create_cas_handler(
+    client: CasClient, params: RendezvousParameters, *, unreachable: Callable[[Exception], str]
+) -> CasRendezvousHandler:
+    """The handler for `params.backend` over `client`. Raises `RendezvousConnectionError` if nobody answers there;
+    `unreachable` puts that into words."""
+    for name, value in TORCHRUN_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+    def seconds(key: str) -> float:
+        value = float(params.get(key, SECONDS_NOT_MINUTES[key]))
+        if value <= 0:
+            raise ValueError(f"The rendezvous option '{key}' must be positive, not {value:g}.")
+        return value
+
+    interval_s, attempts = seconds("keep_alive_interval"), int(seconds("keep_alive_max_attempt"))
+    backend = CasRendezvousBackend(
+        name=params.backend,
+        client=client,
+        run_id=params.run_id,
+        window_s=interval_s * attempts,
+        unreachable=unreachable,
+    )
+    try:
+        client.get(backend.state_key)
+    except ConnectionError as error:
+        raise RendezvousConnectionError(unreachable(error)) from error
+    # torchrun always passes `timeout`, with 900 s unless told otherwise; torch's own name for it comes first.
+    join_s = float(params.get("join_timeout") or params.get("timeout") or 600)
+    handler: CasRendezvousHandler = CasRendezvousHandler.from_backend(
+        params.run_id,
+        CasStore(client, lambda: backend.store_root),
+        backend,
+        params.min_nodes,
+        params.max_nodes,
+        params.local_addr,
+        RendezvousTimeout(
+            join=timedelta(seconds=join_s),
+            last_call=timedelta(seconds=seconds("last_call_timeout")),
+            close=timedelta(seconds=seconds("close_timeout")),
+        ),
+        keep_alive_interval=interval_s,  # type: ignore[arg-type]  # torch only makes a timedelta of it
+        keep_alive_max_attempt=attempts,
+    )
+    handler.backend = backend
+    return handler

@@ -1,0 +1,128 @@
+"""The shared state of a rendezvous, as JSON on the server and as torch's own object in the process.
+
+Torch hands its state over pickled, and unpickles what it gets back. Here only JSON leaves the process, so that
+nobody who can write to the server can run code in an agent, a person can read what stands there, and agents
+with different torch versions understand each other. What cannot be read raises `RendezvousStateError`.
+
+A node's heartbeat is a counter on the server and a local time in the process: see `backend`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+FORMAT = 1
+FIELDS = {
+    "round",
+    "complete",
+    "deadline",
+    "closed",
+    "participants",
+    "wait_list",
+    "redundancy_list",
+    "last_heartbeats",
+}
+
+Node = _NodeDesc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedState:
+    """What stands on the server. `incarnation` is new with every run, also under the same id."""
+
+    incarnation: str
+    round: int
+    complete: bool
+    closed: bool
+    deadline: datetime | None
+    participants: Mapping[Node, int]
+    wait_list: frozenset[Node]
+    redundancy_list: frozenset[Node]
+    beats: Mapping[Node, int]
+
+    def to_json(self) -> bytes:
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "incarnation": self.incarnation,
+                "round": self.round,
+                "complete": self.complete,
+                "closed": self.closed,
+                "deadline": None if self.deadline is None else self.deadline.isoformat(),
+                "participants": [[*_parts(node), rank] for node, rank in self.participants.items()],
+                "wait_list": [_parts(node) for node in sorted(self.wait_list)],
+                "redundancy_list": [_parts(node) for node in sorted(self.redundancy_list)],
+                "beats": [[*_parts(node), beat] for node, beat in self.beats.items()],
+            }
+        ).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> SharedState:
+        try:
+            raw = json.loads(data)
+            if raw["format"] != FORMAT:
+                raise ValueError(f"it has format {raw['format']!r}, this version reads {FORMAT}")
+            return SharedState(
+                incarnation=str(raw["incarnation"]),
+                round=int(raw["round"]),
+                complete=bool(raw["complete"]),
+                closed=bool(raw["closed"]),
+                deadline=None if raw["deadline"] is None else datetime.fromisoformat(raw["deadline"]),
+                participants={_node(item[:3]): int(item[3]) for item in raw["participants"]},
+                wait_list=frozenset(_node(item) for item in raw["wait_list"]),
+                redundancy_list=frozenset(_node(item) for item in raw["redundancy_list"]),
+                beats={_node(item[:3]): int(item[3]) for item in raw["beats"]},
+            )
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise RendezvousStateError(
+                f"Stale state detected: what stands under this rendezvous id was not written by this version of "
+                f"Strata ({type(error).__name__}: {error}). Use another --rdzv-id, or remove it: "
+                f"etcdctl del --prefix /torch/elastic/ID"
+            ) from error
+
+    def to_torch(self, last_heartbeats: Mapping[Node, datetime]) -> bytes:
+        """As torch unpickles it."""
+        state = _RendezvousState()
+        _require_known_fields(vars(state))
+        state.round = self.round
+        state.complete = self.complete
+        state.closed = self.closed
+        state.deadline = self.deadline
+        state.participants = dict(self.participants)
+        state.wait_list = set(self.wait_list)
+        state.redundancy_list = set(self.redundancy_list)
+        state.last_heartbeats = dict(last_heartbeats)
+        return pickle.dumps(state)
+
+
+def from_torch(data: bytes) -> _RendezvousState:
+    """What torch has just pickled in this very process; bytes from anywhere else must never come here."""
+    state = pickle.loads(data)  # noqa: S301
+    assert isinstance(state, _RendezvousState)
+    _require_known_fields(vars(state))
+    return state
+
+
+def _require_known_fields(fields: Mapping[str, Any]) -> None:
+    if set(fields) != FIELDS:
+        raise RendezvousStateError(
+            f"This version of torch keeps rendezvous state that Strata does not know: {sorted(set(fields) ^ FIELDS)}. "
+            "Use --rdzv-backend=c10d until Strata supports it."
+        )
+
+
+def _parts(node: Node) -> list[str | int]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _node(parts: list[Any]) -> Node:
+    addr, pid, local_id = parts
+    return Node(str(addr), int(pid), int(local_id))

@@ -1,0 +1,45 @@
+"""The `strata` rendezvous back end: the coordinator itself, so that no etcd is needed to start.
+
+`torchrun --rdzv-backend=strata --rdzv-endpoint=HOST:50051`. The coordinator keeps the values; everything else is
+shared with the etcd back end.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from strata.rendezvous.cas import CasClient
+from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
+
+DEFAULT_PORT = 50051
+DEFAULT_REQUEST_TIMEOUT_S = 2.0
+
+
+def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
+    """What `torchrun --rdzv-backend=strata` calls."""
+    host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
+    client = connect(f"{host}:{port}", timeout_s=float(params.get("read_timeout", DEFAULT_REQUEST_TIMEOUT_S)))
+    return create_handler_over(client, params, address=f"{host}:{port}")
+
+
+def create_handler_over(
+    client: CasClient, params: RendezvousParameters, *, address: str
+) -> CasRendezvousHandler:
+    """The same over any compare-and-swap client."""
+
+    def unreachable(error: Exception) -> str:
+        return (
+            f"Failed to connect to the coordinator at {address} ({error}). Start one with: strata serve; "
+            f"or check it: strata doctor --coordinator {address}"
+        )
+
+    return create_cas_handler(client, params, unreachable=unreachable)
+
+
+def connect(address: str, *, timeout_s: float) -> CasClient:
+    """A client of the coordinator's compare-and-swap calls."""
+    from strata.rpc.cas import CoordinatorCasClient  # type: ignore[import-not-found, unused-ignore]
+
+    client: CasClient = CoordinatorCasClient(address, timeout_s=timeout_s)
+    return client

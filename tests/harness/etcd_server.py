@@ -1,0 +1,71 @@
+"""A real etcd on free ports with a data folder of its own, for tests."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EtcdServer:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port, self.peer_port = free_port(), free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
+        with open(self.folder / "etcd.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    "etcd",
+                    "--name=n0",
+                    f"--data-dir={self.folder / 'data'}",
+                    f"--listen-client-urls={client}",
+                    f"--advertise-client-urls={client}",
+                    f"--listen-peer-urls={peer}",
+                    f"--initial-advertise-peer-urls={peer}",
+                    f"--initial-cluster=n0={peer}",
+                    "--unsafe-no-fsync",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        deadline_s = time.monotonic() + 30
+        while not self.healthy():
+            assert self.process.poll() is None, (self.folder / "etcd.log").read_text()
+            assert time.monotonic() < deadline_s, "etcd did not become healthy"
+            time.sleep(0.05)
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1) as answer:
+                return b'"true"' in answer.read()
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait(timeout=10)
+            self.process = None
+
+
+def require_etcd() -> None:
+    if shutil.which("etcd") is None:
+        pytest.skip("needs an etcd binary")

@@ -1,0 +1,485 @@
+"""Agents find each other, lose each other and find each other again: with a real etcd and real torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from strata.rendezvous import RENDEZVOUS_BACKENDS, SECONDS_NOT_MINUTES, rdzv_conf
+from strata.rendezvous.backend import CasRendezvousBackend
+from strata.rendezvous.cas import CasStore
+from strata.rendezvous.etcd import EtcdCasClient, create_etcd_v3_handler
+from strata.rendezvous.handler import CasRendezvousHandler
+from strata.rendezvous.strata import create_handler_over
+from tests.harness.etcd_server import EtcdServer, free_port, require_etcd
+
+pytestmark = pytest.mark.etcd
+WINDOW_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    require_etcd()
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(etcd: EtcdServer) -> Iterator[EtcdCasClient]:
+    client = EtcdCasClient([("127.0.0.1", etcd.port)])
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def run_id(request: pytest.FixtureRequest) -> str:
+    return f"{request.node.name}-{time.monotonic_ns()}"
+
+
+def backend(client: Any, run_id: str) -> CasRendezvousBackend:
+    return CasRendezvousBackend(name="etcd", client=client, run_id=run_id, window_s=WINDOW_S, unreachable=str)
+
+
+def node(number: int) -> _NodeDesc:
+    return _NodeDesc("host", number, 0)
+
+
+def state_of(*nodes: _NodeDesc, closed: bool = False, at: datetime | None = None) -> bytes:
+    state = _RendezvousState()
+    state.complete, state.closed = True, closed
+    state.participants = {member: rank for rank, member in enumerate(nodes)}
+    state.last_heartbeats = dict.fromkeys(nodes, at or datetime.now(UTC))
+    return pickle.dumps(state)
+
+
+def parameters(endpoint: str, run_id: str, *, nodes: str = "1:1", backend: str = "etcd", **conf: Any) -> Any:
+    least, most = (int(part) for part in nodes.split(":"))
+    return RendezvousParameters(backend, endpoint, run_id, least, most, local_addr="127.0.0.1", **conf)
+
+
+def join_all(handlers: list[CasRendezvousHandler]) -> list[tuple[int, int]]:
+    with ThreadPoolExecutor(len(handlers)) as pool:
+        infos = list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+    return sorted((info.rank, info.world_size) for info in infos)
+
+
+class DictCasClient:
+    """The smallest honest server, for what does not depend on which one it is."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, tuple[bytes, str]] = {}
+        self.lock = threading.Lock()
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        return self.values.get(key)
+
+    def cas(
+        self, key: str, value: bytes, expected_token: str | None
+    ) -> tuple[bool, bytes | None, str | None]:
+        with self.lock:
+            found = self.values.get(key)
+            if (found[1] if found else None) != expected_token:
+                return False, *(found or (None, None))
+            self.values[key] = (value, str(int(expected_token or "0") + 1))
+            return True, *self.values[key]
+
+
+# --- the etcd client
+
+
+def test_swap_succeeds_only_against_the_token_it_has_seen(client: EtcdCasClient, run_id: str) -> None:
+    assert client.get(run_id) is None
+    written, value, token = client.cas(run_id, b"one", None)
+    assert (written, value) == (True, b"one")
+    assert client.get(run_id) == (b"one", token)
+    assert client.cas(run_id, b"two", None) == (False, b"one", token)
+    written, _, newer = client.cas(run_id, b"", token)
+    assert written
+    assert client.cas(run_id, b"three", token) == (False, b"", newer)
+
+
+def test_of_many_racing_writers_one_wins_each_round(etcd: EtcdServer, run_id: str) -> None:
+    def add(_: int) -> None:
+        own = EtcdCasClient([("127.0.0.1", etcd.port)])
+        store = CasStore(own, lambda: run_id)
+        for _ in range(10):
+            store.add("counter", 1)
+        own.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, range(4)))
+    reader = EtcdCasClient([("127.0.0.1", etcd.port)])
+    assert CasStore(reader, lambda: run_id).get("counter") == b"40"
+    reader.close()
+
+
+def test_keys_hang_on_a_lease_and_a_lost_lease_is_replaced(
+    etcd: EtcdServer, client: EtcdCasClient, run_id: str
+) -> None:
+    def ctl(*words: str) -> Any:
+        command = ["etcdctl", f"--endpoints={etcd.endpoint}", "-w", "json", *words]
+        return json.loads(subprocess.check_output(command, env={**os.environ, "ETCDCTL_API": "3"}))
+
+    _, _, token = client.cas(run_id, b"one", None)
+    lease = ctl("get", run_id)["kvs"][0]["lease"]
+    assert ctl("lease", "timetolive", f"{lease:x}")["granted-ttl"] == 7200
+    ctl("lease", "revoke", f"{lease:x}")
+    assert client.get(run_id) is None
+    assert client.cas(run_id, b"two", token)[0] is False
+    assert client.cas(run_id, b"two", None)[0] is True
+
+
+def test_client_passes_over_a_dead_endpoint_and_survives_a_server_restart(tmp_path: Path) -> None:
+    require_etcd()
+    server = EtcdServer(tmp_path)
+    server.start()
+    try:
+        client = EtcdCasClient([("127.0.0.1", free_port()), ("127.0.0.1", server.port)])
+        _, _, token = client.cas("key", b"kept", None)
+        server.stop()
+        with pytest.raises(ConnectionError, match="refused"):
+            client.get("key")
+        server.start()
+        assert client.get("key") == (b"kept", token)
+        client.close()
+    finally:
+        server.stop()
+
+
+def test_nobody_at_the_endpoint_is_said_in_the_words_users_know(run_id: str) -> None:
+    port = free_port()
+    with pytest.raises(RendezvousConnectionError, match=f"Failed to connect to etcd at localhost:{port}"):
+        create_etcd_v3_handler(parameters(f"localhost:{port}", run_id))
+
+
+# --- the store
+
+
+def test_store_waits_for_a_key_and_names_the_one_that_never_comes(run_id: str) -> None:
+    store = CasStore(DictCasClient(), lambda: run_id)
+    store.set_timeout(timedelta(seconds=10))
+    threading.Timer(0.05, store.set, ("late", "value")).start()
+    assert store.get("late") == b"value"
+    store.wait(["late"])
+    assert store.check(["late"])
+    assert not store.check(["late", "never"])
+    with pytest.raises(DistStoreError, match=r"waiting for the keys \['never'\]"):
+        store.wait(["never"], timedelta(milliseconds=30))
+
+
+def test_store_compare_set_has_torchs_meaning(run_id: str) -> None:
+    store = CasStore(DictCasClient(), lambda: run_id)
+    assert store.compare_set("key", "", "first") == b"first"
+    assert store.compare_set("key", "other", "second") == b"first"
+    assert store.compare_set("key", "first", "second") == b"second"
+    assert store.compare_set("absent", "something", "second") == b"something"
+
+
+# --- the shared state
+
+
+def test_another_machines_clock_does_not_decide_who_is_alive(run_id: str) -> None:
+    server = DictCasClient()
+    wrong_by_an_hour = datetime.now(UTC) - timedelta(hours=1)
+    backend(server, run_id).set_state(state_of(node(1), at=wrong_by_an_hour))
+    found = backend(server, run_id).get_state()
+    assert found is not None
+    seen = pickle.loads(found[0]).last_heartbeats[node(1)]
+    assert abs(seen - datetime.now(UTC)) < timedelta(seconds=30)
+
+
+def test_a_counter_that_stands_still_ages_and_one_that_moves_does_not(run_id: str) -> None:
+    server = DictCasClient()
+    writer, reader = backend(server, run_id), backend(server, run_id)
+    first = writer.set_state(state_of(node(1), node(2)))
+    assert first is not None
+    before = pickle.loads(reader.get_state()[0]).last_heartbeats  # type: ignore[index]
+    mine = pickle.loads(first[0])
+    mine.last_heartbeats[node(1)] = datetime.now(UTC) + timedelta(seconds=1)
+    assert writer.set_state(pickle.dumps(mine), first[1])[2]  # type: ignore[index]
+    after = pickle.loads(reader.get_state()[0]).last_heartbeats  # type: ignore[index]
+    assert after[node(1)] > before[node(1)]
+    assert after[node(2)] == before[node(2)]
+
+
+def test_nobody_is_declared_dead_for_an_outage_of_the_server(run_id: str) -> None:
+    server = DictCasClient()
+    backend(server, run_id).set_state(state_of(node(1)))
+    reader = backend(server, run_id)
+    reader.get_state()
+    reader._last_read_s -= 10 * WINDOW_S  # type: ignore[operator]  # as if nothing had been read for that long
+    found = reader.get_state()
+    assert found is not None
+    assert datetime.now(UTC) - pickle.loads(found[0]).last_heartbeats[node(1)] < timedelta(seconds=WINDOW_S)
+
+
+def test_closed_state_of_silent_members_gives_way_to_a_new_incarnation(run_id: str) -> None:
+    server = DictCasClient()
+    old = backend(server, run_id)
+    old.set_state(state_of(node(1), closed=True))
+    new = backend(server, run_id)
+    assert new.get_state() is None
+    assert new.set_state(state_of(node(2)))[2]  # type: ignore[index]
+    assert new.store_root != old.store_root
+    late = backend(server, run_id)
+    assert pickle.loads(late.get_state()[0]).participants == {node(2): 0}  # type: ignore[index]
+    assert late.store_root == new.store_root
+
+
+def test_closed_state_is_respected_while_a_member_is_alive(run_id: str) -> None:
+    server = DictCasClient()
+    member = backend(server, run_id)
+    state, token, _ = member.set_state(state_of(node(1), closed=True))  # type: ignore[misc]
+    stop = threading.Event()
+
+    def beat() -> None:
+        nonlocal state, token
+        while not stop.wait(0.05):
+            mine = pickle.loads(state)
+            mine.last_heartbeats[node(1)] = datetime.now(UTC)
+            state, token, _ = member.set_state(pickle.dumps(mine), token)  # type: ignore[misc]
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        found = backend(server, run_id).get_state()
+        assert found is not None
+        assert pickle.loads(found[0]).closed
+    finally:
+        stop.set()
+        beating.join()
+
+
+def test_only_json_leaves_the_process_and_pickles_are_never_opened(run_id: str, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+            return os.system, (f"touch {tmp_path}/opened",)
+
+    server = DictCasClient()
+    ours = backend(server, run_id)
+    ours.set_state(state_of(node(1)))
+    assert json.loads(server.values[ours.state_key][0])["participants"] == [["host", 1, 0, 0]]
+    server.values[ours.state_key] = (pickle.dumps(Evil()), "7")
+    with pytest.raises(RendezvousStateError, match="Stale state detected"):
+        backend(server, run_id).get_state()
+    assert not (tmp_path / "opened").exists()
+
+
+def test_leaving_frees_the_id_without_a_wait(run_id: str) -> None:
+    server = DictCasClient()
+    member = backend(server, run_id)
+    member.set_state(state_of(node(1), closed=True))
+    member.leave(node(1))
+    began_s = time.monotonic()
+    assert backend(server, run_id).get_state() is None
+    assert time.monotonic() - began_s < WINDOW_S
+
+
+# --- the handler
+
+
+def test_two_nodes_get_two_ranks_and_the_closed_id_works_again_at_once(etcd: EtcdServer, run_id: str) -> None:
+    for _ in range(2):
+        params = parameters(etcd.endpoint, run_id, nodes="2:2")
+        handlers = [create_etcd_v3_handler(params) for _ in range(2)]
+        assert join_all(handlers) == [(0, 2), (1, 2)]
+        assert all(handler.shutdown() for handler in handlers)
+
+
+def test_a_running_node_sees_the_run_closed_and_a_newcomer_is_told_so(etcd: EtcdServer, run_id: str) -> None:
+    params = parameters(etcd.endpoint, run_id, nodes="2:2")
+    one, two = (create_etcd_v3_handler(params) for _ in range(2))
+    join_all([one, two])
+    one.set_closed()
+    with pytest.raises(RendezvousClosedError, match="some of its members are still alive"):
+        create_etcd_v3_handler(params).next_rendezvous()
+    for handler in (one, two):
+        handler.shutdown()
+    assert two.is_closed()
+
+
+def test_waiting_in_vain_says_who_was_there(run_id: str) -> None:
+    params = parameters("localhost:1", run_id, nodes="2:2", backend="strata", join_timeout=1)
+    handler = create_handler_over(DictCasClient(), params, address="localhost:1")
+    with pytest.raises(RendezvousTimeoutError, match="Timed out waiting for rendezvous") as caught:
+        handler.next_rendezvous()
+    assert "no other node came" in str(caught.value)
+
+
+def test_defaults_are_seconds_and_every_backend_has_a_name(run_id: str) -> None:
+    handler = create_handler_over(DictCasClient(), parameters("", run_id, backend="strata"), address="x")
+    settings = handler.settings
+    assert settings.keep_alive_interval * settings.keep_alive_max_attempt == timedelta(seconds=3)
+    assert settings.timeout.last_call == timedelta(seconds=1)
+    assert handler.use_agent_store is False
+    assert rdzv_conf({"last_call_timeout": 5}).endswith("last_call_timeout=5,close_timeout=10")
+    assert {"etcd", "strata"} < set(RENDEZVOUS_BACKENDS)
+    with pytest.raises(ValueError, match="must be positive"):
+        create_handler_over(
+            DictCasClient(), parameters("", run_id, backend="strata", keep_alive_interval=0), address="x"
+        )
+    assert SECONDS_NOT_MINUTES["keep_alive_max_attempt"] == 3
+
+
+# --- torchrun
+
+WORKER = """
+import json, os, sys, time
+import torch, torch.distributed as dist
+out = sys.argv[1]
+dist.init_process_group("gloo")
+one = torch.ones(1)
+dist.all_reduce(one)
+line = {"pid": os.getpid(), "agent": os.getppid(), "rank": dist.get_rank(), "world": int(one.item()),
+        "attempt": os.environ["MASTER_PORT"]}
+with open(f"{out}/events", "a") as events:
+    events.write(json.dumps(line) + "\\n")
+while not os.path.exists(f"{out}/stop"):
+    dist.all_reduce(one)
+    time.sleep(0.02)
+"""
+
+
+class Job:
+    """Agents of one run on this host, each standing for a node."""
+
+    def __init__(self, folder: Path, endpoint: str, run_id: str) -> None:
+        self.folder, self.endpoint, self.run_id = folder, endpoint, run_id
+        self.agents: list[subprocess.Popen[bytes]] = []
+        (folder / "worker.py").write_text(WORKER)
+        plugin = folder / "site" / "strata_plugins-0.dist-info"
+        plugin.mkdir(parents=True)
+        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: strata-plugins\nVersion: 0\n")
+        (plugin / "entry_points.txt").write_text(
+            "[torchrun.handlers]\netcd = strata.rendezvous:etcd_plugin\n"
+        )
+
+    def start_agent(self) -> subprocess.Popen[bytes]:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"),
+            *("--rdzv-backend=etcd", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={self.run_id}"),
+            *(
+                "--local-addr=127.0.0.1",
+                "--max-restarts=20",
+                str(self.folder / "worker.py"),
+                str(self.folder),
+            ),
+        ]
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(self.folder / "site"),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        with open(self.folder / "agents.log", "ab") as log:
+            agent = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        self.agents.append(agent)
+        return agent
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.folder / "events"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def world_after(self, seen: int, size: int) -> list[dict[str, Any]]:
+        """The members of the first complete world of `size` whose events came after the first `seen` ones."""
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            fresh = [event for event in self.events()[seen:] if event["world"] == size]
+            for event in fresh:
+                world = {e["rank"]: e for e in fresh if e["attempt"] == event["attempt"]}
+                if len(world) == size:
+                    return [world[rank] for rank in sorted(world)]
+            time.sleep(0.05)
+        raise AssertionError(f"no world of {size}:\n{(self.folder / 'agents.log').read_text()[-6000:]}")
+
+    def end(self) -> None:
+        for agent in self.agents:
+            for pid in {event["pid"] for event in self.events() if event["agent"] == agent.pid}:
+                _kill(pid)
+            _kill(agent.pid)
+            agent.wait()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def job(tmp_path: Path, run_id: str) -> Iterator[Job]:
+    require_etcd()
+    job = Job(tmp_path, "", run_id)
+    yield job
+    job.end()
+
+
+def test_job_survives_lost_workers_lost_agents_a_joiner_and_an_etcd_outage(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "etcd").mkdir()
+    server = EtcdServer(tmp_path / "etcd")
+    server.start()
+    job.endpoint = server.endpoint
+    try:
+        one, two = job.start_agent(), job.start_agent()
+        world = job.world_after(0, 2)
+
+        seen = len(job.events())
+        os.kill(world[0]["pid"], signal.SIGKILL)  # a worker: rank 0, which hosts the group's store
+        world = job.world_after(seen, 2)
+
+        seen = len(job.events())
+        _kill(two.pid)  # a node: its agent and its worker
+        _kill(next(event["pid"] for event in world if event["agent"] == two.pid))
+        (survivor,) = job.world_after(seen, 1)
+        assert survivor["agent"] == one.pid
+
+        seen = len(job.events())
+        job.start_agent()
+        world = job.world_after(seen, 2)
+
+        seen = len(job.events())
+        server.stop()
+        time.sleep(4)  # longer than the keep-alive window: every heartbeat is late
+        server.start()
+        time.sleep(2)
+        assert len(job.events()) == seen, "an etcd outage must not restart anybody"
+        assert all(Path(f"/proc/{event['pid']}").exists() for event in world)
+        os.kill(world[1]["pid"], signal.SIGKILL)
+        job.world_after(seen, 2)
+
+        (tmp_path / "stop").touch()
+        assert [agent.wait(timeout=30) for agent in (one, job.agents[-1])] == [0, 0]
+
+        (tmp_path / "stop").unlink()
+        seen = len(job.events())
+        again = job.start_agent()  # the same id, at once
+        job.world_after(seen, 1)
+        (tmp_path / "stop").touch()
+        assert again.wait(timeout=30) == 0
+        assert "Exception while registering" not in (tmp_path / "agents.log").read_text()
+    finally:
+        server.stop()

@@ -1,23 +1,24 @@
-"""Writing a file front to back past the page cache.
+"""Moving large files past the page cache.
 
-Large aligned memory (an mmap of /dev/shm, page-locked buffers) goes to the device straight from where it is, in
-16 MiB writes on one thread, which measured as fast as more threads or larger writes. Other memory is
-gathered in one aligned buffer first. Where direct I/O is not supported, or stops working half-way, the rest is
-written through the page cache. Nothing is durable before the caller's fsync.
+Aligned memory (an mmap of /dev/shm, page-locked buffers) and the device exchange bytes directly, 16 MiB at a
+time: one thread writes, which measured as fast as more, and two read, which measured twice as fast as one.
+Other memory is written through one aligned buffer, and read through the page cache. Where direct I/O is not
+supported, or stops working half-way, the page cache takes over. Nothing is durable before the caller's fsync.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 BLOCK_BYTES = 4096
-WRITE_BYTES = 16 << 20
+CHUNK_BYTES = 16 << 20
+READERS = 2
 SMALLEST_DIRECT_BYTES = 1 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -70,11 +71,11 @@ class DirectFile:
 
     def _collect(self, view: memoryview) -> memoryview:
         if self._gather is None:
-            self._gather = mmap.mmap(-1, WRITE_BYTES)
-        take_bytes = min(len(view), WRITE_BYTES - self._gathered_bytes)
+            self._gather = mmap.mmap(-1, CHUNK_BYTES)
+        take_bytes = min(len(view), CHUNK_BYTES - self._gathered_bytes)
         self._gather[self._gathered_bytes : self._gathered_bytes + take_bytes] = view[:take_bytes]
         self._gathered_bytes += take_bytes
-        if self._gathered_bytes == WRITE_BYTES:
+        if self._gathered_bytes == CHUNK_BYTES:
             with memoryview(self._gather) as held:
                 self._write_out(held)
             self._gathered_bytes = 0
@@ -84,7 +85,7 @@ class DirectFile:
         self._start_direct()
         while view:
             try:
-                written_bytes = os.write(self._fd, view[:WRITE_BYTES])
+                written_bytes = os.write(self._fd, view[:CHUNK_BYTES])
             except OSError as error:
                 # A device with larger blocks, or a short write that left an odd offset, refuses direct I/O.
                 if error.errno != errno.EINVAL or not self._flagged:
@@ -94,21 +95,58 @@ class DirectFile:
             view = view[written_bytes:]
 
     def _start_direct(self) -> None:
-        if not self._direct or self._flagged:
-            return
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | _O_DIRECT)
-        except OSError:
-            self._direct = False  # Not on this file system.
-        else:
-            self._flagged = True
+        if self._direct and not self._flagged:
+            self._direct = self._flagged = _set_direct(self._fd, True)
 
     def _stop_direct(self) -> None:
         self._direct = False
         if self._flagged:
             self._flagged = False
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT)
+            _set_direct(self._fd, False)
+
+
+def read_into(fd: int, view: memoryview, offset: int, *, direct: bool) -> None:
+    """Fill `view` from `offset`; `EOFError` if the file ends before that."""
+    starts = range(0, len(view), CHUNK_BYTES)
+    if len(starts) > 1 and direct and offset % BLOCK_BYTES == 0 and _address(view) % BLOCK_BYTES == 0:
+        _set_direct(fd, True)
+
+    def fill(start: int) -> None:
+        chunk, position, refused = view[start : start + CHUNK_BYTES], offset + start, False
+        while chunk:
+            # Only whole blocks can be read directly; what is left of the last one is refused, then read buffered.
+            whole_bytes = len(chunk) - len(chunk) % BLOCK_BYTES
+            try:
+                read_bytes = os.preadv(fd, [chunk[: whole_bytes or len(chunk)]], position)
+            except OSError as error:
+                if error.errno != errno.EINVAL or refused:
+                    raise
+                refused = True
+                _set_direct(fd, False)
+                continue
+            if read_bytes == 0:
+                raise EOFError(f"the file ends at byte {position}")
+            chunk, position = chunk[read_bytes:], position + read_bytes
+
+    if len(starts) <= 1:
+        fill(0)
+        return
+    with ThreadPoolExecutor(READERS, "strata-read") as pool:
+        try:
+            for _ in pool.map(fill, starts):
+                pass
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _set_direct(fd: int, on: bool) -> bool:
+    """Whether the file system agreed."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
+    except OSError:
+        return False
+    return True
 
 
 def _address(view: memoryview) -> int:

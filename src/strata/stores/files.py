@@ -22,13 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
-from strata.stores.direct import DirectFile
+from strata.stores.direct import DirectFile, read_into
 from strata.stores.keys import RESERVED, check_key, check_prefix
 from strata.stores.oserrors import store_error
 from strata.stores.protocol import AlreadyExists, Blob, Buffer, InvalidKey, NoSpace, NotFound, Truncated
 
-READ_BYTES = 16 << 20
 _PUBLISH_ATTEMPTS = 100
+_LARGEST_READ_BYTES = 1 << 30
 
 
 class FileStore:
@@ -78,8 +78,10 @@ class FileStore:
             self._check_range(key, offset, end, size_bytes)
             parts = []
             while offset < end:
-                part = os.pread(fd, min(end - offset, READ_BYTES), offset)
-                self._check_progress(key, len(part), offset, end)
+                # One large read: fresh memory is slow to touch, so it should be touched once.
+                part = os.pread(fd, min(end - offset, _LARGEST_READ_BYTES), offset)
+                if not part:
+                    self._check_range(key, offset, end, offset)
                 parts.append(part)
                 offset += len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -89,13 +91,12 @@ class FileStore:
             raise ValueError(f"offset ({offset}) must not be negative")
         view = buffer.cast("B")
         with self._opened(key) as (fd, size_bytes):
-            end = offset + len(view)
-            self._check_range(key, offset, end, size_bytes)
-            while view:
-                read_bytes = os.preadv(fd, [view[:READ_BYTES]], offset)
-                self._check_progress(key, read_bytes, offset, end)
-                view = view[read_bytes:]
-                offset += read_bytes
+            self._check_range(key, offset, offset + len(view), size_bytes)
+            try:
+                read_into(fd, view, offset, direct=self.direct)
+            except EOFError:  # Somebody else cut the file short after it was opened.
+                self._check_range(key, offset, offset + len(view), os.fstat(fd).st_size)
+                raise
 
     def stat(self, key: str) -> Blob | None:
         try:
@@ -235,10 +236,6 @@ class FileStore:
                 key=key,
                 reason=f"{size_bytes} bytes where {end} were expected",
             )
-
-    def _check_progress(self, key: str, read_bytes: int, offset: int, end: int) -> None:
-        if read_bytes == 0:  # The file was cut short by somebody else after it was opened.
-            self._check_range(key, offset, end, offset)
 
     def _exists(self, key: str, path: Path) -> AlreadyExists | InvalidKey:
         if path.is_dir():

@@ -48,6 +48,8 @@ def _problem(key: str) -> str:
         return f"it is {len(encoded)} bytes long and {MAX_KEY_BYTES} is the most"
     if any(byte < 0x20 or byte == 0x7F for byte in encoded):
         return "it contains a control character"
+    if "\\" in key:
+        return "it contains a backslash, which some servers read as a slash"
     if key.startswith("/"):
         return "it is an absolute path"
     parts = key.split("/")

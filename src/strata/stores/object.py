@@ -1,0 +1,369 @@
+"""Values as objects in S3, Google Cloud Storage or Azure, and anything that speaks S3.
+
+Large values travel as parallel parts, up and down. Requests are retried within a budget of time and count.
+Every object carries the mark of the write that made it, so a reply lost on the way back does no harm: a write
+that ends in doubt looks for its own mark, and has succeeded if it finds it. With `if_absent` the server decides
+who is first, in one request, which limits such values to 5 GiB. A read in parts is pinned to one version.
+
+What a killed process had uploaded of an unfinished value is invisible here but may be billed: give the bucket a
+lifecycle rule that ends incomplete multipart uploads. Clients do not survive `fork`; open a new store there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from strata.stores.keys import RESERVED, check_key, check_prefix
+from strata.stores.object_clients import PROVIDERS, ClientSettings, make_client
+from strata.stores.object_errors import explain
+from strata.stores.object_writers import GatheringWriter, StreamWriter
+from strata.stores.protocol import (
+    AlreadyExists,
+    Blob,
+    BlobWriter,
+    Buffer,
+    Misconfigured,
+    NotFound,
+    StoreError,
+    Truncated,
+    Unavailable,
+)
+from strata.stores.retry import RetryBudget
+
+PART_BYTES = 16 << 20
+MAX_CONCURRENCY = 4
+"""Parts in flight at once. On two cores four were faster than eight."""
+
+_MOST_PARTS = 10_000
+_MOST_BYTES_IN_ONE_REQUEST = 5 << 30
+_SLOWEST_UPLOAD_BYTES_PER_S = 4 << 20
+_MOST_VERSIONS_TRIED = 5
+_MARK = "stratawrite"  # Letters only: Azure takes nothing else in the name of a metadata field.
+
+
+class ObjectStore:
+    """A bucket, or a folder in one.
+
+    `config` goes to the client library as it is: `region`, `endpoint`, `access_key_id`, `secret_access_key` …
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        bucket: str,
+        prefix: str = "",
+        *,
+        part_bytes: int = PART_BYTES,
+        max_concurrency: int = MAX_CONCURRENCY,
+        max_retries: int = 6,
+        retry_budget_s: float = 60.0,
+        request_timeout_s: float = 60.0,
+        **config: Any,
+    ) -> None:
+        self._provider = PROVIDERS[scheme]
+        self._bucket = bucket
+        self._prefix = prefix.strip("/")
+        if self._prefix:
+            check_key(self._prefix, tier=self.tier)
+        self._part_bytes = part_bytes
+        self._max_concurrency = max_concurrency
+        self._settings = ClientSettings(
+            provider=self._provider,
+            bucket=bucket,
+            request_timeout_s=request_timeout_s,
+            max_retries=max_retries,
+            retry_budget_s=retry_budget_s,
+            config=config,
+        )
+        self._client = make_client(self._settings)
+        self._client_without_retries = make_client(replace(self._settings, max_retries=0))
+        self._bucket_seen = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def tier(self) -> str:
+        return self._provider.tier
+
+    @property
+    def url(self) -> str:
+        return f"{self._provider.scheme}://{self._bucket}" + (f"/{self._prefix}" if self._prefix else "")
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        import obstore
+
+        path, view, mark = self._path(key), memoryview(data).cast("B"), uuid.uuid4().hex
+        if if_absent:
+            self._put_if_absent(key, path, view, mark)
+            return
+        try:
+            obstore.put(
+                self._client,
+                path,
+                view,
+                attributes={_MARK: mark},
+                use_multipart=len(view) > self._part_bytes,
+                chunk_size=self._part_bytes_for(len(view)),
+                max_concurrency=self._max_concurrency,
+            )
+        except Exception as error:
+            self._settle(error, key, path, mark)
+
+    def open_write(
+        self, key: str, *, size_hint_bytes: int | None = None, if_absent: bool = False
+    ) -> BlobWriter:
+        import obstore
+
+        path, mark = self._path(key), uuid.uuid4().hex
+        if if_absent:
+            if self.stat(key) is not None:
+                raise self._exists(key)
+            return GatheringWriter(key=key, send=lambda view: self._put_if_absent(key, path, view, mark))
+        file = obstore.open_writer(
+            self._client,
+            path,
+            attributes={_MARK: mark},
+            buffer_size=self._part_bytes_for(size_hint_bytes or 0),
+            max_concurrency=self._max_concurrency,
+        )
+        return StreamWriter(
+            file,
+            key=key,
+            fail=lambda error: self._explained(error, key, "write"),
+            settle=lambda error: self._settle(error, key, path, mark),
+        )
+
+    def read(self, key: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if length is not None and length < 0:
+            raise ValueError(f"length ({length}) must not be negative")
+        return bytes(self._read(key, offset, length, None))
+
+    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0) -> None:
+        view = buffer.cast("B")
+        self._read(key, offset, len(view), view)
+
+    def stat(self, key: str) -> Blob | None:
+        try:
+            found = self._found(key)
+        except NotFound:
+            return None
+        return Blob(key=key, size_bytes=found["size"], modified_s=found["last_modified"].timestamp())
+
+    def list(self, prefix: str = "") -> Iterator[Blob]:
+        import obstore
+
+        check_prefix(prefix, tier=self.tier)
+        folder = "/".join(part for part in (self._prefix, prefix.rpartition("/")[0]) if part)
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        found = []
+        try:
+            for page in obstore.list(self._client, folder or None, chunk_size=1000):
+                for meta in page:
+                    key = meta["path"][skip:]
+                    if key.startswith(prefix) and not key.startswith(f"{RESERVED}/"):
+                        modified_s = meta["last_modified"].timestamp()
+                        found.append(Blob(key=key, size_bytes=meta["size"], modified_s=modified_s))
+        except Exception as error:
+            raise self._explained(error, prefix, "list") from error
+        self._bucket_seen = True
+        # Servers that keep objects in folders list folder by folder, which is not quite key order.
+        return iter(sorted(found, key=lambda blob: blob.key))
+
+    def delete(self, key: str) -> None:
+        import obstore
+
+        path = self._path(key)
+        try:
+            obstore.delete(self._client, path)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._explained(error, key, "delete") from error
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    # --- writing ---
+
+    def _part_bytes_for(self, size_bytes: int) -> int:
+        """Parts as configured, or larger where a value would otherwise need more of them than servers take."""
+        return max(self._part_bytes, -(-size_bytes // _MOST_PARTS))
+
+    def _put_if_absent(self, key: str, path: str, view: memoryview, mark: str) -> None:
+        import obstore
+
+        if len(view) > _MOST_BYTES_IN_ONE_REQUEST:
+            raise StoreError(
+                f"'{key}' has {len(view)} bytes; {_MOST_BYTES_IN_ONE_REQUEST} is the most that can be written only "
+                "if absent.",
+                tier=self.tier,
+                key=key,
+                hint="Write the large value plainly, and publish it with a small one that names it.",
+            )
+        # Retries are made here and not in the client, to know which refusals may follow from a request sent twice.
+        client = self._client_without_retries
+        upload_s = len(view) / _SLOWEST_UPLOAD_BYTES_PER_S
+        if upload_s > self._settings.request_timeout_s:
+            client = make_client(replace(self._settings, max_retries=0, request_timeout_s=upload_s))
+        budget = self._budget()
+        while True:
+            try:
+                obstore.put(client, path, view, mode="create", attributes={_MARK: mark}, use_multipart=False)
+                return
+            except Exception as error:
+                failure = error
+            if type(failure).__name__ == "AlreadyExistsError":
+                found = self._mark_of(key, path, self._client)
+                if found == mark:
+                    return
+                if found is not None:
+                    raise self._exists(key) from failure
+                # Nobody has it: it was deleted meanwhile, or two writers collided and the server refused both.
+            else:
+                explained = self._explained(failure, key, "write")
+                if not isinstance(explained, Unavailable):
+                    raise explained from failure
+            if not budget.wait():
+                self._settle(failure, key, path, mark)
+                return
+
+    def _settle(self, error: Exception, key: str, path: str, mark: str) -> None:
+        """Return if the write that ended in `error` took place all the same; raise what it failed of if not."""
+        explained = self._explained(error, key, "write")
+        if isinstance(explained, Unavailable | NotFound) or type(explained) is StoreError:
+            with contextlib.suppress(StoreError):
+                if self._mark_of(key, path, self._client_without_retries) == mark:
+                    return
+        if isinstance(explained, NotFound):  # The upload is gone, and the object is not there either.
+            explained = Unavailable(
+                f"The upload of '{key}' to {self.url} was ended by the server before it was complete.",
+                tier=self.tier,
+                key=key,
+                hint="Try again.",
+            )
+        raise explained from error
+
+    def _mark_of(self, key: str, path: str, client: Any) -> str | None:
+        """The mark of the write that made the object, "" if it has none, None if there is no object."""
+        import obstore
+
+        try:
+            return str(obstore.get(client, path, options={"head": True}).attributes.get(_MARK, ""))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._explained(error, key, "read") from error
+
+    # --- reading ---
+
+    def _read(self, key: str, offset: int, length: int | None, view: memoryview | None) -> memoryview:
+        """`length` bytes (None: all that follow) in `view`, or in new memory."""
+        if offset < 0:
+            raise ValueError(f"offset ({offset}) must not be negative")
+        for _ in range(_MOST_VERSIONS_TRIED):
+            found = self._found(key)
+            end = found["size"] if length is None else offset + length
+            if offset > found["size"] or end > found["size"]:
+                raise Truncated(
+                    f"'{key}' in {self.url} has {found['size']} bytes; bytes {offset} to {end} were asked for.",
+                    tier=self.tier,
+                    key=key,
+                    reason=f"{found['size']} bytes where {end} were expected",
+                )
+            target = memoryview(bytearray(end - offset)) if view is None else view
+            if self._read_version(key, target, offset, found["e_tag"]):
+                return target
+        raise Unavailable(
+            f"'{key}' in {self.url} was replaced again and again while it was read.", tier=self.tier, key=key
+        )
+
+    def _found(self, key: str) -> Any:
+        import obstore
+
+        path = self._path(key)
+        try:
+            found = obstore.head(self._client, path)
+        except FileNotFoundError as error:
+            self._check_bucket()
+            raise NotFound(
+                f"'{key}' is not in {self.url}.", tier=self.tier, key=key, reason="not found"
+            ) from error
+        except Exception as error:
+            raise self._explained(error, key, "read") from error
+        self._bucket_seen = True
+        return found
+
+    def _check_bucket(self) -> None:
+        """A missing bucket answers like a missing key: make sure, once, that an empty store is not just a typo."""
+        if not self._bucket_seen:
+            try:
+                next(self.list(f"{RESERVED}-no-such-folder/"), None)
+            except Misconfigured:
+                raise
+            except StoreError:
+                pass  # Not allowed to list: then this cannot be known.
+
+    def _read_version(self, key: str, view: memoryview, offset: int, version: str | None) -> bool:
+        """Fill `view` from one version of the object; False if that version is gone."""
+        starts = range(0, len(view), self._part_bytes)
+
+        def fetch(start: int) -> bool:
+            return self._fetch(key, view[start : start + self._part_bytes], offset + start, version)
+
+        if len(starts) <= 1:
+            return all(fetch(start) for start in starts)
+        with ThreadPoolExecutor(min(self._max_concurrency, len(starts)), "strata-read") as pool:
+            try:
+                return all(pool.map(fetch, starts))
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch(self, key: str, view: memoryview, offset: int, version: str | None) -> bool:
+        import obstore
+
+        path = self._path(key)
+        options: Any = {"range": (offset, offset + len(view)), "if_match": version}
+        budget = self._budget()
+        while True:
+            try:
+                data = obstore.get(self._client, path, options=options).bytes()
+                if len(data) == len(view):
+                    view[:] = memoryview(data)
+                    return True
+                failure: Exception = EOFError(f"{len(data)} bytes came where {len(view)} were asked for")
+            except FileNotFoundError:
+                return False
+            except Exception as error:
+                if type(error).__name__ == "PreconditionError":
+                    return False
+                failure = error
+            # The client retries whole requests; an answer that breaks off in its middle is retried here.
+            explained = self._explained(failure, key, "read")
+            if not isinstance(explained, Unavailable) or not budget.wait():
+                raise explained from failure
+
+    # --- words ---
+
+    def _path(self, key: str) -> str:
+        check_key(key, tier=self.tier)
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def _budget(self) -> RetryBudget:
+        return RetryBudget(max_retries=self._settings.max_retries, budget_s=self._settings.retry_budget_s)
+
+    def _explained(self, error: BaseException, key: str, operation: str) -> StoreError:
+        return explain(error, provider=self._provider, bucket=self._bucket, key=key, operation=operation)
+
+    def _exists(self, key: str) -> AlreadyExists:
+        return AlreadyExists(
+            f"'{key}' is in {self.url} already and was to be written only if absent.",
+            tier=self.tier,
+            key=key,
+            reason="already exists",
+        )

@@ -24,7 +24,7 @@ class History:
     def commit(self, name: str, *rows: tuple[int, int], parent: str | None = "last", **more: Any) -> History:
         if parent == "last":
             parent = self.commits[-1].checkpoint_id if self.commits else None
-        data = next((c.data for c in self.commits if c.checkpoint_id == parent), DataCommit())
+        data = next((c.data for c in self.commits if c.checkpoint_id == parent), None) or DataCommit()
         record = RankRecord(dataset="d", epoch=more.pop("epoch", 0), total=self.total, rank=0, **more)
         for start, stop in rows:
             record = record.with_span(start, stop)
@@ -100,11 +100,12 @@ def test_a_repeat_is_still_known_after_its_checkpoints_are_gone() -> None:
 def test_a_commit_that_does_not_continue_its_parent_is_a_contradiction() -> None:
     history = History().commit("a", (0, 40)).commit("b", (40, 100), closed=True)
     last = history.commits[-1]
+    assert last.data is not None
     forged = replace(last.data.epochs[0], before=Coverage(covered=Spans([(0, 38)])))
     history.commits[-1] = replace(last, data=replace(last.data, epochs=(forged,)))
     report = audit(history.commits, "d", 0)
     assert not report.exact
-    assert "b does not begin where its parent a ended" in report.reason
+    assert "b does not begin where a ended" in report.reason
     history.commits[-1] = replace(last, data=DataCommit())
     assert "b has forgotten what a committed" in audit(history.commits, "d", 0).reason
 
@@ -115,6 +116,18 @@ def test_positions_beyond_the_epoch_and_a_wrong_total_are_contradictions() -> No
     assert report.samples == 100
     assert "positions 100–102 do not exist in an epoch of 100" in report.reason
     assert "the dataset has 120 samples, the history was made with 100" in report.reason
+
+
+def test_a_checkpoint_without_data_is_only_a_link() -> None:
+    history = History().commit("a", (0, 40))
+    weights_only = Commit(checkpoint_id="w", parent_id="a", step=1, data=None)
+    history.commit("b", (40, 100), closed=True)
+    history.commits[1] = replace(history.commits[1], parent_id="w")
+    history.commits.insert(1, weights_only)
+    report = audit(history.commits, "d", 0)
+    assert report.exact
+    assert report.commits == ("a", "b")
+    assert report.abandoned == ()
 
 
 def test_unknown_epochs_say_what_is_known() -> None:

@@ -24,7 +24,8 @@ class Commit:
     checkpoint_id: str
     parent_id: str | None
     step: int
-    data: DataCommit
+    data: DataCommit | None
+    """None where a checkpoint was made without data: it counts only as a link between its parent and child."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +113,11 @@ def audit(commits: Sequence[Commit], dataset: str, epoch: int, *, total: int | N
     count. `total` is checked against what was committed. Raises `LedgerError` where the history does not know
     the epoch.
     """
-    chain = ancestry(commits)
-    found = [(c, e) for c in chain if (e := c.data.find(dataset, epoch)) is not None]
+    lineage = ancestry(commits)
+    chain = [(c, c.data) for c in lineage if c.data is not None]
+    found = [(c, e) for c, data in chain if (e := data.find(dataset, epoch)) is not None]
     if not found:
-        known = sorted({f"'{e.dataset}' epoch {e.epoch}" for c in chain for e in c.data.epochs})
+        known = sorted({f"'{e.dataset}' epoch {e.epoch}" for _, data in chain for e in data.epochs})
         raise LedgerError(
             f"No checkpoint in the history has trained epoch {epoch} of '{dataset}'.",
             hint=f"It knows {', '.join(known[:10]) or 'no data at all'}.",
@@ -136,8 +138,8 @@ def audit(commits: Sequence[Commit], dataset: str, epoch: int, *, total: int | N
     if outside := sum_of_parts.covered - whole:
         problems.append(f"positions {outside} do not exist in an epoch of {newest.total:,}")
     open_positions = whole - sum_of_parts.covered - newest.dropped
-    closed = newest.closed or any(e.dataset == dataset and e.epoch > epoch for e in chain[-1].data.epochs)
-    on_chain = {c.checkpoint_id for c in chain}
+    closed = newest.closed or any(e.dataset == dataset and e.epoch > epoch for e in chain[-1][1].epochs)
+    on_chain = {c.checkpoint_id for c in lineage}
     return AuditReport(
         dataset=dataset,
         epoch=epoch,
@@ -157,8 +159,8 @@ def audit(commits: Sequence[Commit], dataset: str, epoch: int, *, total: int | N
 
 def audit_all(commits: Sequence[Commit], dataset: str) -> list[AuditReport]:
     """One report per epoch of `dataset` that the history knows."""
-    chain = ancestry(commits)
-    epochs = sorted({e.epoch for c in chain for e in c.data.epochs if e.dataset == dataset})
+    records = [c.data for c in ancestry(commits) if c.data is not None]
+    epochs = sorted({e.epoch for data in records for e in data.epochs if e.dataset == dataset})
     return [audit(commits, dataset, epoch) for epoch in epochs] or [audit(commits, dataset, 0)]
 
 
@@ -177,16 +179,18 @@ def ancestry(commits: Sequence[Commit]) -> list[Commit]:
     return chain[::-1]
 
 
-def _contradictions(chain: Sequence[Commit], dataset: str, epoch: int) -> Iterable[str]:
-    """Where a commit does not continue its parent."""
-    for parent, child in pairwise(chain):
-        ours = child.data.find(dataset, epoch)
-        theirs = parent.data.find(dataset, epoch)
+def _contradictions(chain: Sequence[tuple[Commit, DataCommit]], dataset: str, epoch: int) -> Iterable[str]:
+    """Where a commit does not continue the one before it."""
+    for (before, known), (commit, data) in pairwise(chain):
+        theirs, ours = known.find(dataset, epoch), data.find(dataset, epoch)
         if ours is None:
             if theirs is not None:
-                yield f"{child.checkpoint_id} has forgotten what {parent.checkpoint_id} committed"
+                yield f"{commit.checkpoint_id} has forgotten what {before.checkpoint_id} committed"
             continue
-        if ours.before != parent.data.coverage(dataset, epoch):
-            yield f"{child.checkpoint_id} does not begin where its parent {parent.checkpoint_id} ended"
+        if ours.before != known.coverage(dataset, epoch):
+            yield f"{commit.checkpoint_id} does not begin where {before.checkpoint_id} ended"
         if theirs is not None and theirs.total != ours.total:
-            yield f"the epoch had {theirs.total:,} samples in {parent.checkpoint_id}, {ours.total:,} in {child.checkpoint_id}"
+            yield (
+                f"the epoch had {theirs.total:,} samples in {before.checkpoint_id}, "
+                f"{ours.total:,} in {commit.checkpoint_id}"
+            )

@@ -1,0 +1,74 @@
+"""The committed history of a run, read from where its checkpoints are kept, and audited.
+
+    report = strata.audit("s3://bucket/run-7", "imagenet")
+    assert report.exact, report.reason
+
+Reads manifests only, never a payload, and changes nothing. A manifest that cannot be read is left out and
+logged: its child's record vouches for what it held.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+
+from strata.core.audit import AuditReport, Commit, audit_all
+from strata.core.audit import audit as audit_commits
+from strata.core.ledger import DataCommit, LedgerError
+
+log = logging.getLogger("strata.data")
+
+Source = str | os.PathLike[str] | Iterable[Commit]
+"""A checkpoint directory or URL, or the commits themselves, in the order they were made."""
+
+
+def audit(source: Source, dataset: str, epoch: int | None = None, *, total: int | None = None) -> AuditReport:
+    """Whether every sample of an epoch was trained exactly once. Without `epoch`: the newest one."""
+    commits = commits_of(source)
+    if epoch is None:
+        return audit_all(commits, dataset)[-1]
+    return audit_commits(commits, dataset, epoch, total=total)
+
+
+def audit_epochs(source: Source, dataset: str) -> list[AuditReport]:
+    """A report for each epoch of the dataset that the history knows, oldest first."""
+    return audit_all(commits_of(source), dataset)
+
+
+def datasets_in(source: Source) -> list[str]:
+    """The datasets that the history has trained."""
+    return sorted({e.dataset for commit in commits_of(source) if commit.data for e in commit.data.epochs})
+
+
+def commits_of(source: Source) -> Sequence[Commit]:
+    """Every checkpoint of a history, in the order they were made."""
+    if not isinstance(source, str | os.PathLike):
+        return list(source)
+    from strata.checkpoint.catalog import Catalog
+    from strata.stores import open_store
+
+    listing = Catalog(open_store(source)).list()
+    for problem in listing.problems:
+        log.warning("left out of the audit: %s", problem)
+    if not listing.entries:
+        raise LedgerError(
+            f"There is no checkpoint in '{os.fspath(source)}'.",
+            hint="Give the directory or URL that the training job writes its checkpoints to.",
+        )
+    return [
+        Commit(
+            checkpoint_id=entry.manifest.checkpoint_id,
+            parent_id=entry.manifest.parent,
+            step=entry.manifest.step,
+            data=_record(entry.manifest.data),
+        )
+        for entry in reversed(listing.entries)
+    ]
+
+
+def _record(data: object) -> DataCommit | None:
+    """The data record of a manifest; what another kind of loader left there is none."""
+    if not isinstance(data, dict) or "epochs" not in data:
+        return None
+    return DataCommit.from_json(data)

@@ -1,0 +1,26 @@
+"""Real manifests in a real store, as a training run leaves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strata.checkpoint.manifest import BYTES, SUFFIX, CheckpointId, Manifest
+from strata.core.ledger import DataCommit
+from strata.stores import open_store
+
+
+def publish(
+    directory: Path, name: str, *, parent: str | None, sequence: int, data: DataCommit | None, step: int = 0
+) -> None:
+    manifest = Manifest(
+        checkpoint_id=CheckpointId(name),
+        step=step or sequence,
+        epoch=0,
+        created_at=float(sequence),
+        format=BYTES,
+        parts=(),
+        data=data.to_json() if data else None,
+        sequence=sequence,
+        parent=CheckpointId(parent) if parent else None,
+    )
+    open_store(directory).put(f"{name}{SUFFIX}", manifest.encode(), if_absent=True)

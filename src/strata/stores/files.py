@@ -375,6 +375,10 @@ class FileWriter:
             self._store.reserve(self._fd, self._key, size_bytes)
             self._reserved_bytes = size_bytes
 
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):  # Absent if opening failed.
+            self.abort()
+
     @contextlib.contextmanager
     def _failing_aborts(self) -> Iterator[None]:
         try:

@@ -23,6 +23,7 @@ from strata.stores.object_clients import PROVIDERS, ClientSettings, make_client
 from strata.stores.object_errors import explain
 from strata.stores.object_writers import GatheringWriter, StreamWriter
 from strata.stores.protocol import (
+    AccessDenied,
     AlreadyExists,
     Blob,
     BlobWriter,
@@ -219,7 +220,10 @@ class ObjectStore:
             except Exception as error:
                 failure = error
             if type(failure).__name__ == "AlreadyExistsError":
-                found = self._mark_of(key, path, self._client)
+                try:
+                    found = self._mark_of(key, path, self._client)
+                except AccessDenied:  # Whoever may only write has to believe the refusal.
+                    found = ""
                 if found == mark:
                     return
                 if found is not None:

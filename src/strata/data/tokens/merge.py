@@ -7,6 +7,7 @@ name complete and synced, or not at all.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,7 +118,6 @@ class Merge:
         self._write_entries(header, meta)
         for file, at in ((self._starts, header.starts_at), (self._places, header.places_at)):
             self._index.seek(at)
-            file.seek(0)
             _append(self._index, file, 8 * self.records)
         self._index.seek(header.meta_at)
         self._index.write(meta_bytes)
@@ -218,15 +218,24 @@ def _opened_at(path: Path, size_bytes: int) -> BinaryIO:
 
 
 def _append(target: BinaryIO, source: BinaryIO, size_bytes: int) -> None:
-    """Copy `size_bytes` from where `source` stands to where `target` stands."""
+    """Copy the first `size_bytes` of `source` to where `target` stands, inside the kernel where it can."""
     target.flush()
     source.flush()
-    while size_bytes > 0:
-        data = source.read(min(size_bytes, COPY_BYTES))
-        if not data:
-            raise OSError(f"{source.name} is shorter than it should be")
-        target.write(data)
-        size_bytes -= len(data)
+    start, copied = target.tell(), 0
+    while copied < size_bytes:
+        try:
+            piece_bytes = os.copy_file_range(
+                source.fileno(), target.fileno(), size_bytes - copied, copied, start + copied
+            )
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV):
+                raise
+            piece = os.pread(source.fileno(), min(size_bytes - copied, COPY_BYTES), copied)
+            piece_bytes = os.pwrite(target.fileno(), piece, start + copied)
+        if piece_bytes == 0:
+            raise OSError(f"a part in {source.name} is shorter than it should be")
+        copied += piece_bytes
+    target.seek(start + copied)
 
 
 def _sync(file: BinaryIO) -> None:

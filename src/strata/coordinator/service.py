@@ -48,6 +48,8 @@ MESSAGES_PER_SECOND = 2_000
 """What one session may send on average; it is read more slowly beyond that."""
 LOG_LINES_PER_BATCH = 2_000
 
+_END: object = grpc.aio.EOF  # type: ignore[attr-defined]
+
 _STATUSES: dict[type[StrataError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     Unknown: grpc.StatusCode.NOT_FOUND,
@@ -308,7 +310,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 first = await context.read()
         except TimeoutError:
             raise InvalidArgument("hello", "did not come.", hint="Send Hello first.") from None
-        if first is grpc.aio.EOF or first.WhichOneof("body") != "hello":
+        if first is _END or first.WhichOneof("body") != "hello":
             raise InvalidArgument(
                 "hello", "must be the first message of a session.", hint="Send Hello first."
             )
@@ -336,7 +338,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         read_since_s, read = time.monotonic(), 0
         while not session.over:
             message = await context.read()
-            if message is grpc.aio.EOF:
+            if message is _END:
                 return
             try:
                 await self._take(session, message)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from strata.core import checks
+from strata.core.ledger import DataCommit, LedgerError
 from strata.core.messages import (
     CheckpointCompleted,
     CheckpointFailed,
@@ -324,8 +325,13 @@ def _check(command: NotifyCheckpoint) -> None:
     checks.text("data_json", command.data_json, limit=DATA_LIMIT_BYTES)
     if command.data_json:
         try:
-            json.loads(command.data_json)
-        except (ValueError, RecursionError):
+            data_commit(command.data_json)
+        except (ValueError, RecursionError, LedgerError) as error:
             raise InvalidArgument(
-                "data_json", "is not valid JSON.", hint="Send the manifest's 'data' record."
+                "data_json", f"is not a data record: {error}", hint="Send the manifest's 'data' record."
             ) from None
+
+
+def data_commit(data_json: str) -> DataCommit:
+    """The data position that a checkpoint committed with its weights."""
+    return DataCommit.from_json(json.loads(data_json))

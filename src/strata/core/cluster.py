@@ -15,7 +15,7 @@ from typing import assert_never
 
 from strata.core import checks
 from strata.core.barriers import BarrierLimits, Barriers
-from strata.core.checkpoints import Checkpoints
+from strata.core.checkpoints import Checkpoints, data_commit
 from strata.core.datasets import Datasets
 from strata.core.membership import Membership, MembershipLimits
 from strata.core.messages import (
@@ -203,6 +203,8 @@ class Cluster:
                 self.barriers.apply(event)
             case CheckpointStarted() | CheckpointCompleted() | CheckpointFailed() | CheckpointRemoved():
                 self.checkpoints.apply(event)
+                if isinstance(event, CheckpointCompleted) and event.data_json:
+                    self.datasets.commit(event.job_id, data_commit(event.data_json))
             case TaskCreated() | TaskChanged():
                 self.tasks.apply(event)
             case _:

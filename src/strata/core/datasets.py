@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.core import checks
+from strata.core.ledger import DataCommit
 from strata.core.membership import Membership
 from strata.core.messages import (
     Conflict,
@@ -200,6 +201,17 @@ class Datasets:
                 self.registered_at_s[event.spec.dataset_id] = event.at_s
             case ShardsMoved():
                 self._moved(event)
+
+    def commit(self, job: JobId, data: DataCommit) -> None:
+        """A checkpoint was completed: its data position is where a recovery would begin."""
+        for epoch in data.epochs:
+            spec = self.specs.get(DatasetId(epoch.dataset))
+            if spec is not None and spec.total_samples == epoch.total:
+                key = (job, spec.dataset_id, epoch.epoch)
+                self.committed[key] = epoch.after.per_shard(
+                    total=spec.total_samples, shard_size=spec.shard_size
+                )
+                self.reported.pop(key, None)
 
     def _moved(self, event: ShardsMoved) -> None:
         key = (event.job_id, event.dataset_id, event.epoch)

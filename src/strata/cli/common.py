@@ -1,0 +1,147 @@
+"""What all commands share: talking to the coordinator's API, and printing tables or JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from strata.errors import StrataError
+
+TIMEOUT_S = 10.0
+
+Api = Annotated[
+    str,
+    typer.Option(
+        "--api", envvar="STRATA_API_URL", help="Address of the coordinator's HTTP API.", show_default=True
+    ),
+]
+DEFAULT_API = "http://127.0.0.1:3000"
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+
+class Unreachable(StrataError):
+    """The coordinator does not answer."""
+
+    code = "unreachable"
+
+
+class Answered(StrataError):
+    """The coordinator answered with a refusal."""
+
+    def __init__(self, code: str, message: str, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.answer_code = code
+
+
+def get(api: str, path: str) -> Any:
+    return _call(urllib.request.Request(api.rstrip("/") + path), api)
+
+
+def post(api: str, path: str, body: object | None = None) -> Any:
+    request = urllib.request.Request(
+        api.rstrip("/") + path,
+        data=json.dumps(body if body is not None else {}).encode(),
+        headers={"Content-Type": "application/json"},
+        method="POST",
+    )
+    return _call(request, api)
+
+
+def _call(request: urllib.request.Request, api: str) -> Any:
+    token = os.environ.get("STRATA_TOKEN")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        try:
+            body = json.load(error)
+            raise Answered(body["code"], body["message"], body["hint"]) from None
+        except (ValueError, KeyError, TypeError):
+            raise Answered("http_error", f"The coordinator answered {error.code}.", "") from None
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unreachable(
+            f"No coordinator answers at {api}: {reason}.",
+            hint="Start one with `strata serve`, or pass its address with --api (or STRATA_API_URL).",
+        ) from None
+
+
+def print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str) -> None:
+    """Cells are data, not markup: names from elsewhere are printed as they are."""
+    if not rows:
+        console.print(Text(empty, style="dim"))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    console.print(table)
+
+
+def say_error(error: StrataError) -> None:
+    errors.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
+    if error.hint:
+        errors.print(Text.assemble(("what to do: ", "bold"), error.hint), soft_wrap=True)
+
+
+def ago(at_s: float, now_s: float | None = None) -> str:
+    return duration(max(0.0, (time.time() if now_s is None else now_s) - at_s)) + " ago"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} d"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+STATUS_STYLES = {
+    "active": "green",
+    "training": "green",
+    "completed": "green",
+    "complete": "green",
+    "running": "green",
+    "failed": "bold red",
+    "broken": "bold red",
+    "waiting": "yellow",
+    "in_progress": "yellow",
+    "recovering": "yellow",
+    "pending": "yellow",
+}
+
+
+def styled(status: str) -> Text:
+    return Text(status, style=STATUS_STYLES.get(status, ""))

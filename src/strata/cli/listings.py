@@ -1,0 +1,226 @@
+"""Listings of what the coordinator knows: tables for people, `--json` for programs."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+import typer
+from rich.text import Text
+
+from strata.cli.common import (
+    DEFAULT_API,
+    Api,
+    AsJson,
+    ago,
+    console,
+    duration,
+    get,
+    print_json,
+    print_table,
+    size,
+    styled,
+)
+
+LEVEL_STYLES = {"error": "bold red", "warn": "yellow", "info": "", "debug": "dim"}
+
+
+def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+    """Is the coordinator there, and how is the fleet?"""
+    state, metrics = get(api, "/api/status"), get(api, "/api/metrics")
+    if json:
+        print_json({**state, "metrics": metrics})
+        return
+    rows = [
+        ("coordinator", f"{state['address']} (version {state['version']}, up {duration(state['uptime'])})"),
+        ("workers", f"{metrics['active_workers']} active of {metrics['total_workers']}"),
+        ("generation", state["generation"]),
+        ("requests", f"{metrics['coordinator_rps']:.0f}/s"),
+        ("barrier p99", _measured(metrics["barrier_latency_p99"], "ms")),
+        ("shard assignment", _measured(metrics["shard_assignment_time"], "ms")),
+        ("checkpoint throughput", _measured(metrics["checkpoint_throughput"], "MB/s")),
+    ]
+    print_table(("", ""), rows, empty="")
+
+
+def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+    """Who is in the fleet, and how they are."""
+    found = get(api, "/api/workers")
+    if json:
+        print_json(found)
+        return
+    now_s = time.time()
+    rows = [
+        (
+            w["id"],
+            styled(w["status"]),
+            "-" if w["rank"] is None else w["rank"],
+            f"{w['ip']}:{w['port']}",
+            w["gpu_count"],
+            w["assigned_shards"],
+            f"{w['current_epoch']}/{w['current_step']}",
+            w["current_task"] or "-",
+            ago(w["last_heartbeat"], now_s),
+            f"{w['resources']['cpu_percent']:.0f} %" if w["resources"] else "-",
+        )
+        for w in found
+    ]
+    columns = (
+        "WORKER",
+        "STATUS",
+        ">RANK",
+        "ADDRESS",
+        ">GPUS",
+        ">SHARDS",
+        ">EPOCH/STEP",
+        "TASK",
+        ">HEARD",
+        ">CPU",
+    )
+    print_table(columns, rows, empty="No workers have registered yet.")
+
+
+def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+    """Which datasets are registered."""
+    found = get(api, "/api/datasets")
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (d["id"], d["format"], f"{d['total_samples']:,}", f"{d['shard_count']:,}", d["shuffle"], d["path"])
+        for d in found
+    ]
+    print_table(
+        ("DATASET", "FORMAT", ">SAMPLES", ">SHARDS", "SHUFFLED", "PATH"),
+        rows,
+        empty="No datasets are registered yet.",
+    )
+
+
+def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+    """Which checkpoints there are, newest first."""
+    found = get(api, "/api/checkpoints")
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (
+            c["id"],
+            styled(c["status"]),
+            f"{c['step']:,}",
+            c["epoch"],
+            size(c["size"]),
+            "-" if c["throughput_mb_s"] is None else f"{c['throughput_mb_s']:.0f} MB/s",
+            ", ".join(c["tiers"]),
+            c["worker_id"],
+            ago(c["created_at"]),
+            c["path"],
+        )
+        for c in found
+    ]
+    columns = ("CHECKPOINT", "STATUS", ">STEP", ">EPOCH", ">SIZE", ">SPEED", "TIERS", "BY", ">MADE", "PATH")
+    print_table(columns, rows, empty="No checkpoints have been saved yet.")
+
+
+def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+    """Who waits for whom."""
+    found = get(api, "/api/barriers")
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (
+            b["name"],
+            b["step"],
+            styled(b["status"]),
+            f"{b['arrived']}/{b['total']}",
+            ago(b["created_at"]),
+            _some(b["missing"]),
+            b["reason"],
+        )
+        for b in found
+    ]
+    print_table(
+        ("BARRIER", ">STEP", "STATUS", ">ARRIVED", ">OPENED", "MISSING", "REASON"),
+        rows,
+        empty="No barrier has been reached yet.",
+    )
+
+
+def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+    """Which tasks were submitted, newest first."""
+    found = get(api, "/api/tasks")
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (
+            t["id"],
+            t["name"],
+            t["type"],
+            styled(t["status"]),
+            f"{t['progress']:.0f} %",
+            t["worker_count"],
+            t["reason"],
+        )
+        for t in found
+    ]
+    print_table(
+        ("TASK", "NAME", "TYPE", "STATUS", ">PROGRESS", ">WORKERS", "REASON"),
+        rows,
+        empty="No tasks have been submitted yet.",
+    )
+
+
+def logs(
+    api: Api = DEFAULT_API,
+    json: AsJson = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="How many lines.")] = 100,
+    level: Annotated[str | None, typer.Option(help="Least severe level: debug, info, warn, error.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
+    grep: Annotated[str | None, typer.Option(help="Only lines that contain this text.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
+    ] = False,
+) -> None:
+    """The log of the whole fleet, oldest line first."""
+    wanted = {"limit": limit, "level": level, "task_id": task, "worker_id": worker, "q": grep}
+    query = {key: value for key, value in wanted.items() if value is not None}
+    after = ""
+    while True:
+        found = get(api, "/api/logs?" + urlencode({**query, **({"after": after} if after else {})}))
+        if json and not follow:
+            print_json(found)
+            return
+        for entry in reversed(found):
+            print_json(entry) if json else _print_log(entry)
+        if not follow:
+            return
+        after = found[0]["id"] if found else after
+        time.sleep(0.5)
+
+
+def _print_log(entry: dict[str, Any]) -> None:
+    moment = time.strftime("%H:%M:%S", time.localtime(entry["timestamp"]))
+    console.print(
+        Text.assemble(
+            (moment, "dim"),
+            " ",
+            (f"{entry['level']:5}", LEVEL_STYLES.get(entry["level"], "")),
+            " ",
+            (entry["worker_id"] or entry["source"], "cyan"),
+            " ",
+            entry["message"],
+        ),
+        soft_wrap=True,
+    )
+
+
+def _measured(value: float | None, unit: str) -> str:
+    return "not measured yet" if value is None else f"{value:.1f} {unit}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "-"

@@ -1,0 +1,54 @@
+"""The `strata` command. Each family of commands is a module of its own; this one only puts them together.
+
+Exit codes: 0 done, 1 the answer is no (something is wrong that was asked about), 2 the call itself was wrong,
+3 the coordinator cannot be reached, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from strata.cli import listings, replay, serve
+from strata.cli.common import Unreachable, say_error
+from strata.errors import StrataError
+
+app = typer.Typer(
+    name="strata",
+    help="Training jobs that outlive their machines.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(serve.serve)
+for command in (
+    listings.status,
+    listings.workers,
+    listings.datasets,
+    listings.checkpoints,
+    listings.barriers,
+    listings.tasks,
+    listings.logs,
+):
+    app.command()(command)
+app.command()(replay.replay)
+
+
+def main() -> None:
+    """Entry point: an expected failure is a sentence and an exit code, never a traceback."""
+    try:
+        app()
+    except Unreachable as error:
+        say_error(error)
+        sys.exit(3)
+    except StrataError as error:
+        say_error(error)
+        sys.exit(2 if error.code in ("config", "invalid_argument") else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""`strata serve`: the coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from strata import logs
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 picks a free one. [50051]")] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="Port of API and dashboard; 0 picks a free one. [3000]")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the journal lives. [~/.strata]")] = None,
+    heartbeat_timeout: Annotated[
+        float | None, typer.Option(help="Seconds of silence after which a worker is failed. [30]")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with a [coordinator] table.")] = None,
+) -> None:
+    """Run the coordinator, with API and dashboard, until Ctrl-C."""
+    from strata.coordinator.server import run
+    from strata.coordinator.settings import read_settings
+
+    flags = {
+        "host": host,
+        "grpc_port": grpc_port,
+        "http_port": http_port,
+        "data_dir": data_dir,
+        "heartbeat_timeout": heartbeat_timeout,
+    }
+    settings = read_settings(file=config, flags=flags)
+    logs.configure()
+    run(settings)

@@ -1,0 +1,146 @@
+"""Everything one coordinator holds, put together once: engine, sessions, logs, feed, metrics and pages."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+
+import orjson
+
+import strata
+from strata.coordinator.engine import Engine, SystemClock
+from strata.coordinator.feed import Feed
+from strata.coordinator.journal import Journal
+from strata.coordinator.logs import LogFilter, LogStore
+from strata.coordinator.metrics import CoordinatorMetrics
+from strata.coordinator.pages import Pages
+from strata.coordinator.sessions import Sessions
+from strata.core import views
+from strata.core.cluster import Cluster, Limits
+from strata.core.views import LogView
+
+CHECKPOINTS_SHOWN = 500
+BARRIERS_SHOWN = 100
+LOGS_SHOWN = 100
+TASKS_SHOWN = 500
+
+
+@dataclass
+class Runtime:
+    engine: Engine
+    sessions: Sessions
+    logs: LogStore
+    feed: Feed
+    metrics: CoordinatorMetrics
+    pages: Pages
+    started_at_s: float
+    address: str = ""
+
+    @classmethod
+    def create(cls, journal: Journal, limits: Limits) -> Runtime:
+        """A runtime with the journal's state; its engine is not running yet."""
+        cluster, clock = Cluster(limits), SystemClock()
+        engine = Engine(cluster, journal, clock)
+        runtime = cls(
+            engine=engine,
+            sessions=Sessions(cluster, clock),
+            logs=LogStore(),
+            feed=Feed(boot_id=secrets.token_hex(4)),
+            metrics=CoordinatorMetrics(),
+            pages=Pages(engine),
+            started_at_s=time.time(),
+        )
+        engine.listeners += [
+            runtime.metrics.committed,
+            runtime.sessions.committed,
+            runtime.feed.committed,
+        ]
+        engine.on_plan = runtime.metrics.planned
+        runtime.logs.on_entries = runtime._publish_logs
+        runtime._define_pages()
+        return runtime
+
+    def pulse(self) -> None:
+        """Once a second: what changes all the time is measured and published together."""
+        self.metrics.sample()
+        if self.feed.readers:
+            self.feed.publish("metrics", self._metrics(self.engine.cluster))
+
+    async def prometheus(self) -> bytes:
+        cluster = await self.engine.settled()
+        counts: dict[str, int] = {}
+        for member in cluster.membership.members.values():
+            status = views.worker_status(cluster, member)
+            counts[status] = counts.get(status, 0) + 1
+        for state in views.WORKER_STATES:
+            self.metrics.workers.labels(state).set(counts.get(state, 0))
+        self.metrics.generation.set(cluster.membership.generation)
+        self.metrics.sessions.set(len(self.sessions))
+        self.metrics.log_lines_dropped.set(self.logs.dropped_total)
+        return self.metrics.exposition()
+
+    def _publish_logs(self, entries: list[LogView]) -> None:
+        if self.feed.readers:
+            self.feed.publish("logs", entries)
+
+    # --- pages ----------------------------------------------------------------------------------------------
+
+    def _define_pages(self) -> None:
+        self.pages.define("status", self._status)
+        self.pages.define("workers", views.workers)
+        self.pages.define("datasets", self._datasets)
+        self.pages.define("checkpoints", self._checkpoints)
+        self.pages.define("barriers", self._barriers)
+        self.pages.define("metrics", self._metrics)
+        self.pages.define("tasks", self._tasks)
+        self.pages.define("dashboard", self._dashboard)
+
+    def _status(self, cluster: Cluster) -> views.StatusView:
+        now_s = time.time()
+        return views.StatusView(
+            connected=True,
+            address=self.address,
+            uptime=now_s - self.started_at_s,
+            version=strata.__version__,
+            leader=True,
+            generation=cluster.membership.generation,
+            started_at=self.started_at_s,
+            server_time=now_s,
+            jobs={str(job): number for job, number in cluster.membership.job_generations.items()},
+        )
+
+    def _datasets(self, cluster: Cluster) -> list[views.DatasetView]:
+        return [views.dataset(cluster, spec) for spec in cluster.datasets.specs.values()]
+
+    def _checkpoints(self, cluster: Cluster) -> list[views.CheckpointView]:
+        return [views.checkpoint(record) for record in cluster.checkpoints.shown()[:CHECKPOINTS_SHOWN]]
+
+    def _barriers(self, cluster: Cluster) -> list[views.BarrierView]:
+        return list(views.barriers(cluster, limit=BARRIERS_SHOWN))
+
+    def _metrics(self, cluster: Cluster) -> views.MetricsView:
+        return views.MetricsView(
+            checkpoint_throughput=self.metrics.checkpoint_mb_s(),
+            coordinator_rps=self.metrics.requests_per_second(),
+            active_workers=views.active_workers(cluster),
+            total_workers=len(cluster.membership.members),
+            barrier_latency_p99=self.metrics.barrier_p99_ms(),
+            shard_assignment_time=self.metrics.plan_ms(),
+        )
+
+    def _tasks(self, cluster: Cluster) -> list[views.TaskView]:
+        newest = list(reversed(cluster.tasks.tasks.values()))[:TASKS_SHOWN]
+        return [views.task(cluster, task, orjson.loads(task.spec.config_json)) for task in newest]
+
+    def _dashboard(self, cluster: Cluster) -> views.DashboardView:
+        return views.DashboardView(
+            coordinator=self._status(cluster),
+            workers=views.workers(cluster),
+            datasets=self._datasets(cluster),
+            checkpoints=self._checkpoints(cluster)[:100],
+            barriers=self._barriers(cluster),
+            metrics=self._metrics(cluster),
+            tasks=self._tasks(cluster)[:100],
+            logs=self.logs.newest(LOGS_SHOWN, LogFilter()),
+        )

@@ -1,0 +1,272 @@
+"""One process, one event loop: gRPC and HTTP over one engine, started and stopped in the right order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from strata.coordinator.auth import Gatekeeper, GrpcGate
+from strata.coordinator.http import create_app
+from strata.coordinator.journal import SqliteJournal
+from strata.coordinator.logs import LogStoreHandler
+from strata.coordinator.runtime import Runtime
+from strata.coordinator.service import CoordinatorService
+from strata.coordinator.settings import CoordinatorSettings, is_loopback
+from strata.errors import StrataError
+from strata.rpc import coordinator_pb2_grpc
+
+log = logging.getLogger("strata.coordinator")
+
+MESSAGE_LIMIT_BYTES = 4 << 20
+ANSWER_LIMIT_BYTES = 64 << 20
+SHUTDOWN_S = 3.0
+
+
+class PortTaken(StrataError):
+    code = "port_taken"
+
+    def __init__(self, name: str, host: str, port: int, why: str) -> None:
+        super().__init__(
+            f"{name} port {port} on {host} cannot be opened: {why}.",
+            hint=f"Stop what uses it, or choose another with --{name.lower()}-port (0 picks a free one).",
+        )
+
+
+class Server:
+    """A running coordinator. `grpc_port` and `http_port` are the ports it really has."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self._settings = settings
+        self._journal = SqliteJournal(settings.data_dir)
+        self.runtime = Runtime.create(self._journal, settings.limits)
+        self.grpc_port = 0
+        self.http_port = 0
+        self._grpc: grpc.aio.Server | None = None
+        self._http: uvicorn.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        settings, runtime = self._settings, self.runtime
+        replayed = runtime.engine.replay()
+        listener = _listen("HTTP", settings.host, settings.http_port)
+        self.http_port = listener.getsockname()[1]
+        gatekeeper = Gatekeeper(settings.secrets, hosts=_host_names(settings.host))
+        self._grpc = await self._start_grpc(gatekeeper)
+        runtime.address = f"{settings.host}:{self.grpc_port}"
+        loop = asyncio.get_running_loop()
+        self._log_handler = LogStoreHandler(runtime.logs, loop.call_soon_threadsafe)
+        logging.getLogger("strata").addHandler(self._log_handler)
+        http = self._http = _http_server(create_app(runtime, gatekeeper), settings)
+        self._tasks = [
+            asyncio.create_task(runtime.engine.run(), name="engine"),
+            asyncio.create_task(self._serve_http(listener), name="http"),
+            asyncio.create_task(self._pulse(), name="pulse"),
+        ]
+        await _until(lambda: http.started, self._tasks)
+        self._write_address()
+        log.info(
+            "serving: gRPC %s:%d, API and dashboard http://%s:%d (%d events replayed)",
+            settings.host,
+            self.grpc_port,
+            settings.host,
+            self.http_port,
+            replayed,
+        )
+
+    async def wait(self) -> None:
+        """Until something essential ends; raises what ended it."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def stop(self) -> None:
+        """Say goodbye to everyone, write a snapshot, leave nothing behind."""
+        self.runtime.sessions.end_all("the coordinator is stopping")
+        if self._grpc is not None:
+            await self._grpc.stop(0.2)
+        if self._http is not None:
+            self._http.should_exit = True
+            self._http.force_exit = True
+        self.runtime.engine.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S):
+                await asyncio.gather(*self._tasks[:2], return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        logging.getLogger("strata").removeHandler(self._log_handler)
+        self.runtime.engine.close()
+        with suppress(FileNotFoundError):
+            self.address_file.unlink()
+
+    # --- parts ----------------------------------------------------------------------------------------------
+
+    async def _start_grpc(self, gatekeeper: Gatekeeper) -> grpc.aio.Server:
+        settings, runtime = self._settings, self.runtime
+        server = grpc.aio.server(
+            interceptors=() if gatekeeper.open else (GrpcGate(gatekeeper),),
+            options=[
+                ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+                ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.http2.max_ping_strikes", 0),
+            ],
+            maximum_concurrent_rpcs=2 * settings.max_workers + 1_000,
+        )
+        service = CoordinatorService(
+            runtime.engine,
+            runtime.sessions,
+            runtime.logs,
+            runtime.metrics,
+            heartbeat_interval_s=settings.heartbeat_interval,
+            worker_config={"heartbeat_timeout": f"{settings.heartbeat_timeout:g}"},
+        )
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+        await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+        address = f"{settings.host}:{settings.grpc_port}"
+        try:
+            credentials = _grpc_credentials(settings)
+            if credentials is None:
+                self.grpc_port = server.add_insecure_port(address)
+            else:
+                self.grpc_port = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise PortTaken("gRPC", settings.host, settings.grpc_port, "it is in use") from error
+        await server.start()
+        return server
+
+    async def _serve_http(self, listener: socket.socket) -> None:
+        assert self._http is not None
+        await self._http.serve(sockets=[listener])
+
+    async def _pulse(self) -> None:
+        while True:
+            self.runtime.pulse()
+            await asyncio.sleep(1.0)
+
+    @property
+    def address_file(self) -> Path:
+        return self._settings.data_dir / "serving.json"
+
+    def _write_address(self) -> None:
+        """For tools on this machine that know only the data directory."""
+        text = json.dumps(
+            {"pid": os.getpid(), "host": self._settings.host, "grpc": self.grpc_port, "http": self.http_port}
+        )
+        self.address_file.write_text(text)
+
+
+async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None:
+    """Run until SIGINT or SIGTERM."""
+    server = Server(settings)
+    try:
+        await server.start()
+        if announce:
+            print(f"Strata is serving. Dashboard: http://{settings.host}:{server.http_port}", flush=True)
+            print(f"Workers join at {settings.host}:{server.grpc_port} (gRPC). Ctrl-C stops.", flush=True)
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopped.set)
+        waiting = [asyncio.create_task(server.wait()), asyncio.create_task(stopped.wait())]
+        done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        for task in done:
+            task.result()
+    finally:
+        await server.stop()
+
+
+def run(settings: CoordinatorSettings) -> None:
+    """`serve` on the fastest event loop there is. Raises `StrataError` for what a user can mend."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(serve(settings))
+    else:
+        uvloop.run(serve(settings))
+
+
+def _listen(name: str, host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise PortTaken(name, host, port, (error.strerror or str(error)).lower()) from error
+    listener.listen(1024)
+    return listener
+
+
+def _http_server(app: object, settings: CoordinatorSettings) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,
+        server_header=False,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca else None,
+        ssl_cert_reqs=2 if settings.tls_client_ca else 0,
+    )
+    return _HttpServer(config)
+
+
+class _HttpServer(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn would take the process's signals for itself; this process has its own order of stopping."""
+        yield
+
+
+def _grpc_credentials(settings: CoordinatorSettings) -> grpc.ServerCredentials | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    try:
+        pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
+        authority = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
+    except OSError as error:
+        raise StrataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+
+
+def _host_names(host: str) -> frozenset[str]:
+    """Names under which browsers may address this coordinator; any, where it serves other machines."""
+    if is_loopback(host):
+        return frozenset({"localhost", "127.0.0.1", "::1", host})
+    return frozenset()
+
+
+async def _until(ready: Callable[[], bool], tasks: list[asyncio.Task[None]]) -> None:
+    async with asyncio.timeout(30):
+        while not ready():
+            for task in tasks:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.005)

@@ -1,0 +1,141 @@
+"""What a coordinator can be told, and the rules between settings."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strata.config import ConfigError, read_config, setting
+from strata.core.barriers import BarrierLimits
+from strata.core.cluster import Limits
+from strata.core.membership import MembershipLimits
+
+SECTION = "coordinator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSettings:
+    host: str = setting("127.0.0.1", "Address to listen on.", env="STRATA_HOST")
+    grpc_port: int = setting(
+        50051, "gRPC port; 0 picks a free one.", env="STRATA_GRPC_PORT", least=0, most=65535
+    )
+    http_port: int = setting(
+        3000, "Port of API and dashboard; 0 picks a free one.", env="STRATA_HTTP_PORT", least=0, most=65535
+    )
+    data_dir: Path = setting(
+        lambda: Path.home() / ".strata", "Where the journal lives.", env="STRATA_DATA_DIR"
+    )
+    heartbeat_interval: float = setting(
+        1.0, "Seconds between a worker's heartbeats.", env="STRATA_HEARTBEAT_INTERVAL", least=0.05, most=3600
+    )
+    heartbeat_timeout: float = setting(
+        30.0,
+        "Seconds of silence after which a worker is failed.",
+        env="STRATA_HEARTBEAT_TIMEOUT",
+        least=0.1,
+        most=86400,
+    )
+    disconnect_grace: float = setting(
+        0.5,
+        "Seconds a worker whose connection dropped may take to come back.",
+        env="STRATA_DISCONNECT_GRACE",
+        least=0,
+        most=3600,
+    )
+    barrier_timeout: float = setting(
+        1800.0,
+        "Seconds a barrier waits when its callers name no time.",
+        env="STRATA_BARRIER_TIMEOUT",
+        least=0.1,
+        most=604800,
+    )
+    max_workers: int = setting(
+        20_000, "Workers the coordinator will know.", env="STRATA_MAX_WORKERS", least=1, most=1_000_000
+    )
+    max_connections: int = setting(
+        4_096,
+        "HTTP connections served at a time.",
+        env="STRATA_MAX_CONNECTIONS",
+        least=1,
+        most=1_000_000,
+    )
+    token: str = setting(
+        "", "Shared secret that callers must present; grants everything.", env="STRATA_TOKEN"
+    )
+    tokens: dict[str, str] = setting(
+        dict, "Further secrets, as role = token (viewer, worker, operator, admin)."
+    )
+    tls_cert: Path | None = setting(None, "Server certificate (PEM).", env="STRATA_TLS_CERT")
+    tls_key: Path | None = setting(None, "Key of the server certificate (PEM).", env="STRATA_TLS_KEY")
+    tls_client_ca: Path | None = setting(
+        None, "Authority that client certificates must come from: mutual TLS.", env="STRATA_TLS_CLIENT_CA"
+    )
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            membership=MembershipLimits(
+                heartbeat_timeout_s=self.heartbeat_timeout,
+                disconnect_grace_s=self.disconnect_grace,
+                max_workers=self.max_workers,
+            ),
+            barriers=BarrierLimits(timeout_s=self.barrier_timeout),
+        )
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Role by token."""
+        by_token = {token: role for role, token in self.tokens.items()}
+        return {**by_token, self.token: "admin"} if self.token else by_token
+
+
+def read_settings(
+    *,
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> CoordinatorSettings:
+    settings = read_config(CoordinatorSettings, section=SECTION, file=file, flags=flags, environ=environ)
+    problems = _contradictions(settings)
+    if problems:
+        raise ConfigError(problems)
+    return settings
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _contradictions(s: CoordinatorSettings) -> list[str]:
+    problems = []
+    if s.heartbeat_timeout <= s.heartbeat_interval:
+        problems.append(
+            f"heartbeat_timeout ({s.heartbeat_timeout:g}) must be longer than heartbeat_interval "
+            f"({s.heartbeat_interval:g}), or every worker fails at once"
+        )
+    if s.grpc_port == s.http_port != 0:
+        problems.append(f"grpc_port and http_port are both {s.grpc_port}; give each its own")
+    roles = {"viewer", "worker", "operator", "admin"}
+    problems += [
+        f"tokens.{role} is not a role; use {', '.join(sorted(roles))}"
+        for role in s.tokens
+        if role not in roles
+    ]
+    if (s.tls_cert is None) != (s.tls_key is None):
+        problems.append("tls_cert and tls_key belong together; set both or neither")
+    if s.tls_client_ca is not None and s.tls_cert is None:
+        problems.append("tls_client_ca needs tls_cert and tls_key as well")
+    if not is_loopback(s.host) and not s.secrets and s.tls_client_ca is None:
+        problems.append(
+            f"host {s.host} can be reached from other machines: set a token (STRATA_TOKEN) or mutual TLS "
+            f"(tls_client_ca), or listen on 127.0.0.1"
+        )
+    return problems

@@ -1,0 +1,53 @@
+"""How Strata's own logging is set up: one line format, levels per component.
+
+`STRATA_LOG=debug` sets one level for all; `STRATA_LOG=coordinator=debug,checkpoint=info` sets components.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from strata.config import ConfigError
+
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+def parse_levels(text: str) -> dict[str, int]:
+    """Level by component; the empty name is everything else."""
+    levels: dict[str, int] = {}
+    problems = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        component, _, level = item.rpartition("=")
+        if level.lower() in _LEVELS:
+            levels[component.strip()] = _LEVELS[level.lower()]
+        else:
+            problems.append(
+                f"STRATA_LOG: '{item}' is not understood; write a level ({', '.join(_LEVELS)}) "
+                f"or component=level, separated by commas"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return levels
+
+
+def configure(text: str | None = None) -> None:
+    """Log to stderr at the levels that `STRATA_LOG` (or `text`) asks for; info by default."""
+    levels = parse_levels(os.environ.get("STRATA_LOG", "") if text is None else text)
+    root = logging.getLogger("strata")
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
+        )
+        root.addHandler(handler)
+        root.propagate = False
+    root.setLevel(levels.pop("", logging.INFO))
+    for component, level in levels.items():
+        logging.getLogger(f"strata.{component}").setLevel(level)

@@ -94,6 +94,40 @@ class BuildReport:
     bad_samples: tuple[str, ...]
     """The first few records that were skipped, each with file, line and reason."""
 
+    def lines(self) -> list[str]:
+        """For people: what there is now, and what was left out."""
+        header = self.header
+        what = (
+            f"{header.num_files:,} files, {header.num_records:,} records, {header.total_tokens:,} tokens"
+            f" (uint{8 * header.token_bytes}, tokenizer {self.meta.tokenizer})"
+        )
+        if self.reused:
+            return [f"{self.path} is up to date: {what}"]
+        speed = self.source_bytes / 1e6 / max(self.seconds, 1e-9)
+        lines = [f"{self.path}: {what} in {self.seconds:.1f} s, {speed:.0f} MB/s"]
+        if self.resumed_chunks:
+            lines.append(f"Continued an interrupted build: {self.resumed_chunks:,} chunks were done already")
+        if self.meta.bad_records:
+            lines.append(f"Skipped {self.meta.bad_records:,} bad records, the first of them:")
+            lines += [f"  {sample}" for sample in self.bad_samples]
+        return lines
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "path": str(self.path),
+            "files": self.header.num_files,
+            "records": self.header.num_records,
+            "total_tokens": self.header.total_tokens,
+            "token_bytes": self.header.token_bytes,
+            "tokenizer": self.meta.tokenizer,
+            "bad_records": self.meta.bad_records,
+            "bad_samples": list(self.bad_samples),
+            "source_bytes": self.source_bytes,
+            "seconds": self.seconds,
+            "reused": self.reused,
+            "resumed_chunks": self.resumed_chunks,
+        }
+
 
 def build_index(
     files: Sequence[str | os.PathLike[str]],
@@ -190,7 +224,6 @@ class _Build:
             self._tokenize_and_merge(chunks, merge, progress)
             self._check_sources_unchanged()
             if merge.tokens == 0:
-                workfolder.remove(self.folder)
                 raise NothingToIndex(
                     f"There is no text in {len(self.sources)} file(s): nothing to index.",
                     hint="Check the files and --text-key.",
@@ -204,6 +237,9 @@ class _Build:
                 eos_id=self.eos_id,
                 entry_interval=self.options.entry_interval,
             )
+        except StrataError:
+            workfolder.remove_if_worthless(self.folder)
+            raise
         finally:
             merge.close()
         publish(merge.index_path, self.output)

@@ -127,21 +127,26 @@ def check_tokenizer(index: TokenIndex, tokenizer: LoadedTokenizer, files: Sequen
 
 
 def rebuild_command(
-    index: TokenIndex, files: Sequence[Path], *, tokenizer: LoadedTokenizer | None = None
+    index: TokenIndex,
+    files: Sequence[Path],
+    *,
+    tokenizer: LoadedTokenizer | None = None,
+    text_key: str | None = None,
 ) -> str:
     """What builds this index again from `files`: a command line, or Python for a tokenizer without a name."""
     meta = index.meta
+    key = text_key or meta.text_key
     name = meta.tokenizer if tokenizer is None else tokenizer.name
     named = meta.tokenizer_named if tokenizer is None else tokenizer.named
     paths = [str(path) for path in files]
     if not named:
-        extra = f", text_key={meta.text_key!r}" if meta.text_key != "text" else ""
+        extra = f", text_key={key!r}" if key != "text" else ""
         return f"IndexBuilder(tokenizer{extra}).build({paths}, {str(index.path)!r})"
     return build_command(
         paths,
         index.path,
         tokenizer=name,
-        text_key=meta.text_key,
+        text_key=key,
         eos_id=meta.eos_id,
         entry_interval=index.header.entry_interval,
         skip_bad=meta.bad_records > 0,

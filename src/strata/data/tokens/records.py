@@ -196,7 +196,8 @@ class ChunkReader:
         if not isinstance(record, dict):
             raise _Unusable(f"expected an object with the key {self.text_key!r}, found {_json_type(record)}")
         if self.text_key not in record:
-            raise _Unusable("", found=tuple(record))
+            # Keys that do hold a text first: one of them is the likely one.
+            raise _Unusable("", found=tuple(sorted(record, key=lambda key: not isinstance(record[key], str))))
         return _as_text(record[self.text_key], self.text_key)
 
     # Plain text -------------------------------------------------------------------------------------------

@@ -64,18 +64,24 @@ class Chunk:
     stop_block: int
 
 
-def find_sources(files: Iterable[str | os.PathLike[str]]) -> list[Source]:
-    """The files named, with patterns expanded. Missing and repeated ones are errors; an empty list is too."""
+def expand_patterns(files: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The files named, each pattern replaced by what it matches, sorted."""
     paths: list[Path] = []
     for file in files:
         name = os.fspath(file)
-        if not os.path.exists(name) and glob.has_magic(name):
+        if glob.has_magic(name) and not os.path.exists(name):
             matches = sorted(glob.glob(name, recursive=True))
             if not matches:
                 raise SourceUnreadable(name, "no file matches this pattern")
             paths.extend(map(Path, matches))
         else:
             paths.append(Path(name))
+    return paths
+
+
+def find_sources(files: Iterable[str | os.PathLike[str]]) -> list[Source]:
+    """The files named, inspected. Missing and repeated ones are errors; none at all is too."""
+    paths = expand_patterns(files)
     if not paths:
         raise ValueError("at least one data file is needed")
     seen: set[Path] = set()

@@ -237,8 +237,10 @@ class _Build:
                 eos_id=self.eos_id,
                 entry_interval=self.options.entry_interval,
             )
+        except BuildFailed:
+            raise  # worth trying again: the next attempt goes on with what is finished
         except StrataError:
-            workfolder.remove_if_worthless(self.folder)
+            workfolder.remove(self.folder)  # a remedy changes the data or the options, and so the plan
             raise
         finally:
             merge.close()

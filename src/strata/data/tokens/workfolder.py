@@ -72,12 +72,6 @@ def adopt(folder: Path, plan: bytes) -> bool:
     return False
 
 
-def remove_if_worthless(folder: Path) -> None:
-    """After a failure: keep the folder only if it holds a finished part. Only while holding the lock."""
-    if not any(folder.glob("*.json")) and not (folder / "journal").stat().st_size:
-        remove(folder)
-
-
 def remove(folder: Path) -> None:
     """Only while holding the lock."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "StrataError": "strata.errors",
+    "TrainingOrchestrator": "strata.worker.orchestrator",
 }
 
 __all__ = [*_HOMES, "__version__"]
@@ -32,3 +33,4 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from strata.errors import StrataError as StrataError
+    from strata.worker.orchestrator import TrainingOrchestrator as TrainingOrchestrator

@@ -1,0 +1,85 @@
+"""What can go wrong between a worker and its coordinator, and whose turn it is."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+
+from strata.errors import StrataError
+
+
+class CoordinatorUnavailable(StrataError):
+    """Nobody answers. Training may go on; what was acknowledged is safe."""
+
+    code = "unavailable"
+
+    def __init__(self, address: str, why: str) -> None:
+        super().__init__(
+            f"The coordinator at {address} does not answer: {why}.",
+            hint="Check that `strata serve` runs there, that COORDINATOR_ADDR is right and that the gRPC port "
+            "(50051) is open.",
+        )
+        self.address = address
+
+
+class CoordinatorRefused(StrataError):
+    """The coordinator understood and said no; `reason_code` is its stable code."""
+
+    code = "refused"
+
+    def __init__(self, reason_code: str, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.reason_code = reason_code
+
+
+class StaleWorker(CoordinatorRefused):
+    """This incarnation is over: nothing it says takes effect until it registers anew."""
+
+
+class BarrierBroken(CoordinatorRefused):
+    """The barrier ended without releasing anyone. `missing` names who did not come."""
+
+    def __init__(self, message: str, *, missing: tuple[str, ...]) -> None:
+        super().__init__(
+            "barrier_broken",
+            message,
+            hint="Look at the missing workers' logs; then meet at the barrier again.",
+        )
+        self.missing = missing
+
+
+class NotRegistered(StrataError):
+    """The call needs a registered worker."""
+
+    code = "not_registered"
+
+    def __init__(self) -> None:
+        super().__init__("This process has not registered a worker.", hint="Call register_worker(...) first.")
+
+
+def from_rpc(error: grpc.aio.AioRpcError, address: str) -> StrataError:
+    """A failed call as the error a caller can act on."""
+    trailers: dict[str, str | bytes] = dict(cast(Any, error.trailing_metadata() or ()))
+    text = error.details() or ""
+    code = str(trailers.get("strata-code", ""))
+    hint_bytes = trailers.get("strata-hint-bin", b"")
+    hint = hint_bytes.decode() if isinstance(hint_bytes, bytes) else str(hint_bytes)
+    if hint:
+        text = text.removesuffix(hint).rstrip()
+    if code == "barrier_broken":
+        named = trailers.get("strata-missing-bin", b"")
+        names = named.decode() if isinstance(named, bytes) else str(named)
+        return BarrierBroken(text, missing=tuple(filter(None, names.split("\n"))))
+    if code == "stale":
+        return StaleWorker(code, text, hint=hint)
+    if code:
+        return CoordinatorRefused(code, text, hint=hint)
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return CoordinatorUnavailable(address, text or error.code().name.lower())
+    if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return CoordinatorRefused("forbidden", text, hint="Set STRATA_TOKEN.")
+    if error.code() == grpc.StatusCode.INTERNAL and "too large" in text.lower():
+        return CoordinatorRefused("invalid_argument", text)
+    return CoordinatorRefused(error.code().name.lower(), text)

@@ -1,0 +1,466 @@
+"""`TrainingOrchestrator`: how a training process takes part in the fleet.
+
+Synchronous first; every call that waits has an `_async` twin for those who await. Heartbeats run in the
+background from `register_worker` on, whatever the caller does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+from strata.rpc import coordinator_pb2 as pb
+from strata.rpc.wire import STATUS_NUMBERS
+from strata.worker.address import coordinator_address
+from strata.worker.errors import NotRegistered, StaleWorker
+from strata.worker.outbox import ShippingHandler
+from strata.worker.session import SessionThread, Topology
+
+T = TypeVar("T")
+
+CheckpointState = Literal["in_progress", "completed", "failed", "removed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What the coordinator answered to a registration."""
+
+    worker_id: str
+    rank: int
+    world_size: int
+    incarnation: int
+    generation: int
+    heartbeat_interval_s: float
+    config: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardAssignment:
+    """Samples `start` up to `stop` of a dataset; the first `done` of them are committed already."""
+
+    dataset_id: str
+    epoch: int
+    shard_id: int
+    start: int
+    stop: int
+    done: int
+    file_paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierResult:
+    participants: int
+    arrival_order: int
+    """0 for the first to arrive."""
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    """A completed checkpoint as the coordinator knows it, and where training goes on from it."""
+
+    checkpoint_id: str
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int
+    created_at: float
+    worker_id: str
+    tiers: tuple[str, ...]
+    digest: str
+    metadata: Mapping[str, str]
+    data: Mapping[str, Any] | None
+    shards: tuple[ShardAssignment, ...]
+
+
+class TrainingOrchestrator:
+    """A worker's link to its coordinator. Use it as a context manager, or call `close`.
+
+    `coordinator_url` is 'http://host:50051' or 'host:50051'; without it COORDINATOR_ADDR or COORDINATOR_URL are
+    read. `ship_logs` sends this process's `logging` records to the coordinator as well.
+    """
+
+    def __init__(
+        self,
+        coordinator_url: str | None = None,
+        *,
+        job_id: str = "",
+        timeout_s: float = 30.0,
+        ship_logs: bool = False,
+        on_topology: Callable[[Topology], None] | None = None,
+        on_stale: Callable[[str], None] | None = None,
+    ) -> None:
+        self.job_id = job_id or os.environ.get("STRATA_JOB_ID", "")
+        self._session = SessionThread(
+            coordinator_address(coordinator_url),
+            token=os.environ.get("STRATA_TOKEN", ""),
+            call_timeout_s=timeout_s,
+        )
+        if on_topology is not None:
+            self._session.on_topology = on_topology
+        if on_stale is not None:
+            self._session.on_stale = on_stale
+        self._ship_logs = ship_logs
+        self._handler: ShippingHandler | None = None
+
+    # --- membership -----------------------------------------------------------------------------------------
+
+    def register_worker(
+        self,
+        worker_id: str,
+        hostname: str | None = None,
+        port: int = 0,
+        gpu_count: int = 0,
+        memory_bytes: int = 0,
+        metadata: Mapping[str, str] | None = None,
+    ) -> WorkerConfig:
+        """Join the fleet. The same id again is a new incarnation, and the old one is fenced."""
+        return self._wait(
+            self._register(worker_id, hostname, port, gpu_count, memory_bytes, dict(metadata or {}))
+        )
+
+    async def register_worker_async(
+        self,
+        worker_id: str,
+        hostname: str | None = None,
+        port: int = 0,
+        gpu_count: int = 0,
+        memory_bytes: int = 0,
+        metadata: Mapping[str, str] | None = None,
+    ) -> WorkerConfig:
+        return await self._await(
+            self._register(worker_id, hostname, port, gpu_count, memory_bytes, dict(metadata or {}))
+        )
+
+    async def _register(
+        self,
+        worker_id: str,
+        hostname: str | None,
+        port: int,
+        gpu_count: int,
+        memory_bytes: int,
+        metadata: dict[str, str],
+    ) -> WorkerConfig:
+        request = _message(
+            pb.RegisterWorkerRequest,
+            worker_id=worker_id,
+            hostname=hostname if hostname is not None else socket.gethostname(),
+            port=port,
+            gpu_count=gpu_count,
+            memory_bytes=memory_bytes,
+            metadata=metadata,
+            job_id=self.job_id,
+        )
+        answer = await self._session.register(request)
+        self._install_log_shipping(metadata.get("task_id", ""))
+        return WorkerConfig(
+            worker_id=answer.assigned_id,
+            rank=answer.rank,
+            world_size=answer.world_size,
+            incarnation=answer.incarnation,
+            generation=answer.generation,
+            heartbeat_interval_s=answer.heartbeat_interval_ms / 1000,
+            config=dict(answer.config),
+        )
+
+    def heartbeat(
+        self,
+        current_step: int | None = None,
+        current_epoch: int | None = None,
+        *,
+        state: str | None = None,
+        task: str | None = None,
+    ) -> None:
+        """Say where training is. Returns at once: the next heartbeat carries it."""
+        status = pb.WorkerStatus()
+        status.CopyFrom(self._session.status)
+        if current_step is not None:
+            status.current_step = _whole("current_step", current_step)
+        if current_epoch is not None:
+            status.current_epoch = _whole("current_epoch", current_epoch)
+        if state is not None:
+            status.state = state
+        if task is not None:
+            status.current_task = task
+        self._session.status = status
+        if self._session.stale_reason:
+            raise StaleWorker("stale", self._session.stale_reason, hint="Register anew.")
+
+    @property
+    def topology(self) -> Topology:
+        """Rank, world size and generation as of the last word from the coordinator."""
+        if self._session.topology is None:
+            raise NotRegistered
+        return self._session.topology
+
+    @property
+    def connected(self) -> bool:
+        return self._session.connected.is_set()
+
+    def wait_connected(self, timeout_s: float = 30.0) -> bool:
+        return self._session.connected.wait(timeout_s)
+
+    def deregister(self, reason: str = "") -> None:
+        """Leave the fleet; shards go to the others at once."""
+        self._wait(self._session.deregister(reason))
+
+    async def deregister_async(self, reason: str = "") -> None:
+        await self._await(self._session.deregister(reason))
+
+    # --- data -----------------------------------------------------------------------------------------------
+
+    def register_dataset(
+        self,
+        dataset_id: str,
+        path: str,
+        format: str,
+        total_samples: int | None = None,
+        shard_size: int = 10_000,
+        shuffle: bool = False,
+        seed: int = 0,
+        metadata: Mapping[str, str] | None = None,
+    ) -> int:
+        """Register a dataset with the coordinator; returns its number of shards."""
+        request = _message(
+            pb.RegisterDatasetRequest,
+            dataset_id=dataset_id,
+            path=path,
+            format=format,
+            total_samples=total_samples or 0,
+            shard_size=shard_size,
+            shuffle=shuffle,
+            seed=seed,
+            metadata=dict(metadata or {}),
+        )
+        answer: pb.RegisterDatasetResponse = self._wait(self._session.call("RegisterDataset", request))
+        return answer.total_shards
+
+    def get_shards(self, dataset_id: str, epoch: int = 0) -> list[ShardAssignment]:
+        """Every shard that is this worker's to read in `epoch`."""
+        return self._wait(self._get_shards(dataset_id, epoch))
+
+    async def get_shards_async(self, dataset_id: str, epoch: int = 0) -> list[ShardAssignment]:
+        return await self._await(self._get_shards(dataset_id, epoch))
+
+    async def _get_shards(self, dataset_id: str, epoch: int) -> list[ShardAssignment]:
+        me = self._me()
+        request = _message(
+            pb.GetDataShardRequest,
+            worker_id=me.assigned_id,
+            dataset_id=dataset_id,
+            epoch=epoch,
+            incarnation=me.incarnation,
+        )
+        answer: pb.GetDataShardResponse = await self._session.call("GetDataShard", request)
+        return [_shard(shard) for shard in answer.shards]
+
+    def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
+        """Say how far a shard is read. Shown at once, counted when a checkpoint commits it. Never waits."""
+        self._session.report_progress(dataset_id, epoch, shard_id, samples_done)
+
+    # --- barriers -------------------------------------------------------------------------------------------
+
+    def barrier(
+        self,
+        barrier_id: str,
+        step: int = 0,
+        *,
+        participants: int | None = None,
+        timeout_s: float | None = None,
+    ) -> BarrierResult:
+        """Wait until `participants` workers (all present ones by default) are here.
+
+        Raises `BarrierBroken`, which names who is missing, when one of them is lost or time runs out.
+        """
+        return self._wait(self._barrier(barrier_id, step, participants, timeout_s))
+
+    async def barrier_async(
+        self,
+        barrier_id: str,
+        step: int = 0,
+        *,
+        participants: int | None = None,
+        timeout_s: float | None = None,
+    ) -> BarrierResult:
+        return await self._await(self._barrier(barrier_id, step, participants, timeout_s))
+
+    async def _barrier(
+        self, barrier_id: str, step: int, participants: int | None, timeout_s: float | None
+    ) -> BarrierResult:
+        self._me()
+        request = _message(
+            pb.WaitBarrierRequest,
+            barrier_id=barrier_id,
+            step=step,
+            expected_participants=participants or 0,
+            timeout_ms=int(timeout_s * 1000) if timeout_s is not None else 0,
+        )
+        answer = await self._session.wait_barrier(request)
+        return BarrierResult(
+            participants=answer.participants,
+            arrival_order=answer.arrival_order,
+            generation=answer.generation,
+        )
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def notify_checkpoint(
+        self,
+        checkpoint_id: str,
+        step: int,
+        epoch: int = 0,
+        path: str = "",
+        size_bytes: int = 0,
+        *,
+        status: CheckpointState = "completed",
+        tiers: Sequence[str] = (),
+        digest: str = "",
+        duration_s: float = 0.0,
+        parent_id: str = "",
+        data: Mapping[str, Any] | None = None,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        generation: int = 0,
+    ) -> None:
+        """Tell the coordinator what became of a checkpoint; returns once that is durable there.
+
+        `generation` fences: a notice from a generation that is over is refused.
+        """
+        request = self._checkpoint_notice(
+            checkpoint_id=checkpoint_id,
+            step=step,
+            epoch=epoch,
+            path=path,
+            size_bytes=size_bytes,
+            status=STATUS_NUMBERS[status],
+            tiers=list(tiers),
+            digest=digest,
+            duration_s=duration_s,
+            parent_id=parent_id,
+            data_json=json.dumps(data) if data is not None else "",
+            reason=reason,
+            metadata=dict(metadata or {}),
+            generation=generation,
+        )
+        self._wait(self._session.call("NotifyCheckpoint", request))
+
+    async def notify_checkpoint_async(
+        self, checkpoint_id: str, step: int, epoch: int = 0, **facts: Any
+    ) -> None:
+        """`notify_checkpoint` for those who await; takes the same arguments."""
+        await asyncio.to_thread(self.notify_checkpoint, checkpoint_id, step, epoch, **facts)
+
+    def _checkpoint_notice(self, **values: Any) -> pb.NotifyCheckpointRequest:
+        me = self._me()
+        return _message(
+            pb.NotifyCheckpointRequest, worker_id=me.assigned_id, incarnation=me.incarnation, **values
+        )
+
+    def latest_checkpoint(self) -> CheckpointRecord | None:
+        """The checkpoint a recovery should use, or None when the job has none."""
+        return self._wait(self._latest_checkpoint())
+
+    async def latest_checkpoint_async(self) -> CheckpointRecord | None:
+        return await self._await(self._latest_checkpoint())
+
+    async def _latest_checkpoint(self) -> CheckpointRecord | None:
+        me = self._me()
+        request = pb.GetLatestCheckpointRequest(worker_id=me.assigned_id)
+        answer: pb.RecoveryResponse = await self._session.call("GetLatestCheckpoint", request)
+        if not answer.has_checkpoint:
+            return None
+        found = answer.latest_checkpoint
+        return CheckpointRecord(
+            checkpoint_id=found.checkpoint_id,
+            step=found.step,
+            epoch=found.epoch,
+            path=found.path,
+            size_bytes=found.size_bytes,
+            created_at=found.created_at,
+            worker_id=found.worker_id,
+            tiers=tuple(found.tiers),
+            digest=found.digest,
+            metadata=dict(found.metadata),
+            data=json.loads(found.data_json) if found.data_json else None,
+            shards=tuple(_shard(shard) for shard in answer.shard_assignments),
+        )
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the background thread. Without `deregister` the coordinator sees a lost connection."""
+        if self._handler is not None:
+            logging.getLogger().removeHandler(self._handler)
+            self._handler = None
+        self._session.close()
+
+    def __enter__(self) -> TrainingOrchestrator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.deregister()
+        finally:
+            self.close()
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _me(self) -> pb.RegisterWorkerResponse:
+        if self._session.registration is None:
+            raise NotRegistered
+        return self._session.registration
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._session.submit(work)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    async def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._session.submit(work))
+
+    def _install_log_shipping(self, task_id: str) -> None:
+        if self._ship_logs and self._handler is None:
+            self._handler = ShippingHandler(self._session.logs, level=logging.INFO, task_id=task_id)
+            logging.getLogger().addHandler(self._handler)
+
+
+def _shard(m: pb.ShardAssignment) -> ShardAssignment:
+    return ShardAssignment(
+        dataset_id=m.dataset_id,
+        epoch=m.epoch,
+        shard_id=m.shard_id,
+        start=m.start_index,
+        stop=m.end_index,
+        done=m.samples_done,
+        file_paths=tuple(m.file_paths),
+    )
+
+
+def _message(kind: Callable[..., T], **values: Any) -> T:
+    """A protobuf message, with its complaints about values as `ValueError`s that name the argument."""
+    for name, value in values.items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError, UnicodeError) as error:
+        raise ValueError(f"{kind.__name__.removesuffix('Request')}: {error}") from None
+
+
+def _whole(name: str, value: int) -> int:
+    if not 0 <= value < 2**63:
+        raise ValueError(f"{name} must be a whole number from 0 on, got {value}")
+    return value

@@ -1,0 +1,363 @@
+"""The background thread that keeps a worker in touch with its coordinator.
+
+One thread, one event loop, one stream. Heartbeats go out on time whatever the training thread does, also while
+it waits at a barrier. A lost connection is taken up again with back-off and jitter, under the same incarnation;
+barrier arrivals that were waiting are sent again and count once. When the coordinator says that this
+incarnation is over, everything that waits fails with `StaleWorker` and nothing more is sent.
+
+Nothing here ever blocks a training step: callers hand over values and, where they want an answer, wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from strata.rpc import coordinator_pb2 as pb
+from strata.rpc import coordinator_pb2_grpc
+from strata.worker.errors import (
+    BarrierBroken,
+    CoordinatorRefused,
+    CoordinatorUnavailable,
+    StaleWorker,
+    from_rpc,
+)
+from strata.worker.outbox import LogOutbox
+from strata.worker.resources import ResourceSampler
+
+log = logging.getLogger("strata.worker.session")
+
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 1.0
+LOG_FLUSH_S = 0.2
+MESSAGE_LIMIT_BYTES = 64 << 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Where this worker stands in the present generation."""
+
+    rank: int
+    world_size: int
+    generation: int
+    reason: str
+
+
+class SessionThread:
+    def __init__(self, address: str, *, token: str = "", call_timeout_s: float = 30.0) -> None:
+        self.address = address
+        self.call_timeout_s = call_timeout_s
+        self.logs = LogOutbox()
+        self.status = pb.WorkerStatus(state="active")
+        self.registration: pb.RegisterWorkerResponse | None = None
+        self.topology: Topology | None = None
+        self.stale_reason = ""
+        self.on_topology: Callable[[Topology], None] = lambda topology: None
+        self.on_plan: Callable[[str, int], None] = lambda dataset_id, version: None
+        self.on_stale: Callable[[str], None] = lambda reason: None
+        self.connected = threading.Event()
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._pid = os.getpid()
+        self._waiting: dict[bytes, tuple[pb.WaitBarrierRequest, asyncio.Future[pb.BarrierOutcome]]] = {}
+        self._progress: dict[tuple[str, int, int], int] = {}
+        self._sampler = ResourceSampler()
+        self._session: asyncio.Task[None] | None = None
+        self._wake: asyncio.Event
+        self._logs_sent: asyncio.Event
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="strata-session", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    # --- for any thread -------------------------------------------------------------------------------------
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` on the session's loop."""
+        if os.getpid() != self._pid:
+            work.close()
+            raise RuntimeError(
+                "This session belongs to the process that made it; make a new TrainingOrchestrator after a fork."
+            )
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
+        self._progress[(dataset_id, epoch, shard_id)] = samples_done
+
+    def close(self) -> None:
+        if not self._thread.is_alive() or os.getpid() != self._pid:
+            return
+        self.submit(self._shut_down()).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    # --- calls, on the loop ---------------------------------------------------------------------------------
+
+    async def register(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerResponse:
+        await self._end_session()
+        request.registration_id = secrets.token_bytes(16)
+        answer: pb.RegisterWorkerResponse = await self.call("RegisterWorker", request)
+        self.registration = answer
+        self.stale_reason = ""
+        self.topology = Topology(
+            rank=answer.rank, world_size=answer.world_size, generation=answer.generation, reason="registered"
+        )
+        self._session = self._loop.create_task(self._keep_session(answer))
+        return answer
+
+    async def deregister(self, reason: str) -> None:
+        registration = self.registration
+        if registration is None or self.stale_reason:
+            return
+        await self._flush_logs_before_leaving()
+        request = pb.DeregisterWorkerRequest(
+            worker_id=registration.assigned_id, incarnation=registration.incarnation, reason=reason
+        )
+        try:
+            await self.call("DeregisterWorker", request, timeout_s=5.0)
+        finally:
+            self.registration = None
+            await self._end_session()
+
+    async def call(self, method: str, request: Any, *, timeout_s: float | None = None) -> Any:
+        """A unary call, retried while nobody answers. Every call of the contract may be repeated safely."""
+        deadline_s = time.monotonic() + (timeout_s if timeout_s is not None else self.call_timeout_s)
+        pause_s = FIRST_RETRY_S
+        while True:
+            remaining_s = max(0.05, deadline_s - time.monotonic())
+            try:
+                return await getattr(self._stub, method)(
+                    request, timeout=remaining_s, metadata=self._metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc(error, self.address)
+                if not isinstance(failure, CoordinatorUnavailable):
+                    raise failure from None
+                if time.monotonic() + pause_s >= deadline_s:
+                    raise failure from None
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(LONGEST_RETRY_S, pause_s * 2)
+
+    async def wait_barrier(self, request: pb.WaitBarrierRequest) -> pb.WaitBarrierResponse:
+        """Arrive, and wait until the barrier ends, over as many connections as it takes."""
+        request.call_id = secrets.token_bytes(16)
+        if self.stale_reason:
+            raise _stale(self.stale_reason)
+        future: asyncio.Future[pb.BarrierOutcome] = self._loop.create_future()
+        self._waiting[request.call_id] = (request, future)
+        self._wake.set()
+        try:
+            outcome = await future
+        finally:
+            self._waiting.pop(request.call_id, None)
+        answer = outcome.outcome
+        if outcome.error_code == "barrier_broken":
+            raise BarrierBroken(answer.reason, missing=tuple(answer.missing))
+        if outcome.error_code == "stale":
+            raise _stale(answer.reason)
+        if outcome.error_code:
+            raise CoordinatorRefused(outcome.error_code, answer.reason)
+        return answer
+
+    # --- the session ----------------------------------------------------------------------------------------
+
+    async def _keep_session(self, registration: pb.RegisterWorkerResponse) -> None:
+        pause_s = 0.0
+        while not self.stale_reason:
+            began_s = time.monotonic()
+            try:
+                await self._run_session(registration)
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc(error, self.address)
+                if isinstance(failure, StaleWorker):
+                    self._become_stale(failure.message)
+                    return
+                log.debug("session lost: %s", failure)
+            except StaleWorker as stale:
+                self._become_stale(stale.message)
+                return
+            finally:
+                self.connected.clear()
+            if time.monotonic() - began_s > 5.0:
+                pause_s = 0.0  # It worked for a while: the first retry is immediate again.
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(LONGEST_RETRY_S, max(FIRST_RETRY_S, pause_s * 2))
+
+    async def _run_session(self, registration: pb.RegisterWorkerResponse) -> None:
+        stream = self._stub.Session(metadata=self._metadata)
+        hello = pb.Hello(worker_id=registration.assigned_id, incarnation=registration.incarnation)
+        await stream.write(pb.WorkerMessage(hello=hello))
+        reader = self._loop.create_task(self._read(stream))
+        try:
+            sender = self._loop.create_task(self._send(stream, registration.heartbeat_interval_ms / 1000))
+            try:
+                done, _ = await asyncio.wait({reader, sender}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                sender.cancel()
+                await asyncio.gather(sender, return_exceptions=True)
+        finally:
+            reader.cancel()
+            stream.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _send(self, stream: Any, interval_s: float) -> None:
+        """Heartbeats on time, and in between whatever else there is to say."""
+        sent_barriers: set[bytes] = set()
+        next_beat_s = 0.0
+        while True:
+            now_s = time.monotonic()
+            for call_id, (request, _) in list(self._waiting.items()):
+                if call_id not in sent_barriers:
+                    sent_barriers.add(call_id)
+                    await stream.write(pb.WorkerMessage(barrier=request))
+            sent_barriers &= self._waiting.keys()
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + interval_s
+                await stream.write(pb.WorkerMessage(heartbeat=self._heartbeat()))
+                await self._send_progress(stream)
+            await self._send_logs(stream)
+            self._logs_sent.set()
+            try:
+                async with asyncio.timeout(min(LOG_FLUSH_S, max(0.0, next_beat_s - time.monotonic()))):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+            self._wake.clear()
+
+    def _heartbeat(self) -> pb.HeartbeatRequest:
+        return pb.HeartbeatRequest(
+            timestamp_ms=time.time_ns() // 1_000_000, status=self.status, resources=self._sampler.sample()
+        )
+
+    async def _send_progress(self, stream: Any) -> None:
+        if not self._progress:
+            return
+        progress, self._progress = self._progress, {}
+        shards = [
+            pb.ShardProgress(dataset_id=dataset, epoch=epoch, shard_id=shard, samples_done=done)
+            for (dataset, epoch, shard), done in progress.items()
+        ]
+        generation = self.topology.generation if self.topology is not None else 0
+        step = self.status.current_step
+        await stream.write(
+            pb.WorkerMessage(progress=pb.Progress(generation=generation, step=step, shards=shards))
+        )
+
+    async def _send_logs(self, stream: Any) -> None:
+        while batch := self.logs.take():
+            try:
+                await stream.write(pb.WorkerMessage(logs=batch))
+            except BaseException:
+                self.logs.give_back(batch)
+                raise
+
+    async def _read(self, stream: Any) -> None:
+        while True:
+            message = await stream.read()
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+                return
+            match message.WhichOneof("body"):
+                case "welcome":
+                    self.connected.set()
+                case "topology":
+                    self._take_topology(message.topology)
+                case "plan":
+                    self.on_plan(message.plan.dataset_id, message.plan.plan_version)
+                case "barrier":
+                    waiting = self._waiting.get(message.barrier.call_id)
+                    if waiting is not None and not waiting[1].done():
+                        waiting[1].set_result(message.barrier)
+                case "stale":
+                    raise _stale(message.stale.reason)
+                case _:
+                    pass  # A newer coordinator may say more than this version understands.
+
+    def _take_topology(self, message: pb.Topology) -> None:
+        topology = Topology(
+            rank=message.rank,
+            world_size=message.world_size,
+            generation=message.generation,
+            reason=message.reason,
+        )
+        changed = self.topology is None or topology.generation != self.topology.generation
+        self.topology = topology
+        if changed:
+            log.debug("generation %d: %s", topology.generation, topology.reason)
+            self.on_topology(topology)
+
+    def _become_stale(self, reason: str) -> None:
+        self.stale_reason = reason
+        log.warning("this worker's incarnation is over: %s", reason)
+        for _, future in self._waiting.values():
+            if not future.done():
+                future.set_exception(_stale(reason))
+        self.on_stale(reason)
+
+    async def _flush_logs_before_leaving(self) -> None:
+        """Give lines written just before the end a moment to go out."""
+        self._logs_sent.clear()
+        self._wake.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * LOG_FLUSH_S):
+                await self._logs_sent.wait()
+
+    # --- thread and loop ------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._open())
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _open(self) -> None:
+        self._wake = asyncio.Event()
+        self._logs_sent = asyncio.Event()
+        self._channel = grpc.aio.insecure_channel(
+            self.address,
+            options=[
+                ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+                ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.min_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 1000),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.enable_retries", 0),
+            ],
+        )
+        self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def _end_session(self) -> None:
+        if self._session is not None:
+            self._session.cancel()
+            await asyncio.gather(self._session, return_exceptions=True)
+            self._session = None
+
+    async def _shut_down(self) -> None:
+        await self._end_session()
+        for _, future in self._waiting.values():
+            if not future.done():
+                future.cancel()
+        await self._channel.close(None)
+
+
+def _stale(reason: str) -> StaleWorker:
+    return StaleWorker("stale", reason, hint="Register anew before doing anything else.")

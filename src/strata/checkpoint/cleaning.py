@@ -1,0 +1,54 @@
+"""Removing checkpoints from a store: the manifest first, so that a half-removed one is never found."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+
+from strata.checkpoint.catalog import Catalog, Entry
+from strata.checkpoint.manifest import SUFFIX, CheckpointId
+from strata.checkpoint.naming import writer_of
+from strata.checkpoint.retention import removals
+
+log = logging.getLogger("strata.checkpoint")
+
+_FOREIGN_ORPHAN_AGE_S = 24 * 3600.0
+
+
+def remove(catalog: Catalog, entry: Entry) -> None:
+    catalog.store.delete(entry.key)
+    for part in entry.manifest.parts:
+        catalog.store.delete(part.key)
+
+
+def remove_superseded(
+    catalog: Catalog, *, keep_count: int, in_use: Collection[CheckpointId], damaged: Collection[CheckpointId]
+) -> None:
+    """What `retention.removals` decides about this store."""
+    entries = {entry.manifest.checkpoint_id: entry for entry in catalog.list().entries}
+    manifests = [entry.manifest for entry in entries.values()]
+    for removal in removals(manifests, keep_count=keep_count, in_use=in_use, damaged=damaged):
+        remove(catalog, entries[removal.manifest.checkpoint_id])
+        log.info("removed checkpoint %s: %s", removal.manifest.checkpoint_id, removal.reason)
+
+
+def remove_orphans(catalog: Catalog) -> int:
+    """Remove payloads that never got a manifest and never will, because their writer is gone; how many.
+
+    Only names that tell the writer are touched. Whether a writer on another machine is gone cannot be known from
+    here, so its leftovers go by age.
+    """
+    blobs = list(catalog.store.list())
+    complete = {blob.key.removesuffix(SUFFIX) for blob in blobs if blob.key.endswith(SUFFIX)}
+    removed = 0
+    for blob in blobs:
+        stem, _, kind = blob.key.rpartition(".")
+        writer = writer_of(stem)
+        if kind not in ("pt", "bin") or writer is None or stem in complete:
+            continue
+        if writer.is_gone() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S:
+            catalog.store.delete(blob.key)
+            removed += 1
+            log.info("removed %s: its save was never finished", blob.key)
+    return removed

@@ -1,0 +1,123 @@
+"""What can go wrong with a checkpoint, each as its own type with the facts as fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strata.errors import StrataError
+
+
+class CheckpointError(StrataError):
+    """Base of every error of the checkpoint engine."""
+
+    code = "checkpoint_error"
+
+
+class SaveFailed(CheckpointError):
+    """A checkpoint did not reach a tier. Older checkpoints are untouched."""
+
+    code = "save_failed"
+
+    def __init__(
+        self, *, tier: str, path: str, reason: str, checkpoint_id: str = "", step: int = -1, hint: str = ""
+    ) -> None:
+        super().__init__(f"[{tier}] Failed to save checkpoint to '{path}': {reason}", hint=hint)
+        self.tier = tier
+        self.path = path
+        self.reason = reason
+        self.checkpoint_id = checkpoint_id
+        self.step = step
+
+
+class SaveSkipped(CheckpointError):
+    """A save was not begun because the pipeline was full and its policy is to skip."""
+
+    code = "save_skipped"
+
+    def __init__(self, *, reason: str) -> None:
+        super().__init__(
+            f"The checkpoint was skipped: {reason}.",
+            hint="Save less often, use a faster store, or set when_full='wait'.",
+        )
+        self.reason = reason
+
+
+class MemoryLimitExceeded(CheckpointError):
+    """The state does not fit the memory it may use. What was kept before is kept still."""
+
+    code = "memory_limit_exceeded"
+
+    def __init__(self, *, required_bytes: int, available_bytes: int, hint: str = "") -> None:
+        super().__init__(
+            f"Cannot save snapshot: {required_bytes / 2**20:.1f}MB required, "
+            f"but only {available_bytes / 2**20:.1f}MB available",
+            hint=hint,
+        )
+        self.required_bytes = required_bytes
+        self.available_bytes = available_bytes
+
+
+class UnsupportedState(CheckpointError):
+    """The state holds something that could not be loaded again without running foreign code."""
+
+    code = "unsupported_state"
+
+    def __init__(self, *, name: str, kind: str, hint: str = "") -> None:
+        super().__init__(
+            f"state[{name}] is a {kind}, which a safe load (weights_only=True) could not restore.",
+            hint=hint or "Save tensors, arrays, numbers, strings, and lists, tuples and dicts of them.",
+        )
+        self.name = name
+        self.kind = kind
+
+
+class Damaged(CheckpointError):
+    """Stored bytes are not the bytes that were saved."""
+
+    code = "damaged"
+
+    def __init__(self, *, path: str, reason: str, tensors: Sequence[str] = ()) -> None:
+        named = f" (in {', '.join(tensors[:3])}{', …' if len(tensors) > 3 else ''})" if tensors else ""
+        super().__init__(
+            f"{path}: {reason}{named}",
+            hint="It was not used; restore falls back to another copy or an older step.",
+        )
+        self.path = path
+        self.reason = reason
+        self.tensors = tuple(tensors)
+
+
+class LoadFailed(CheckpointError):
+    """No tier could give the checkpoint that was asked for; `reasons` tells what was tried."""
+
+    code = "load_failed"
+
+    def __init__(self, message: str, *, reasons: Sequence[str] = (), hint: str = "") -> None:
+        tried = f" Tried: {'; '.join(reasons)}." if reasons else ""
+        super().__init__(f"{message}{tried}", hint=hint)
+        self.reasons = tuple(reasons)
+
+
+class CheckpointNotFound(LoadFailed):
+    """There is no such checkpoint in any tier."""
+
+    code = "checkpoint_not_found"
+
+
+class StateMismatch(LoadFailed):
+    """The checkpoint is whole, but does not fit the tensors it should be loaded into."""
+
+    code = "state_mismatch"
+
+
+class InvalidSave(CheckpointError, ValueError):
+    """The caller's arguments make no checkpoint. Nothing has changed."""
+
+    code = "invalid_save"
+
+
+class ManagerClosed(CheckpointError):
+    code = "manager_closed"
+
+    def __init__(self) -> None:
+        super().__init__("The checkpoint manager is closed.", hint="Make a new one.")

@@ -1,0 +1,109 @@
+"""What callers see of a save: the handle, the description of a checkpoint, and the hook for whoever reports on it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from strata.checkpoint.manifest import CheckpointId, Json, Manifest
+
+MEMORY = "MEMORY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """One checkpoint, as found in the tiers."""
+
+    checkpoint_id: CheckpointId
+    step: int
+    epoch: int
+    path: str
+    """Of the payload, in the first lasting tier that has it."""
+    size_bytes: int
+    created_at: float
+    digest: str
+    tiers: tuple[str, ...]
+    failures: tuple[str, ...] = ()
+    """Tiers that were asked for and did not get it, each with the reason."""
+    metadata: Mapping[str, Json] = field(default_factory=dict)
+    data: Json = None
+    world_size: int = 1
+    generation: int = 0
+    author: str = ""
+    parent: CheckpointId | None = None
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, *, places: Sequence[tuple[str, str]], failures: tuple[str, ...] = ()
+    ) -> CheckpointInfo:
+        """`places`: tier and path, fastest first. What is in memory ends with the job; anything more lasting is the
+        better path to hand out."""
+        lasting = [path for tier, path in places if tier != MEMORY] or [path for _, path in places]
+        return cls(
+            checkpoint_id=manifest.checkpoint_id,
+            step=manifest.step,
+            epoch=manifest.epoch,
+            path=lasting[0],
+            size_bytes=manifest.size_bytes,
+            created_at=manifest.created_at,
+            digest=manifest.digest,
+            tiers=tuple(tier for tier, _ in places),
+            failures=failures,
+            metadata=manifest.metadata,
+            data=manifest.data,
+            world_size=manifest.world_size,
+            generation=manifest.generation,
+            author=manifest.author,
+            parent=manifest.parent,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A save that has begun: the facts known before a byte has moved."""
+
+    checkpoint_id: CheckpointId
+    step: int
+    epoch: int
+    size_bytes: int
+    path: str
+    tiers: tuple[str, ...]
+
+
+class Observer(Protocol):
+    """Told about every save, from the engine's own threads; what it raises is logged and goes no further."""
+
+    def on_started(self, save: Started) -> None: ...
+
+    def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None:
+        """The checkpoint exists in this tier; `seconds` since the save began."""
+        ...
+
+    def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None: ...
+
+    def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None: ...
+
+
+class SaveHandle:
+    """A save under way. It goes on whether or not anybody waits for it."""
+
+    def __init__(self, checkpoint_id: CheckpointId, step: int) -> None:
+        self.checkpoint_id = checkpoint_id
+        self.step = step
+        self.future: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def result(self, timeout: float | None = None) -> CheckpointInfo:
+        """The checkpoint, once every tier has it. Raises `SaveFailed`, `SaveSkipped`, or `TimeoutError`."""
+        return self.future.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self.future.exception(timeout)
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self.future.exception() else "complete"
+        return f"SaveHandle({self.checkpoint_id!r}, {state})"

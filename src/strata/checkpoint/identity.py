@@ -1,0 +1,79 @@
+"""Which process wrote this, and is it still there?
+
+A token names one process of one boot of one machine (and process namespace): its number and start time, so a
+recycled process number is never mistaken for the writer. A process elsewhere is never called gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+_DIGITS = string.digits + string.ascii_lowercase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One life of one process."""
+
+    machine: str
+    pid: int
+    started_ticks: int
+
+    @property
+    def token(self) -> str:
+        """A short name, safe in file names: `7c2f9a-4d2-1x9kq2`."""
+        return f"{self.machine}-{_base36(self.pid)}-{_base36(self.started_ticks)}"
+
+    @classmethod
+    def parse(cls, token: str) -> Process:
+        machine, pid, started = token.split("-")
+        return cls(machine=machine, pid=int(pid, 36), started_ticks=int(started, 36))
+
+    def is_gone(self) -> bool:
+        """True only when this machine can tell that the process has ended."""
+        return self.machine == machine_token() and _started_ticks(self.pid) != self.started_ticks
+
+
+def this_process() -> Process:
+    pid = os.getpid()  # Asked every time: a fork changes it.
+    return Process(machine=machine_token(), pid=pid, started_ticks=_started_ticks(pid) or 0)
+
+
+def parent_process() -> Process:
+    pid = os.getppid()
+    return Process(machine=machine_token(), pid=pid, started_ticks=_started_ticks(pid) or 0)
+
+
+@functools.cache
+def machine_token() -> str:
+    """This boot of this machine, as seen from this process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot, namespace = os.uname().nodename, ""
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:6]
+
+
+def _started_ticks(pid: int) -> int | None:
+    """Start time in clock ticks since boot, or None where there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    after_name = status.rpartition(")")[2].split()
+    return None if after_name[0] in "ZX" else int(after_name[19])
+
+
+def _base36(number: int) -> str:
+    digits = ""
+    while True:
+        number, digit = divmod(number, 36)
+        digits = _DIGITS[digit] + digits
+        if not number:
+            return digits

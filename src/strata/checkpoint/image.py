@@ -1,0 +1,317 @@
+"""A checkpoint as one byte image that is a valid `.pt` file.
+
+`plan` looks at the geometry of a state's tensors, never at their bytes, and decides where everything goes;
+`Plan.lay_out` writes such a file with holes where tensor bytes belong; `Plan.fill` copies those bytes to their
+places. A plan serves every later state of the same structure: what may differ are the tensors' values and all
+numbers, strings and the like between them, as long as their pickle fits the room that was reserved for it.
+
+The file opens with `torch.load(path, weights_only=True, mmap=True)`: tensors that shared memory share it again,
+views are views, strides are kept. Of a larger storage only the span in use is stored. All tensors are tagged `cpu`,
+so that the file opens on any machine. Records start at multiples of 4 KiB, for direct I/O and page locking.
+
+The zip's CRC fields are zero, as torch leaves them with `set_crc32_options(False)`: torch never reads them, and
+computing them would cost more than writing the file. The manifest's digests protect every byte instead; an export
+writes true ones for other zip tools.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from strata.checkpoint.errors import UnsupportedState
+from strata.checkpoint.manifest import TensorEntry
+from strata.checkpoint.pickling import Prefix, TensorRecipe, body_for, prefix_for
+from strata.checkpoint.state import Scan, leaf_kind, named_leaves, scan
+
+ALIGNMENT_BYTES = 4096
+FILE_NAME = "archive.pt"  # Torch puts the file's name into the file: a constant one keeps images comparable.
+_SPARE_PICKLE_BYTES = 64 << 10
+_RECORD_OVERHEAD_BYTES = 512
+
+Signature: TypeAlias = tuple[list[object], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One record of the file: a span of one storage, used by one tensor or shared by several."""
+
+    size_bytes: int
+    start_bytes: int
+    """Where the span starts in its storage."""
+    tensors: tuple[int, ...]
+    is_whole: bool
+    """The one tensor in it covers every byte, so tensors can be copied as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where everything goes, for all states of one structure."""
+
+    signature: Signature
+    slots: tuple[Slot, ...]
+    recipes: tuple[TensorRecipe, ...]
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    prefix: Prefix
+    pickle_room_bytes: int
+
+    @property
+    def bound_bytes(self) -> int:
+        """No image of this plan is larger."""
+        records = sum(slot.size_bytes + ALIGNMENT_BYTES + _RECORD_OVERHEAD_BYTES for slot in self.slots)
+        return records + self.pickle_room_bytes + 8 * ALIGNMENT_BYTES
+
+    def serves(self, found: Scan, signature: Signature) -> bool:
+        """Whether a state with this signature can be copied into an image of this plan."""
+        return self.signature == signature and not any(
+            _is_lazy(found.tensors[number])
+            for slot in self.slots
+            if not slot.is_whole
+            for number in slot.tensors
+        )
+
+    def lay_out(self, path: str) -> Placement:
+        """Write the file at `path` with everything but tensor bytes and pickle body."""
+        assert os.path.basename(path) == FILE_NAME
+        # Typed Any: the stubs know neither records without bytes nor offsets.
+        writer: Any = torch._C.PyTorchFileWriter(path, False, ALIGNMENT_BYTES)
+        pickle = self.prefix.program.ljust(self.pickle_room_bytes, b"\0")
+        writer.write_record("data.pkl", pickle, len(pickle))
+        for name, value in (
+            (".format_version", "1"),
+            (".storage_alignment", str(ALIGNMENT_BYTES)),
+            ("byteorder", "little"),
+        ):
+            writer.write_record(name, value, len(value))
+        for number, slot in enumerate(self.slots):
+            writer.write_record_metadata(f"data/{number}", slot.size_bytes)
+        writer.write_end_of_file()
+        reader: Any = torch._C.PyTorchFileReader(path)
+        return Placement(
+            size_bytes=os.path.getsize(path),
+            body_offset_bytes=reader.get_record_offset("data.pkl") + len(self.prefix.program),
+            body_room_bytes=self.pickle_room_bytes - len(self.prefix.program),
+            slot_offsets_bytes=tuple(reader.get_record_offset(f"data/{n}") for n in range(len(self.slots))),
+        )
+
+    def entries(self, placement: Placement) -> tuple[TensorEntry, ...]:
+        """The tensor table of the manifest."""
+        found = []
+        for name, kind, recipe in zip(self.names, self.kinds, self.recipes, strict=True):
+            first, end = _extent(recipe.shape, recipe.stride, recipe.dtype.itemsize)
+            found.append(
+                TensorEntry(
+                    name=name,
+                    dtype=str(recipe.dtype).removeprefix("torch."),
+                    shape=recipe.shape,
+                    offset_bytes=placement.slot_offsets_bytes[recipe.record]
+                    + recipe.offset * recipe.dtype.itemsize
+                    + first,
+                    size_bytes=end - first,
+                    kind=kind,
+                )
+            )
+        return tuple(found)
+
+    def targets(self, image: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
+        """Views of the image, one per slot, into which `sources` are copied."""
+        views = []
+        for slot, offset_bytes in zip(self.slots, placement.slot_offsets_bytes, strict=True):
+            span = image[offset_bytes : offset_bytes + slot.size_bytes]
+            if slot.is_whole:
+                recipe = self.recipes[slot.tensors[0]]
+                span = span.view(recipe.dtype).as_strided(recipe.shape, recipe.stride)
+            views.append(span)
+        return views
+
+    def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The bytes to be saved, one tensor per slot; nothing is copied."""
+        return [
+            tensors[slot.tensors[0]] if slot.is_whole else _span(tensors[slot.tensors[0]], slot)
+            for slot in self.slots
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A plan's offsets in its file."""
+
+    size_bytes: int
+    body_offset_bytes: int
+    body_room_bytes: int
+    slot_offsets_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """One state, ready to be copied into an image of `plan`."""
+
+    plan: Plan
+    body: bytes
+    tensors: list[torch.Tensor]
+    leaves: list[object]
+    """Held so that no tensor is freed before it has been copied."""
+
+
+def prepare(state: object, known: Plan | None) -> Prepared:
+    """Match a state with the plan of the save before, or make a new one."""
+    found = scan(state)
+    signature = signature_of(found)
+    if known is not None and known.serves(found, signature):
+        body = body_for(state, found.leaves, known.prefix)
+        if len(known.prefix.program) + len(body) <= known.pickle_room_bytes:
+            return Prepared(plan=known, body=body, tensors=found.tensors, leaves=found.leaves)
+    plan, body = make_plan(state, found, signature)
+    return Prepared(plan=plan, body=body, tensors=found.tensors, leaves=found.leaves)
+
+
+def signature_of(found: Scan) -> Signature:
+    """Everything a plan depends on. Runs on every save: one plain loop per fact, compared as whole lists."""
+    tensors = found.tensors
+    try:
+        storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        first: dict[int, int] = {}
+        return (
+            found.trace,
+            [first.setdefault(storage, number) for number, storage in enumerate(storages)],
+            [tensor.storage_offset() for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+            [tensor.stride() for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+            [tensor.requires_grad for tensor in tensors],
+            list(map(type, found.leaves)),
+        )
+    except (RuntimeError, NotImplementedError):
+        return ()  # Something without plain memory; `make_plan` will name it.
+
+
+def make_plan(state: object, found: Scan, signature: Signature) -> tuple[Plan, bytes]:
+    names = [name for name, _ in named_leaves(state)]
+    for name, tensor in zip(names, found.tensors, strict=True):
+        _check(name, tensor)
+    slots = _slots(found.tensors)
+    recipes: list[TensorRecipe | None] = [None] * len(found.tensors)
+    for record, slot in enumerate(slots):
+        for number in slot.tensors:
+            tensor = found.tensors[number]
+            by_value = slot.is_whole and _is_lazy(tensor)
+            shape = tuple(tensor.shape)
+            recipes[number] = TensorRecipe(
+                record=record,
+                record_bytes=slot.size_bytes,
+                dtype=tensor.dtype,
+                offset=(tensor.storage_offset() * tensor.itemsize - slot.start_bytes) // tensor.itemsize,
+                shape=shape,
+                stride=_contiguous(shape) if by_value else tensor.stride(),
+                requires_grad=tensor.requires_grad,
+                is_parameter=type(found.leaves[number]) is torch.nn.Parameter,
+            )
+    made = [recipe for recipe in recipes if recipe is not None]
+    prefix = prefix_for(made)
+    body = body_for(state, found.leaves, prefix)
+    used_bytes = len(prefix.program) + len(body)
+    plan = Plan(
+        signature=signature,
+        slots=tuple(slots),
+        recipes=tuple(made),
+        names=tuple(names),
+        kinds=tuple(str(leaf_kind(leaf)) for leaf in found.leaves),
+        prefix=prefix,
+        pickle_room_bytes=_round_up(used_bytes + len(body) // 4 + _SPARE_PICKLE_BYTES),
+    )
+    return plan, body
+
+
+def _slots(tensors: Sequence[torch.Tensor]) -> list[Slot]:
+    """One slot per storage in use, in order of first use."""
+    groups: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        storage = tensor.untyped_storage().data_ptr()
+        # A conjugated or negated view has other values than its bytes: it is saved by value, on its own.
+        key = -1 - number if _is_lazy(tensor) or not storage else storage
+        groups.setdefault(key, []).append(number)
+    slots = []
+    for numbers in groups.values():
+        only = tensors[numbers[0]]
+        if len(numbers) == 1 and (_is_lazy(only) or _is_dense(only)):
+            start = int(only.storage_offset()) * only.itemsize
+            slots.append(
+                Slot(
+                    size_bytes=only.numel() * only.itemsize,
+                    start_bytes=start,
+                    tensors=(numbers[0],),
+                    is_whole=True,
+                )
+            )
+            continue
+        spans = []
+        for number in numbers:
+            tensor = tensors[number]
+            first, end = _extent(tuple(tensor.shape), tensor.stride(), tensor.itemsize)
+            base = int(tensor.storage_offset()) * tensor.itemsize
+            spans.append((base + first, base + end))
+        start = min(span[0] for span in spans) // 16 * 16  # Views of any number type stay aligned.
+        end = max(span[1] for span in spans)
+        slots.append(Slot(size_bytes=end - start, start_bytes=start, tensors=tuple(numbers), is_whole=False))
+    return slots
+
+
+def _span(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The slot's bytes of the tensor's storage, as a flat tensor over the same memory."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), slot.start_bytes, (slot.size_bytes,), (1,))
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if (
+        tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.device.type == "meta"
+    ):
+        kind = f"{tensor.layout} {tensor.device.type} tensor of {tensor.dtype}".replace("torch.", "")
+        raise UnsupportedState(name=name, kind=kind, hint="Save it as ordinary dense tensors.")
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Every byte between the first and the last element belongs to exactly one element."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int], item_bytes: int) -> tuple[int, int]:
+    """First and last byte (exclusive) an array of this geometry touches, relative to its start."""
+    if 0 in shape:
+        return (0, 0)
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (0, (last + 1) * item_bytes)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,113 @@
+"""From stored bytes to a state: fetched, verified, then opened, in this order.
+
+What is verified is what is used: a payload is read into memory of this process, hashed there, and opened from
+there, so nothing that changes in a store afterwards can reach the state. Opening is `torch.load(weights_only=True)`:
+no code from the file runs, unless the caller says that the source is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+from strata.checkpoint.catalog import where
+from strata.checkpoint.digest import damaged_chunks
+from strata.checkpoint.errors import Damaged, LoadFailed
+from strata.checkpoint.manifest import Manifest, Part
+from strata.stores.protocol import Store
+
+log = logging.getLogger("strata.checkpoint")
+
+SECURITY_WARNING = (
+    "SECURITY: Loading checkpoint with weights_only=False enables arbitrary code execution. "
+    "Only do this with checkpoints from a source you trust: %s"
+)
+
+
+class Held:
+    """A payload in memory of this process, readable as a view and as a file."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._fd = os.memfd_create("strata-payload", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._fd, size_bytes)
+            self._map = mmap.mmap(self._fd, size_bytes) if size_bytes else None
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._map) if self._map is not None else memoryview(bytearray())
+
+    @property
+    def path(self) -> str:
+        return f"/proc/self/fd/{self._fd}"
+
+    def close(self) -> None:
+        """Tensors opened from it keep their memory."""
+        if self._map is not None:
+            self._map.close()
+        os.close(self._fd)
+
+
+@contextlib.contextmanager
+def fetched(store: Store, part: Part, manifest: Manifest, *, pool: Executor | None = None) -> Iterator[Held]:
+    """One payload of a checkpoint, verified. Raises `Damaged` or the store's error."""
+    path = where(store, part.key)
+    blob = store.stat(part.key)
+    if blob is None:
+        raise Damaged(path=path, reason="the payload is missing")
+    if blob.size_bytes != part.size_bytes:
+        raise Damaged(
+            path=path, reason=f"the payload has {blob.size_bytes} bytes, its manifest says {part.size_bytes}"
+        )
+    held = Held(part.size_bytes)
+    try:
+        with held.view as view:
+            store.read_into(part.key, view)
+            verify(view, part, manifest, path=path, pool=pool)
+        yield held
+    finally:
+        held.close()
+
+
+def verify(
+    view: memoryview, part: Part, manifest: Manifest, *, path: str, pool: Executor | None = None
+) -> None:
+    """Raise `Damaged`, naming the tensors, unless the bytes are those that were saved."""
+    bad = damaged_chunks(view, part.digest, pool=pool)
+    if bad:
+        span = f"chunk {bad[0]}" if len(bad) == 1 else f"{len(bad)} chunks from {bad[0]}"
+        raise Damaged(
+            path=path,
+            reason=f"bytes changed since they were saved, {span} of {len(part.digest.chunks)}",
+            tensors=manifest.tensors_in(bad) if len(manifest.parts) == 1 else (),
+        )
+
+
+def open_image(path: str | Path, manifest: Manifest | None = None, *, trusted_source: bool = False) -> Any:
+    """The state in a `.pt` file; arrays come back as the kind they were saved as, where a manifest tells."""
+    import torch
+
+    from strata.checkpoint.state import TENSOR, rebuild, restore_kind
+
+    if trusted_source:
+        log.warning(SECURITY_WARNING, path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=not trusted_source, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise LoadFailed(
+            f"'{path}' could not be opened safely: {str(error).splitlines()[0]}",
+            hint="If it is your own and holds more than tensors, load it with trusted_source=True.",
+        ) from error
+    if manifest is None or all(entry.kind == TENSOR for entry in manifest.tensors):
+        return state
+    return rebuild(state, lambda number, tensor: restore_kind(tensor, manifest.tensors[number].kind))

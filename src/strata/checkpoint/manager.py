@@ -1,0 +1,462 @@
+"""`CheckpointManager`: save from a training loop without stopping it, and load what is whole.
+
+    with CheckpointManager("s3://bucket/run", keep_count=5) as manager:
+        handle = manager.save({"model": model.state_dict(), "step": step}, step=step)
+        ...
+        state = manager.load()
+
+A save returns as soon as the state has been copied; the rest happens on the engine's threads. A load walks the tiers
+from memory outwards, verifies every byte, and falls back to the next tier and then to the checkpoint before, saying
+why. State dictionaries become images (`strata.checkpoint.image`); bytes are stored as they are.
+
+Faces built on top use `Policy`, `Memory`, `Author`, a stem strategy (`strata.checkpoint.naming`) and an `Observer`;
+they need nothing private. A manager may be used from several threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+from strata.checkpoint.catalog import Catalog
+from strata.checkpoint.cleaning import remove_orphans, remove_superseded
+from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
+from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
+from strata.checkpoint.history import Line
+from strata.checkpoint.identity import this_process
+from strata.checkpoint.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
+from strata.checkpoint.naming import Stem, new_id, payload_key, unique_stem
+from strata.checkpoint.payloads import ByteBudget, BytesPayload
+from strata.checkpoint.pipeline import Payload, Pipeline, Policy, Save
+from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, restore
+from strata.errors import MissingDependency, StrataError
+from strata.stores import open_store, store_from_env
+from strata.stores.protocol import NoSpace, Store
+
+if TYPE_CHECKING:
+    from strata.checkpoint.image import Plan
+    from strata.checkpoint.staging import Staging
+
+log = logging.getLogger("strata.checkpoint")
+
+Place: TypeAlias = "str | os.PathLike[str] | Store"
+_MANIFEST_ROOM_BYTES = 1 << 20
+_BYTES_UNDER_WAY = 2 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The memory tier: where images are made, and what survives the death of the process."""
+
+    job: str | None = None
+    """Images belong to this name; by default one made from the stores' URLs and RANK."""
+    images: int = 2
+    budget_bytes: int | None = None
+    """For all images together; by default what /dev/shm has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Author:
+    """Who writes, as it stands in the manifests."""
+
+    worker: str = ""
+    world_size: int = 1
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """What is to be saved, looked at but not copied yet."""
+
+    format: str
+    size_bytes: int
+    """At most."""
+    make: Callable[[], Payload]
+
+
+class CheckpointManager:
+    def __init__(
+        self,
+        path: Place | Sequence[Place] | None = None,
+        keep_count: int = 5,
+        *,
+        memory: Memory | None = None,
+        policy: Policy | None = None,
+        author: Author | None = None,
+        stem: Stem = unique_stem,
+        observer: Observer | None = None,
+    ) -> None:
+        """`path` is a folder, a URL, a store, or a list of them from near to far; by default what the environment
+        names (`STORAGE_BACKEND` and so on). An empty list keeps checkpoints in memory only."""
+        if keep_count < 1:
+            raise ValueError(f"keep_count ({keep_count}) must be at least 1")
+        stores = _open_stores(path)
+        self.keep_count = keep_count
+        self.author = author or Author()
+        self._memory = memory or Memory()
+        self._policy = policy or Policy()
+        self._stem = stem
+        self._catalogs = [Catalog(store) for store in stores]
+        self._process = this_process()
+        self._lock = threading.RLock()
+        self._pending: dict[CheckpointId, SaveHandle] = {}
+        self._failed: SaveFailed | None = None
+        self._reading: Counter[CheckpointId] = Counter()
+        self._damaged: set[CheckpointId] = set()
+        self._count = 0
+        self._line: Line | None = None
+        self._staging: Staging | None = None
+        self._plan: Plan | None = None
+        self._bytes = ByteBudget(_BYTES_UNDER_WAY)
+        self._is_closed = False
+        self._pipeline = Pipeline(
+            stores,
+            stem=stem,
+            policy=self._policy,
+            observer=observer,
+            on_published=self._clean,
+            on_ended=self._ended,
+        )
+
+    # Saving
+
+    def save(
+        self,
+        data: object,
+        step: int,
+        epoch: int = 0,
+        metadata: Mapping[str, Json] | None = None,
+        *,
+        position: Json = None,
+        tiers: Sequence[str] | None = None,
+    ) -> SaveHandle:
+        """Begin to save bytes or a state, and return when it has been copied.
+
+        `position` is the data position that belongs to the state. `tiers` limits the save to some of the tiers, by
+        name: `["MEMORY"]` makes a snapshot that outlives the process but not the machine. With `on_error='fail'`, a
+        failure of an earlier save is raised here.
+        """
+        begun_s = time.monotonic()
+        self._check_open()
+        self.raise_failure()
+        for name, number in (("step", step), ("epoch", epoch)):
+            if type(number) is not int or number < 0:
+                raise InvalidSave(f"{name} ({number!r}) must be a whole number and not negative.")
+        staged = (
+            self._stage_bytes(data) if isinstance(data, bytes | bytearray | memoryview) else self._stage(data)
+        )
+        draft = self._draft(step, epoch, staged.format, metadata or {}, position)
+        save = Save(
+            draft=draft,
+            stores=tuple(c.store for c in self._catalogs if tiers is None or c.store.tier in tiers),
+            key=payload_key(self._stem(step, draft.checkpoint_id), staged.format),
+            size_bytes=staged.size_bytes,
+            handle=SaveHandle(draft.checkpoint_id, step),
+            begun_s=begun_s,
+        )
+        with self._lock:
+            self._pending[draft.checkpoint_id] = save.handle
+        try:
+            self._check_room(save)
+            self._continue_line(save)
+            save.payload = staged.make()
+        except SaveSkipped as skipped:
+            log.warning("step %d: %s", step, skipped)
+            self._ended(save, None)
+            save.handle.future.set_exception(skipped)
+        except (StrataError, OSError) as error:
+            self._pipeline.give_up(save, error)
+        else:
+            save.size_bytes = len(save.payload.view)
+            save.draft = replace(save.draft, tensors=save.payload.tensors)
+            self._pipeline.submit(save)
+        return save.handle
+
+    async def save_async(
+        self,
+        data: object,
+        step: int,
+        epoch: int = 0,
+        metadata: Mapping[str, Json] | None = None,
+        **options: Any,
+    ) -> CheckpointInfo:
+        """`save`, awaited until every tier has it."""
+        handle = await asyncio.to_thread(self.save, data, step, epoch, metadata, **options)
+        return await asyncio.wrap_future(handle.future)
+
+    def raise_failure(self) -> None:
+        """Raise the failure of an earlier save, once, unless the policy is to warn only."""
+        with self._lock:
+            failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def wait_pending(self, timeout: float | None = None) -> bool:
+        """Wait for the saves under way; whether all have ended in time. Raises what a failed one left behind."""
+        with self._lock:
+            pending = [handle.future for handle in self._pending.values()]
+        is_done = not concurrent.futures.wait(pending, timeout).not_done
+        self.raise_failure()
+        return is_done
+
+    # Finding and loading
+
+    def get_latest(self) -> CheckpointInfo | None:
+        """The checkpoint training would resume from, by its manifest; nothing of it is read."""
+        return next(iter(self.all_checkpoints()), None)
+
+    def get_by_step(self, step: int) -> CheckpointInfo | None:
+        return next((info for info in self.all_checkpoints() if info.step == step), None)
+
+    def all_checkpoints(self) -> list[CheckpointInfo]:
+        """Every checkpoint in any tier, in the order in which training would fall back to them."""
+        found, problems = gather(self._sources())
+        for problem in problems:
+            log.warning("passed over while listing checkpoints: %s", problem)
+        return [each.info for each in found]
+
+    def load(
+        self,
+        step: int | None = None,
+        checkpoint_id: str | None = None,
+        *,
+        into: Any = None,
+        trusted_source: bool = False,
+    ) -> Any:
+        """The state or bytes of a checkpoint: of the newest whole one, or of the one asked for.
+
+        `into` is a state whose tensors receive the loaded values in place.
+        """
+        return self._load(step, checkpoint_id, into, trusted_source).state
+
+    async def load_async(
+        self, step: int | None = None, checkpoint_id: str | None = None, **options: Any
+    ) -> Any:
+        return await asyncio.to_thread(self.load, step, checkpoint_id, **options)
+
+    def restore(
+        self,
+        step: int | None = None,
+        checkpoint_id: str | None = None,
+        *,
+        into: Any = None,
+        trusted_source: bool = False,
+    ) -> Restored:
+        """`load`, to go on training from: what is saved next continues this checkpoint's line, and newer
+        checkpoints of another line are given up in favour of it."""
+        restored = self._load(step, checkpoint_id, into, trusted_source)
+        is_lasting = any(tier != MEMORY for tier in restored.info.tiers)
+        with self._lock:
+            line = self._look_around()
+            line.parent = restored.info.checkpoint_id if is_lasting else restored.info.parent
+        return restored
+
+    # Ending
+
+    def close(self, *, keep_memory: bool = False) -> None:
+        """Finish the saves under way and give the memory back; with `keep_memory`, the job's next process finds it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._pipeline.close()
+        if self._staging is not None:
+            self._staging.close(keep=keep_memory)
+        self.raise_failure()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except SaveFailed:
+            if error is None:
+                raise
+            log.exception("a checkpoint had failed as well")
+
+    # The parts of a save
+
+    def _stage_bytes(self, data: bytes | bytearray | memoryview) -> _Staged:
+        size_bytes = len(memoryview(data).cast("B"))
+        if not size_bytes:
+            raise InvalidSave("There are no bytes to save.")
+
+        def make() -> Payload:
+            if not self._bytes.take(size_bytes, timeout_s=self._patience_s):
+                raise SaveSkipped(reason="the bytes of earlier saves are still being written")
+            kept = data if isinstance(data, bytes) else bytes(data)
+            return BytesPayload(kept, lambda: self._bytes.give_back(size_bytes))
+
+        return _Staged(format=BYTES, size_bytes=size_bytes, make=make)
+
+    def _stage(self, state: object) -> _Staged:
+        try:
+            from strata.checkpoint.image import prepare
+            from strata.checkpoint.staging import ImagePayload
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise MissingDependency("torch", extra="torch", feature="Saving a state") from error
+        prepared = prepare(state, self._plan)
+        self._plan = prepared.plan
+
+        def make() -> Payload:
+            staging = self._images()
+            buffer = staging.acquire(prepared.plan, timeout_s=self._patience_s)
+            if buffer is None:
+                raise SaveSkipped(reason="the images of earlier saves are still being written")
+            buffer.fill(prepared)
+            return ImagePayload(staging, buffer)
+
+        return _Staged(format=IMAGE, size_bytes=prepared.plan.bound_bytes, make=make)
+
+    @property
+    def _patience_s(self) -> float | None:
+        return None if self._policy.when_full == "wait" else 0.0
+
+    def _draft(
+        self, step: int, epoch: int, payload_format: str, metadata: Mapping[str, Json], position: Json
+    ) -> Manifest:
+        try:
+            plain_json(metadata, name="metadata")
+            plain_json(position, name="position")
+        except ValueError as error:
+            raise InvalidSave(f"{error}.") from error
+        with self._lock:
+            self._count += 1
+            checkpoint_id = new_id(step, self._process, self._count)
+        return Manifest(
+            checkpoint_id=checkpoint_id,
+            step=step,
+            epoch=epoch,
+            created_at=time.time(),
+            format=payload_format,
+            parts=(),
+            metadata=dict(metadata),
+            data=position,
+            world_size=self.author.world_size,
+            generation=self.author.generation,
+            author=self.author.worker,
+        )
+
+    def _check_room(self, save: Save) -> None:
+        """Leave out the stores that have no room; with none left, the save ends before it has begun."""
+        roomy = []
+        for store in save.stores:
+            free_bytes = store.free_bytes()
+            if free_bytes is None or free_bytes >= save.size_bytes + _MANIFEST_ROOM_BYTES:
+                roomy.append(store)
+                continue
+            needed, free = save.size_bytes / 1e6, free_bytes / 1e6
+            error = NoSpace(
+                f"No space left on device: {needed:.1f} MB needed, {free:.1f} MB free",
+                tier=store.tier,
+                key=save.key,
+                hint="Remove old checkpoints, or keep fewer (keep_count).",
+            )
+            save.failures.append(save.failed(error, store))
+            log.warning("%s", save.failures[-1])
+        if save.stores and not roomy:
+            raise save.failures.pop()
+        save.stores = tuple(roomy)
+
+    def _continue_line(self, save: Save) -> None:
+        """Give the save its place in the history."""
+        with self._lock:
+            save.draft = self._look_around().extend(save.draft, lasting=bool(save.stores))
+
+    def _look_around(self) -> Line:
+        """The line training is on; the first look also removes what dead writers left."""
+        if self._line is None:
+            self._line = Line.read(self._sources())
+            for catalog in self._catalogs:
+                remove_orphans(catalog)
+        return self._line
+
+    # The parts of loading and ending
+
+    def _sources(self) -> list[Source]:
+        near: list[Source] = [MemorySource(self._images())] if self._has_memory() else []
+        return near + [StoreSource(catalog) for catalog in self._catalogs]
+
+    def _has_memory(self) -> bool:
+        return self._staging is not None or importlib.util.find_spec("torch") is not None
+
+    def _images(self) -> Staging:
+        from strata.checkpoint.staging import Staging
+
+        with self._lock:
+            if self._staging is None:
+                self._staging = Staging(
+                    self._memory.job or _default_job([catalog.store for catalog in self._catalogs]),
+                    images=self._memory.images,
+                    budget_bytes=self._memory.budget_bytes,
+                )
+            return self._staging
+
+    def _load(self, step: int | None, checkpoint_id: str | None, into: Any, trusted_source: bool) -> Restored:
+        self._check_open()
+        return restore(
+            self._sources(),
+            step=step,
+            checkpoint_id=checkpoint_id,
+            into=into,
+            trusted_source=trusted_source,
+            reading=self._being_read,
+            on_damaged=self._damaged.add,
+        )
+
+    @contextlib.contextmanager
+    def _being_read(self, checkpoint_id: CheckpointId) -> Iterator[None]:
+        with self._lock:
+            self._reading[checkpoint_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reading[checkpoint_id] -= 1
+
+    def _clean(self, store: Store) -> None:
+        """After a save: remove what retention lets go. Runs on the store's thread."""
+        catalog = next(known for known in self._catalogs if known.store is store)
+        with self._lock:
+            in_use = {*self._pending, *(+self._reading)}
+        remove_superseded(catalog, keep_count=self.keep_count, in_use=in_use, damaged=self._damaged)
+
+    def _ended(self, save: Save, error: SaveFailed | None) -> None:
+        with self._lock:
+            self._pending.pop(save.draft.checkpoint_id, None)
+            if self._line is not None and all(tier == MEMORY for tier, _ in save.places):
+                self._line.retract(save.draft)
+            if error is not None and self._policy.on_error != "warn":
+                self._failed = self._failed or error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ManagerClosed
+
+
+def _open_stores(path: Place | Sequence[Place] | None) -> list[Store]:
+    if path is None:
+        return [store_from_env()]
+    places = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+    return [open_store(place) if isinstance(place, str | os.PathLike) else place for place in places]
+
+
+def _default_job(stores: Sequence[Store]) -> str:
+    urls = hashlib.sha256(" ".join(store.url for store in stores).encode()).hexdigest()[:16]
+    return f"{urls}-rank{os.environ.get('RANK', '0')}"

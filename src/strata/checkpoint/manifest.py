@@ -1,0 +1,216 @@
+"""The manifest: the one small file whose existence makes a checkpoint exist.
+
+Plain JSON, never pickle. It says what the payload must hash to, where each tensor lies in it, which data had been
+consumed, who wrote it and after which checkpoint. It ends with a digest of itself and is written in one exact
+form, so that any changed bit is noticed. Manifests are never changed, only published and deleted.
+
+Order in time is `order`: the generation, then a sequence number that each author counts on from the highest it has
+seen. It is neither the step, which goes back when training does, nor the clock, which machines disagree about.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NewType, TypeAlias
+
+import xxhash
+
+from strata.checkpoint.digest import Digest
+from strata.checkpoint.errors import Damaged
+
+SCHEMA = 1
+SUFFIX = ".manifest.json"
+
+CheckpointId = NewType("CheckpointId", str)
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+
+IMAGE = "image"  # one payload: a .pt file
+BYTES = "bytes"  # one payload: what the caller gave
+SHARDED = "sharded"  # one payload per rank, described by `layout`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where the bytes of one tensor lie in the payload, and what it was when saved."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+    kind: str = "tensor"
+    """`tensor`, or what it is turned back into on load: `numpy`, `numpy_scalar`, `jax`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One payload object and what it must hash to."""
+
+    key: str
+    size_bytes: int
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    checkpoint_id: CheckpointId
+    step: int
+    epoch: int
+    created_at: float
+    """Unix seconds by the author's clock: for people. `order` decides what is newer."""
+    format: str
+    parts: tuple[Part, ...]
+    tensors: tuple[TensorEntry, ...] = ()
+    layout: Json = None
+    """For sharded state: whatever its reader needs. Opaque here."""
+    metadata: Mapping[str, Json] = field(default_factory=dict)
+    data: Json = None
+    """The committed data position that belongs to these weights. Opaque here."""
+    world_size: int = 1
+    generation: int = 0
+    sequence: int = 0
+    author: str = ""
+    parent: CheckpointId | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """One digest for the whole checkpoint."""
+        if len(self.parts) == 1:
+            return self.parts[0].digest.whole
+        return str(xxhash.xxh3_128_hexdigest("".join(part.digest.whole for part in self.parts).encode()))
+
+    @property
+    def order(self) -> tuple[int, int, float, str]:
+        return (self.generation, self.sequence, self.created_at, self.checkpoint_id)
+
+    def tensors_in(self, chunks: Iterable[int]) -> list[str]:
+        """Names of the tensors with bytes in these chunks of a single payload."""
+        chunk_bytes = self.parts[0].digest.chunk_bytes
+        spans = [(n * chunk_bytes, (n + 1) * chunk_bytes) for n in chunks]
+        return [
+            entry.name
+            for entry in self.tensors
+            if any(
+                entry.offset_bytes < end and start < entry.offset_bytes + entry.size_bytes
+                for start, end in spans
+            )
+        ]
+
+    def encode(self) -> bytes:
+        body = {
+            "schema": SCHEMA,
+            "checkpoint_id": self.checkpoint_id,
+            "step": self.step,
+            "epoch": self.epoch,
+            "created_at": self.created_at,
+            "format": self.format,
+            "parts": [
+                {
+                    "key": part.key,
+                    "size": part.size_bytes,
+                    "digest": part.digest.whole,
+                    "chunk_size": part.digest.chunk_bytes,
+                    "chunks": part.digest.chunks,
+                }
+                for part in self.parts
+            ],
+            "tensors": [
+                [e.name, e.dtype, e.shape, e.offset_bytes, e.size_bytes, e.kind] for e in self.tensors
+            ],
+            "layout": plain_json(self.layout, name="layout"),
+            "metadata": plain_json(self.metadata, name="metadata"),
+            "data": plain_json(self.data, name="data"),
+            "world_size": self.world_size,
+            "generation": self.generation,
+            "sequence": self.sequence,
+            "author": self.author,
+            "parent": self.parent,
+        }
+        return _seal(_canonical(body))
+
+
+def decode(raw: bytes, *, path: str) -> Manifest:
+    """Read a manifest back. Raises `Damaged` unless every bit is as it was written."""
+    try:
+        document = json.loads(raw)
+        body = document["body"]
+        if body["schema"] != SCHEMA:
+            raise Damaged(
+                path=path,
+                reason=f"manifest schema {body['schema']} is not {SCHEMA}: another version wrote it",
+            )
+        if raw != _seal(_canonical(body)):
+            raise Damaged(path=path, reason="the manifest does not match its own digest")
+        return Manifest(
+            checkpoint_id=CheckpointId(body["checkpoint_id"]),
+            step=body["step"],
+            epoch=body["epoch"],
+            created_at=body["created_at"],
+            format=body["format"],
+            parts=tuple(
+                Part(
+                    key=part["key"],
+                    size_bytes=part["size"],
+                    digest=Digest(
+                        chunk_bytes=part["chunk_size"], chunks=tuple(part["chunks"]), whole=part["digest"]
+                    ),
+                )
+                for part in body["parts"]
+            ),
+            tensors=tuple(
+                TensorEntry(
+                    name=name,
+                    dtype=dtype,
+                    shape=tuple(shape),
+                    offset_bytes=offset,
+                    size_bytes=size,
+                    kind=kind,
+                )
+                for name, dtype, shape, offset, size, kind in body["tensors"]
+            ),
+            layout=body["layout"],
+            metadata=body["metadata"],
+            data=body["data"],
+            world_size=body["world_size"],
+            generation=body["generation"],
+            sequence=body["sequence"],
+            author=body["author"],
+            parent=body["parent"],
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(path=path, reason=f"the manifest is not readable ({type(error).__name__})") from error
+
+
+def plain_json(value: object, *, name: str = "manifest") -> Json:
+    """The value as JSON can hold it; a number that JSON cannot write (NaN, infinity) becomes its name.
+
+    Raises `ValueError` naming the place of anything that is not JSON.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{name} has the key {key!r}; JSON keys are strings")
+        return {key: plain_json(inner, name=f"{name}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(inner, name=name) for inner in value]
+    raise ValueError(f"{name} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def _canonical(body: object) -> str:
+    return json.dumps(body, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _seal(text: str) -> bytes:
+    raw = text.encode()
+    return b'{"body":%s,"digest":"%s"}\n' % (raw, xxhash.xxh3_128_hexdigest(raw).encode())

@@ -1,0 +1,200 @@
+"""Finding and loading the best checkpoint there is, tier by tier, and saying why anything better was not used."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from strata.checkpoint.catalog import Catalog, Entry, Listing, where
+from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
+from strata.checkpoint.events import MEMORY, CheckpointInfo
+from strata.checkpoint.loading import Held, fetched, open_image, verify
+from strata.checkpoint.manifest import BYTES, SHARDED, CheckpointId, Manifest
+from strata.checkpoint.retention import line
+from strata.stores.protocol import StoreError
+
+if TYPE_CHECKING:
+    from strata.checkpoint.staging import Snapshot, Staging
+
+log = logging.getLogger("strata.checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A loaded checkpoint, where it came from, and why anything newer or nearer was not used."""
+
+    state: Any
+    info: CheckpointInfo
+    tier: str
+    reasons: tuple[str, ...]
+
+
+class Source(Protocol):
+    """A tier as something to load from."""
+
+    @property
+    def tier(self) -> str: ...
+
+    def list(self, *, fresh: bool) -> Listing: ...
+
+    def path(self, entry: Entry) -> str: ...
+
+    def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A checkpoint and its copies, nearest first."""
+
+    manifest: Manifest
+    copies: tuple[tuple[Source, Entry], ...]
+
+    @property
+    def info(self) -> CheckpointInfo:
+        places = [(source.tier, source.path(entry)) for source, entry in self.copies]
+        return CheckpointInfo.of(self.manifest, places=places)
+
+
+class StoreSource:
+    """Checkpoints in a store."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    @property
+    def tier(self) -> str:
+        return self._catalog.store.tier
+
+    def list(self, *, fresh: bool) -> Listing:
+        return self._catalog.list(fresh=fresh)
+
+    def path(self, entry: Entry) -> str:
+        return where(self._catalog.store, entry.manifest.parts[0].key)
+
+    def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any:
+        manifest = entry.manifest
+        if manifest.format == SHARDED:
+            raise LoadFailed(
+                "it holds sharded state.",
+                hint="Load it with torch.distributed.checkpoint and strata.checkpoint.dcp.",
+            )
+        with fetched(self._catalog.store, manifest.parts[0], manifest, pool=pool) as held:
+            if manifest.format == BYTES:
+                return bytes(held.view)
+            return _opened(held.path, manifest, into=into, trusted_source=trusted_source)
+
+
+class MemorySource:
+    """Checkpoints in shared memory."""
+
+    tier = MEMORY
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._snapshots: dict[CheckpointId, Snapshot] = {}
+
+    def list(self, *, fresh: bool) -> Listing:
+        self._snapshots = {s.manifest.checkpoint_id: s for s in self._staging.snapshots()}
+        entries = [Entry(key=str(s.path), manifest=s.manifest) for s in self._snapshots.values()]
+        return Listing(entries=tuple(entries), problems=())
+
+    def path(self, entry: Entry) -> str:
+        return entry.key
+
+    def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any:
+        manifest = entry.manifest
+        with self._staging.held(self._snapshots[manifest.checkpoint_id]), _mapped(entry.key) as view:
+            verify(view, manifest.parts[0], manifest, path=entry.key, pool=pool)
+            if into is not None:
+                return _opened(entry.key, manifest, into=into, trusted_source=trusted_source)
+            # The image will be overwritten by a later save, so the caller gets memory of its own.
+            with contextlib.closing(Held(len(view))) as held:
+                with held.view as target:
+                    target[:] = view
+                return _opened(held.path, manifest, into=None, trusted_source=trusted_source)
+
+
+def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Found], list[str]]:
+    """Every checkpoint in any tier, in the order in which training would fall back, and what could not be read."""
+    copies: dict[CheckpointId, list[tuple[Source, Entry]]] = {}
+    problems: list[str] = []
+    for source in sources:
+        try:
+            listing = source.list(fresh=fresh)
+        except StoreError as error:
+            problems.append(str(error))
+            continue
+        problems.extend(listing.problems)
+        for entry in listing.entries:
+            copies.setdefault(entry.manifest.checkpoint_id, []).append((source, entry))
+    manifests = line(held[0][1].manifest for held in copies.values())
+    return [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests], problems
+
+
+def restore(
+    sources: Sequence[Source],
+    *,
+    step: int | None = None,
+    checkpoint_id: str | None = None,
+    into: Any = None,
+    trusted_source: bool = False,
+    reading: Callable[[CheckpointId], AbstractContextManager[None]],
+    on_damaged: Callable[[CheckpointId], None],
+) -> Restored:
+    """Load the newest whole checkpoint, or the one asked for. Raises `CheckpointNotFound` or `LoadFailed`."""
+    found, reasons = gather(sources, fresh=True)
+    wanted = [
+        candidate
+        for candidate in found
+        if (step is None or candidate.manifest.step == step)
+        and (checkpoint_id is None or candidate.manifest.checkpoint_id == checkpoint_id)
+    ]
+    for reason in reasons:
+        log.warning("passed over while looking for a checkpoint: %s", reason)
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="strata-verify") as pool:
+        for candidate in wanted:
+            with reading(candidate.manifest.checkpoint_id):
+                for source, entry in candidate.copies:
+                    try:
+                        state = source.load(entry, into=into, trusted_source=trusted_source, pool=pool)
+                    except StateMismatch:
+                        raise  # Older checkpoints would fit no better.
+                    except (StoreError, Damaged, LoadFailed) as error:
+                        reason = f"step {candidate.manifest.step} in {source.tier}: {error.message}"
+                        reasons.append(reason)
+                        log.warning("did not load %s", reason)
+                        continue
+                    log.info("loaded checkpoint %s from %s", candidate.manifest.checkpoint_id, source.tier)
+                    return Restored(
+                        state=state, info=candidate.info, tier=source.tier, reasons=tuple(reasons)
+                    )
+            on_damaged(candidate.manifest.checkpoint_id)
+    asked = (
+        f" of step {step}" if step is not None else f" '{checkpoint_id}'" if checkpoint_id is not None else ""
+    )
+    if wanted:
+        raise LoadFailed(f"The checkpoint{asked} could not be loaded.", reasons=reasons)
+    raise CheckpointNotFound(f"There is no checkpoint{asked}.", reasons=reasons)
+
+
+def _opened(path: str, manifest: Manifest, *, into: Any, trusted_source: bool) -> Any:
+    state = open_image(path, manifest, trusted_source=trusted_source)
+    if into is None:
+        return state
+    from strata.checkpoint.state import load_into
+
+    return load_into(state, into)
+
+
+@contextlib.contextmanager
+def _mapped(path: str) -> Any:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with memoryview(mapped) as view:
+            yield view

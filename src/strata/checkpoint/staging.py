@@ -1,0 +1,393 @@
+"""Images in shared memory: two at most, reused, filled from the training state, and found again after a crash.
+
+An image is a file below `/dev/shm`, allocated, mapped and faulted in once, because the first touch of a fresh page
+costs ten times the copy into it. A save removes the image's mark, copies, and writes the mark (the manifest) last: an
+image is a checkpoint of the memory tier exactly while its mark is there. The images belong to a job's name and to
+the process that holds them. When that process is gone, the next one of the same job takes them over; when the job
+is gone as well, any Strata process removes them after a grace. A clean close removes them at once.
+
+Room is allocated before it is written to, so a full /dev/shm is an error and never a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import re
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded
+from strata.checkpoint.identity import Process, parent_process, this_process
+from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
+from strata.checkpoint.manifest import Manifest, TensorEntry, decode
+
+log = logging.getLogger("strata.checkpoint")
+
+SHARED_MEMORY = Path("/dev/shm")
+MARK_NAME = "mark.json"
+OWNER_NAME = "owner"
+GRACE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A complete image in shared memory."""
+
+    manifest: Manifest
+    path: Path
+
+
+class ImageBuffer:
+    """One image: a file, its mapping, and the plan it is laid out for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / FILE_NAME
+        self.plan: Plan | None = None
+        self.entries: tuple[TensorEntry, ...] = ()
+        self.is_busy = False
+        self.marked: Manifest | None = None
+        self._placement: Placement | None = None
+        self._map: mmap.mmap | None = None
+        self._bytes: torch.Tensor | None = None
+        self._targets: list[torch.Tensor] = []
+        self._body_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    @property
+    def view(self) -> memoryview:
+        assert self._map is not None
+        return memoryview(self._map)
+
+    def prepare_for(self, plan: Plan) -> None:
+        """Lay the file out for `plan` and fault its pages in; nothing to do when it is the plan of before."""
+        if self.plan is plan:
+            return
+        self.unmark()
+        self._unmap()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        placement = plan.lay_out(str(self.path))
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, placement.size_bytes)
+            self._map = mmap.mmap(fd, placement.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._targets = plan.targets(self._bytes, placement)
+        self._placement = placement
+        self._body_bytes = 0
+        self.entries = plan.entries(placement)
+        self.plan = plan
+
+    def fill(self, prepared: Prepared) -> None:
+        """Copy one state in. The image has no mark from here until `mark`."""
+        assert self.plan is prepared.plan
+        assert self._placement is not None
+        assert self._map is not None
+        self.unmark()
+        start, length = self._placement.body_offset_bytes, len(prepared.body)
+        stale_bytes = max(0, self._body_bytes - length)
+        self._map[start : start + length + stale_bytes] = prepared.body + bytes(stale_bytes)
+        self._body_bytes = length
+        with torch.no_grad():
+            torch._foreach_copy_(self._targets, prepared.plan.sources(prepared.tensors))
+
+    def wait(self) -> None:
+        """Return when the copy of `fill` is complete."""
+
+    def mark(self, manifest: Manifest) -> None:
+        """Make the image a checkpoint of the memory tier."""
+        fresh = self.folder / (MARK_NAME + ".new")
+        fresh.write_bytes(manifest.encode())
+        fresh.rename(self.folder / MARK_NAME)
+        self.marked = manifest
+
+    def unmark(self) -> None:
+        self.marked = None
+        (self.folder / MARK_NAME).unlink(missing_ok=True)
+
+    def _unmap(self) -> None:
+        self.plan = None
+        self._targets = []
+        self._bytes = None
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def close(self) -> None:
+        self._unmap()
+
+
+class ImagePayload:
+    """A filled image on its way through the pipeline; it is the memory tier's copy as well."""
+
+    def __init__(self, staging: Staging, buffer: ImageBuffer) -> None:
+        self._staging = staging
+        self._buffer = buffer
+
+    @property
+    def view(self) -> memoryview:
+        return self._buffer.view
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        return self._buffer.entries
+
+    def wait(self) -> None:
+        self._buffer.wait()
+
+    def keep(self, manifest: Manifest) -> str | None:
+        self._buffer.mark(manifest)
+        return str(self._buffer.path)
+
+    def release(self) -> None:
+        self._staging.release(self._buffer)
+
+
+class Staging:
+    """The images one process holds for one job."""
+
+    def __init__(
+        self, job: str, *, images: int = 2, budget_bytes: int | None = None, root: Path = SHARED_MEMORY
+    ) -> None:
+        if not 1 <= images <= 2:
+            raise ValueError(f"images ({images}) must be 1 or 2")
+        self.job = job
+        self.budget_bytes = budget_bytes
+        self._images = images
+        self._root = root
+        self._process = this_process()
+        self._folder = job_folder(job, root=root) / self._process.token
+        self._buffers: list[ImageBuffer] = []
+        self._changed = threading.Condition()
+        self._is_open = False
+
+    def open(self) -> None:
+        """Take over what a dead process of this job left, and remove what no job will ask for again."""
+        with self._changed:
+            if self._is_open:
+                return
+            self._is_open = True
+            make_private(self._folder.parent, root=self._root)
+            (self._folder.parent / OWNER_NAME).write_text(_owner().token)
+            self._adopt()
+            self._buffers = [ImageBuffer(self._folder / str(n)) for n in range(self._images)]
+            for buffer in self._buffers:
+                snapshot = read_snapshot(buffer.folder)
+                buffer.marked = snapshot.manifest if snapshot else None
+        remove_dead_jobs(root=self._root, keep=self.job)
+
+    def acquire(self, plan: Plan, *, timeout_s: float | None) -> ImageBuffer | None:
+        """An image laid out for `plan`, or None when none was released in time. Never the newest snapshot's, as long
+        as there is another."""
+        self.open()
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while (buffer := self._choose(plan)) is None:
+                remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if remaining_s is not None and remaining_s <= 0:
+                    return None
+                self._changed.wait(remaining_s)
+            buffer.is_busy = True
+        try:
+            if buffer.plan is not plan:
+                self._check_room(buffer, plan)
+            buffer.prepare_for(plan)
+        except BaseException:
+            self.release(buffer)
+            raise
+        return buffer
+
+    def release(self, buffer: ImageBuffer) -> None:
+        with self._changed:
+            buffer.is_busy = False
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def held(self, snapshot: Snapshot) -> Iterator[None]:
+        """Keep a snapshot from being overwritten while it is read. Raises `Damaged` if it has been already."""
+        with self._changed:
+            buffer = next((b for b in self._buffers if b.path == snapshot.path), None)
+            if buffer is None or buffer.marked is None or buffer.marked.order != snapshot.manifest.order:
+                raise Damaged(
+                    path=str(snapshot.path), reason="the memory image is in use for a newer checkpoint"
+                )
+            was_busy, buffer.is_busy = buffer.is_busy, True
+        try:
+            yield
+        finally:
+            if not was_busy:
+                self.release(buffer)
+
+    def snapshots(self) -> list[Snapshot]:
+        """The complete images of this job, newest first."""
+        if not self._is_open and not self._folder.parent.exists():
+            return []
+        self.open()
+        with self._changed:
+            found = [Snapshot(manifest=b.marked, path=b.path) for b in self._buffers if b.marked is not None]
+        return sorted(found, key=lambda snapshot: snapshot.manifest.order, reverse=True)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Let go of the images; they are removed unless `keep`, which leaves them to the job's next process."""
+        with self._changed:
+            if not self._is_open or self._process != this_process():
+                return  # A forked child holds nothing.
+            for buffer in self._buffers:
+                buffer.close()
+            if not keep:
+                remove_tree(self._folder)
+                _remove_if_empty(self._folder.parent)
+            self._buffers = []
+            self._is_open = False
+
+    def _choose(self, plan: Plan) -> ImageBuffer | None:
+        free = [buffer for buffer in self._buffers if not buffer.is_busy]
+        if len(self._buffers) > 1:
+            marked = [buffer for buffer in self._buffers if buffer.marked is not None]
+            newest = max(marked, key=lambda b: b.marked.order, default=None)  # type: ignore[union-attr]
+            free = [buffer for buffer in free if buffer is not newest]
+        return max(free, key=lambda buffer: buffer.plan is plan, default=None)
+
+    def _check_room(self, buffer: ImageBuffer, plan: Plan) -> None:
+        held_bytes = buffer.size_bytes
+        room = os.statvfs(self._root)
+        available_bytes = room.f_bavail * room.f_frsize + held_bytes
+        if self.budget_bytes is not None:
+            others_bytes = sum(other.size_bytes for other in self._buffers if other is not buffer)
+            available_bytes = min(available_bytes, self.budget_bytes - others_bytes)
+        if plan.bound_bytes > available_bytes:
+            raise MemoryLimitExceeded(
+                required_bytes=plan.bound_bytes,
+                available_bytes=max(available_bytes, 0),
+                hint=f"Raise the memory budget, make {self._root} larger, or keep one image instead of two.",
+            )
+
+    def _adopt(self) -> None:
+        """Of the images that dead processes of this job left, keep the set with the newest snapshot."""
+        dead = [folder for folder in self._folder.parent.iterdir() if folder.is_dir() and _is_left(folder)]
+        newest: dict[Path, tuple[int, int, float, str]] = {}
+        for folder in dead:
+            found = [snapshot.manifest.order for snapshot in _snapshots_in(folder)]
+            newest[folder] = max(found, default=(-1, -1, 0.0, ""))
+        for folder in sorted(dead, key=lambda f: newest[f], reverse=True):
+            if not self._folder.exists() and newest[folder][0] >= 0:
+                with contextlib.suppress(OSError):  # Another process of this job was quicker.
+                    folder.rename(self._folder)
+                    log.info("took over the memory images that %s left", folder.name)
+                    continue
+            remove_tree(folder)
+
+
+def job_folder(job: str, *, root: Path = SHARED_MEMORY) -> Path:
+    """Where a job's images are. Each user has a place of their own."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", job):
+        raise ValueError(
+            f"job {job!r} must be 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit"
+        )
+    return root / f"strata-images-{os.getuid()}" / job
+
+
+def find_snapshots(job: str, *, root: Path = SHARED_MEMORY) -> list[Snapshot]:
+    """The complete images of a job, newest first, read without taking anything over."""
+    folder = job_folder(job, root=root)
+    if not folder.is_dir():
+        return []
+    found = [snapshot for holder in folder.iterdir() if holder.is_dir() for snapshot in _snapshots_in(holder)]
+    return sorted(found, key=lambda snapshot: snapshot.manifest.order, reverse=True)
+
+
+def read_snapshot(folder: Path) -> Snapshot | None:
+    """The snapshot in one image's folder, if its mark is there and readable. Bytes are not verified here."""
+    mark = folder / MARK_NAME
+    try:
+        manifest = decode(mark.read_bytes(), path=str(mark))
+    except FileNotFoundError:
+        return None
+    except Damaged as error:
+        log.warning("ignored a memory image: %s", error)
+        return None
+    return Snapshot(manifest=manifest, path=folder / FILE_NAME)
+
+
+def remove_dead_jobs(*, root: Path = SHARED_MEMORY, keep: str = "", grace_s: float = GRACE_S) -> list[str]:
+    """Remove the images of jobs whose processes and owner are all gone, and have been for `grace_s`."""
+    removed = []
+    parent = job_folder("any", root=root).parent
+    with contextlib.suppress(FileNotFoundError):
+        for job in list(parent.iterdir()):
+            if job.name == keep or not job.is_dir() or not _job_is_dead(job, grace_s):
+                continue
+            remove_tree(job)
+            removed.append(job.name)
+            log.info("removed the memory images of job %s, which is gone", job.name)
+    return removed
+
+
+def make_private(folder: Path, *, root: Path) -> None:
+    """Make a folder only this user can use, refusing one that somebody else made first."""
+    base = folder.parent
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.lstat(base)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise CheckpointError(
+            f"{base} belongs to another user.",
+            hint=f"Ask them to remove it, or use another folder than {root}.",
+        )
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _owner() -> Process:
+    """Whose end is the end of the job: the launcher's under torchrun, else this process's."""
+    return parent_process() if "TORCHELASTIC_RUN_ID" in os.environ else this_process()
+
+
+def _job_is_dead(job: Path, grace_s: float) -> bool:
+    try:
+        owner_is_gone = Process.parse((job / OWNER_NAME).read_text()).is_gone()
+    except (OSError, ValueError):
+        owner_is_gone = True
+    folders = [folder for folder in job.iterdir() if folder.is_dir()]
+    newest_s = max((path.stat().st_mtime for path in [job, *job.rglob("*")]), default=0.0)
+    return owner_is_gone and all(map(_is_left, folders)) and time.time() - newest_s > grace_s
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether the process that a folder is named after is gone."""
+    try:
+        return Process.parse(folder.name).is_gone()
+    except ValueError:
+        return True
+
+
+def _snapshots_in(holder: Path) -> Iterator[Snapshot]:
+    for folder in sorted(holder.iterdir()):
+        if folder.is_dir() and (snapshot := read_snapshot(folder)):
+            yield snapshot
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= {OWNER_NAME}:
+            remove_tree(folder)

@@ -1,0 +1,265 @@
+"""Looking through a nested state for what has bytes: PyTorch tensors, NumPy and JAX arrays.
+
+`scan` runs on every save, on the training thread, so it only walks containers and collects leaves; names are made
+when a new structure is met. Leaves come in a fixed order (that of the containers), each object once, and the same
+order comes out of a loaded state, which is how `rebuild` knows which tensor had been a NumPy array.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from strata.checkpoint.errors import StateMismatch, UnsupportedState
+
+TENSOR, NUMPY, NUMPY_SCALAR, JAX = "tensor", "numpy", "numpy_scalar", "jax"
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+# What NumPy itself has no number type for; the bytes are the same under another name.
+_SAME_BYTES = {
+    "bfloat16": (np.int16, torch.bfloat16),
+    "float8_e4m3fn": (np.uint8, torch.float8_e4m3fn),
+    "float8_e5m2": (np.uint8, torch.float8_e5m2),
+}
+
+
+@dataclass(slots=True)
+class Scan:
+    """The leaves of one state, as they are now."""
+
+    leaves: list[object] = field(default_factory=list)
+    """Each leaf object once: tensors, arrays."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """The same leaves as tensors over the same memory."""
+    trace: list[object] = field(default_factory=list)
+    """The containers' kinds and keys: equal traces mean equal names."""
+
+
+def scan(state: object) -> Scan:
+    found = Scan()
+    leaves: dict[int, object] = {}
+    tensors = found.tensors
+    trace = found.trace
+    inside: set[int] = set()
+
+    def visit(node: Any) -> None:
+        kind = type(node)
+        if kind in _PLAIN:
+            return
+        if kind in _TENSORS:
+            if id(node) not in leaves:
+                leaves[id(node)] = node
+                tensors.append(node)
+        elif isinstance(node, dict):
+            if enter(node):
+                trace.extend(node)
+                for value in node.values():
+                    visit(value)
+        elif isinstance(node, list | tuple):
+            if enter(node):
+                for value in node:
+                    visit(value)
+        elif leaf_kind(node) is not None and id(node) not in leaves:
+            leaves[id(node)] = node
+            tensors.append(_as_tensor(node, state))
+
+    def enter(node: Any) -> bool:
+        if id(node) in inside:
+            return False
+        inside.add(id(node))
+        trace.append(type(node))
+        trace.append(len(node))
+        return True
+
+    visit(state)
+    found.leaves = list(leaves.values())
+    return found
+
+
+def leaf_kind(node: object) -> str | None:
+    """How a leaf is called in the manifest; None for what is no leaf."""
+    if isinstance(node, torch.Tensor):
+        return TENSOR
+    if isinstance(node, np.ndarray):
+        return NUMPY
+    if isinstance(node, np.generic):
+        return NUMPY_SCALAR
+    if type(node).__module__.startswith("jax") and hasattr(node, "__array__"):
+        return JAX
+    return None
+
+
+def named_leaves(state: object) -> Iterator[tuple[str, object]]:
+    """The leaves in `scan`'s order, each with a dotted name a person can find in the state."""
+    seen: set[int] = set()
+
+    def visit(node: Any, name: str) -> Iterator[tuple[str, object]]:
+        if type(node) in _PLAIN or id(node) in seen:
+            return
+        if isinstance(node, dict):
+            seen.add(id(node))
+            for key, value in node.items():
+                yield from visit(value, f"{name}.{key}" if name else str(key))
+        elif isinstance(node, list | tuple):
+            seen.add(id(node))
+            for number, value in enumerate(node):
+                yield from visit(value, f"{name}.{number}" if name else str(number))
+        elif leaf_kind(node) is not None:
+            seen.add(id(node))
+            yield name or "state", node
+
+    return visit(state, "")
+
+
+def name_of(state: object, wanted: object) -> str:
+    """Where in the state an object is, for an error message."""
+
+    def visit(node: Any, name: str, depth: int) -> str | None:
+        if node is wanted:
+            return name or "state"
+        if depth > 50:
+            return None
+        pairs: Iterator[tuple[object, Any]] = iter(())
+        if isinstance(node, dict):
+            pairs = iter(node.items())
+        elif isinstance(node, list | tuple | set | frozenset):
+            pairs = iter(enumerate(node))
+        for key, value in pairs:
+            inner = visit(value, f"{name}.{key}" if name else str(key), depth + 1)
+            if inner is not None:
+                return inner
+        return None
+
+    return visit(state, "", 0) or "…"
+
+
+def rebuild(state: Any, replace: Callable[[int, torch.Tensor], object]) -> Any:
+    """The loaded state with leaf number n replaced by `replace(n, tensor)`; containers are changed in place where
+    they can be."""
+    done: dict[int, Any] = {}
+    keep: list[object] = []  # Ids stay unique while their objects live.
+    numbers = itertools.count()
+
+    def visit(node: Any) -> Any:
+        if type(node) in _PLAIN:
+            return node
+        if id(node) in done:
+            return done[id(node)]
+        keep.append(node)
+        if isinstance(node, torch.Tensor):
+            done[id(node)] = replace(next(numbers), node)
+        elif isinstance(node, dict):
+            done[id(node)] = node
+            for key in node:
+                node[key] = visit(node[key])
+        elif isinstance(node, list):
+            done[id(node)] = node
+            node[:] = [visit(value) for value in node]
+        elif isinstance(node, tuple):
+            done[id(node)] = tuple(visit(value) for value in node)
+        else:
+            return node
+        return done[id(node)]
+
+    return visit(state)
+
+
+def restore_kind(tensor: torch.Tensor, kind: str) -> object:
+    """Turn a loaded tensor back into what had been saved; no bytes are copied for NumPy."""
+    if kind == TENSOR:
+        return tensor
+    array = _as_numpy(tensor)
+    if kind == NUMPY_SCALAR:
+        return array[()]
+    if kind == JAX and "jax" in sys.modules:
+        return sys.modules["jax"].numpy.asarray(array)
+    return array
+
+
+def load_into(loaded: Any, into: Any) -> Any:
+    """Copy the loaded tensors into those of `into`, and return the loaded state with `into`'s tensors in their place.
+
+    What `into` has no tensor for (numbers, state of an optimizer that has not stepped yet) is returned as loaded.
+    Raises `StateMismatch` where the two do not fit; nothing has been copied then.
+    """
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    place: dict[int, torch.Tensor] = {}
+    for target, source in _pairs(loaded, into, ""):
+        targets.append(target)
+        sources.append(source)
+        place.setdefault(id(source), target)
+    with torch.no_grad():
+        if targets:
+            torch._foreach_copy_(targets, sources)
+    return rebuild(loaded, lambda _, tensor: place.get(id(tensor), tensor))
+
+
+def _pairs(loaded: Any, into: Any, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if isinstance(into, torch.Tensor):
+        if not isinstance(loaded, torch.Tensor) or loaded.shape != into.shape:
+            found = tuple(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded).__name__
+            raise StateMismatch(
+                f"'{name}' is {found} in the checkpoint, but {tuple(into.shape)} in the target."
+            )
+        yield into, loaded
+    elif isinstance(into, Mapping) and isinstance(loaded, Mapping):
+        for key, target in into.items():
+            inner = f"{name}.{key}" if name else str(key)
+            if key in loaded:
+                yield from _pairs(loaded[key], target, inner)
+            elif isinstance(target, torch.Tensor):
+                raise StateMismatch(f"'{inner}' is not in the checkpoint.")
+    elif isinstance(into, list | tuple) and isinstance(loaded, list | tuple):
+        for number, (source, target) in enumerate(zip(loaded, into, strict=False)):
+            yield from _pairs(source, target, f"{name}.{number}" if name else str(number))
+
+
+def _as_tensor(node: object, state: object) -> torch.Tensor:
+    if isinstance(node, torch.Tensor):
+        hint = ""
+        if type(node).__name__ == "DTensor":
+            hint = "Sharded state is saved through strata.checkpoint.dcp."
+        raise UnsupportedState(name=name_of(state, node), kind=type(node).__name__, hint=hint)
+    array = np.asarray(node)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    as_numbers, dtype = _SAME_BYTES.get(array.dtype.name, (None, None))
+    if as_numbers is not None:
+        array = array.view(as_numbers)
+    if any(stride % array.itemsize or stride < 0 for stride in array.strides):
+        array = np.ascontiguousarray(array).reshape(array.shape)  # Torch has no such strides.
+    if not array.flags.writeable:
+        array = _writable_alias(array)
+    try:
+        tensor = torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedState(name=name_of(state, node), kind=f"array of {array.dtype}") from error
+    return tensor.view(dtype) if dtype is not None else tensor
+
+
+class _Alias:
+    """The same memory without the read-only mark, which torch warns about. Nothing here writes to it."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.asarray(_Alias(array))
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    for name, (as_numbers, dtype) in _SAME_BYTES.items():
+        if tensor.dtype == dtype:
+            plain = tensor.view(torch.int16 if as_numbers is np.int16 else torch.uint8).numpy()
+            types = sys.modules.get("ml_dtypes")
+            return plain.view(getattr(types, name)) if types else plain
+    return np.asarray(tensor.numpy())

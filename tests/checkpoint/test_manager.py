@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from strata.checkpoint import CheckpointManager, CheckpointNotFound, InvalidSave, ManagerClosed, Memory
+from tests.checkpoint.states import assert_is_step, assert_same, every_kind, small_state
+
+
+def test_a_state_comes_back_bit_for_bit_from_memory_and_from_disk(folder: Path, memory: Memory) -> None:
+    state = every_kind()
+    with CheckpointManager(folder, memory=memory) as manager:
+        assert manager.save(state, step=3).result(30).tiers == ("MEMORY", "NVME")
+        from_memory = manager.restore()
+    assert from_memory.tier == "MEMORY"
+    assert_same(from_memory.state, state)
+    with CheckpointManager(folder, memory=memory) as manager:
+        from_disk = manager.restore()
+    assert from_disk.tier == "NVME"
+    assert_same(from_disk.state, state)
+
+
+def test_the_payload_opens_with_plain_torch_load(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        info = manager.save(small_state(7), step=7).result(30)
+        assert_is_step(torch.load(info.path, weights_only=True, mmap=True), 7)
+
+
+def test_bytes_are_stored_unchanged(folder: Path, memory: Memory) -> None:
+    data = bytes(range(256)) * 1000
+    with CheckpointManager(folder, memory=memory) as manager:
+        info = manager.save(data, step=5000, epoch=2, metadata={"loss": 0.5}).result(30)
+        assert Path(info.path).read_bytes() == data
+        assert manager.load() == data
+        latest = manager.get_latest()
+    assert latest is not None
+    assert (latest.step, latest.epoch, latest.size_bytes) == (5000, 2, len(data))
+    assert latest.metadata == {"loss": 0.5}
+    assert latest.checkpoint_id == info.checkpoint_id
+
+
+def test_a_mutable_buffer_may_be_reused_as_soon_as_save_returns(folder: Path, memory: Memory) -> None:
+    data = bytearray(b"before" * 1000)
+    with CheckpointManager(folder, memory=memory) as manager:
+        handle = manager.save(data, step=1)
+        data[:] = b"after!" * 1000
+        handle.result(30)
+        assert manager.load() == b"before" * 1000
+
+
+def test_tensors_may_change_as_soon_as_save_returns(folder: Path, memory: Memory) -> None:
+    state = small_state(1)
+    with CheckpointManager(folder, memory=memory) as manager:
+        handle = manager.save(state, step=1)
+        for tensor in state["model"].values():
+            tensor.zero_()
+        handle.result(30)
+        assert_is_step(manager.load(), 1)
+
+
+def test_an_empty_place_has_no_latest_and_nothing_to_load(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        assert manager.get_latest() is None
+        assert manager.all_checkpoints() == []
+        assert manager.get_by_step(3) is None
+        with pytest.raises(CheckpointNotFound):
+            manager.load()
+
+
+def test_any_checkpoint_can_be_loaded_by_step_or_id(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        infos = [manager.save(small_state(step), step=step).result(30) for step in (10, 20, 30)]
+        assert [info.step for info in manager.all_checkpoints()] == [30, 20, 10]
+        assert_is_step(manager.load(step=10), 10)
+        assert_is_step(manager.load(checkpoint_id=infos[1].checkpoint_id), 20)
+        found = manager.get_by_step(20)
+        assert found is not None
+        assert found.checkpoint_id == infos[1].checkpoint_id
+        with pytest.raises(CheckpointNotFound, match="step 11"):
+            manager.load(step=11)
+
+
+def test_only_keep_count_checkpoints_stay(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, keep_count=2, memory=memory) as manager:
+        for step in range(5):
+            manager.save(b"x", step=step)
+        assert manager.wait_pending(30)
+        assert [info.step for info in manager.all_checkpoints()] == [4, 3]
+    assert len([path for path in folder.iterdir() if path.is_file()]) == 4
+
+
+@pytest.mark.parametrize("arguments", [{"step": -1}, {"step": 1.5}, {"step": True}, {"step": 1, "epoch": -2}])
+def test_impossible_numbers_are_refused_and_change_nothing(
+    folder: Path, memory: Memory, arguments: dict[str, object]
+) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        with pytest.raises(InvalidSave):
+            manager.save(b"data", **arguments)  # type: ignore[arg-type]
+        with pytest.raises(InvalidSave):
+            manager.save(b"", step=1)
+        with pytest.raises(InvalidSave, match=r"metadata\.bad"):
+            manager.save(b"data", step=1, metadata={"bad": object()})  # type: ignore[dict-item]
+        assert manager.all_checkpoints() == []
+
+
+def test_a_closed_manager_says_so(folder: Path, memory: Memory) -> None:
+    manager = CheckpointManager(folder, memory=memory)
+    manager.close()
+    manager.close()
+    with pytest.raises(ManagerClosed):
+        manager.save(b"x", step=1)
+
+
+async def test_saving_and_loading_can_be_awaited(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        info = await manager.save_async(small_state(4), step=4)
+        assert info.step == 4
+        assert_is_step(await manager.load_async(), 4)
+
+
+def test_loading_into_a_state_fills_its_tensors_in_place(folder: Path, memory: Memory) -> None:
+    model = torch.nn.Linear(5, 3)
+    with CheckpointManager(folder, memory=memory) as manager:
+        wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        manager.save({"model": model.state_dict(), "step": 8}, step=8).result(30)
+        place = model.weight.data_ptr()
+        with torch.no_grad():
+            model.weight.zero_()
+        loaded = manager.load(into={"model": model.state_dict()})
+    assert loaded["step"] == 8
+    assert model.weight.data_ptr() == place == loaded["model"]["weight"].data_ptr()
+    assert torch.equal(model.weight, wanted["weight"])

@@ -60,7 +60,9 @@ class Seaweed:
         host, _, path = self.filer.removeprefix("http://").partition("/")
         connection = http.client.HTTPConnection(host, timeout=10)
         try:
-            connection.request("GET", f"/{path}buckets/{bucket}/.uploads/", headers={"Accept": "application/json"})
+            connection.request(
+                "GET", f"/{path}buckets/{bucket}/.uploads/", headers={"Accept": "application/json"}
+            )
             response = connection.getresponse()
             body = response.read()
             if response.status == 404:
@@ -114,12 +116,8 @@ def seaweed(folder: Path) -> Iterator[Seaweed]:
         _wait_until_ready(process, s3, folder / "weed.log")
         yield Seaweed(endpoint=f"http://127.0.0.1:{s3}", filer=f"http://127.0.0.1:{filer}/", process=process)
     finally:
-        process.terminate()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(5)
+        process.kill()  # Asked politely it takes seconds, and nobody needs its data any more.
+        process.wait(10)
 
 
 def _identity(name: str, actions: list[str]) -> dict[str, Any]:

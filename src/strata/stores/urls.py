@@ -69,33 +69,53 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
             raise InvalidStoreURL(text, f"the scheme '{scheme}' is not known")
 
 
+_SCHEMES = {
+    "local": "",
+    "file": "",
+    "memory": "memory://",
+    "s3": "s3://",
+    "gcs": "gs://",
+    "gs": "gs://",
+    "azure": "az://",
+    "az": "az://",
+}
+_AWS_OPTIONS = {
+    "AWS_REGION": "region",
+    "AWS_ACCESS_KEY_ID": "access_key_id",
+    "AWS_SECRET_ACCESS_KEY": "secret_access_key",
+    "AWS_SESSION_TOKEN": "session_token",
+    "AWS_ENDPOINT_URL": "endpoint",
+}
+
+
 def store_from_env(environ: Mapping[str, str] | None = None) -> Store:
     """The store that `STORAGE_BACKEND` (local, s3, gcs, azure or memory) and `CHECKPOINT_BUCKET` name.
 
     `CHECKPOINT_BUCKET` is a bucket with an optional prefix, a directory for `local`, a job name for `memory`, or
-    a whole URL. Object storage also reads the usual variables: `AWS_REGION`, `AWS_ACCESS_KEY_ID`,
-    `AWS_SECRET_ACCESS_KEY`, `AWS_ENDPOINT_URL`.
+    a whole URL, and then says enough by itself. S3 also takes `AWS_REGION`, `AWS_ACCESS_KEY_ID`,
+    `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN` and `AWS_ENDPOINT_URL` from here.
     """
     environ = os.environ if environ is None else environ
     place = environ.get("CHECKPOINT_BUCKET", "")
-    if "://" in place:
-        return open_store(place)
-    backend = environ.get("STORAGE_BACKEND", "local").lower()
-    schemes = {"local": "", "file": "", "memory": "memory://", "s3": "s3://", "gcs": "gs://", "gs": "gs://"}
-    schemes |= {"azure": "az://", "az": "az://"}
-    if backend not in schemes:
-        raise InvalidStoreURL(
-            backend,
-            "STORAGE_BACKEND names no known backend",
-            instead="STORAGE_BACKEND=local, s3, gcs, azure or memory",
-        )
     if not place:
         raise InvalidStoreURL(
             place,
             "CHECKPOINT_BUCKET is not set",
-            instead=f"CHECKPOINT_BUCKET={'/dir' if not schemes[backend] else 'bucket'}",
+            instead="CHECKPOINT_BUCKET=bucket, or a directory, or a URL",
         )
-    return open_store(schemes[backend] + place)
+    if "://" not in place:
+        backend = environ.get("STORAGE_BACKEND", "local" if place.startswith(("/", ".")) else "").lower()
+        if backend not in _SCHEMES:
+            raise InvalidStoreURL(
+                backend,
+                "STORAGE_BACKEND must say what kind of place CHECKPOINT_BUCKET is",
+                instead="STORAGE_BACKEND=local, s3, gcs, azure or memory",
+            )
+        place = _SCHEMES[backend] + place
+    options = {}
+    if place.startswith(("s3://", "s3a://")):
+        options = {option: environ[name] for name, option in _AWS_OPTIONS.items() if environ.get(name)}
+    return open_store(place, **options)
 
 
 def _open_local(url: str, path: str, options: dict[str, Any]) -> Store:

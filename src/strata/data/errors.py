@@ -1,0 +1,34 @@
+"""What can go wrong with data, each as its own type with the place as fields.
+
+All of them can be made from a message alone, which is how PyTorch re-raises what went wrong in a loader process.
+"""
+
+from __future__ import annotations
+
+from strata.errors import StrataError
+
+
+class DataError(StrataError):
+    """A dataset, or one record of it, cannot be read."""
+
+    code = "data_error"
+
+    def __init__(self, message: str, *, path: str = "", line: int | None = None, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.path = path
+        self.line = line
+        """Line, record or row of a bad record, counted from 1 as editors do."""
+
+    @classmethod
+    def at(
+        cls, path: str, reason: str, *, line: int | None = None, unit: str = "line", hint: str = ""
+    ) -> DataError:
+        where = f"'{path}'" if line is None else f"'{path}', {unit} {line:,}"
+        return cls(f"Failed to load data from {where}: {reason}.", path=path, line=line, hint=hint)
+
+
+class StateMismatch(StrataError):
+    """A data position was used with data, an order or a turn it does not belong to. Going on would lose or
+    repeat samples, so nothing was changed."""
+
+    code = "data_state_mismatch"

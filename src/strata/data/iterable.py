@@ -1,0 +1,123 @@
+"""An iterable PyTorch dataset that any number of loader processes read together, in the epoch's order.
+
+Each loader process takes every so-many-th micro-batch; `DataLoader` asks them in turn, so batches arrive in
+the order of the epoch whatever `num_workers` is. Use it with `batch_size=None`: it yields whole batches, each
+with its positions. `ElasticLoader` does all of this; a plain `DataLoader` or `StatefulDataLoader` works too,
+with `dataset.commit(batch)` in the training process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from strata.core.ledger import RankRecord
+from strata.data.sampler import ElasticSampler
+from strata.data.steps import Batch, Step
+from strata.errors import MissingDependency
+
+try:
+    from torch.utils.data import IterableDataset, default_collate, get_worker_info
+except ImportError as error:
+    raise MissingDependency("torch", extra="torch", feature="ElasticIterableDataset") from error
+
+
+class ElasticIterableDataset(IterableDataset[Batch]):
+    """Batches of a map-style dataset, chosen and ordered by an `ElasticSampler`."""
+
+    def __init__(
+        self,
+        samples: Any,
+        sampler: ElasticSampler,
+        *,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        self.sampler = sampler
+        self._samples = samples
+        self._collate = collate_fn
+        # Loader processes that live on between epochs have a copy of the sampler from when they were made. Here
+        # they find where the next iteration begins: version, epoch, position, rank, world size.
+        self._beginning = multiprocessing.RawArray("q", 5)
+        self._version = 0
+        self.publish()
+
+    @property
+    def dataset(self) -> str:
+        return self.sampler.dataset
+
+    @property
+    def world_size(self) -> int:
+        return self.sampler.world_size
+
+    def publish(self) -> None:
+        """Let the next iteration begin at the committed position, in every loader process."""
+        self._version = self._beginning[0] + 1
+        s = self.sampler
+        self._beginning[:] = [self._version, s.epoch, s.position, s.rank, s.world_size]
+
+    def set_world(self, rank: int, world_size: int) -> None:
+        self.sampler.set_world(rank, world_size)
+        self.publish()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+        self.publish()
+
+    def commit(self, batch: Batch) -> None:
+        """This batch is trained. Call it in the training process."""
+        epoch = self.sampler.epoch
+        self.sampler.commit(batch.step)
+        if self.sampler.epoch != epoch:
+            self.publish()
+
+    def records(self) -> list[RankRecord]:
+        return self.sampler.records()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
+        if get_worker_info() is None:  # A loader process that is restored speaks for itself alone.
+            self.publish()
+
+    def __iter__(self) -> Iterator[Batch]:
+        version, epoch, position, rank, world_size = self._beginning
+        if version != self._version:
+            self._version = version
+            self.sampler.set_world(rank, world_size)
+            self.sampler.move(epoch, position)
+        return _Batches(self)
+
+    def read(self, ids: list[int]) -> Any:
+        many = getattr(self._samples, "__getitems__", None)
+        return self._collate(many(ids) if many else [self._samples[i] for i in ids])
+
+
+class _Batches:
+    """The batches of one loader process, and the number of its next one."""
+
+    def __init__(self, dataset: ElasticIterableDataset) -> None:
+        worker = get_worker_info()
+        self._dataset = dataset
+        self._next, self._every = (worker.id, worker.num_workers) if worker else (0, 1)
+        self._batches = self._from(self._next)
+
+    def _from(self, first: int) -> Iterator[tuple[Step, list[int]]]:
+        return self._dataset.sampler.batches(first=first, every=self._every)
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        step, ids = next(self._batches)
+        self._next += self._every
+        return Batch(self._dataset.read(ids), step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._next = int(state["next"])
+        self._batches = self._from(self._next)

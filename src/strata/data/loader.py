@@ -1,0 +1,139 @@
+"""A loader that knows what the trainer has taken, whatever its workers have read ahead.
+
+    loader = ElasticLoader(dataset, sampler, num_workers=4, pin_memory=True, persistent_workers=True)
+    for batch in loader:
+        loss = criterion(model(batch.data)) * batch.step.weight
+        ...
+
+`ElasticLoader` puts PyTorch's `DataLoader` under an `ElasticSampler` (map-style datasets) or an
+`ElasticIterableDataset` and tags every batch with its positions. `state_dict` counts the batches that were
+handed to the trainer; with `commit="explicit"` only those it passed to `commit`. Prefetched batches that
+nobody took are read again after a resume, and are nowhere in the ledger.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from strata.core.ledger import RankRecord
+from strata.data.iterable import ElasticIterableDataset
+from strata.data.sampler import ElasticSampler
+from strata.data.steps import Batch, Step
+from strata.errors import MissingDependency
+
+try:
+    from torch.utils.data import DataLoader
+except ImportError as error:
+    raise MissingDependency("torch", extra="torch", feature="ElasticLoader") from error
+
+
+class ElasticLoader:
+    """Batches of one rank from the committed position to the end of the epoch; then the next epoch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: ElasticSampler | None = None,
+        *,
+        commit: Literal["taken", "explicit"] = "taken",
+        **dataloader_options: Any,
+    ) -> None:
+        """`dataset` is any map-style dataset, or an `ElasticIterableDataset`, which brings its sampler.
+        `dataloader_options` go to PyTorch's `DataLoader` as they are:
+        `num_workers`, `collate_fn`, `pin_memory`, `persistent_workers`, `prefetch_factor` and the like."""
+        if commit not in ("taken", "explicit"):
+            raise ValueError(f"commit is 'taken' or 'explicit', not {commit!r}")
+        if dataloader_options.get("in_order") is False:
+            raise ValueError("in_order=False would hand out batches in another order than the epoch's")
+        self._explicit = commit == "explicit"
+        self._iterable = dataset if isinstance(dataset, ElasticIterableDataset) else None
+        self._loader: DataLoader[Any]
+        if self._iterable is not None:
+            if sampler is not None:
+                raise ValueError("an ElasticIterableDataset brings its own sampler")
+            self.sampler = self._iterable.sampler
+            self._loader = DataLoader(self._iterable, batch_size=None, **dataloader_options)
+        else:
+            if sampler is None:
+                raise ValueError("a map-style dataset needs an ElasticSampler")
+            self.sampler = sampler
+            self._tagged = _Tagged(sampler)
+            self._loader = DataLoader(dataset, batch_sampler=self._tagged, **dataloader_options)
+
+    @property
+    def dataset(self) -> str:
+        return self.sampler.dataset
+
+    @property
+    def epoch(self) -> int:
+        return self.sampler.epoch
+
+    @property
+    def position(self) -> int:
+        return self.sampler.position
+
+    @property
+    def world_size(self) -> int:
+        return self.sampler.world_size
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not len(self.sampler):
+            self.sampler.close_if_done()
+            return
+        for batch in self._read():
+            if not self._explicit:
+                self.sampler.commit(batch.step)
+            yield batch
+
+    def _read(self) -> Iterator[Batch]:
+        if self._iterable is not None:
+            self._iterable.publish()
+            yield from self._loader
+        else:
+            read_ahead = self._tagged.read_ahead = deque()
+            for data in self._loader:
+                yield Batch(data, read_ahead.popleft())
+
+    def commit(self, batch: Batch) -> None:
+        """This batch is trained. With `commit="explicit"`, nothing else moves the position."""
+        if self._explicit:
+            self.sampler.commit(batch.step)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def set_world(self, rank: int, world_size: int) -> None:
+        """Take part as another rank, or in another world, from the next iteration on."""
+        self.sampler.set_world(rank, world_size)
+
+    def records(self) -> list[RankRecord]:
+        return self.sampler.records()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
+
+
+class _Tagged:
+    """The batch sampler that `DataLoader` sees: notes each step as its ids go to the workers. `DataLoader`
+    hands batches back in the same order."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self._sampler = sampler
+        self.read_ahead: deque[Step] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        read_ahead = self.read_ahead
+        for step, ids in self._sampler.batches():
+            read_ahead.append(step)
+            yield ids
+
+    def __len__(self) -> int:
+        return len(self._sampler)

@@ -1,0 +1,256 @@
+"""Which samples this rank reads next, for any world size, from any position.
+
+`ElasticSampler` is a batch sampler for map-style datasets: give it to `DataLoader(batch_sampler=...)`, to
+torchdata's `StatefulDataLoader`, or to `ElasticLoader`. The order is a pure function of (seed, epoch) and the
+position is global, so `set_world` may be called with any rank and size between two iterations, divisor or
+not, as often as one likes.
+
+Its position is what the trainer **committed**, never what a loader read ahead. `commit` moves it, one step at
+a time; `records` says what was committed since `DataLedger` last asked. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from strata.core.ledger import RankRecord
+from strata.core.order import EpochOrder
+from strata.data.errors import StateMismatch
+from strata.data.steps import Step, StepPlan
+
+STATE_VERSION = 1
+_CHUNK_SAMPLES = 16_384  # Ids are computed this many at a time: NumPy's overhead is per call.
+
+
+class ElasticSampler:
+    """Batches of sample ids for one rank, in an order that no change of the fleet can change.
+
+    Give `global_batch_size` to keep the global batch constant whatever the world (slices then differ by at most
+    one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        global_batch_size: int | None = None,
+        batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        dataset: str = "data",
+    ) -> None:
+        if (global_batch_size is None) == (batch_size is None):
+            raise ValueError("give either global_batch_size or batch_size (per rank)")
+        for name, value in (
+            ("global_batch_size", global_batch_size),
+            ("batch_size", batch_size),
+            ("micro_batch_size", micro_batch_size),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        self.dataset = dataset
+        self.total = total
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self._global_batch_size = global_batch_size
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self.epoch = 0
+        self.position = 0
+        """The next position to train: everything before it is committed."""
+        self._part = 0  # Micro-batches of the current step that were taken.
+        self._records: dict[tuple[int, int], RankRecord] = {}
+        self._order = EpochOrder(total=total, seed=seed, shuffle=shuffle)
+        self.set_world(rank, world_size)
+
+    # The world and the epoch --------------------------------------------------------------------------------
+
+    def set_world(self, rank: int, world_size: int) -> None:
+        """Take part as `rank` of `world_size` from the next iteration on."""
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        self.rank, self.world_size = rank, world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`; to the current one is no change, so a resumed position stays."""
+        if epoch != self.epoch:
+            self.move(epoch, 0)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self._global_batch_size or (self._batch_size or 0) * self.world_size
+
+    # Reading ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """What lies ahead of this rank in the current epoch."""
+        return StepPlan(
+            epoch=self.epoch,
+            total=self.total,
+            start=self.position,
+            global_batch_size=self.global_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            micro_batch_size=self._micro_batch_size,
+            drop_last=self.drop_last,
+        )
+
+    def batches(self, *, first: int = 0, every: int = 1) -> Iterator[tuple[Step, list[int]]]:
+        """Micro-batches with their sample ids; of several readers each may take `every` so-many-th.
+
+        A rank with nothing to do in a step gets one sample of the step's batch with weight 0: it takes part in
+        the step's collectives and adds nothing to the gradient.
+        """
+        plan, order = self.plan(), self._order
+        numbers = range(first, len(plan), every)
+        per_chunk = max(1, _CHUNK_SAMPLES // max(1, len(plan.micro_batch(0)))) if numbers else 1
+        for chunk in range(0, len(numbers), per_chunk):
+            steps = [plan.micro_batch(number) for number in numbers[chunk : chunk + per_chunk]]
+            ranges = [
+                range(s.start, s.stop) if len(s) else range(s.batch_start, s.batch_start + 1) for s in steps
+            ]
+            ids = order.take(
+                np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in ranges])
+            ).tolist()
+            taken = 0
+            for step, positions in zip(steps, ranges, strict=True):
+                yield step, ids[taken : taken + len(positions)]
+                taken += len(positions)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return _Ids(self)
+
+    def __len__(self) -> int:
+        """Micro-batches left in this epoch."""
+        return len(self.plan())
+
+    # Committing ---------------------------------------------------------------------------------------------
+
+    def commit(self, step: Step | None = None) -> None:
+        """The trainer has taken its next micro-batch; naming it checks that it is the next. The position moves
+        when a step is complete."""
+        expected = self._expected()
+        if expected is None or (step is not None and step != expected):
+            place = f"epoch {self.epoch}, position {self.position:,}, part {self._part}"
+            raise StateMismatch(
+                "A batch was committed out of turn.",
+                hint=f"The next one is at {place}. Commit each batch once, in order, and iterate anew after set_world.",
+            )
+        if not expected.ends_step:
+            self._part += 1
+            return
+        self._update_record(lambda known: known.with_span(expected.slice_start, expected.slice_stop))
+        self.position, self._part = expected.batch_stop, 0
+        self.close_if_done()
+
+    def close_if_done(self) -> None:
+        """Close the epoch when no step is left in it, and stand at the beginning of the next."""
+        plan = self.plan()
+        if not plan.steps:
+            self._update_record(lambda known: replace(known, dropped=plan.dropped, closed=True))
+            self.move(self.epoch + 1, 0)
+
+    def records(self) -> list[RankRecord]:
+        """What was committed since the last call. Each call hands over: nothing is reported twice."""
+        records, self._records = list(self._records.values()), {}
+        return records
+
+    # Saving and restoring -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: the same on every rank, and good for any world."""
+        return {
+            "version": STATE_VERSION,
+            "dataset": self.dataset,
+            "epoch": self.epoch,
+            "position": self.position,
+            "total": self.total,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position. What was committed after the last `records` is forgotten: it was rolled back.
+
+        Raises `StateMismatch` where the state belongs to other data or another order, and changes nothing.
+        """
+        epoch, position = check_state(state, self.state_dict())
+        self._records = {}
+        self.move(epoch, position)
+
+    def move(self, epoch: int, position: int) -> None:
+        """Stand at a position, without any record of how it was reached."""
+        if epoch != self.epoch:
+            self._order = EpochOrder(total=self.total, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        self.epoch, self.position, self._part = epoch, position, 0
+
+    # ---------------------------------------------------------------------------------------------------------
+
+    def _expected(self) -> Step | None:
+        plan = self.plan()
+        return plan.micro_batch(self._part) if self._part < len(plan) else None
+
+    def _update_record(self, change: Callable[[RankRecord], RankRecord]) -> None:
+        key = (self.epoch, self.rank)
+        known = self._records.get(key)
+        if known is None:
+            known = RankRecord(dataset=self.dataset, epoch=self.epoch, total=self.total, rank=self.rank)
+        self._records[key] = change(known)
+
+
+class _Ids:
+    """Lists of ids, and where the next one begins: what `StatefulDataLoader` keeps while it reads ahead."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self._sampler = sampler
+        self._batches = sampler.batches()
+        self._state = sampler.state_dict()
+
+    def __iter__(self) -> _Ids:
+        return self
+
+    def __next__(self) -> list[int]:
+        step, ids = next(self._batches)
+        if step.ends_step:
+            self._state = {**self._state, "position": step.batch_stop}
+        return ids
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        self._batches = self._sampler.batches()
+        self._state = self._sampler.state_dict()
+
+
+def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[int, int]:
+    """The epoch and position of a state that fits `ours`; `StateMismatch` otherwise."""
+    missing = sorted(set(ours) - set(state))
+    if missing:
+        raise StateMismatch(f"Not the state of an elastic loader: {', '.join(missing)} missing.")
+    epoch, position = int(state["epoch"]), int(state["position"])
+    # Between epochs only the name must fit: the data may have grown, the seed may be new.
+    names = ("version", "dataset", "total", "seed", "shuffle") if position else ("version", "dataset")
+    differing = [
+        f"{name} {state[name]!r} (here {ours[name]!r})" for name in names if state[name] != ours[name]
+    ]
+    if differing:
+        raise StateMismatch(
+            f"The saved position belongs to other data or another order: {', '.join(differing)}.",
+            hint="Use the same values to finish the epoch, or begin a new one with set_epoch.",
+        )
+    if epoch < 0 or not 0 <= position <= ours["total"]:
+        raise StateMismatch(
+            f"There is no position {position:,} in epoch {epoch} of {ours['total']:,} samples."
+        )
+    return epoch, position

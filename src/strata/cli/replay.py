@@ -27,6 +27,8 @@ from strata.core.messages import (
     ShardsMoved,
     TaskChanged,
     TaskCreated,
+    ValueDropped,
+    ValueSwapped,
     WorkerFailed,
     WorkerForgotten,
     WorkerJoined,
@@ -51,7 +53,7 @@ def replay(
     last: Annotated[int | None, typer.Option(min=1, help="Only the newest so many.")] = None,
 ) -> None:
     """Print what happened, as the coordinator's journal has it. Safe beside a running coordinator."""
-    entries = [e for e in read_story(data_dir) if not kind or codec.kind_of(e.event) in kind]
+    entries = [e for e in read_story(data_dir) if _wanted(codec.kind_of(e.event), kind)]
     for entry in entries[-last:] if last else entries:
         name = codec.kind_of(entry.event)
         if json:
@@ -68,6 +70,11 @@ def replay(
             ),
             soft_wrap=True,
         )
+
+
+def _wanted(name: str, kinds: list[str] | None) -> bool:
+    """Rendezvous keeps its heartbeats in values: they are no story unless one asks for them."""
+    return name in kinds if kinds else name not in ("ValueSwapped", "ValueDropped")
 
 
 def tell(event: Event) -> str:
@@ -93,5 +100,7 @@ def tell(event: Event) -> str:
             return f"'{event.spec.task_id}' ({event.spec.name}): {event.reason}"
         case TaskChanged():
             return f"'{event.task_id}' is {event.status}: {event.reason}"
+        case ValueSwapped() | ValueDropped():
+            return f"'{event.key}': {event.reason}"
         case BarrierArrived() | CountersRestored():
             return event.reason

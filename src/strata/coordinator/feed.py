@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from strata.coordinator import codec
-from strata.core.messages import SOFT_EVENTS, Event, ShardsMoved
+from strata.core.messages import SOFT_EVENTS, Event, ShardsMoved, ValueDropped, ValueSwapped
 
 ENTRIES_KEPT = 5_000
 COALESCE_S = 0.1
@@ -42,7 +42,7 @@ class Feed:
         for event in events:
             if isinstance(event, ShardsMoved):
                 self.publish("shards_moved", _moves_in_brief(event))
-            elif not isinstance(event, SOFT_EVENTS):
+            elif not isinstance(event, (*SOFT_EVENTS, ValueSwapped, ValueDropped)):
                 self.publish(_snake(codec.kind_of(event)), event)
 
     def publish(self, kind: str, data: Any) -> None:

@@ -34,6 +34,8 @@ from strata.core.messages import (
     Registered,
     Reply,
     Stale,
+    Swapped,
+    SwapValue,
     Unknown,
     WorkerId,
 )
@@ -283,6 +285,21 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             resume_epoch=record.epoch,
             shard_assignments=shards,
         )
+
+    # --- values ---------------------------------------------------------------------------------------------
+
+    @_call
+    async def ReadValue(self, request: pb.ReadValueRequest, context: Context) -> pb.ValueResponse:
+        value = (await self.engine.settled()).values.values.get(request.key)
+        if value is None:
+            return pb.ValueResponse()
+        return pb.ValueResponse(value=value.body, version=value.version)
+
+    @_call
+    async def SwapValue(self, request: pb.SwapValueRequest, context: Context) -> pb.ValueResponse:
+        command = SwapValue(key=request.key, body=request.value, expected_version=request.expected_version)
+        reply = cast(Swapped, await self.engine.submit(command))
+        return pb.ValueResponse(swapped=reply.made, value=reply.body, version=reply.version)
 
     # --- session --------------------------------------------------------------------------------------------
 

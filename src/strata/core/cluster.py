@@ -48,15 +48,20 @@ from strata.core.messages import (
     Reply,
     ShardsMoved,
     StopTask,
+    Swapped,
+    SwapValue,
     TaskChanged,
     TaskCreated,
     Tick,
+    ValueDropped,
+    ValueSwapped,
     WorkerFailed,
     WorkerForgotten,
     WorkerJoined,
     WorkerLeft,
 )
 from strata.core.tasks import Tasks
+from strata.core.values import Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,7 @@ class Cluster:
         self.datasets = Datasets()
         self.checkpoints = Checkpoints()
         self.tasks = Tasks()
+        self.values = Values()
 
     # --- wishes in, facts out -------------------------------------------------------------------------------
 
@@ -135,6 +141,11 @@ class Cluster:
                 advanced = self.tasks.decide_advance(command, now)
                 fact(advanced)
                 return Accepted(reason=advanced.reason)
+            case SwapValue():
+                swapped = self.values.decide_swap(command, now)
+                if swapped is not None:
+                    fact(swapped)
+                return self._value(command.key, made=swapped is not None)
             case PlanEpoch():
                 return self._plan_epoch(command, now, fact)
             case Rebalance():
@@ -147,11 +158,18 @@ class Cluster:
                     if isinstance(change, WorkerFailed):
                         self._lose(change, now, fact)
                 _each(fact, self.barriers.decide_tick(self.membership, now))
+                _each(fact, self.values.decide_tick(now))
                 return Accepted(reason="time passed")
         assert_never(command)
 
     def _lose(self, loss: WorkerFailed | WorkerLeft, now: Instant, fact: Callable[[Event], None]) -> None:
         _each(fact, self.barriers.decide_loss(loss, self.membership, now))
+
+    def _value(self, key: str, *, made: bool) -> Swapped:
+        value = self.values.values.get(key)
+        if value is None:
+            return Swapped(made=made, body=b"", version=0)
+        return Swapped(made=made, body=value.body, version=value.version)
 
     def _notify_checkpoint(
         self, command: NotifyCheckpoint, now: Instant, fact: Callable[[Event], None]
@@ -192,8 +210,11 @@ class Cluster:
                 self.membership.apply(event, now)
                 self.barriers.withdraw(event.worker_id, event.job_id)
                 self.datasets.dirty_jobs.add(event.job_id)
-            case WorkerForgotten() | CountersRestored():
+            case WorkerForgotten():
                 self.membership.apply(event, now)
+            case CountersRestored():
+                self.membership.apply(event, now)
+                self.values.version = event.value_version
             case DatasetRegistered():
                 self.datasets.apply(event)
                 self.datasets.dirty_jobs.update(self.membership.jobs())
@@ -207,6 +228,8 @@ class Cluster:
                     self.datasets.commit(event.job_id, data_commit(event.data_json))
             case TaskCreated() | TaskChanged():
                 self.tasks.apply(event)
+            case ValueSwapped() | ValueDropped():
+                self.values.apply(event)
             case _:
                 assert_never(event)
 
@@ -216,12 +239,21 @@ class Cluster:
 
     def compact(self) -> list[Event]:
         """A short history that leads to this state: what a snapshot holds."""
+        counters = CountersRestored(
+            generation=self.membership.generation,
+            incarnation=self.membership.incarnation,
+            value_version=self.values.version,
+            reason="compacted history",
+            at_s=0.0,
+        )
         return [
             *self.membership.compact(),
             *self.datasets.compact(),
             *self.barriers.compact(),
             *self.checkpoints.compact(),
             *self.tasks.compact(),
+            *self.values.compact(),
+            counters,
         ]
 
 

@@ -334,10 +334,7 @@ class Membership:
                         at_s=member.changed_at_s,
                     )
                 )
-        counters = CountersRestored(
-            generation=self.generation, incarnation=self.incarnation, reason="compacted history", at_s=0.0
-        )
-        return [*events, counters]
+        return events
 
 
 def _join_reason(worker_id: WorkerId, known: Member | None, superseded: int) -> str:

@@ -226,6 +226,15 @@ class AdvanceTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwapValue:
+    """Compare-and-swap; `expected_version` 0 expects no value."""
+
+    key: str
+    body: bytes
+    expected_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEpoch:
     """A worker is about to read an epoch that has no plan yet."""
 
@@ -255,6 +264,7 @@ Command = (
     | CreateTask
     | StopTask
     | AdvanceTask
+    | SwapValue
     | PlanEpoch
     | Rebalance
     | Tick
@@ -443,11 +453,28 @@ class TaskChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValueSwapped:
+    key: str
+    body: bytes
+    version: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDropped:
+    key: str
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CountersRestored:
     """Part of a compacted history: numbers that must never be given out twice."""
 
     generation: int
     incarnation: int
+    value_version: int
     reason: str
     at_s: float
 
@@ -469,6 +496,8 @@ Event = (
     | CheckpointRemoved
     | TaskCreated
     | TaskChanged
+    | ValueSwapped
+    | ValueDropped
 )
 
 SOFT_EVENTS = (BarrierArrived,)
@@ -502,13 +531,22 @@ class BarrierTicket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Swapped:
+    """Whether the swap was made, and what stands there now (version 0: nothing)."""
+
+    made: bool
+    body: bytes
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     """Nothing more to say than yes, and why."""
 
     reason: str
 
 
-Reply = Registered | DatasetAccepted | BarrierTicket | Accepted
+Reply = Registered | DatasetAccepted | BarrierTicket | Swapped | Accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

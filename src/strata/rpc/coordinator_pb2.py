@@ -4,137 +4,140 @@
 # source: strata/rpc/coordinator.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
+
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
+
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC,
-    7,
-    35,
-    1,
-    '',
-    'strata/rpc/coordinator.proto'
+    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "strata/rpc/coordinator.proto"
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-
-
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstrata/rpc/coordinator.proto\x12\x0b\x63oordinator\"\x91\x02\n\x15RegisterWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08hostname\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x11\n\tgpu_count\x18\x04 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12\x42\n\x08metadata\x18\x06 \x03(\x0b\x32\x30.coordinator.RegisterWorkerRequest.MetadataEntry\x12\x0e\n\x06job_id\x18\x07 \x01(\t\x12\x17\n\x0fregistration_id\x18\x08 \x01(\x0c\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x87\x02\n\x16RegisterWorkerResponse\x12\x13\n\x0b\x61ssigned_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x1d\n\x15heartbeat_interval_ms\x18\x04 \x01(\r\x12?\n\x06\x63onfig\x18\x05 \x03(\x0b\x32/.coordinator.RegisterWorkerResponse.ConfigEntry\x12\x13\n\x0bincarnation\x18\x06 \x01(\x04\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Q\n\x17\x44\x65registerWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"0\n\x18\x44\x65registerWorkerResponse\x12\x14\n\x0c\x61\x63knowledged\x18\x01 \x01(\x08\"`\n\x0cWorkerStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\x14\n\x0c\x63urrent_step\x18\x02 \x01(\x04\x12\x15\n\rcurrent_epoch\x18\x03 \x01(\x04\x12\x14\n\x0c\x63urrent_task\x18\x04 \x01(\t\"m\n\x08GpuUsage\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1b\n\x13utilization_percent\x18\x02 \x01(\x01\x12\x19\n\x11memory_used_bytes\x18\x03 \x01(\x04\x12\x1a\n\x12memory_total_bytes\x18\x04 \x01(\x04\"\xd0\x01\n\rResourceUsage\x12\x13\n\x0b\x63pu_percent\x18\x01 \x01(\x01\x12\x19\n\x11memory_used_bytes\x18\x02 \x01(\x04\x12(\n\tgpu_usage\x18\x03 \x03(\x0b\x32\x15.coordinator.GpuUsage\x12\x17\n\x0f\x64isk_read_bytes\x18\x04 \x01(\x04\x12\x18\n\x10\x64isk_write_bytes\x18\x05 \x01(\x04\x12\x18\n\x10network_rx_bytes\x18\x06 \x01(\x04\x12\x18\n\x10network_tx_bytes\x18\x07 \x01(\x04\"\xbe\x01\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0ctimestamp_ms\x18\x02 \x01(\x04\x12)\n\x06status\x18\x03 \x01(\x0b\x32\x19.coordinator.WorkerStatus\x12-\n\tresources\x18\x04 \x01(\x0b\x32\x1a.coordinator.ResourceUsage\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"\xa3\x01\n\x0ePendingCommand\x12\x12\n\ncommand_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12=\n\targuments\x18\x03 \x03(\x0b\x32*.coordinator.PendingCommand.ArgumentsEntry\x1a\x30\n\x0e\x41rgumentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x91\x01\n\x11HeartbeatResponse\x12\x14\n\x0c\x61\x63knowledged\x18\x01 \x01(\x08\x12\x1b\n\x13server_timestamp_ms\x18\x02 \x01(\x04\x12\x35\n\x10pending_commands\x18\x03 \x03(\x0b\x32\x1b.coordinator.PendingCommand\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"\x8a\x02\n\x16RegisterDatasetRequest\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x03 \x01(\t\x12\x15\n\rtotal_samples\x18\x04 \x01(\x04\x12\x12\n\nshard_size\x18\x05 \x01(\x04\x12\x0f\n\x07shuffle\x18\x06 \x01(\x08\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x43\n\x08metadata\x18\x08 \x03(\x0b\x32\x31.coordinator.RegisterDatasetRequest.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"k\n\x17RegisterDatasetResponse\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x14\n\x0ctotal_shards\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x15\n\rtotal_samples\x18\x04 \x01(\x04\"\x99\x02\n\x07\x44\x61taset\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x03 \x01(\t\x12\x15\n\rtotal_samples\x18\x04 \x01(\x04\x12\x12\n\nshard_size\x18\x05 \x01(\x04\x12\x14\n\x0ctotal_shards\x18\x06 \x01(\x04\x12\x0f\n\x07shuffle\x18\x07 \x01(\x08\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x34\n\x08metadata\x18\t \x03(\x0b\x32\".coordinator.Dataset.MetadataEntry\x12\x15\n\rregistered_at\x18\n \x01(\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x15\n\x13ListDatasetsRequest\">\n\x14ListDatasetsResponse\x12&\n\x08\x64\x61tasets\x18\x01 \x03(\x0b\x32\x14.coordinator.Dataset\"t\n\x13GetDataShardRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ndataset_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\"\x98\x01\n\x0fShardAssignment\x12\x10\n\x08shard_id\x18\x01 \x01(\x04\x12\x13\n\x0bstart_index\x18\x02 \x01(\x04\x12\x11\n\tend_index\x18\x03 \x01(\x04\x12\x12\n\nfile_paths\x18\x04 \x03(\t\x12\x14\n\x0csamples_done\x18\x05 \x01(\x04\x12\x12\n\ndataset_id\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\"~\n\x14GetDataShardResponse\x12,\n\x06shards\x18\x01 \x03(\x0b\x32\x1c.coordinator.ShardAssignment\x12\x14\n\x0cplan_version\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\xb6\x01\n\x12WaitBarrierRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nbarrier_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x1d\n\x15\x65xpected_participants\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x0f\n\x07\x63\x61ll_id\x18\x07 \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x08 \x01(\x04\"\x89\x01\n\x13WaitBarrierResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x12\x14\n\x0cparticipants\x18\x02 \x01(\r\x12\x15\n\rarrival_order\x18\x03 \x01(\r\x12\x0f\n\x07missing\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"\xca\x03\n\x17NotifyCheckpointRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04path\x18\x05 \x01(\t\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12-\n\x06status\x18\x07 \x01(\x0e\x32\x1d.coordinator.CheckpointStatus\x12\x44\n\x08metadata\x18\x08 \x03(\x0b\x32\x32.coordinator.NotifyCheckpointRequest.MetadataEntry\x12\r\n\x05tiers\x18\t \x03(\t\x12\x0e\n\x06\x64igest\x18\n \x01(\t\x12\x12\n\nduration_s\x18\x0b \x01(\x01\x12\x11\n\tparent_id\x18\x0c \x01(\t\x12\x11\n\tdata_json\x18\r \x01(\t\x12\x0e\n\x06reason\x18\x0e \x01(\t\x12\x13\n\x0bincarnation\x18\x0f \x01(\x04\x12\x12\n\ngeneration\x18\x10 \x01(\x04\x12\x0e\n\x06job_id\x18\x11 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"k\n\rCheckpointAck\x12\x14\n\x0c\x61\x63knowledged\x18\x01 \x01(\x08\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12-\n\x06status\x18\x03 \x01(\x0e\x32\x1d.coordinator.CheckpointStatus\"\xe4\x02\n\nCheckpoint\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12-\n\x06status\x18\x06 \x01(\x0e\x32\x1d.coordinator.CheckpointStatus\x12\x11\n\tworker_id\x18\x07 \x01(\t\x12\x12\n\ncreated_at\x18\x08 \x01(\x01\x12\r\n\x05tiers\x18\t \x03(\t\x12\x0e\n\x06\x64igest\x18\n \x01(\t\x12\x37\n\x08metadata\x18\x0b \x03(\x0b\x32%.coordinator.Checkpoint.MetadataEntry\x12\x11\n\tdata_json\x18\x0c \x01(\t\x12\x0e\n\x06job_id\x18\r \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"?\n\x1aGetLatestCheckpointRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\"\xc2\x01\n\x10RecoveryResponse\x12\x16\n\x0ehas_checkpoint\x18\x01 \x01(\x08\x12\x32\n\x11latest_checkpoint\x18\x02 \x01(\x0b\x32\x17.coordinator.Checkpoint\x12\x13\n\x0bresume_step\x18\x03 \x01(\x04\x12\x14\n\x0cresume_epoch\x18\x04 \x01(\x04\x12\x37\n\x11shard_assignments\x18\x05 \x03(\x0b\x32\x1c.coordinator.ShardAssignment\"/\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"^\n\x08LogEntry\x12\x11\n\ttimestamp\x18\x01 \x01(\x01\x12\r\n\x05level\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0f\n\x07task_id\x18\x05 \x01(\t\"C\n\x08LogBatch\x12&\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x15.coordinator.LogEntry\x12\x0f\n\x07\x64ropped\x18\x02 \x01(\x04\"Z\n\rShardProgress\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08shard_id\x18\x03 \x01(\x04\x12\x14\n\x0csamples_done\x18\x04 \x01(\x04\"X\n\x08Progress\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12*\n\x06shards\x18\x03 \x03(\x0b\x32\x1a.coordinator.ShardProgress\"\xf6\x01\n\rWorkerMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.coordinator.HelloH\x00\x12\x32\n\theartbeat\x18\x02 \x01(\x0b\x32\x1d.coordinator.HeartbeatRequestH\x00\x12\x32\n\x07\x62\x61rrier\x18\x03 \x01(\x0b\x32\x1f.coordinator.WaitBarrierRequestH\x00\x12)\n\x08progress\x18\x04 \x01(\x0b\x32\x15.coordinator.ProgressH\x00\x12%\n\x04logs\x18\x05 \x01(\x0b\x32\x15.coordinator.LogBatchH\x00\x42\x06\n\x04\x62ody\"E\n\x07Welcome\x12\x1b\n\x13server_timestamp_ms\x18\x01 \x01(\x04\x12\x1d\n\x15heartbeat_interval_ms\x18\x02 \x01(\r\"P\n\x08Topology\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"G\n\x0bPlanChanged\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x14\n\x0cplan_version\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"h\n\x0e\x42\x61rrierOutcome\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x31\n\x07outcome\x18\x02 \x01(\x0b\x32 .coordinator.WaitBarrierResponse\x12\x12\n\nerror_code\x18\x03 \x01(\t\"\x17\n\x05Stale\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x9f\x02\n\x12\x43oordinatorMessage\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.coordinator.WelcomeH\x00\x12)\n\x08topology\x18\x02 \x01(\x0b\x32\x15.coordinator.TopologyH\x00\x12(\n\x04plan\x18\x03 \x01(\x0b\x32\x18.coordinator.PlanChangedH\x00\x12.\n\x07\x62\x61rrier\x18\x04 \x01(\x0b\x32\x1b.coordinator.BarrierOutcomeH\x00\x12.\n\x07\x63ommand\x18\x05 \x01(\x0b\x32\x1b.coordinator.PendingCommandH\x00\x12#\n\x05stale\x18\x06 \x01(\x0b\x32\x12.coordinator.StaleH\x00\x42\x06\n\x04\x62ody*\xb6\x01\n\x10\x43heckpointStatus\x12!\n\x1d\x43HECKPOINT_STATUS_UNSPECIFIED\x10\x00\x12!\n\x1d\x43HECKPOINT_STATUS_IN_PROGRESS\x10\x01\x12\x1f\n\x1b\x43HECKPOINT_STATUS_COMPLETED\x10\x02\x12\x1c\n\x18\x43HECKPOINT_STATUS_FAILED\x10\x03\x12\x1d\n\x19\x43HECKPOINT_STATUS_REMOVED\x10\x04\x32\xf0\x06\n\x0b\x43oordinator\x12Y\n\x0eRegisterWorker\x12\".coordinator.RegisterWorkerRequest\x1a#.coordinator.RegisterWorkerResponse\x12J\n\tHeartbeat\x12\x1d.coordinator.HeartbeatRequest\x1a\x1e.coordinator.HeartbeatResponse\x12_\n\x10\x44\x65registerWorker\x12$.coordinator.DeregisterWorkerRequest\x1a%.coordinator.DeregisterWorkerResponse\x12\\\n\x0fRegisterDataset\x12#.coordinator.RegisterDatasetRequest\x1a$.coordinator.RegisterDatasetResponse\x12S\n\x0cListDatasets\x12 .coordinator.ListDatasetsRequest\x1a!.coordinator.ListDatasetsResponse\x12S\n\x0cGetDataShard\x12 .coordinator.GetDataShardRequest\x1a!.coordinator.GetDataShardResponse\x12P\n\x0bWaitBarrier\x12\x1f.coordinator.WaitBarrierRequest\x1a .coordinator.WaitBarrierResponse\x12T\n\x10NotifyCheckpoint\x12$.coordinator.NotifyCheckpointRequest\x1a\x1a.coordinator.CheckpointAck\x12]\n\x13GetLatestCheckpoint\x12\'.coordinator.GetLatestCheckpointRequest\x1a\x1d.coordinator.RecoveryResponse\x12J\n\x07Session\x12\x1a.coordinator.WorkerMessage\x1a\x1f.coordinator.CoordinatorMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
+    b'\n\x1cstrata/rpc/coordinator.proto\x12\x0b\x63oordinator"\x91\x02\n\x15RegisterWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08hostname\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x11\n\tgpu_count\x18\x04 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12\x42\n\x08metadata\x18\x06 \x03(\x0b\x32\x30.coordinator.RegisterWorkerRequest.MetadataEntry\x12\x0e\n\x06job_id\x18\x07 \x01(\t\x12\x17\n\x0fregistration_id\x18\x08 \x01(\x0c\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"\x87\x02\n\x16RegisterWorkerResponse\x12\x13\n\x0b\x61ssigned_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x1d\n\x15heartbeat_interval_ms\x18\x04 \x01(\r\x12?\n\x06\x63onfig\x18\x05 \x03(\x0b\x32/.coordinator.RegisterWorkerResponse.ConfigEntry\x12\x13\n\x0bincarnation\x18\x06 \x01(\x04\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"Q\n\x17\x44\x65registerWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t"0\n\x18\x44\x65registerWorkerResponse\x12\x14\n\x0c\x61\x63knowledged\x18\x01 \x01(\x08"`\n\x0cWorkerStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\x14\n\x0c\x63urrent_step\x18\x02 \x01(\x04\x12\x15\n\rcurrent_epoch\x18\x03 \x01(\x04\x12\x14\n\x0c\x63urrent_task\x18\x04 \x01(\t"m\n\x08GpuUsage\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1b\n\x13utilization_percent\x18\x02 \x01(\x01\x12\x19\n\x11memory_used_bytes\x18\x03 \x01(\x04\x12\x1a\n\x12memory_total_bytes\x18\x04 \x01(\x04"\xd0\x01\n\rResourceUsage\x12\x13\n\x0b\x63pu_percent\x18\x01 \x01(\x01\x12\x19\n\x11memory_used_bytes\x18\x02 \x01(\x04\x12(\n\tgpu_usage\x18\x03 \x03(\x0b\x32\x15.coordinator.GpuUsage\x12\x17\n\x0f\x64isk_read_bytes\x18\x04 \x01(\x04\x12\x18\n\x10\x64isk_write_bytes\x18\x05 \x01(\x04\x12\x18\n\x10network_rx_bytes\x18\x06 \x01(\x04\x12\x18\n\x10network_tx_bytes\x18\x07 \x01(\x04"\xbe\x01\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0ctimestamp_ms\x18\x02 \x01(\x04\x12)\n\x06status\x18\x03 \x01(\x0b\x32\x19.coordinator.WorkerStatus\x12-\n\tresources\x18\x04 \x01(\x0b\x32\x1a.coordinator.ResourceUsage\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x12\n\ngeneration\x18\x06 \x01(\x04"\xa3\x01\n\x0ePendingCommand\x12\x12\n\ncommand_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12=\n\targuments\x18\x03 \x03(\x0b\x32*.coordinator.PendingCommand.ArgumentsEntry\x1a\x30\n\x0e\x41rgumentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"\x91\x01\n\x11HeartbeatResponse\x12\x14\n\x0c\x61\x63knowledged\x18\x01 \x01(\x08\x12\x1b\n\x13server_timestamp_ms\x18\x02 \x01(\x04\x12\x35\n\x10pending_commands\x18\x03 \x03(\x0b\x32\x1b.coordinator.PendingCommand\x12\x12\n\ngeneration\x18\x04 \x01(\x04"\x8a\x02\n\x16RegisterDatasetRequest\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x03 \x01(\t\x12\x15\n\rtotal_samples\x18\x04 \x01(\x04\x12\x12\n\nshard_size\x18\x05 \x01(\x04\x12\x0f\n\x07shuffle\x18\x06 \x01(\x08\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x43\n\x08metadata\x18\x08 \x03(\x0b\x32\x31.coordinator.RegisterDatasetRequest.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"k\n\x17RegisterDatasetResponse\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x14\n\x0ctotal_shards\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x15\n\rtotal_samples\x18\x04 \x01(\x04"\x99\x02\n\x07\x44\x61taset\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x03 \x01(\t\x12\x15\n\rtotal_samples\x18\x04 \x01(\x04\x12\x12\n\nshard_size\x18\x05 \x01(\x04\x12\x14\n\x0ctotal_shards\x18\x06 \x01(\x04\x12\x0f\n\x07shuffle\x18\x07 \x01(\x08\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x34\n\x08metadata\x18\t \x03(\x0b\x32".coordinator.Dataset.MetadataEntry\x12\x15\n\rregistered_at\x18\n \x01(\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"\x15\n\x13ListDatasetsRequest">\n\x14ListDatasetsResponse\x12&\n\x08\x64\x61tasets\x18\x01 \x03(\x0b\x32\x14.coordinator.Dataset"t\n\x13GetDataShardRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ndataset_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04"\x98\x01\n\x0fShardAssignment\x12\x10\n\x08shard_id\x18\x01 \x01(\x04\x12\x13\n\x0bstart_index\x18\x02 \x01(\x04\x12\x11\n\tend_index\x18\x03 \x01(\x04\x12\x12\n\nfile_paths\x18\x04 \x03(\t\x12\x14\n\x0csamples_done\x18\x05 \x01(\x04\x12\x12\n\ndataset_id\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04"~\n\x14GetDataShardResponse\x12,\n\x06shards\x18\x01 \x03(\x0b\x32\x1c.coordinator.ShardAssignment\x12\x14\n\x0cplan_version\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t"\xb6\x01\n\x12WaitBarrierRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nbarrier_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x1d\n\x15\x65xpected_participants\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x0f\n\x07\x63\x61ll_id\x18\x07 \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x08 \x01(\x04"\x89\x01\n\x13WaitBarrierResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x12\x14\n\x0cparticipants\x18\x02 \x01(\r\x12\x15\n\rarrival_order\x18\x03 \x01(\r\x12\x0f\n\x07missing\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x04"\xca\x03\n\x17NotifyCheckpointRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04path\x18\x05 \x01(\t\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12-\n\x06status\x18\x07 \x01(\x0e\x32\x1d.coordinator.CheckpointStatus\x12\x44\n\x08metadata\x18\x08 \x03(\x0b\x32\x32.coordinator.NotifyCheckpointRequest.MetadataEntry\x12\r\n\x05tiers\x18\t \x03(\t\x12\x0e\n\x06\x64igest\x18\n \x01(\t\x12\x12\n\nduration_s\x18\x0b \x01(\x01\x12\x11\n\tparent_id\x18\x0c \x01(\t\x12\x11\n\tdata_json\x18\r \x01(\t\x12\x0e\n\x06reason\x18\x0e \x01(\t\x12\x13\n\x0bincarnation\x18\x0f \x01(\x04\x12\x12\n\ngeneration\x18\x10 \x01(\x04\x12\x0e\n\x06job_id\x18\x11 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"k\n\rCheckpointAck\x12\x14\n\x0c\x61\x63knowledged\x18\x01 \x01(\x08\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12-\n\x06status\x18\x03 \x01(\x0e\x32\x1d.coordinator.CheckpointStatus"\xe4\x02\n\nCheckpoint\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12-\n\x06status\x18\x06 \x01(\x0e\x32\x1d.coordinator.CheckpointStatus\x12\x11\n\tworker_id\x18\x07 \x01(\t\x12\x12\n\ncreated_at\x18\x08 \x01(\x01\x12\r\n\x05tiers\x18\t \x03(\t\x12\x0e\n\x06\x64igest\x18\n \x01(\t\x12\x37\n\x08metadata\x18\x0b \x03(\x0b\x32%.coordinator.Checkpoint.MetadataEntry\x12\x11\n\tdata_json\x18\x0c \x01(\t\x12\x0e\n\x06job_id\x18\r \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"?\n\x1aGetLatestCheckpointRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t"\xc2\x01\n\x10RecoveryResponse\x12\x16\n\x0ehas_checkpoint\x18\x01 \x01(\x08\x12\x32\n\x11latest_checkpoint\x18\x02 \x01(\x0b\x32\x17.coordinator.Checkpoint\x12\x13\n\x0bresume_step\x18\x03 \x01(\x04\x12\x14\n\x0cresume_epoch\x18\x04 \x01(\x04\x12\x37\n\x11shard_assignments\x18\x05 \x03(\x0b\x32\x1c.coordinator.ShardAssignment"\x1f\n\x10ReadValueRequest\x12\x0b\n\x03key\x18\x01 \x01(\t"H\n\x10SwapValueRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x18\n\x10\x65xpected_version\x18\x03 \x01(\x04"@\n\rValueResponse\x12\x0f\n\x07swapped\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x0f\n\x07version\x18\x03 \x01(\x04"/\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04"^\n\x08LogEntry\x12\x11\n\ttimestamp\x18\x01 \x01(\x01\x12\r\n\x05level\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0f\n\x07task_id\x18\x05 \x01(\t"C\n\x08LogBatch\x12&\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x15.coordinator.LogEntry\x12\x0f\n\x07\x64ropped\x18\x02 \x01(\x04"Z\n\rShardProgress\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08shard_id\x18\x03 \x01(\x04\x12\x14\n\x0csamples_done\x18\x04 \x01(\x04"X\n\x08Progress\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12*\n\x06shards\x18\x03 \x03(\x0b\x32\x1a.coordinator.ShardProgress"\xf6\x01\n\rWorkerMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.coordinator.HelloH\x00\x12\x32\n\theartbeat\x18\x02 \x01(\x0b\x32\x1d.coordinator.HeartbeatRequestH\x00\x12\x32\n\x07\x62\x61rrier\x18\x03 \x01(\x0b\x32\x1f.coordinator.WaitBarrierRequestH\x00\x12)\n\x08progress\x18\x04 \x01(\x0b\x32\x15.coordinator.ProgressH\x00\x12%\n\x04logs\x18\x05 \x01(\x0b\x32\x15.coordinator.LogBatchH\x00\x42\x06\n\x04\x62ody"E\n\x07Welcome\x12\x1b\n\x13server_timestamp_ms\x18\x01 \x01(\x04\x12\x1d\n\x15heartbeat_interval_ms\x18\x02 \x01(\r"P\n\x08Topology\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t"G\n\x0bPlanChanged\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x14\n\x0cplan_version\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t"h\n\x0e\x42\x61rrierOutcome\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x31\n\x07outcome\x18\x02 \x01(\x0b\x32 .coordinator.WaitBarrierResponse\x12\x12\n\nerror_code\x18\x03 \x01(\t"\x17\n\x05Stale\x12\x0e\n\x06reason\x18\x01 \x01(\t"\x9f\x02\n\x12\x43oordinatorMessage\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.coordinator.WelcomeH\x00\x12)\n\x08topology\x18\x02 \x01(\x0b\x32\x15.coordinator.TopologyH\x00\x12(\n\x04plan\x18\x03 \x01(\x0b\x32\x18.coordinator.PlanChangedH\x00\x12.\n\x07\x62\x61rrier\x18\x04 \x01(\x0b\x32\x1b.coordinator.BarrierOutcomeH\x00\x12.\n\x07\x63ommand\x18\x05 \x01(\x0b\x32\x1b.coordinator.PendingCommandH\x00\x12#\n\x05stale\x18\x06 \x01(\x0b\x32\x12.coordinator.StaleH\x00\x42\x06\n\x04\x62ody*\xb6\x01\n\x10\x43heckpointStatus\x12!\n\x1d\x43HECKPOINT_STATUS_UNSPECIFIED\x10\x00\x12!\n\x1d\x43HECKPOINT_STATUS_IN_PROGRESS\x10\x01\x12\x1f\n\x1b\x43HECKPOINT_STATUS_COMPLETED\x10\x02\x12\x1c\n\x18\x43HECKPOINT_STATUS_FAILED\x10\x03\x12\x1d\n\x19\x43HECKPOINT_STATUS_REMOVED\x10\x04\x32\x80\x08\n\x0b\x43oordinator\x12Y\n\x0eRegisterWorker\x12".coordinator.RegisterWorkerRequest\x1a#.coordinator.RegisterWorkerResponse\x12J\n\tHeartbeat\x12\x1d.coordinator.HeartbeatRequest\x1a\x1e.coordinator.HeartbeatResponse\x12_\n\x10\x44\x65registerWorker\x12$.coordinator.DeregisterWorkerRequest\x1a%.coordinator.DeregisterWorkerResponse\x12\\\n\x0fRegisterDataset\x12#.coordinator.RegisterDatasetRequest\x1a$.coordinator.RegisterDatasetResponse\x12S\n\x0cListDatasets\x12 .coordinator.ListDatasetsRequest\x1a!.coordinator.ListDatasetsResponse\x12S\n\x0cGetDataShard\x12 .coordinator.GetDataShardRequest\x1a!.coordinator.GetDataShardResponse\x12P\n\x0bWaitBarrier\x12\x1f.coordinator.WaitBarrierRequest\x1a .coordinator.WaitBarrierResponse\x12T\n\x10NotifyCheckpoint\x12$.coordinator.NotifyCheckpointRequest\x1a\x1a.coordinator.CheckpointAck\x12]\n\x13GetLatestCheckpoint\x12\'.coordinator.GetLatestCheckpointRequest\x1a\x1d.coordinator.RecoveryResponse\x12\x46\n\tReadValue\x12\x1d.coordinator.ReadValueRequest\x1a\x1a.coordinator.ValueResponse\x12\x46\n\tSwapValue\x12\x1d.coordinator.SwapValueRequest\x1a\x1a.coordinator.ValueResponse\x12J\n\x07Session\x12\x1a.coordinator.WorkerMessage\x1a\x1f.coordinator.CoordinatorMessage(\x01\x30\x01\x62\x06proto3'
+)
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'strata.rpc.coordinator_pb2', _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "strata.rpc.coordinator_pb2", _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_REGISTERWORKERREQUEST_METADATAENTRY']._loaded_options = None
-  _globals['_REGISTERWORKERREQUEST_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_REGISTERWORKERRESPONSE_CONFIGENTRY']._loaded_options = None
-  _globals['_REGISTERWORKERRESPONSE_CONFIGENTRY']._serialized_options = b'8\001'
-  _globals['_PENDINGCOMMAND_ARGUMENTSENTRY']._loaded_options = None
-  _globals['_PENDINGCOMMAND_ARGUMENTSENTRY']._serialized_options = b'8\001'
-  _globals['_REGISTERDATASETREQUEST_METADATAENTRY']._loaded_options = None
-  _globals['_REGISTERDATASETREQUEST_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_DATASET_METADATAENTRY']._loaded_options = None
-  _globals['_DATASET_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_NOTIFYCHECKPOINTREQUEST_METADATAENTRY']._loaded_options = None
-  _globals['_NOTIFYCHECKPOINTREQUEST_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_CHECKPOINT_METADATAENTRY']._loaded_options = None
-  _globals['_CHECKPOINT_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_CHECKPOINTSTATUS']._serialized_start=5606
-  _globals['_CHECKPOINTSTATUS']._serialized_end=5788
-  _globals['_REGISTERWORKERREQUEST']._serialized_start=46
-  _globals['_REGISTERWORKERREQUEST']._serialized_end=319
-  _globals['_REGISTERWORKERREQUEST_METADATAENTRY']._serialized_start=272
-  _globals['_REGISTERWORKERREQUEST_METADATAENTRY']._serialized_end=319
-  _globals['_REGISTERWORKERRESPONSE']._serialized_start=322
-  _globals['_REGISTERWORKERRESPONSE']._serialized_end=585
-  _globals['_REGISTERWORKERRESPONSE_CONFIGENTRY']._serialized_start=540
-  _globals['_REGISTERWORKERRESPONSE_CONFIGENTRY']._serialized_end=585
-  _globals['_DEREGISTERWORKERREQUEST']._serialized_start=587
-  _globals['_DEREGISTERWORKERREQUEST']._serialized_end=668
-  _globals['_DEREGISTERWORKERRESPONSE']._serialized_start=670
-  _globals['_DEREGISTERWORKERRESPONSE']._serialized_end=718
-  _globals['_WORKERSTATUS']._serialized_start=720
-  _globals['_WORKERSTATUS']._serialized_end=816
-  _globals['_GPUUSAGE']._serialized_start=818
-  _globals['_GPUUSAGE']._serialized_end=927
-  _globals['_RESOURCEUSAGE']._serialized_start=930
-  _globals['_RESOURCEUSAGE']._serialized_end=1138
-  _globals['_HEARTBEATREQUEST']._serialized_start=1141
-  _globals['_HEARTBEATREQUEST']._serialized_end=1331
-  _globals['_PENDINGCOMMAND']._serialized_start=1334
-  _globals['_PENDINGCOMMAND']._serialized_end=1497
-  _globals['_PENDINGCOMMAND_ARGUMENTSENTRY']._serialized_start=1449
-  _globals['_PENDINGCOMMAND_ARGUMENTSENTRY']._serialized_end=1497
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1500
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1645
-  _globals['_REGISTERDATASETREQUEST']._serialized_start=1648
-  _globals['_REGISTERDATASETREQUEST']._serialized_end=1914
-  _globals['_REGISTERDATASETREQUEST_METADATAENTRY']._serialized_start=272
-  _globals['_REGISTERDATASETREQUEST_METADATAENTRY']._serialized_end=319
-  _globals['_REGISTERDATASETRESPONSE']._serialized_start=1916
-  _globals['_REGISTERDATASETRESPONSE']._serialized_end=2023
-  _globals['_DATASET']._serialized_start=2026
-  _globals['_DATASET']._serialized_end=2307
-  _globals['_DATASET_METADATAENTRY']._serialized_start=272
-  _globals['_DATASET_METADATAENTRY']._serialized_end=319
-  _globals['_LISTDATASETSREQUEST']._serialized_start=2309
-  _globals['_LISTDATASETSREQUEST']._serialized_end=2330
-  _globals['_LISTDATASETSRESPONSE']._serialized_start=2332
-  _globals['_LISTDATASETSRESPONSE']._serialized_end=2394
-  _globals['_GETDATASHARDREQUEST']._serialized_start=2396
-  _globals['_GETDATASHARDREQUEST']._serialized_end=2512
-  _globals['_SHARDASSIGNMENT']._serialized_start=2515
-  _globals['_SHARDASSIGNMENT']._serialized_end=2667
-  _globals['_GETDATASHARDRESPONSE']._serialized_start=2669
-  _globals['_GETDATASHARDRESPONSE']._serialized_end=2795
-  _globals['_WAITBARRIERREQUEST']._serialized_start=2798
-  _globals['_WAITBARRIERREQUEST']._serialized_end=2980
-  _globals['_WAITBARRIERRESPONSE']._serialized_start=2983
-  _globals['_WAITBARRIERRESPONSE']._serialized_end=3120
-  _globals['_NOTIFYCHECKPOINTREQUEST']._serialized_start=3123
-  _globals['_NOTIFYCHECKPOINTREQUEST']._serialized_end=3581
-  _globals['_NOTIFYCHECKPOINTREQUEST_METADATAENTRY']._serialized_start=272
-  _globals['_NOTIFYCHECKPOINTREQUEST_METADATAENTRY']._serialized_end=319
-  _globals['_CHECKPOINTACK']._serialized_start=3583
-  _globals['_CHECKPOINTACK']._serialized_end=3690
-  _globals['_CHECKPOINT']._serialized_start=3693
-  _globals['_CHECKPOINT']._serialized_end=4049
-  _globals['_CHECKPOINT_METADATAENTRY']._serialized_start=272
-  _globals['_CHECKPOINT_METADATAENTRY']._serialized_end=319
-  _globals['_GETLATESTCHECKPOINTREQUEST']._serialized_start=4051
-  _globals['_GETLATESTCHECKPOINTREQUEST']._serialized_end=4114
-  _globals['_RECOVERYRESPONSE']._serialized_start=4117
-  _globals['_RECOVERYRESPONSE']._serialized_end=4311
-  _globals['_HELLO']._serialized_start=4313
-  _globals['_HELLO']._serialized_end=4360
-  _globals['_LOGENTRY']._serialized_start=4362
-  _globals['_LOGENTRY']._serialized_end=4456
-  _globals['_LOGBATCH']._serialized_start=4458
-  _globals['_LOGBATCH']._serialized_end=4525
-  _globals['_SHARDPROGRESS']._serialized_start=4527
-  _globals['_SHARDPROGRESS']._serialized_end=4617
-  _globals['_PROGRESS']._serialized_start=4619
-  _globals['_PROGRESS']._serialized_end=4707
-  _globals['_WORKERMESSAGE']._serialized_start=4710
-  _globals['_WORKERMESSAGE']._serialized_end=4956
-  _globals['_WELCOME']._serialized_start=4958
-  _globals['_WELCOME']._serialized_end=5027
-  _globals['_TOPOLOGY']._serialized_start=5029
-  _globals['_TOPOLOGY']._serialized_end=5109
-  _globals['_PLANCHANGED']._serialized_start=5111
-  _globals['_PLANCHANGED']._serialized_end=5182
-  _globals['_BARRIEROUTCOME']._serialized_start=5184
-  _globals['_BARRIEROUTCOME']._serialized_end=5288
-  _globals['_STALE']._serialized_start=5290
-  _globals['_STALE']._serialized_end=5313
-  _globals['_COORDINATORMESSAGE']._serialized_start=5316
-  _globals['_COORDINATORMESSAGE']._serialized_end=5603
-  _globals['_COORDINATOR']._serialized_start=5791
-  _globals['_COORDINATOR']._serialized_end=6671
+    DESCRIPTOR._loaded_options = None
+    _globals["_REGISTERWORKERREQUEST_METADATAENTRY"]._loaded_options = None
+    _globals["_REGISTERWORKERREQUEST_METADATAENTRY"]._serialized_options = b"8\001"
+    _globals["_REGISTERWORKERRESPONSE_CONFIGENTRY"]._loaded_options = None
+    _globals["_REGISTERWORKERRESPONSE_CONFIGENTRY"]._serialized_options = b"8\001"
+    _globals["_PENDINGCOMMAND_ARGUMENTSENTRY"]._loaded_options = None
+    _globals["_PENDINGCOMMAND_ARGUMENTSENTRY"]._serialized_options = b"8\001"
+    _globals["_REGISTERDATASETREQUEST_METADATAENTRY"]._loaded_options = None
+    _globals["_REGISTERDATASETREQUEST_METADATAENTRY"]._serialized_options = b"8\001"
+    _globals["_DATASET_METADATAENTRY"]._loaded_options = None
+    _globals["_DATASET_METADATAENTRY"]._serialized_options = b"8\001"
+    _globals["_NOTIFYCHECKPOINTREQUEST_METADATAENTRY"]._loaded_options = None
+    _globals["_NOTIFYCHECKPOINTREQUEST_METADATAENTRY"]._serialized_options = b"8\001"
+    _globals["_CHECKPOINT_METADATAENTRY"]._loaded_options = None
+    _globals["_CHECKPOINT_METADATAENTRY"]._serialized_options = b"8\001"
+    _globals["_CHECKPOINTSTATUS"]._serialized_start = 5779
+    _globals["_CHECKPOINTSTATUS"]._serialized_end = 5961
+    _globals["_REGISTERWORKERREQUEST"]._serialized_start = 46
+    _globals["_REGISTERWORKERREQUEST"]._serialized_end = 319
+    _globals["_REGISTERWORKERREQUEST_METADATAENTRY"]._serialized_start = 272
+    _globals["_REGISTERWORKERREQUEST_METADATAENTRY"]._serialized_end = 319
+    _globals["_REGISTERWORKERRESPONSE"]._serialized_start = 322
+    _globals["_REGISTERWORKERRESPONSE"]._serialized_end = 585
+    _globals["_REGISTERWORKERRESPONSE_CONFIGENTRY"]._serialized_start = 540
+    _globals["_REGISTERWORKERRESPONSE_CONFIGENTRY"]._serialized_end = 585
+    _globals["_DEREGISTERWORKERREQUEST"]._serialized_start = 587
+    _globals["_DEREGISTERWORKERREQUEST"]._serialized_end = 668
+    _globals["_DEREGISTERWORKERRESPONSE"]._serialized_start = 670
+    _globals["_DEREGISTERWORKERRESPONSE"]._serialized_end = 718
+    _globals["_WORKERSTATUS"]._serialized_start = 720
+    _globals["_WORKERSTATUS"]._serialized_end = 816
+    _globals["_GPUUSAGE"]._serialized_start = 818
+    _globals["_GPUUSAGE"]._serialized_end = 927
+    _globals["_RESOURCEUSAGE"]._serialized_start = 930
+    _globals["_RESOURCEUSAGE"]._serialized_end = 1138
+    _globals["_HEARTBEATREQUEST"]._serialized_start = 1141
+    _globals["_HEARTBEATREQUEST"]._serialized_end = 1331
+    _globals["_PENDINGCOMMAND"]._serialized_start = 1334
+    _globals["_PENDINGCOMMAND"]._serialized_end = 1497
+    _globals["_PENDINGCOMMAND_ARGUMENTSENTRY"]._serialized_start = 1449
+    _globals["_PENDINGCOMMAND_ARGUMENTSENTRY"]._serialized_end = 1497
+    _globals["_HEARTBEATRESPONSE"]._serialized_start = 1500
+    _globals["_HEARTBEATRESPONSE"]._serialized_end = 1645
+    _globals["_REGISTERDATASETREQUEST"]._serialized_start = 1648
+    _globals["_REGISTERDATASETREQUEST"]._serialized_end = 1914
+    _globals["_REGISTERDATASETREQUEST_METADATAENTRY"]._serialized_start = 272
+    _globals["_REGISTERDATASETREQUEST_METADATAENTRY"]._serialized_end = 319
+    _globals["_REGISTERDATASETRESPONSE"]._serialized_start = 1916
+    _globals["_REGISTERDATASETRESPONSE"]._serialized_end = 2023
+    _globals["_DATASET"]._serialized_start = 2026
+    _globals["_DATASET"]._serialized_end = 2307
+    _globals["_DATASET_METADATAENTRY"]._serialized_start = 272
+    _globals["_DATASET_METADATAENTRY"]._serialized_end = 319
+    _globals["_LISTDATASETSREQUEST"]._serialized_start = 2309
+    _globals["_LISTDATASETSREQUEST"]._serialized_end = 2330
+    _globals["_LISTDATASETSRESPONSE"]._serialized_start = 2332
+    _globals["_LISTDATASETSRESPONSE"]._serialized_end = 2394
+    _globals["_GETDATASHARDREQUEST"]._serialized_start = 2396
+    _globals["_GETDATASHARDREQUEST"]._serialized_end = 2512
+    _globals["_SHARDASSIGNMENT"]._serialized_start = 2515
+    _globals["_SHARDASSIGNMENT"]._serialized_end = 2667
+    _globals["_GETDATASHARDRESPONSE"]._serialized_start = 2669
+    _globals["_GETDATASHARDRESPONSE"]._serialized_end = 2795
+    _globals["_WAITBARRIERREQUEST"]._serialized_start = 2798
+    _globals["_WAITBARRIERREQUEST"]._serialized_end = 2980
+    _globals["_WAITBARRIERRESPONSE"]._serialized_start = 2983
+    _globals["_WAITBARRIERRESPONSE"]._serialized_end = 3120
+    _globals["_NOTIFYCHECKPOINTREQUEST"]._serialized_start = 3123
+    _globals["_NOTIFYCHECKPOINTREQUEST"]._serialized_end = 3581
+    _globals["_NOTIFYCHECKPOINTREQUEST_METADATAENTRY"]._serialized_start = 272
+    _globals["_NOTIFYCHECKPOINTREQUEST_METADATAENTRY"]._serialized_end = 319
+    _globals["_CHECKPOINTACK"]._serialized_start = 3583
+    _globals["_CHECKPOINTACK"]._serialized_end = 3690
+    _globals["_CHECKPOINT"]._serialized_start = 3693
+    _globals["_CHECKPOINT"]._serialized_end = 4049
+    _globals["_CHECKPOINT_METADATAENTRY"]._serialized_start = 272
+    _globals["_CHECKPOINT_METADATAENTRY"]._serialized_end = 319
+    _globals["_GETLATESTCHECKPOINTREQUEST"]._serialized_start = 4051
+    _globals["_GETLATESTCHECKPOINTREQUEST"]._serialized_end = 4114
+    _globals["_RECOVERYRESPONSE"]._serialized_start = 4117
+    _globals["_RECOVERYRESPONSE"]._serialized_end = 4311
+    _globals["_READVALUEREQUEST"]._serialized_start = 4313
+    _globals["_READVALUEREQUEST"]._serialized_end = 4344
+    _globals["_SWAPVALUEREQUEST"]._serialized_start = 4346
+    _globals["_SWAPVALUEREQUEST"]._serialized_end = 4418
+    _globals["_VALUERESPONSE"]._serialized_start = 4420
+    _globals["_VALUERESPONSE"]._serialized_end = 4484
+    _globals["_HELLO"]._serialized_start = 4486
+    _globals["_HELLO"]._serialized_end = 4533
+    _globals["_LOGENTRY"]._serialized_start = 4535
+    _globals["_LOGENTRY"]._serialized_end = 4629
+    _globals["_LOGBATCH"]._serialized_start = 4631
+    _globals["_LOGBATCH"]._serialized_end = 4698
+    _globals["_SHARDPROGRESS"]._serialized_start = 4700
+    _globals["_SHARDPROGRESS"]._serialized_end = 4790
+    _globals["_PROGRESS"]._serialized_start = 4792
+    _globals["_PROGRESS"]._serialized_end = 4880
+    _globals["_WORKERMESSAGE"]._serialized_start = 4883
+    _globals["_WORKERMESSAGE"]._serialized_end = 5129
+    _globals["_WELCOME"]._serialized_start = 5131
+    _globals["_WELCOME"]._serialized_end = 5200
+    _globals["_TOPOLOGY"]._serialized_start = 5202
+    _globals["_TOPOLOGY"]._serialized_end = 5282
+    _globals["_PLANCHANGED"]._serialized_start = 5284
+    _globals["_PLANCHANGED"]._serialized_end = 5355
+    _globals["_BARRIEROUTCOME"]._serialized_start = 5357
+    _globals["_BARRIEROUTCOME"]._serialized_end = 5461
+    _globals["_STALE"]._serialized_start = 5463
+    _globals["_STALE"]._serialized_end = 5486
+    _globals["_COORDINATORMESSAGE"]._serialized_start = 5489
+    _globals["_COORDINATORMESSAGE"]._serialized_end = 5776
+    _globals["_COORDINATOR"]._serialized_start = 5964
+    _globals["_COORDINATOR"]._serialized_end = 6988
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,48 @@
+"""The coordinator's compare-and-swap values, for callers that block (torchrun's agents)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import grpc
+
+from strata.rpc import coordinator_pb2 as pb
+from strata.rpc import coordinator_pb2_grpc
+
+
+class CoordinatorCasClient:
+    """Raises `ConnectionError` when the coordinator does not answer in time; the outcome is then unknown."""
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        options = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 100)]
+        self._channel = grpc.insecure_channel(address, options=options)
+        self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._timeout_s = timeout_s
+        token = os.environ.get("STRATA_TOKEN")
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        answer = self._call("ReadValue", pb.ReadValueRequest(key=key))
+        return (answer.value, str(answer.version)) if answer.version else None
+
+    def cas(
+        self, key: str, value: bytes, expected_token: str | None
+    ) -> tuple[bool, bytes | None, str | None]:
+        request = pb.SwapValueRequest(key=key, value=value, expected_version=int(expected_token or 0))
+        answer = self._call("SwapValue", request)
+        if not answer.version:
+            return answer.swapped, None, None
+        return answer.swapped, answer.value, str(answer.version)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _call(self, method: str, request: Any) -> pb.ValueResponse:
+        try:
+            return cast(
+                pb.ValueResponse,
+                getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata),
+            )
+        except grpc.RpcError as error:
+            raise ConnectionError(f"{error.code().name.lower()}: {error.details()}") from None

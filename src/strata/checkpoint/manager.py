@@ -46,6 +46,8 @@ from strata.stores import open_store, store_from_env
 from strata.stores.protocol import NoSpace, Store
 
 if TYPE_CHECKING:
+    import torch
+
     from strata.checkpoint.image import Plan
     from strata.checkpoint.staging import Staging
 
@@ -196,6 +198,18 @@ class CheckpointManager:
         handle = await asyncio.to_thread(self.save, data, step, epoch, metadata, **options)
         return await asyncio.wrap_future(handle.future)
 
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let saves of CUDA tensors overlap with training until this optimizer's next step changes them.
+
+        Without a guard a save is as safe, but the device waits for the copy. Code that changes the optimizer's
+        parameters or state outside of `step` calls `settle` before.
+        """
+        self._images().copier.guard(optimizer)
+
+    def settle(self) -> None:
+        """Make the current CUDA streams wait for copies under way, before guarded tensors are changed."""
+        self._images().copier.settle()
+
     def raise_failure(self) -> None:
         """Raise the failure of an earlier save, once, unless the policy is to warn only."""
         with self._lock:
@@ -319,7 +333,11 @@ class CheckpointManager:
             buffer = staging.acquire(prepared.plan, timeout_s=self._patience_s)
             if buffer is None:
                 raise SaveSkipped(reason="the images of earlier saves are still being written")
-            buffer.fill(prepared)
+            try:
+                buffer.fill(prepared, staging.copier)
+            except BaseException:
+                staging.release(buffer)
+                raise
             return ImagePayload(staging, buffer)
 
         return _Staged(format=IMAGE, size_bytes=prepared.plan.bound_bytes, make=make)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from strata.checkpoint.copying import Copier, Copying, any_on_cuda, page_lock, page_unlock
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
@@ -62,6 +63,8 @@ class ImageBuffer:
         self._bytes: torch.Tensor | None = None
         self._targets: list[torch.Tensor] = []
         self._body_bytes = 0
+        self._is_page_locked = False
+        self._copying: Copying | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -96,21 +99,25 @@ class ImageBuffer:
         self.entries = plan.entries(placement)
         self.plan = plan
 
-    def fill(self, prepared: Prepared) -> None:
-        """Copy one state in. The image has no mark from here until `mark`."""
+    def fill(self, prepared: Prepared, copier: Copier) -> None:
+        """Begin to copy one state in; `wait` tells when it is complete. There is no mark from here until `mark`."""
         assert self.plan is prepared.plan
         assert self._placement is not None
         assert self._map is not None
+        assert self._bytes is not None
         self.unmark()
         start, length = self._placement.body_offset_bytes, len(prepared.body)
         stale_bytes = max(0, self._body_bytes - length)
         self._map[start : start + length + stale_bytes] = prepared.body + bytes(stale_bytes)
         self._body_bytes = length
-        with torch.no_grad():
-            torch._foreach_copy_(self._targets, prepared.plan.sources(prepared.tensors))
+        if not self._is_page_locked and any_on_cuda(prepared.tensors):
+            self._is_page_locked = page_lock(self._bytes)
+        self._copying = copier.copy(self._targets, prepared.plan.sources(prepared.tensors))
 
     def wait(self) -> None:
         """Return when the copy of `fill` is complete."""
+        if self._copying is not None:
+            self._copying.wait()
 
     def mark(self, manifest: Manifest) -> None:
         """Make the image a checkpoint of the memory tier."""
@@ -126,6 +133,10 @@ class ImageBuffer:
     def _unmap(self) -> None:
         self.plan = None
         self._targets = []
+        self._copying = None
+        if self._is_page_locked and self._bytes is not None:
+            page_unlock(self._bytes)
+        self._is_page_locked = False
         self._bytes = None
         if self._map is not None:
             self._map.close()
@@ -171,6 +182,7 @@ class Staging:
             raise ValueError(f"images ({images}) must be 1 or 2")
         self.job = job
         self.budget_bytes = budget_bytes
+        self.copier = Copier()
         self._images = images
         self._root = root
         self._process = this_process()
@@ -247,6 +259,7 @@ class Staging:
 
     def close(self, *, keep: bool = False) -> None:
         """Let go of the images; they are removed unless `keep`, which leaves them to the job's next process."""
+        self.copier.close()
         with self._changed:
             if not self._is_open or self._process != this_process():
                 return  # A forked child holds nothing.

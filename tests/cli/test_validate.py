@@ -1,0 +1,119 @@
+"""`strata validate` explains what is wrong, where, and what was probably meant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from strata.cli.validate import validate
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "configs").glob("*.yaml"))
+app = typer.Typer()
+app.command()(validate)
+
+
+def run(tmp_path: Path, text: str, *words: str) -> tuple[int, str]:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(app, [str(path), *words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output.replace(str(path), "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("training:\n  lr:1e-4\n", 1, "There is no space after the colon: write 'lr: 1e-4'."),
+        ("training:\n  lr:1e-4\n  seed: 1\n", 2, "Line 2 has no space after its colon. Write 'lr: 1e-4'."),
+        ("training:\n\tlr: 1e-4\n", 2, "indented with a tab"),
+        ("training:\n  lr: 1e-4\n\tseed: 1\n", 3, "indented with a tab"),
+        ("elastic:\n  rdzv_id: my-job: 123\n", 2, "needs quotes"),
+        ("training:\n  lr: 1e-4\n   seed: 1\n", 3, "indentation is off"),
+        ('data:\n  tokenizer: "gpt2\n', 3, "never closed"),
+        ("training:\n  lr: 1e-4\n  lr: 2e-4\n", 3, "the first is on line 2"),
+        ("elastic:\n  min_nodes: 0\n", 2, "min_nodes (0) must be at least 1"),
+        ("just words\n", 1, "must hold sections"),
+    ],
+)
+def test_each_mistake_is_explained_with_its_line(tmp_path: Path, text: str, line: int, said: str) -> None:
+    code, output = run(tmp_path, text)
+    assert code == 1
+    assert f"config.yaml:{line}: error: " in output
+    assert said in output
+    assert "Traceback" not in output
+
+
+def test_quoted_and_glued_colons_in_values_are_fine(tmp_path: Path) -> None:
+    assert run(tmp_path, 'elastic:\n  rdzv_id: "my-job: 123"\n')[0] == 0
+    assert run(tmp_path, "elastic:\n  rdzv_id: my-job:123\n")[0] == 0
+
+
+def test_number_without_a_point_is_a_number(tmp_path: Path) -> None:
+    assert run(tmp_path, "training:\n  lr: 1e-4\n") == (0, "config.yaml can be used\n")
+
+
+def test_all_errors_come_at_once_and_warnings_alone_pass_unless_strict(tmp_path: Path) -> None:
+    code, output = run(
+        tmp_path, "elastic: {min_nodes: 0}\ncheckpoint: {checkpoint_interval: 0}\ntraning: {}\n"
+    )
+    assert code == 1
+    assert "2 errors, 1 warning" in output
+    doubtful = "training:\n  batchsize: 3\n"
+    code, output = run(tmp_path, doubtful)
+    assert (code, "did you mean 'batch_size'?" in output) == (0, True)
+    assert run(tmp_path, doubtful, "--strict")[0] == 1
+
+
+def test_overrides_are_checked_like_the_file(tmp_path: Path) -> None:
+    assert run(tmp_path, "training:\n  lr: 1e-4\n", "training.lr=0")[0] == 1
+    assert run(tmp_path, "training:\n  lr: 0\n", "training.lr=3e-4")[0] == 0
+    code, output = run(tmp_path, "training:\n  lr: 1e-4\n", "training.lr")
+    assert (code, "Write section.key=value." in output) == (1, True)
+
+
+def test_interpolations_are_resolved_and_broken_ones_named(tmp_path: Path) -> None:
+    assert (
+        run(tmp_path, "training: {batch_size: 8}\nscaling: {base_batch_size: '${training.batch_size}'}\n")[0]
+        == 0
+    )
+    code, output = run(tmp_path, "training:\n  lr: ${nowhere}\n")
+    assert (code, "nowhere" in output) == (1, True)
+
+
+def test_file_that_cannot_be_read_is_another_exit_code(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.yaml", tmp_path):
+        result = CliRunner().invoke(app, [str(path)])
+        assert (result.exit_code, "Cannot read" in result.output) == (2, True)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert CliRunner().invoke(app, [str(tmp_path / "binary.yaml")]).exit_code == 2
+    assert run(tmp_path, "")[0] == 1
+
+
+def test_json_carries_every_fact(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "elastic:\n  min_nodes: 0\n", "--json")
+    document: dict[str, Any] = json.loads(output)
+    assert (code, document["valid"]) == (1, False)
+    assert document["problems"] == [
+        {
+            "severity": "error",
+            "line": 2,
+            "path": "elastic.min_nodes",
+            "message": "min_nodes (0) must be at least 1",
+            "hint": "",
+        }
+    ]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_is_valid_without_a_warning(path: Path) -> None:
+    result = CliRunner().invoke(app, [str(path), "--strict"])
+    assert result.exit_code == 0, result.output
+
+
+def test_there_are_examples() -> None:
+    assert {"small.yaml", "multi_node.yaml"} <= {path.name for path in EXAMPLES}

@@ -1,0 +1,236 @@
+"""Every mistake is found at once, with its key path and the words users know."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_harness.config_validator import (
+    SECTIONS,
+    validate_config,
+    validate_elastic_config,
+    validate_s3_access,
+)
+from elastic_harness.errors import ConfigurationError
+
+GOOD: dict[str, Any] = {
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "seq_length": 64, "dropout": 0.0},
+    "training": {"lr": 3e-4, "batch_size": 8, "max_steps": 1000, "max_norm": 1.0, "seed": 1},
+    "data": {
+        "files": ["data/train.jsonl"],
+        "index_file": "data/train.index",
+        "tokenizer": "bytes",
+        "text_key": "text",
+    },
+    "checkpoint": {
+        "checkpoint_interval": 500,
+        "memory_snapshot_interval": 50,
+        "nvme_path": "/tmp/x",
+        "s3_bucket": None,
+    },
+    "scaling": {"strategy": "constant_batch", "target_global_batch_size": 32, "base_world_size": 4},
+    "elastic": {"min_nodes": 1, "max_nodes": 4, "rdzv_backend": "etcd", "rdzv_id": "my-job:123"},
+    "chaos": {"enabled": False},
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """`GOOD` with changes such as `elastic__min_nodes=0`."""
+    changed = copy.deepcopy(GOOD)
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        changed[section][key] = value
+    return changed
+
+
+def test_a_good_configuration_has_nothing_to_say() -> None:
+    result = validate_config(GOOD)
+    assert (result.valid, result.errors, result.warnings) == (True, [], [])
+    assert validate_config({}).valid
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "text"),
+    [
+        ({"elastic__min_nodes": 0}, "elastic.min_nodes", "min_nodes (0) must be at least 1"),
+        ({"elastic__min_nodes": 8}, "elastic.min_nodes", "min_nodes (8) cannot exceed max_nodes (4)"),
+        (
+            {"elastic__heartbeat_timeout": 10},
+            "elastic.heartbeat_timeout",
+            "must exceed heartbeat_interval (30)",
+        ),
+        ({"elastic__nproc_per_node": "many"}, "elastic.nproc_per_node", "Unknown nproc_per_node 'many'"),
+        ({"elastic__rdzv_id": ""}, "elastic.rdzv_id", "rdzv_id cannot be empty"),
+        (
+            {"checkpoint__checkpoint_interval": 0},
+            "checkpoint.checkpoint_interval",
+            "checkpoint_interval (0) must be positive",
+        ),
+        (
+            {"checkpoint__memory_snapshot_interval": -1},
+            "checkpoint.memory_snapshot_interval",
+            "memory_snapshot_interval (-1) cannot be negative",
+        ),
+        ({"checkpoint__keep_last_n": 0}, "checkpoint.keep_last_n", "keep_last_n (0) must be at least 1"),
+        (
+            {"checkpoint__async_save_policy": "panic"},
+            "checkpoint.async_save_policy",
+            "Unknown async_save_policy 'panic'. Valid options: ['warn', 'fail', 'retry']",
+        ),
+        ({"checkpoint__s3_bucket": "s3://bucket/x"}, "checkpoint.s3_bucket", "takes the bare name"),
+        ({"checkpoint__s3_bucket": "No_Bucket"}, "checkpoint.s3_bucket", "no valid bucket name"),
+        (
+            {"scaling__strategy": "invalid"},
+            "scaling.strategy",
+            "Unknown scaling strategy 'invalid'. Valid options: ['variable_batch', 'constant_batch']",
+        ),
+        (
+            {"scaling__target_global_batch_size": None},
+            "scaling.target_global_batch_size",
+            "target_global_batch_size is required for constant_batch strategy",
+        ),
+        ({"scaling__min_lr": 1.0}, "scaling.min_lr", "min_lr (1) cannot exceed max_lr (0.01)"),
+        ({"training__lr": 0}, "training.lr", "lr (0) must be positive"),
+        ({"training__lr": float("nan")}, "training.lr", "must be a finite number"),
+        (
+            {"training__learning_rate": -1e-3},
+            "training.learning_rate",
+            "learning_rate (-0.001) must be positive",
+        ),
+        ({"training__batch_size": 0}, "training.batch_size", "batch_size (0) must be positive"),
+        (
+            {"training__batch_size": 2.5},
+            "training.batch_size",
+            "must be a whole number, not a fraction (2.5)",
+        ),
+        ({"training__batch_size": True}, "training.batch_size", "must be a whole number, not true or false"),
+        ({"training__max_norm": -1}, "training.max_norm", "max_norm (-1) must be positive"),
+        ({"training__seed": None}, "training.seed", "seed has no value"),
+        ({"model__n_embd": 65}, "model.n_embd", "n_embd (65) must be a multiple of n_head (2)"),
+        ({"model__dropout": 1.5}, "model.dropout", "dropout (1.5) cannot exceed 1"),
+        ({"data__files": [1]}, "data.files", "must be a list of names"),
+    ],
+)
+def test_each_mistake_has_its_words_and_its_place(changes: dict[str, Any], path: str, text: str) -> None:
+    result = validate_config(config(**changes))
+    assert not result.valid
+    assert [error.path for error in result.errors] == [path]
+    assert text in result.errors[0]
+    assert result.errors[0].startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "text"),
+    [
+        (
+            {"scaling__base_world_size": 8, "scaling__target_global_batch_size": 64},
+            "scaling.base_world_size",
+            "outside the worlds this job can have (1 to 4)",
+        ),
+        ({"checkpoint__memory_snapshot_interval": 30}, "checkpoint.memory_snapshot_interval", "do not nest"),
+        ({"training__max_steps": 100}, "checkpoint.checkpoint_interval", "exceeds max_steps (100)"),
+        (
+            {"scaling__target_global_batch_size": 50},
+            "scaling.target_global_batch_size",
+            "will take 64 samples",
+        ),
+        ({"scaling__base_lr": 0.1}, "scaling.base_lr", "will be clamped"),
+        ({"elastic__heartbeat_timeout": 40}, "elastic.heartbeat_timeout", "one late heartbeat"),
+        ({"training__batchsize": 8}, "training.batchsize", "did you mean 'batch_size'?"),
+        ({"training__zzz": 8}, "training.zzz", "unknown key; known are lr, "),
+        ({"training__lr": "1e-4"}, "training.lr", "read as 0.0001"),
+    ],
+)
+def test_each_doubt_is_a_warning_and_not_an_error(changes: dict[str, Any], path: str, text: str) -> None:
+    result = validate_config(config(**changes))
+    assert result.valid
+    assert [warning.path for warning in result.warnings] == [path]
+    assert text in result.warnings[0]
+
+
+def test_snapshots_can_be_switched_off() -> None:
+    result = validate_config(config(checkpoint__memory_snapshot_interval=0))
+    assert (result.valid, result.warnings) == (True, [])
+
+
+def test_all_mistakes_come_at_once() -> None:
+    result = validate_config(
+        config(
+            elastic__min_nodes=0, checkpoint__checkpoint_interval=0, scaling__strategy="x", training__lr=-1
+        )
+    )
+    assert {error.path for error in result.errors} == {
+        "elastic.min_nodes",
+        "checkpoint.checkpoint_interval",
+        "scaling.strategy",
+        "training.lr",
+    }
+
+
+def test_sections_of_the_wrong_shape_are_named() -> None:
+    result = validate_config({"training": "lr:1e-4", "elastik": {}})
+    assert result.errors == ["training: must be a mapping of settings, not text ('lr:1e-4')"]
+    assert result.warnings == ["elastik: unknown section (did you mean 'elastic'?)"]
+    assert not validate_config([]).valid  # type: ignore[arg-type]
+    assert not validate_config(None).valid  # type: ignore[arg-type]
+
+
+def test_raising_names_the_section_and_lists_the_rest() -> None:
+    result = validate_config(config(scaling__strategy="invalid", training__lr=0))
+    with pytest.raises(ConfigurationError) as caught:
+        result.raise_if_invalid()
+    assert caught.value.message == "Configuration error in 'training': lr (0) must be positive"
+    assert "Unknown scaling strategy 'invalid'" in str(caught.value)
+    with pytest.raises(ConfigurationError) as caught:
+        validate_config(config(scaling__strategy="invalid")).raise_if_invalid()
+    assert caught.value.message == (
+        "Configuration error in 'scaling': Unknown scaling strategy 'invalid'. "
+        "Valid options: ['variable_batch', 'constant_batch']"
+    )
+    validate_config(GOOD).raise_if_invalid()
+
+
+def test_elastic_section_can_be_checked_alone() -> None:
+    assert validate_elastic_config({"min_nodes": 2, "max_nodes": 4}).valid
+    assert validate_elastic_config({"min_nodes": 5, "max_nodes": 4}).errors == [
+        "elastic.min_nodes: min_nodes (5) cannot exceed max_nodes (4)"
+    ]
+
+
+def test_unreachable_bucket_is_an_error_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with_bucket = config(checkpoint__s3_bucket="some-bucket")
+    assert validate_config(with_bucket).valid
+    result = validate_config(with_bucket, validate_s3=True)
+    assert [error.path for error in result.errors] == ["checkpoint.s3_bucket"]
+    assert "NoCredentialsError" in result.errors[0]
+    assert not validate_s3_access("some-bucket", "us-east-1").valid
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+paths = st.sampled_from([(section, key) for section, keys in SECTIONS.items() for key in keys])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(paths, junk), max_size=6))
+def test_no_value_anywhere_breaks_the_validator_or_is_changed_by_it(
+    values: list[tuple[tuple[str, str], Any]],
+) -> None:
+    built: dict[str, Any] = {}
+    for (section, key), value in values:
+        built.setdefault(section, {})[key] = value
+    before = repr(built)
+    result = validate_config(built)
+    assert repr(built) == before
+    assert result.valid == (not result.errors)

@@ -1,0 +1,121 @@
+"""The script starts one etcd, stops only its own, and says what is the case."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.etcd_server import EtcdServer, free_port, require_etcd
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+pytestmark = pytest.mark.etcd
+
+
+class Script:
+    def __init__(self, folder: Path) -> None:
+        self.env = {
+            **os.environ,
+            "ETCD_PORT": str(free_port()),
+            "ETCD_PEER_PORT": str(free_port()),
+            "ETCD_DATA_DIR": str(folder / "etcd"),
+        }
+
+    def __call__(self, *words: str, **env: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [str(SCRIPTS / "start_etcd.sh"), *words],
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    require_etcd()
+    script = Script(tmp_path)
+    yield script
+    script("clean")
+
+
+def test_start_status_restart_stop_clean(script: Script, tmp_path: Path) -> None:
+    assert script("status") == (3, "etcd is not running\n")
+    code, said = script("start")
+    assert (code, "is running at 127.0.0.1" in said) == (0, True)
+    assert "already running" in script("start")[1]
+    assert script("status")[0] == 0
+    assert "embed" in script("logs")[1]
+    key = ["etcdctl", f"--endpoints=127.0.0.1:{script.env['ETCD_PORT']}"]
+    env = {**os.environ, "ETCDCTL_API": "3"}
+    subprocess.run([*key, "put", "kept", "yes"], env=env, check=True, capture_output=True)
+    assert script("restart")[0] == 0
+    assert b"yes" in subprocess.run([*key, "get", "kept"], env=env, check=True, capture_output=True).stdout
+    assert script("stop") == (0, "etcd is stopped\n")
+    assert script("stop") == (0, "etcd is not running\n")
+    assert script("clean")[0] == 0
+    assert not (tmp_path / "etcd").exists()
+
+
+def test_it_neither_hides_nor_stops_an_etcd_of_somebody_else(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = EtcdServer(tmp_path / "other")
+    other.start()
+    try:
+        port = {"ETCD_PORT": str(other.port)}
+        code, said = script("start", **port)
+        assert code == 1
+        assert "did not start" in said
+        assert script("status", **port)[0] == 0
+        assert script("stop", **port) == (0, "etcd is not running\n")
+        assert other.healthy()
+    finally:
+        other.stop()
+
+
+def test_a_reused_process_id_is_not_killed(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "etcd").mkdir()
+    (tmp_path / "etcd" / "etcd.pid").write_text(f"{os.getpid()} 1\n")  # ours, but started at another time
+    assert script("stop") == (0, "etcd is not running\n")
+
+
+def test_without_etcd_or_docker_it_says_what_to_install(script: Script) -> None:
+    code, said = script("start", ETCD_BIN="no-such-etcd", DOCKER_HOST="unix:///nowhere")
+    assert code == 1
+    assert "apt-get install etcd-server" in said
+    assert "--rdzv-backend=strata" in said
+
+
+def test_a_start_that_cannot_work_fails_with_the_servers_own_words(script: Script, tmp_path: Path) -> None:
+    code, said = script("start", ETCD_BIN="/bin/false")
+    assert code == 1
+    assert "ended while starting" in said
+    assert not (tmp_path / "etcd" / "etcd.pid").exists()
+
+
+def test_unknown_words_are_refused_with_usage(script: Script) -> None:
+    code, said = script("launch")
+    assert (code, "start|stop|restart|status|logs" in said) == (2, True)
+
+
+def test_launcher_prints_seconds_and_a_clean_store() -> None:
+    command = [str(SCRIPTS / "launch_training.sh"), "--dry-run", "--backend", "strata", "--nnodes", "1:4"]
+    said = subprocess.run(
+        [*command, "--", "training.lr=1e-3"], capture_output=True, text=True, check=True
+    ).stdout
+    for part in (
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        "--rdzv-backend=strata",
+        "--rdzv-endpoint=localhost:50051",
+        "keep_alive_interval=1",
+        "last_call_timeout=1",
+        "-m elastic_harness.train --config examples/configs/small.yaml training.lr=1e-3",
+    ):
+        assert part in said
+    wrong = subprocess.run([*command, "--backend", "zookeeper"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, "valid options: c10d, strata, etcd, etcd-v2" in wrong.stderr) == (2, True)

@@ -7,7 +7,6 @@ was not there before; a failed build leaves its finished chunks for the next att
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import Counter
@@ -39,7 +38,7 @@ from strata.data.tokens.sources import CHUNK_BYTES, Chunk, Source, cut_into_chun
 from strata.data.tokens.tokenizers import LoadedTokenizer, load_tokenizer
 from strata.errors import StrataError
 
-log = logging.getLogger(__name__)
+WORTH_A_PROCESS_BYTES = 1 << 20
 
 
 class Progress(Protocol):
@@ -297,12 +296,17 @@ class _Build:
         assert merge.next_chunk == len(chunks)
 
     def _outcomes(self, chunks: Iterator[Chunk], count: int) -> Iterator[Outcome]:
-        processes = min(self.options.workers or available_cores(), count)
+        processes = min(self.options.workers or self._useful_processes(), count)
         if processes <= 1:
             return tokenize_here(chunks, self.tokenizer, self.part_options, self.folder)
         return tokenize_in_processes(
             chunks, self.tokenizer, self.part_options, self.folder, processes=processes
         )
+
+    def _useful_processes(self) -> int:
+        """One per core, but a process must have enough to do to be worth its start."""
+        total_bytes = sum(source.size_bytes for source in self.sources)
+        return min(available_cores(), 1 + total_bytes // WORTH_A_PROCESS_BYTES)
 
     def _check_sources_unchanged(self) -> None:
         for source in self.sources:

@@ -60,7 +60,9 @@ class ByteTokenizer:
             return np.frombuffer(b"".join(pieces), np.uint8).astype(np.uint16), list(map(len, pieces))
         pieces.append(b"")
         # 0xFF never occurs in UTF-8, so it can hold the place of the end mark while bytes are joined.
-        ids = np.frombuffer(b"\xff".join(pieces), np.uint8).astype(np.uint16)
+        ids: Ids = np.frombuffer(b"\xff".join(pieces), np.uint8).astype(
+            np.uint32 if eos_id >> 16 else np.uint16
+        )
         ids[ids == 0xFF] = eos_id
         return ids, [len(piece) + 1 for piece in pieces[:-1]]
 
@@ -153,7 +155,7 @@ class LoadedTokenizer:
 
     def token_id(self, token: str) -> int:
         """The id of a special token, given as the token or as a number."""
-        if token.isdecimal():
+        if token.isdecimal() and int(token) < 1 << 32:
             return int(token)
         found = None
         if isinstance(self.encoder, HuggingFaceEncoder):

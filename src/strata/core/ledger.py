@@ -191,6 +191,26 @@ class DataCommit:
             states={**self.states, **(states or {})},
         )
 
+    def undone(self) -> tuple[DataCommit, list[RankRecord]]:
+        """The commit this one continued, and the records that led from it to this one."""
+        epochs, records = [], []
+        for epoch in self.epochs:
+            if epoch.before.covered:
+                epochs.append(replace(epoch, ranks={}, dropped=Spans(), closed=False))
+            for rank, runs in sorted(epoch.ranks.items()) or [(0, ())]:
+                records.append(
+                    RankRecord(
+                        dataset=epoch.dataset,
+                        epoch=epoch.epoch,
+                        total=epoch.total,
+                        rank=rank,
+                        runs=runs,
+                        dropped=epoch.dropped,
+                        closed=epoch.closed,
+                    )
+                )
+        return replace(self, epochs=tuple(epochs)), records
+
     def find(self, dataset: str, epoch: int) -> EpochCommit | None:
         return next((e for e in self.epochs if e.key == (dataset, epoch)), None)
 

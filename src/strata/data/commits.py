@@ -39,36 +39,47 @@ class Loader(Protocol):
 
 
 class DataLedger:
-    """Keeps the committed history of one or more loaders."""
+    """Keeps the committed history of one or more loaders.
+
+    A record says what was trained since the last **lasting** checkpoint. Snapshots in memory come and go between
+    those, so they repeat it instead of continuing each other, and the chain of lasting records has no gaps.
+    """
 
     def __init__(self, *loaders: Loader, gather: Gather | None = None) -> None:
         self._loaders = loaders
         self._gather = gather or gather_with_torch
-        self._last = DataCommit()
+        self._base = DataCommit()  # Of the newest lasting checkpoint.
+        self._since: list[RankRecord] = []  # What was trained after it.
+        self._before: tuple[DataCommit, list[RankRecord]] = (self._base, [])
 
-    @property
-    def last(self) -> DataCommit:
-        """What the newest checkpoint holds."""
-        return self._last
-
-    def commit(self) -> dict[str, Any]:
-        """The record for the checkpoint being made now; the same on every rank."""
+    def commit(self, *, lasting: bool = True) -> dict[str, Any]:
+        """The record for the checkpoint being made now; the same on every rank. Every rank calls it."""
         mine = [record.to_json() for loader in self._loaders for record in loader.records()]
-        everyone = [RankRecord.from_json(record) for records in self._gather(mine) for record in records]
-        self._last = self._last.next(
-            everyone,
+        self._since += [RankRecord.from_json(record) for records in self._gather(mine) for record in records]
+        record = self._base.next(
+            self._since,
             world_size=max((loader.world_size for loader in self._loaders), default=1),
             states={loader.dataset: loader.state_dict() for loader in self._loaders},
         )
-        return self._last.to_json()
+        if lasting:
+            self._before = (self._base, self._since)
+            self._base, self._since = record, []
+        return record.to_json()
 
-    def restore(self, data: Mapping[str, Any]) -> None:
+    def retract(self) -> None:
+        """The last lasting checkpoint did not come to be: the next one carries what it held."""
+        base, since = self._before
+        self._base, self._since = base, since + self._since
+        self._before = (base, [])
+
+    def restore(self, data: Mapping[str, Any], *, lasting: bool = True) -> None:
         """Go back to what a checkpoint committed: loaders stand where its weights do."""
         restored = DataCommit.from_json(data)
         for loader in self._loaders:
             if loader.dataset in restored.states:
                 loader.load_state_dict(restored.states[loader.dataset])
-        self._last = restored
+        self._base, self._since = (restored, []) if lasting else restored.undone()
+        self._before = (self._base, [])
 
 
 def gather_with_torch(mine: list[dict[str, Any]]) -> Sequence[list[dict[str, Any]]]:

@@ -64,10 +64,8 @@ class DirectFile:
         self.close()
 
     def close(self) -> None:
-        self._gathered_bytes = 0
-        if self._gather is not None:
-            gather, self._gather = self._gather, None
-            gather.close()
+        # Let go of, not closed: an exception on its way up may still hold a view of it.
+        self._gather, self._gathered_bytes = None, 0
 
     def _collect(self, view: memoryview) -> memoryview:
         if self._gather is None:

@@ -152,6 +152,7 @@ def setup_distributed_environment(backend: Backend = "auto", *, timeout_s: float
             rank=world.rank,
             world_size=world.world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=torch.device("cuda", world.local_rank) if backend == "nccl" else None,
         )
     except (
         RuntimeError,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elastic_harness import agent
@@ -68,7 +69,7 @@ def test_joining_twice_is_joining_once_and_leaving_twice_is_harmless(monkeypatch
     world = agent.setup_distributed_environment("auto", timeout_s=20)
     assert world == WorldInfo(0, 0, 1, 1, "127.0.0.1", port)
     assert agent.setup_distributed_environment("gloo") == world
-    assert dist.get_backend() == "gloo"
+    assert dist.get_backend() == ("nccl" if torch.cuda.is_available() else "gloo")
     agent.barrier()
     assert agent.broadcast_object([1, 2]) == [1, 2]
     agent.cleanup_distributed()

@@ -202,6 +202,7 @@ def test_elastic_section_can_be_checked_alone() -> None:
 
 
 def test_unreachable_bucket_is_an_error_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")

@@ -61,7 +61,11 @@ def s3(targets: Targets) -> Iterator[CheckResult]:
 
 def probe_s3(bucket: str, *, region: str | None = None) -> list[str]:
     """What the credentials of this process may not do in the bucket; empty if they may do all that is needed."""
-    return [f"{result.found}. {result.fix}" for result in _probe(bucket, region) if result.verdict == "fail"]
+    return [
+        f"{result.found.rstrip('.')}. {result.fix}"
+        for result in _probe(bucket, region)
+        if result.verdict == "fail"
+    ]
 
 
 def _probe(bucket: str, region: str | None) -> Iterator[CheckResult]:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from strata.stores import AlreadyExists, Store, open_store
@@ -64,8 +65,12 @@ def race(store: Store, *, name: str, rounds: int) -> None:
 
 def main() -> None:
     told = json.loads(sys.argv[1])
-    action = {"put_and_die": put_and_die, "keep_putting": keep_putting, "race": race}[told.pop("action")]
-    store = open_store(told.pop("url"), **told.pop("options"))
+    actions: dict[str, Callable[..., None]] = {
+        "put_and_die": put_and_die,
+        "keep_putting": keep_putting,
+        "race": race,
+    }
+    action, store = actions[told.pop("action")], open_store(told.pop("url"), **told.pop("options"))
     action(store, **told)
 
 

@@ -507,7 +507,7 @@ class StoreConformance:
             def open(self) -> Store:
                 return opened(place)
 
-        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(
             Machine,
             settings=settings(
                 max_examples=self.machine_examples,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from strata.stores.memory import MemoryStore
+from strata.stores import AccessDenied, NoSpace
+from strata.stores.memory import MemoryStore, reclaim_orphans
+from tests.stores import actor
 from tests.stores.conformance import Place, StoreConformance, each_file
+
+MIB = 1 << 20
 
 
 class TestMemoryStore(StoreConformance):
@@ -18,5 +27,280 @@ class TestMemoryStore(StoreConformance):
         MemoryStore(job_name).release()
 
     def leftovers(self, place: Place) -> list[str]:
-        root = MemoryStore(place.url.removeprefix("memory://")).root
-        return [name for name in each_file(Path(root)) if name.startswith(".strata/tmp")]
+        return temporary_files(MemoryStore(place.url.removeprefix("memory://")))
+
+
+def temporary_files(store: MemoryStore) -> list[str]:
+    return [name for name in each_file(store.root) if name.startswith(".strata/tmp/")]
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    """A shared memory of its own, so that other jobs of this machine are left alone."""
+    return tmp_path
+
+
+# --- the limit ---
+
+
+def test_a_limit_counts_every_value_and_keeps_what_there_was(shm: Path) -> None:
+    store = MemoryStore("job", limit_bytes=10 * MIB, shm=shm)
+    store.put("a", bytes(4 * MIB))
+    store.put("b", bytes(4 * MIB))
+    assert store.free_bytes() == 2 * MIB
+    with pytest.raises(NoSpace, match=r"^\[MEMORY\]") as caught:
+        store.put("c", bytes(3 * MIB))
+    assert (caught.value.required_bytes, caught.value.available_bytes) == (3 * MIB, 2 * MIB)
+    assert [blob.key for blob in store.list()] == ["a", "b"]
+    assert temporary_files(store) == []
+    store.delete("a")
+    store.put("c", bytes(3 * MIB))
+    store.put("d", bytes(3 * MIB))
+    assert store.free_bytes() == 0
+    with pytest.raises(NoSpace):
+        store.put("e", b"x")
+
+
+def test_a_stream_of_unknown_size_stops_at_the_limit(shm: Path) -> None:
+    store = MemoryStore("job", limit_bytes=3 * MIB, shm=shm)
+    store.put("k", b"old")
+
+    def stream() -> None:
+        with store.open_write("k") as writer:
+            for _ in range(4):
+                writer.write(bytes(MIB))
+            writer.commit()
+
+    with pytest.raises(NoSpace):
+        stream()
+    assert store.read("k") == b"old"
+    assert store.free_bytes() == 3 * MIB - 3
+    assert temporary_files(store) == []
+
+
+def test_unfinished_writes_count_for_everybody(shm: Path) -> None:
+    """Two that fit alone do not both fit: the second is told at once, not when memory runs out."""
+    one = MemoryStore("job", limit_bytes=10 * MIB, shm=shm)
+    two = MemoryStore("job", limit_bytes=10 * MIB, shm=shm)
+    with one.open_write("a", size_hint_bytes=6 * MIB) as writer:
+        with pytest.raises(NoSpace):
+            two.put("b", bytes(5 * MIB))
+        writer.write(b"smaller than it said")
+        writer.commit()
+    two.put("b", bytes(5 * MIB))
+    assert one.read("a") == b"smaller than it said"
+
+
+def test_racing_writers_never_exceed_the_limit(shm: Path) -> None:
+    limit_bytes, size_bytes = 4 * MIB, MIB - 1
+    stores = [MemoryStore("job", limit_bytes=limit_bytes, shm=shm) for _ in range(8)]
+    gate = threading.Barrier(len(stores))
+    refused = []
+
+    def attempt(number: int) -> None:
+        gate.wait(30)
+        try:
+            stores[number].put(f"value-{number}", bytes(size_bytes))
+        except NoSpace:
+            refused.append(number)
+
+    threads = [threading.Thread(target=attempt, args=(number,)) for number in range(len(stores))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept_bytes = sum(blob.size_bytes for blob in stores[0].list())
+    assert kept_bytes <= limit_bytes
+    assert len(refused) == 8 - 4
+
+
+@pytest.mark.parametrize("limit_bytes", [0, -1])
+def test_a_limit_is_positive(shm: Path, limit_bytes: int) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        MemoryStore("job", limit_bytes=limit_bytes, shm=shm)
+
+
+# --- life and death ---
+
+
+def open_elsewhere(shm: Path, job: str, **options: object) -> subprocess.Popen[str]:
+    """A process that opens the job, puts a value, says so, and waits to be killed or for its input to end."""
+    script = (
+        "import json, sys\n"
+        "from strata.stores.memory import MemoryStore\n"
+        "shm, job, options = json.loads(sys.argv[1])\n"
+        "store = MemoryStore(job, shm=shm, **options)\n"
+        "store.put('k', b'kept')\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, json.dumps([str(shm), job, options])]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=10)
+
+
+def test_a_killed_jobs_memory_is_found_again_and_is_no_orphan_then(shm: Path) -> None:
+    end(open_elsewhere(shm, "job"))
+    store = MemoryStore("job", shm=shm)
+    assert store.read("k") == b"kept"
+    assert reclaim_orphans(shm=shm, grace_s=0) == []
+    assert store.read("k") == b"kept"
+
+
+def test_memory_without_a_living_owner_is_reclaimed(shm: Path) -> None:
+    running, dead = open_elsewhere(shm, "running"), open_elsewhere(shm, "dead")
+    try:
+        end(dead)
+        assert reclaim_orphans(shm=shm) == [], "its job may come back at any moment"
+        assert reclaim_orphans(shm=shm, grace_s=0) == ["dead"]
+        assert MemoryStore("running", shm=shm).read("k") == b"kept"
+        assert list(MemoryStore("dead", shm=shm).list()) == []
+    finally:
+        end(running)
+
+
+def test_a_zombie_is_dead(shm: Path) -> None:
+    process = open_elsewhere(shm, "job")
+    process.kill()
+    os.waitid(
+        os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
+    )  # It has ended, and nobody has taken note of it.
+    try:
+        assert reclaim_orphans(shm=shm, grace_s=0) == ["job"]
+    finally:
+        end(process)
+
+
+def test_the_job_lives_as_long_as_the_owner_it_names(shm: Path) -> None:
+    """A launcher that outlives its workers owns their memory."""
+    launcher = subprocess.Popen(["sleep", "60"])
+    try:
+        end(open_elsewhere(shm, "job", owner_pid=launcher.pid))
+        assert reclaim_orphans(shm=shm, grace_s=0) == []
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+    assert reclaim_orphans(shm=shm, grace_s=0) == ["job"]
+
+
+def test_workers_of_torchrun_belong_to_their_agent(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    end(open_elsewhere(shm, "job"))  # Its parent is this process, which lives.
+    assert reclaim_orphans(shm=shm, grace_s=0) == []
+
+
+def test_another_process_with_the_same_number_is_not_the_owner(shm: Path) -> None:
+    store = MemoryStore("job", shm=shm)
+    owners = store.root / ".strata/owners"
+    (owner,) = owners.iterdir()
+    pid, start_ticks, namespace = owner.name.split("-")
+    owner.rename(owners / f"{pid}-{int(start_ticks) - 1}-{namespace}")
+    assert reclaim_orphans(shm=shm, grace_s=0) == ["job"]
+
+
+def test_an_owner_in_another_container_counts_as_alive(shm: Path) -> None:
+    store = MemoryStore("job", shm=shm)
+    owners = store.root / ".strata/owners"
+    (owner,) = owners.iterdir()
+    owner.rename(owners / "1-1-1")
+    assert reclaim_orphans(shm=shm, grace_s=0) == []
+
+
+def test_opening_one_job_reclaims_others_but_never_itself(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for job in ("mine", "theirs"):
+        end(open_elsewhere(shm, job))
+    long_ago_s = 1_000_000.0
+    for folder, _, names in os.walk(shm):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            os.utime(path, (long_ago_s, long_ago_s))
+    store = MemoryStore("mine", shm=shm)
+    assert store.read("k") == b"kept"
+    assert sorted(path.name for path in store.root.parent.iterdir()) == ["mine"]
+
+
+def test_release_gives_everything_back(shm: Path) -> None:
+    store = MemoryStore("job", shm=shm)
+    store.put("folder/k", b"x")
+    other = MemoryStore("other", shm=shm)
+    store.release()
+    store.release()
+    assert sorted(path.name for path in other.root.parent.iterdir()) == ["other"]
+    other.release()
+    assert list(shm.iterdir()) == []
+    again = MemoryStore("job", shm=shm)
+    assert list(again.list()) == []
+
+
+def test_a_removal_that_was_interrupted_is_finished_by_the_next(shm: Path) -> None:
+    store = MemoryStore("job", shm=shm)
+    (store.root.parent / ".doomed-by-a-dead-process/folder").mkdir(parents=True)
+    reclaim_orphans(shm=shm)
+    assert sorted(path.name for path in store.root.parent.iterdir()) == ["job"]
+
+
+def test_opening_and_releasing_at_the_same_time_harms_nobody(shm: Path) -> None:
+    """The directory of all jobs comes and goes with the last of them."""
+    failures = []
+
+    def come_and_go(job: str) -> None:
+        try:
+            for number in range(40):
+                store = MemoryStore(job, shm=shm)
+                store.put("k", actor.value_of(number, 50))
+                assert store.read("k") == actor.value_of(number, 50)
+                store.release()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=come_and_go, args=(f"job-{number}",)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert list(shm.iterdir()) == []
+
+
+# --- who may look ---
+
+
+def test_values_are_private(shm: Path) -> None:
+    store = MemoryStore("job", shm=shm)
+    store.put("folder/k", b"x")
+    for folder, _, names in os.walk(store.root.parent):
+        assert os.stat(folder).st_mode & 0o077 == 0
+        for name in names:
+            assert os.stat(os.path.join(folder, name)).st_mode & 0o077 == 0
+
+
+def test_a_place_prepared_by_somebody_else_is_refused(
+    shm: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    trap = tmp_path_factory.mktemp("trap")
+    (shm / f"strata-{os.geteuid()}").symlink_to(trap)
+    with pytest.raises(AccessDenied, match="belongs to somebody else"):
+        MemoryStore("job", shm=shm)
+    assert list(trap.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(shm: Path) -> None:
+    home = shm / f"strata-{os.geteuid()}"
+    home.mkdir()
+    os.chown(home, 12345, -1)
+    with pytest.raises(AccessDenied, match="belongs to somebody else"):
+        MemoryStore("job", shm=shm)
+
+
+@pytest.mark.parametrize("job", ["", ".", "..", ".hidden", "a/b", "a b", "a\0", "x" * 129, "é"])
+def test_a_job_name_is_one_plain_word(shm: Path, job: str) -> None:
+    with pytest.raises(ValueError, match="job name"):
+        MemoryStore(job, shm=shm)
+    assert list(shm.iterdir()) == []

@@ -114,7 +114,7 @@ class MemoryStore(FileStore):
             with _locked(self._shm, create=True) as home:
                 assert home is not None
                 owners = home / self.job / RESERVED / "owners"
-                owners.mkdir(mode=self.dir_mode, parents=True, exist_ok=True)
+                self._make_folder(owners)
                 for owner in owners.iterdir():
                     if not _alive(owner.name):
                         owner.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ Deciding that silence means failure happens here; noticing a dropped connection 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,14 +98,17 @@ class Report:
     epoch: int
     task: str
     resources: Resources | None
+    metrics: Mapping[str, float]
+    """What training measures about itself: loss, tokens per second, step time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Pulse:
-    """When a present worker was last heard, and since when its stream is gone (None: it is there, or never was)."""
+    """When a present worker was last heard, whether its stream is open, and since when it is gone (if it was)."""
 
     heard_mono_s: float
     heard_wall_s: float
+    connected: bool = False
     dropped_mono_s: float | None = None
 
 
@@ -290,12 +293,14 @@ class Membership:
 
     def connected(self, worker_id: WorkerId, now: Instant) -> None:
         self.heard(worker_id, now)
+        self.pulses[worker_id].connected = True
         self.pulses[worker_id].dropped_mono_s = None
 
     def dropped(self, worker_id: WorkerId, incarnation: int, now: Instant) -> None:
         """Its stream ended without a goodbye: suspect from now on."""
         member = self.members.get(worker_id)
         if member is not None and member.present and member.incarnation == incarnation:
+            self.pulses[worker_id].connected = False
             self.pulses[worker_id].dropped_mono_s = now.mono_s
 
     def resume_clock(self, now: Instant) -> None:

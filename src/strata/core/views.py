@@ -21,6 +21,7 @@ from strata.core.messages import (
     DatasetId,
     DatasetSpec,
     JobId,
+    RecoveryRecorded,
     TaskStatus,
 )
 from strata.core.tasks import Task
@@ -45,10 +46,12 @@ class WorkerView:
     current_step: int
     current_task: str | None
     resources: Resources | None
+    metrics: dict[str, float]
     job_id: str
     rank: int | None
     incarnation: int
     connected: bool
+    """Whether its session stream is open; workers that make only unary calls have none."""
     joined_at: float
     memory_bytes: int
     reason: str
@@ -148,6 +151,21 @@ class TaskView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryView:
+    job_id: str
+    worker_id: str
+    at: float
+    total_s: float
+    phases_s: dict[str, float]
+    resumed_step: int
+    lost_steps: int
+    tier: str
+    world_before: int
+    world_after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsView:
     """Each figure is measured; a figure nothing has been measured for is null."""
 
@@ -225,10 +243,11 @@ def worker(cluster: Cluster, member: Member, shards: int) -> WorkerView:
         current_step=report.step if report is not None else 0,
         current_task=(report.task or None) if report is not None else None,
         resources=report.resources if report is not None else None,
+        metrics=dict(report.metrics) if report is not None else {},
         job_id=spec.job_id,
         rank=cluster.membership.roster(spec.job_id).get(spec.worker_id),
         incarnation=member.incarnation,
-        connected=pulse is not None and pulse.dropped_mono_s is None,
+        connected=pulse is not None and pulse.connected,
         joined_at=member.joined_at_s,
         memory_bytes=spec.memory_bytes,
         reason=member.reason,
@@ -374,6 +393,22 @@ def task(cluster: Cluster, record: Task, config: dict[str, Any]) -> TaskView:
         started_at=record.started_at_s,
         completed_at=record.ended_at_s,
         progress=100.0 if record.status == "completed" else 0.0,
+        reason=record.reason,
+    )
+
+
+def recovery(record: RecoveryRecorded) -> RecoveryView:
+    return RecoveryView(
+        job_id=record.job_id,
+        worker_id=record.worker_id,
+        at=record.at_s,
+        total_s=sum(record.phases_s.values()),
+        phases_s=dict(record.phases_s),
+        resumed_step=record.resumed_step,
+        lost_steps=record.lost_steps,
+        tier=record.tier,
+        world_before=record.world_before,
+        world_after=record.world_after,
         reason=record.reason,
     )
 

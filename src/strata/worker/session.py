@@ -198,7 +198,8 @@ class SessionThread:
             pause_s = min(LONGEST_RETRY_S, max(FIRST_RETRY_S, pause_s * 2))
 
     async def _run_session(self, registration: pb.RegisterWorkerResponse) -> None:
-        stream = self._stub.Session(metadata=self._metadata)
+        # Ready as soon as the channel is: a second back-off on top of the channel's would double the silence.
+        stream = self._stub.Session(metadata=self._metadata, wait_for_ready=True)
         hello = pb.Hello(worker_id=registration.assigned_id, incarnation=registration.incarnation)
         await stream.write(pb.WorkerMessage(hello=hello))
         reader = self._loop.create_task(self._read(stream))
@@ -336,8 +337,8 @@ class SessionThread:
                 ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
                 ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
                 ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.min_reconnect_backoff_ms", 100),
-                ("grpc.max_reconnect_backoff_ms", 1000),
+                ("grpc.min_reconnect_backoff_ms", 2_000),  # How long one attempt may take.
+                ("grpc.max_reconnect_backoff_ms", 500),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
                 ("grpc.enable_retries", 0),

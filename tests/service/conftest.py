@@ -1,0 +1,30 @@
+"""Fixtures for tests that talk to a real coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.service.fleet import Fleet
+from tests.support import Coordinator
+
+
+@pytest.fixture
+def fleets() -> Iterator[Callable[[str], Fleet]]:
+    """Makes worker processes, and ends them."""
+    with ExitStack() as stack:
+        yield lambda address: stack.enter_context(Fleet(address))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """One coordinator for tests of a module that do not get in each other's way."""
+    server = Coordinator(Path(tmp_path_factory.mktemp("shared")) / "coordinator").start()
+    yield server
+    code = server.stop()
+    output = "".join(server.output)
+    assert code == 0, output
+    assert "Traceback" not in output, output

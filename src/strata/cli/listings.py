@@ -148,6 +148,39 @@ def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     )
 
 
+def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+    """What recoveries took, by phase, newest first."""
+    found = get(api, "/api/recoveries")
+    if json:
+        print_json(found)
+        return
+    phases = ("detect", "rendezvous", "spawn", "load", "first_step")
+    rows = [
+        (
+            ago(r["at"]),
+            r["job_id"],
+            f"{r['resumed_step']:,}",
+            r["lost_steps"],
+            f"{r['total_s']:.2f} s",
+            *(f"{r['phases_s'][p]:.2f}" if p in r["phases_s"] else "-" for p in phases),
+            r["tier"],
+            f"{r['world_before']}→{r['world_after']}",
+        )
+        for r in found
+    ]
+    columns = (
+        ">WHEN",
+        "JOB",
+        ">STEP",
+        ">LOST",
+        ">TOTAL",
+        *(f">{p.upper()}" for p in phases),
+        "FROM",
+        "WORLD",
+    )
+    print_table(columns, rows, empty="No job has had to recover yet.")
+
+
 def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Which tasks were submitted, newest first."""
     found = get(api, "/api/tasks")

@@ -29,6 +29,7 @@ for command in (
     listings.datasets,
     listings.checkpoints,
     listings.barriers,
+    listings.recoveries,
     listings.tasks,
     listings.logs,
 ):

@@ -24,6 +24,7 @@ from strata.core.messages import (
     CountersRestored,
     DatasetRegistered,
     Event,
+    RecoveryRecorded,
     ShardsMoved,
     TaskChanged,
     TaskCreated,
@@ -100,6 +101,9 @@ def tell(event: Event) -> str:
             return f"'{event.spec.task_id}' ({event.spec.name}): {event.reason}"
         case TaskChanged():
             return f"'{event.task_id}' is {event.status}: {event.reason}"
+        case RecoveryRecorded():
+            seconds = sum(event.phases_s.values())
+            return f"'{event.job_id}' at step {event.resumed_step} after {seconds:.1f} s: {event.reason}"
         case ValueSwapped() | ValueDropped():
             return f"'{event.key}': {event.reason}"
         case BarrierArrived() | CountersRestored():

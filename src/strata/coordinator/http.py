@@ -205,6 +205,11 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     async def barriers(request: Request) -> Response:
         return await page("barriers", request)
 
+    @app.get("/api/recoveries", response_model=list[views.RecoveryView], tags=["fleet"])
+    async def recoveries(request: Request) -> Response:
+        """Newest first, each with the seconds of its phases."""
+        return await page("recoveries", request)
+
     @app.get("/api/metrics", response_model=views.MetricsView, tags=["metrics"])
     async def api_metrics(request: Request) -> Response:
         """MB/s of checkpoints completed lately, gRPC requests/s, workers, ms of barriers (p99) and of the last plan."""

@@ -92,6 +92,7 @@ class Runtime:
         self.pages.define("datasets", self._datasets)
         self.pages.define("checkpoints", self._checkpoints)
         self.pages.define("barriers", self._barriers)
+        self.pages.define("recoveries", self._recoveries)
         self.pages.define("metrics", self._metrics)
         self.pages.define("tasks", self._tasks)
         self.pages.define("dashboard", self._dashboard)
@@ -118,6 +119,9 @@ class Runtime:
 
     def _barriers(self, cluster: Cluster) -> list[views.BarrierView]:
         return list(views.barriers(cluster, limit=BARRIERS_SHOWN))
+
+    def _recoveries(self, cluster: Cluster) -> list[views.RecoveryView]:
+        return [views.recovery(record) for record in reversed(cluster.recoveries.records)]
 
     def _metrics(self, cluster: Cluster) -> views.MetricsView:
         return views.MetricsView(

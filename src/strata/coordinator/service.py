@@ -286,6 +286,13 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             shard_assignments=shards,
         )
 
+    @_call
+    async def ReportRecovery(
+        self, request: pb.ReportRecoveryRequest, context: Context
+    ) -> pb.ReportRecoveryResponse:
+        await self.engine.submit(wire.report_recovery(request))
+        return pb.ReportRecoveryResponse(acknowledged=True)
+
     # --- values ---------------------------------------------------------------------------------------------
 
     @_call

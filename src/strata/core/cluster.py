@@ -41,11 +41,13 @@ from strata.core.messages import (
     NotifyCheckpoint,
     PlanEpoch,
     Rebalance,
+    RecoveryRecorded,
     Refused,
     RegisterDataset,
     Registered,
     RegisterWorker,
     Reply,
+    ReportRecovery,
     ShardsMoved,
     StopTask,
     Swapped,
@@ -60,6 +62,7 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from strata.core.recoveries import Recoveries
 from strata.core.tasks import Tasks
 from strata.core.values import Values
 
@@ -78,6 +81,7 @@ class Cluster:
         self.datasets = Datasets()
         self.checkpoints = Checkpoints()
         self.tasks = Tasks()
+        self.recoveries = Recoveries()
         self.values = Values()
 
     # --- wishes in, facts out -------------------------------------------------------------------------------
@@ -141,6 +145,11 @@ class Cluster:
                 advanced = self.tasks.decide_advance(command, now)
                 fact(advanced)
                 return Accepted(reason=advanced.reason)
+            case ReportRecovery():
+                member = self.membership.admit(command.worker_id, incarnation=command.incarnation)
+                recorded = self.recoveries.decide_report(command, member.spec.job_id, now)
+                fact(recorded)
+                return Accepted(reason=recorded.reason)
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
                 if swapped is not None:
@@ -228,6 +237,8 @@ class Cluster:
                     self.datasets.commit(event.job_id, data_commit(event.data_json))
             case TaskCreated() | TaskChanged():
                 self.tasks.apply(event)
+            case RecoveryRecorded():
+                self.recoveries.apply(event)
             case ValueSwapped() | ValueDropped():
                 self.values.apply(event)
             case _:
@@ -252,6 +263,7 @@ class Cluster:
             *self.barriers.compact(),
             *self.checkpoints.compact(),
             *self.tasks.compact(),
+            *self.recoveries.compact(),
             *self.values.compact(),
             counters,
         ]

@@ -226,6 +226,19 @@ class AdvanceTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRecovery:
+    worker_id: WorkerId
+    incarnation: int
+    phases_s: Mapping[str, float]
+    resumed_step: int
+    lost_steps: int
+    tier: str
+    world_before: int
+    world_after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwapValue:
     """Compare-and-swap; `expected_version` 0 expects no value."""
 
@@ -264,6 +277,7 @@ Command = (
     | CreateTask
     | StopTask
     | AdvanceTask
+    | ReportRecovery
     | SwapValue
     | PlanEpoch
     | Rebalance
@@ -453,6 +467,20 @@ class TaskChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryRecorded:
+    job_id: JobId
+    worker_id: WorkerId
+    phases_s: Mapping[str, float]
+    resumed_step: int
+    lost_steps: int
+    tier: str
+    world_before: int
+    world_after: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSwapped:
     key: str
     body: bytes
@@ -496,6 +524,7 @@ Event = (
     | CheckpointRemoved
     | TaskCreated
     | TaskChanged
+    | RecoveryRecorded
     | ValueSwapped
     | ValueDropped
 )

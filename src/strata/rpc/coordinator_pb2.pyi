@@ -89,16 +89,25 @@ class DeregisterWorkerResponse(_message.Message):
     def __init__(self, acknowledged: _Optional[bool] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("state", "current_step", "current_epoch", "current_task")
+    __slots__ = ("state", "current_step", "current_epoch", "current_task", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     CURRENT_STEP_FIELD_NUMBER: _ClassVar[int]
     CURRENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     CURRENT_TASK_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     state: str
     current_step: int
     current_epoch: int
     current_task: str
-    def __init__(self, state: _Optional[str] = ..., current_step: _Optional[int] = ..., current_epoch: _Optional[int] = ..., current_task: _Optional[str] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, state: _Optional[str] = ..., current_step: _Optional[int] = ..., current_epoch: _Optional[int] = ..., current_task: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class GpuUsage(_message.Message):
     __slots__ = ("index", "utilization_percent", "memory_used_bytes", "memory_total_bytes")
@@ -448,6 +457,41 @@ class RecoveryResponse(_message.Message):
     resume_epoch: int
     shard_assignments: _containers.RepeatedCompositeFieldContainer[ShardAssignment]
     def __init__(self, has_checkpoint: _Optional[bool] = ..., latest_checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., resume_step: _Optional[int] = ..., resume_epoch: _Optional[int] = ..., shard_assignments: _Optional[_Iterable[_Union[ShardAssignment, _Mapping]]] = ...) -> None: ...
+
+class ReportRecoveryRequest(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "phases_s", "resumed_step", "lost_steps", "tier", "world_before", "world_after", "reason")
+    class PhasesSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PHASES_S_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_STEP_FIELD_NUMBER: _ClassVar[int]
+    LOST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    WORLD_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    WORLD_AFTER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    phases_s: _containers.ScalarMap[str, float]
+    resumed_step: int
+    lost_steps: int
+    tier: str
+    world_before: int
+    world_after: int
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., resumed_step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., tier: _Optional[str] = ..., world_before: _Optional[int] = ..., world_after: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ReportRecoveryResponse(_message.Message):
+    __slots__ = ("acknowledged",)
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    acknowledged: bool
+    def __init__(self, acknowledged: _Optional[bool] = ...) -> None: ...
 
 class ReadValueRequest(_message.Message):
     __slots__ = ("key",)

@@ -90,6 +90,12 @@ class CoordinatorStub:
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.RecoveryResponse.FromString,
             _registered_method=True,
         )
+        self.ReportRecovery = channel.unary_unary(
+            "/coordinator.Coordinator/ReportRecovery",
+            request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryRequest.SerializeToString,
+            response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryResponse.FromString,
+            _registered_method=True,
+        )
         self.ReadValue = channel.unary_unary(
             "/coordinator.Coordinator/ReadValue",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReadValueRequest.SerializeToString,
@@ -167,6 +173,12 @@ class CoordinatorServicer:
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
+    def ReportRecovery(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("Method not implemented!")
+        raise NotImplementedError("Method not implemented!")
+
     def ReadValue(self, request, context):
         """Compare-and-swap on named values: how torchrun's agents find each other."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -232,6 +244,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             servicer.GetLatestCheckpoint,
             request_deserializer=strata_dot_rpc_dot_coordinator__pb2.GetLatestCheckpointRequest.FromString,
             response_serializer=strata_dot_rpc_dot_coordinator__pb2.RecoveryResponse.SerializeToString,
+        ),
+        "ReportRecovery": grpc.unary_unary_rpc_method_handler(
+            servicer.ReportRecovery,
+            request_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryRequest.FromString,
+            response_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryResponse.SerializeToString,
         ),
         "ReadValue": grpc.unary_unary_rpc_method_handler(
             servicer.ReadValue,
@@ -517,6 +534,36 @@ class Coordinator:
             "/coordinator.Coordinator/GetLatestCheckpoint",
             strata_dot_rpc_dot_coordinator__pb2.GetLatestCheckpointRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.RecoveryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True,
+        )
+
+    @staticmethod
+    def ReportRecovery(
+        request,
+        target,
+        options=(),
+        channel_credentials=None,
+        call_credentials=None,
+        insecure=False,
+        compression=None,
+        wait_for_ready=None,
+        timeout=None,
+        metadata=None,
+    ):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            "/coordinator.Coordinator/ReportRecovery",
+            strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryRequest.SerializeToString,
+            strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryResponse.FromString,
             options,
             channel_credentials,
             insecure,

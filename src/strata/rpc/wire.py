@@ -24,12 +24,14 @@ from strata.core.messages import (
     JobId,
     NotifyCheckpoint,
     RegisterWorker,
+    ReportRecovery,
     WorkerId,
     WorkerSpec,
 )
 from strata.rpc import coordinator_pb2 as pb
 
 DEFAULT_SHARD_SIZE = 10_000
+METRICS_LIMIT = 32
 
 NoticeStatus = Literal["in_progress", "completed", "failed", "removed"]
 STATUS_NAMES: dict[int, NoticeStatus] = {
@@ -70,6 +72,7 @@ def report(m: pb.HeartbeatRequest) -> Report:
         epoch=status.current_epoch,
         task=status.current_task[:256],
         resources=resources(m.resources) if m.HasField("resources") else None,
+        metrics=dict(status.metrics) if len(status.metrics) <= METRICS_LIMIT else {},
     )
 
 
@@ -140,6 +143,20 @@ def notify_checkpoint(m: pb.NotifyCheckpointRequest) -> NotifyCheckpoint:
         data_json=m.data_json,
         reason=m.reason,
         metadata=dict(m.metadata),
+    )
+
+
+def report_recovery(m: pb.ReportRecoveryRequest) -> ReportRecovery:
+    return ReportRecovery(
+        worker_id=WorkerId(m.worker_id),
+        incarnation=m.incarnation,
+        phases_s=dict(m.phases_s),
+        resumed_step=m.resumed_step,
+        lost_steps=m.lost_steps,
+        tier=m.tier,
+        world_before=m.world_before,
+        world_after=m.world_after,
+        reason=m.reason,
     )
 
 

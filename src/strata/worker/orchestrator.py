@@ -177,6 +177,7 @@ class TrainingOrchestrator:
         *,
         state: str | None = None,
         task: str | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Say where training is. Returns at once: the next heartbeat carries it."""
         status = pb.WorkerStatus()
@@ -189,6 +190,8 @@ class TrainingOrchestrator:
             status.state = state
         if task is not None:
             status.current_task = task
+        if metrics is not None:
+            status.metrics.update(metrics)
         self._session.status = status
         if self._session.stale_reason:
             raise StaleWorker("stale", self._session.stale_reason, hint="Register anew.")
@@ -391,6 +394,33 @@ class TrainingOrchestrator:
             data=json.loads(found.data_json) if found.data_json else None,
             shards=tuple(_shard(shard) for shard in answer.shard_assignments),
         )
+
+    def report_recovery(
+        self,
+        phases_s: Mapping[str, float],
+        *,
+        resumed_step: int,
+        lost_steps: int,
+        tier: str,
+        world_before: int,
+        world_after: int,
+        reason: str,
+    ) -> None:
+        """Tell the coordinator how long a recovery took."""
+        me = self._me()
+        request = _message(
+            pb.ReportRecoveryRequest,
+            worker_id=me.assigned_id,
+            incarnation=me.incarnation,
+            phases_s=dict(phases_s),
+            resumed_step=resumed_step,
+            lost_steps=lost_steps,
+            tier=tier,
+            world_before=world_before,
+            world_after=world_after,
+            reason=reason,
+        )
+        self._wait(self._session.call("ReportRecovery", request))
 
     # --- the end --------------------------------------------------------------------------------------------
 

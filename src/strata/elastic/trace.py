@@ -1,0 +1,164 @@
+"""Where the time of a recovery went: detect, rendezvous, spawn, load, first step.
+
+Clocks: `time.monotonic` is the machine's, so the moments of dead processes, of the agent and of this one can be
+compared. Each rank leaves the moment of its last step in a small file in shared memory; the agent's rendezvous
+leaves when it began and ended; this process knows its own start. What cannot be known (another machine, another
+rendezvous back end) is counted to the phase around it, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from mmap import mmap
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
+PHASES = ("detect", "rendezvous", "spawn", "load", "first_step")
+_FOOTPRINT = struct.Struct("<dqq")  # monotonic seconds, step, world size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One recovery, in seconds by phase."""
+
+    phases: dict[str, float]
+    resumed_step: int
+    lost_steps: int
+    tier: str
+    world_before: int
+    world_after: int
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.phases.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {self.phases[name]:.2f}" for name in PHASES if name in self.phases)
+        return (
+            f"recovered in {self.total_s:.2f} s ({parts}) at step {self.resumed_step} from {self.tier}, "
+            f"{self.lost_steps} steps lost, {self.world_before} -> {self.world_after} workers"
+        )
+
+
+def run_folder(job: str) -> Path:
+    """Where the processes of one run on this machine leave their moments."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job)[:100]
+    return SHARED_MEMORY / f"strata-run-{os.getuid()}" / safe
+
+
+def clear_run(job: str) -> None:
+    """Remove what a finished run left."""
+    folder = run_folder(job)
+    with suppress(OSError):
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    mono_s: float
+    step: int
+    world_size: int
+
+
+class Footprints:
+    """This rank's last step, where it survives the rank. Writing one costs less than a microsecond."""
+
+    def __init__(self, job: str, rank: int) -> None:
+        folder = run_folder(job)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / f"rank-{rank}"
+        with open(path, "w+b") as file:
+            file.truncate(_FOOTPRINT.size)
+            self._map = mmap(file.fileno(), _FOOTPRINT.size)
+
+    def leave(self, step: int, world_size: int) -> None:
+        _FOOTPRINT.pack_into(self._map, 0, time.monotonic(), step, world_size)
+
+    def close(self) -> None:
+        self._map.close()
+
+
+def last_footprint(job: str) -> Footprint | None:
+    """The newest step any rank of this run made on this machine, before this process came."""
+    newest = None
+    with suppress(OSError):
+        for path in run_folder(job).glob("rank-*"):
+            data = path.read_bytes()
+            if len(data) == _FOOTPRINT.size:
+                found = Footprint(*_FOOTPRINT.unpack(data))
+                if found.mono_s and (newest is None or found.mono_s > newest.mono_s):
+                    newest = found
+    return newest
+
+
+def note_rendezvous(job: str, began_mono_s: float, ended_mono_s: float) -> None:
+    """The agent tells its workers how long they took to find each other."""
+    folder = run_folder(job)
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = folder / f"rendezvous.{os.getpid()}"
+        fresh.write_text(json.dumps([began_mono_s, ended_mono_s]))
+        fresh.rename(folder / "rendezvous")
+
+
+def process_start_mono_s() -> float:
+    """When this process began, on the monotonic clock."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return float(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.monotonic()
+
+
+@dataclass(slots=True)
+class Tracer:
+    """Collects the moments of one recovery. `mark` them in order; `finish` adds them up."""
+
+    job: str
+    before: Footprint | None
+    moments: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, job: str) -> Tracer:
+        return cls(job=job, before=last_footprint(job), moments={"spawned": process_start_mono_s()})
+
+    def mark(self, name: str) -> None:
+        self.moments.setdefault(name, time.monotonic())
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, as far as they are known."""
+        m = self.moments
+        spawned = m["spawned"]
+        ready = m.get("ready", m.get("joined", spawned))
+        joined = m.get("joined", ready)
+        loaded = m.get("loaded", joined)
+        phases = {
+            "spawn": ready - spawned,
+            "rendezvous": joined - ready,
+            "load": loaded - joined,
+            "first_step": m.get("stepped", loaded) - loaded,
+        }
+        if self.before is not None:
+            phases["detect"] = spawned - self.before.mono_s
+            met = self._rendezvous()
+            if met is not None and self.before.mono_s <= met[0] <= met[1] <= spawned:
+                phases["detect"] = met[0] - self.before.mono_s
+                phases["rendezvous"] += met[1] - met[0]
+                phases["spawn"] += spawned - met[1]
+        return {name: max(0.0, phases[name]) for name in PHASES if name in phases}
+
+    def _rendezvous(self) -> tuple[float, float] | None:
+        try:
+            began, ended = json.loads((run_folder(self.job) / "rendezvous").read_text())
+            return float(began), float(ended)
+        except (OSError, ValueError, TypeError):
+            return None

@@ -1,0 +1,82 @@
+"""A rank that makes no progress is named, with the Python stack of every thread, and by policy ends.
+
+Each rank watches itself from a thread of its own. When the training loop has made no step for `timeout_s`, the
+stacks are written to the log (and so reach the coordinator); with the policy `restart` the process then ends, so
+that torchrun starts the job anew from its last snapshot. A rank that only waits for others says so: the one that
+does not is the culprit.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from typing import Literal
+
+log = logging.getLogger("strata.elastic")
+
+EXIT_HUNG = 86
+Policy = Literal["warn", "restart"]
+_WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
+
+
+class Watchdog:
+    def __init__(self, *, timeout_s: float, policy: Policy, name: str) -> None:
+        self._timeout_s = timeout_s
+        self._policy = policy
+        self._name = name
+        self._alive_mono_s = time.monotonic()
+        self._doing = "starting"
+        self._main = threading.main_thread().ident
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="strata-watchdog", daemon=True)
+        self._thread.start()
+
+    def alive(self, doing: str) -> None:
+        """Progress was made; `doing` is what comes next."""
+        self._doing = doing
+        self._alive_mono_s = time.monotonic()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5)
+
+    def _watch(self) -> None:
+        told_mono_s = 0.0
+        while not self._stop.wait(min(1.0, self._timeout_s / 4)):
+            silent_s = time.monotonic() - self._alive_mono_s
+            if silent_s < self._timeout_s or told_mono_s == self._alive_mono_s:
+                continue
+            told_mono_s = self._alive_mono_s
+            self._tell(silent_s)
+            if self._policy == "restart":
+                log.error("%s ends now, so that the job restarts from its last snapshot", self._name)
+                logging.shutdown()
+                os._exit(EXIT_HUNG)
+
+    def _tell(self, silent_s: float) -> None:
+        verdict = "waits for other ranks" if self._only_waits() else "is stuck itself"
+        log.error(
+            "%s has made no step for %.1f s while %s; it %s. Stacks:\n%s",
+            self._name,
+            silent_s,
+            self._doing,
+            verdict,
+            all_stacks(),
+        )
+
+    def _only_waits(self) -> bool:
+        frame = sys._current_frames().get(self._main or 0)
+        return frame is not None and any(part in frame.f_code.co_filename for part in _WAITING)
+
+
+def all_stacks() -> str:
+    """Every thread's Python stack, also when the interpreter is busy in native code."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().strip()

@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection
 
 from strata.checkpoint.catalog import Catalog, Entry
-from strata.checkpoint.manifest import SUFFIX, CheckpointId
-from strata.checkpoint.naming import writer_of
+from strata.checkpoint.manifest import CheckpointId
+from strata.checkpoint.naming import manifest_key, writer_of
 from strata.checkpoint.retention import removals
 
 log = logging.getLogger("strata.checkpoint")
@@ -36,19 +36,27 @@ def remove_superseded(
 def remove_orphans(catalog: Catalog) -> int:
     """Remove payloads that never got a manifest and never will, because their writer is gone; how many.
 
-    Only names that tell the writer are touched. Whether a writer on another machine is gone cannot be known from
-    here, so its leftovers go by age.
+    Only what tells its writer is touched: by its own name, or by the claim beside it. Whether a writer on another
+    machine is gone cannot be known from here, so its leftovers go by age.
     """
-    blobs = list(catalog.store.list())
-    complete = {blob.key.removesuffix(SUFFIX) for blob in blobs if blob.key.endswith(SUFFIX)}
+    store = catalog.store
+    blobs = {blob.key: blob for blob in store.list()}
     removed = 0
-    for blob in blobs:
-        stem, _, kind = blob.key.rpartition(".")
-        writer = writer_of(stem)
-        if kind not in ("pt", "bin") or writer is None or stem in complete:
+    for key, blob in blobs.items():
+        stem, _, kind = key.rpartition(".")
+        if kind not in ("pt", "bin", "claim"):
             continue
-        if writer.is_gone() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S:
-            catalog.store.delete(blob.key)
+        writer = writer_of(store.read(key).decode(errors="replace") if kind == "claim" else stem)
+        if writer is None or not (writer.is_gone() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S):
+            continue
+        is_complete = manifest_key(stem) in blobs
+        if kind == "claim":
+            # Payloads first: without its claim, a payload would look like somebody else's file.
+            for payload in () if is_complete else (stem + ".pt", stem + ".bin"):
+                store.delete(payload)
+            store.delete(key)
+        elif not is_complete:
+            store.delete(key)
             removed += 1
-            log.info("removed %s: its save was never finished", blob.key)
+            log.info("removed %s: its save was never finished", key)
     return removed

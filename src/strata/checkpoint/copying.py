@@ -1,7 +1,10 @@
 """Copying tensors into an image: at once on the CPU, beside the computation on CUDA.
 
-On the CPU a copy is complete when `copy` returns. On CUDA it runs on a stream of its own into page-locked memory, and
-the computation goes on. What may change next decides who waits for it, always on the device and never on the host:
+On the CPU the copy runs front to back on the calling thread, and `Copying` tells how far it has come, so that the first
+bytes can be on their way to disk while the last ones are copied.
+
+On CUDA it runs on a stream of its own into page-locked memory, and the computation goes on. What may change next
+decides who waits for it, always on the device and never on the host:
 
 * Parameters and optimizer state of a guarded optimizer change in its `step` and nowhere else, so the stream of that
   step waits (a hook before it) and the forward and backward passes in between overlap with the copy.
@@ -17,38 +20,70 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 _cuda: Any = torch.cuda  # Its module is not typed.
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class Copying:
-    """A copy under way. It holds the tensors it reads from until it is complete."""
+    """One copy into an image, from the moment the image is chosen for it."""
 
-    def __init__(self) -> None:
-        self.events: list[tuple[torch.device, Any]] = []
-        self.issued: Future[None] | None = None
-        self.held: Any = None
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._ready_bytes = 0
+        self._error: BaseException | None = None
+        self._events: list[tuple[torch.device, Any]] | None = None
+        self._held: object = None
+        self._changed = threading.Condition()
 
-    def wait(self) -> None:
-        """Return when every byte is in its place."""
-        if self.issued is not None:
-            self.issued.result()
-        for _, event in self.events:
-            event.synchronize()
-        self.held = None
+    def advance(self, ready_bytes: int) -> None:
+        """Everything before this offset is in place."""
+        with self._changed:
+            self._ready_bytes = ready_bytes
+            self._changed.notify_all()
+
+    def hand_over(self, events: list[tuple[torch.device, Any]], held: object) -> None:
+        """The rest is in place when these events have happened; `held` must not be freed before."""
+        with self._changed:
+            self._events, self._held = events, held
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
     def is_complete(self) -> bool:
-        return (self.issued is None or self.issued.done()) and all(event.query() for _, event in self.events)
+        with self._changed:
+            return self._error is not None or self._ready_bytes == self._size_bytes
+
+    def wait(self, upto_bytes: int | None = None) -> None:
+        """Return when the bytes before `upto_bytes`, or all, are in place. Raises what stopped the copy."""
+        wanted_bytes = self._size_bytes if upto_bytes is None else upto_bytes
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error or self._events is not None or self._ready_bytes >= wanted_bytes
+            )
+            if self._error is not None:
+                raise self._error
+            if self._ready_bytes >= wanted_bytes:
+                return
+            events = self._events or []
+        for _, event in events:
+            event.synchronize()
+        with self._changed:
+            self._ready_bytes = self._size_bytes
+            self._held = None
 
     def hold_back_current_streams(self) -> None:
         """What is queued on the current streams from now on runs after this copy."""
-        if self.issued is not None:
-            self.issued.result()
-        for device, event in self.events:
-            _cuda.current_stream(device).wait_event(event)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._events is not None or self.is_complete())
+            events = self._events or []
+        _hold_back(events)
 
 
 class Copier:
@@ -80,62 +115,72 @@ class Copier:
         if self._issuing is not None:
             self._issuing.shutdown()
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Copying:
-        copying = Copying()
-        on_cuda = [n for n, source in enumerate(sources) if source.is_cuda]
-        if len(on_cuda) < len(sources):
-            chosen = set(on_cuda)
-            others = [n for n in range(len(sources)) if n not in chosen] if on_cuda else range(len(sources))
-            with torch.no_grad():
-                torch._foreach_copy_([targets[n] for n in others], [sources[n] for n in others])
-        if on_cuda:
-            self._copy_from_cuda(copying, [(targets[n], sources[n]) for n in on_cuda])
-        return copying
-
-    def _copy_from_cuda(self, copying: Copying, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        guarded = self._guarded_storages()
-        later = [pair for pair in pairs if pair[1].untyped_storage().data_ptr() in guarded]
-        copying.held = pairs
-        if len(later) < len(pairs):
-            first = Copying()
-            now = [pair for pair in pairs if pair[1].untyped_storage().data_ptr() not in guarded]
-            self._issue(first, now, self._start_events(now))
-            first.hold_back_current_streams()
-            copying.events += first.events
-        if later:
-            # Thousands of launches take milliseconds; they need not happen on the training thread.
-            starts = self._start_events(later)
-            if self._issuing is None:
-                self._issuing = ThreadPoolExecutor(1, thread_name_prefix="strata-copy")
-            copying.issued = self._issuing.submit(self._issue, copying, later, starts)
-            with self._lock:
-                self._under_way.append(copying)
-
-    def _start_events(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[torch.device, Any]:
-        """Marks on the current streams: the copy begins when what was queued up to here has run."""
-        starts = {}
-        for device in {source.device for _, source in pairs}:
-            starts[device] = _cuda.Event()
-            starts[device].record(_cuda.current_stream(device))
-        return starts
-
-    def _issue(
+    def copy(
         self,
         copying: Copying,
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        starts: dict[torch.device, Any],
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        groups: Sequence[tuple[int, int, int]],
     ) -> None:
+        """Copy each source to its target. A group is a run of pairs and the offset before which all is in place after
+        it: (first, end, ready_bytes)."""
+        if any_on_cuda(sources):
+            self._copy_from_cuda(copying, list(zip(targets, sources, strict=True)))
+            return
+        with torch.no_grad():
+            for first, end, ready_bytes in groups:
+                torch._foreach_copy_(targets[first:end], sources[first:end])
+                copying.advance(ready_bytes)
+
+    def _copy_from_cuda(self, copying: Copying, pairs: list[Pair]) -> None:
+        guarded = self._guarded_storages()
+        by_host, at_once, by_step = [], [], []
+        for pair in pairs:
+            source = pair[1]
+            if not source.is_cuda:
+                by_host.append(pair)
+            elif source.untyped_storage().data_ptr() in guarded:
+                by_step.append(pair)
+            else:
+                at_once.append(pair)
+        events = self._issue(at_once, _start_events(at_once))
+        _hold_back(events)
+        if by_host:
+            with torch.no_grad():
+                torch._foreach_copy_([target for target, _ in by_host], [source for _, source in by_host])
+        if not by_step:
+            copying.hand_over(events, pairs)
+            return
+        # Thousands of launches take milliseconds; they need not happen on the training thread.
+        with self._lock:
+            self._under_way.append(copying)
+            if self._issuing is None:
+                self._issuing = ThreadPoolExecutor(1, thread_name_prefix="strata-copy")
+        starts = _start_events(by_step)
+
+        def issued(future: Future[list[tuple[torch.device, Any]]]) -> None:
+            if error := future.exception():
+                copying.fail(error)
+            else:
+                copying.hand_over(events + future.result(), pairs)
+
+        self._issuing.submit(self._issue, by_step, starts).add_done_callback(issued)
+
+    def _issue(self, pairs: list[Pair], starts: dict[torch.device, Any]) -> list[tuple[torch.device, Any]]:
+        """Queue the copies on each device's stream; they begin at `starts` and end with the events returned."""
+        events = []
         for device, start in starts.items():
             stream = self._streams.get(device)
             if stream is None:
                 stream = self._streams[device] = _cuda.Stream(device)
             mine = [pair for pair in pairs if pair[1].device == device]
-            done = _cuda.Event(blocking=True)  # The thread that waits for it sleeps.
+            done = _cuda.Event(blocking=True)  # A thread that waits for it sleeps.
             with _cuda.stream(stream), torch.no_grad():
                 stream.wait_event(start)
                 torch._foreach_copy_([target for target, _ in mine], [source for _, source in mine], True)
                 done.record(stream)
-            copying.events.append((device, done))
+            events.append((device, done))
+        return events
 
     def _guarded_storages(self) -> set[int]:
         storages: set[int] = set()
@@ -154,14 +199,27 @@ class Copier:
         return storages
 
 
+def _start_events(pairs: list[Pair]) -> dict[torch.device, Any]:
+    """Marks on the current streams: the copy begins when what was queued up to here has run."""
+    starts = {}
+    for device in {source.device for _, source in pairs}:
+        starts[device] = _cuda.Event()
+        starts[device].record(_cuda.current_stream(device))
+    return starts
+
+
+def _hold_back(events: list[tuple[torch.device, Any]]) -> None:
+    for device, event in events:
+        _cuda.current_stream(device).wait_event(event)
+
+
 def any_on_cuda(tensors: Iterable[torch.Tensor]) -> bool:
     return bool(_cuda.is_initialized()) and any(tensor.is_cuda for tensor in tensors)
 
 
 def page_lock(image: torch.Tensor) -> bool:
     """Page-lock the memory of an image for CUDA; False where the driver refuses."""
-    result = _cuda.cudart().cudaHostRegister(image.data_ptr(), image.numel(), 0)
-    return int(result) == 0
+    return int(_cuda.cudart().cudaHostRegister(image.data_ptr(), image.numel(), 0)) == 0
 
 
 def page_unlock(image: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from strata.checkpoint.state import Scan, leaf_kind, named_leaves, scan
 
 ALIGNMENT_BYTES = 4096
 FILE_NAME = "archive.pt"  # Torch puts the file's name into the file: a constant one keeps images comparable.
+GROUP_BYTES = 32 << 20
 _SPARE_PICKLE_BYTES = 64 << 10
 _RECORD_OVERHEAD_BYTES = 512
 
@@ -128,6 +129,17 @@ class Plan:
                 span = span.view(recipe.dtype).as_strided(recipe.shape, recipe.stride)
             views.append(span)
         return views
+
+    def groups(self, placement: Placement) -> list[tuple[int, int, int]]:
+        """The slots in runs of some megabytes: (first, end, offset before which the image is complete after it)."""
+        found = []
+        first, run_bytes = 0, 0
+        for number, slot in enumerate(self.slots):
+            run_bytes += slot.size_bytes
+            if run_bytes >= GROUP_BYTES:
+                found.append((first, number + 1, placement.slot_offsets_bytes[number] + slot.size_bytes))
+                first, run_bytes = number + 1, 0
+        return [*found, (first, len(self.slots), placement.size_bytes)]
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The bytes to be saved, one tensor per slot; nothing is copied."""

@@ -85,7 +85,8 @@ class _Staged:
     format: str
     size_bytes: int
     """At most."""
-    make: Callable[[], Payload]
+    make: Callable[[], tuple[Payload, Callable[[], None]]]
+    """Gives it a place, which may have to be waited for, and a way to fill that."""
 
 
 class CheckpointManager:
@@ -173,7 +174,7 @@ class CheckpointManager:
         try:
             self._check_room(save)
             self._continue_line(save)
-            save.payload = staged.make()
+            save.payload, fill = staged.make()
         except SaveSkipped as skipped:
             log.warning("step %d: %s", step, skipped)
             self._ended(save, None)
@@ -183,7 +184,9 @@ class CheckpointManager:
         else:
             save.size_bytes = len(save.payload.view)
             save.draft = replace(save.draft, tensors=save.payload.tensors)
+            # The pipeline follows the copy, so the first bytes are on their way before the last are copied.
             self._pipeline.submit(save)
+            fill()
         return save.handle
 
     async def save_async(
@@ -309,11 +312,11 @@ class CheckpointManager:
         if not size_bytes:
             raise InvalidSave("There are no bytes to save.")
 
-        def make() -> Payload:
+        def make() -> tuple[Payload, Callable[[], None]]:
             if not self._bytes.take(size_bytes, timeout_s=self._patience_s):
                 raise SaveSkipped(reason="the bytes of earlier saves are still being written")
             kept = data if isinstance(data, bytes) else bytes(data)
-            return BytesPayload(kept, lambda: self._bytes.give_back(size_bytes))
+            return BytesPayload(kept, lambda: self._bytes.give_back(size_bytes)), lambda: None
 
         return _Staged(format=BYTES, size_bytes=size_bytes, make=make)
 
@@ -328,17 +331,13 @@ class CheckpointManager:
         prepared = prepare(state, self._plan)
         self._plan = prepared.plan
 
-        def make() -> Payload:
+        def make() -> tuple[Payload, Callable[[], None]]:
             staging = self._images()
             buffer = staging.acquire(prepared.plan, timeout_s=self._patience_s)
             if buffer is None:
                 raise SaveSkipped(reason="the images of earlier saves are still being written")
-            try:
-                buffer.fill(prepared, staging.copier)
-            except BaseException:
-                staging.release(buffer)
-                raise
-            return ImagePayload(staging, buffer)
+            payload = ImagePayload(staging, buffer)
+            return payload, lambda: payload.fill(prepared)
 
         return _Staged(format=IMAGE, size_bytes=prepared.plan.bound_bytes, make=make)
 

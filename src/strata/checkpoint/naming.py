@@ -47,3 +47,7 @@ def payload_key(stem: str, payload_format: str) -> str:
 
 def manifest_key(stem: str) -> str:
     return stem + SUFFIX
+
+
+def claim_key(stem: str) -> str:
+    return stem + ".claim"

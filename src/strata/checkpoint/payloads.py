@@ -24,7 +24,7 @@ class BytesPayload:
     def tensors(self) -> tuple[TensorEntry, ...]:
         return ()
 
-    def wait(self) -> None:
+    def wait(self, upto_bytes: int | None = None) -> None:
         """They are all there."""
 
     def keep(self, manifest: Manifest) -> str | None:

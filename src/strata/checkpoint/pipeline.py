@@ -60,8 +60,8 @@ class Payload(Protocol):
     @property
     def tensors(self) -> tuple[TensorEntry, ...]: ...
 
-    def wait(self) -> None:
-        """Return when all bytes are in place."""
+    def wait(self, upto_bytes: int | None = None) -> None:
+        """Return when the bytes before this offset, or all of them, are in place."""
         ...
 
     def keep(self, manifest: Manifest) -> str | None:
@@ -191,10 +191,8 @@ class Pipeline:
         retries = self._policy.retries if self._policy.on_error == "retry" else 0
         for attempt in range(retries + 1):
             try:
-                save.payload.wait()
-                view = save.payload.view
                 entry = publish(
-                    store, save.draft, view, save.hashed.result, stem=self._stem, again=attempt > 0
+                    store, save.draft, save.payload, save.hashed.result, stem=self._stem, again=attempt > 0
                 )
             except Exception as error:
                 failure = save.failed(error, store)

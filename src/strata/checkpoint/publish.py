@@ -3,6 +3,10 @@
 The payload first, durable by the store's promise; then the manifest, only if absent. Before the manifest is there,
 nobody can find the checkpoint; afterwards it is complete. A try that fails takes its payload away again, and a
 repeated try that finds its own manifest has succeeded.
+
+A name without the checkpoint's id in it may be wanted by two writers, so it is claimed first: `<stem>.claim`, only if
+absent. Whoever comes second takes a longer name, with the id. The claim goes when the manifest is there, so a payload
+with a claim and no manifest is unfinished, and one with neither was put there by somebody else.
 """
 
 from __future__ import annotations
@@ -10,19 +14,31 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from strata.checkpoint.catalog import Entry, where
 from strata.checkpoint.digest import Digest
 from strata.checkpoint.errors import Damaged
 from strata.checkpoint.manifest import Manifest, Part, decode
-from strata.checkpoint.naming import Stem, manifest_key, payload_key
+from strata.checkpoint.naming import Stem, claim_key, manifest_key, payload_key
 from strata.stores.protocol import AlreadyExists, NotFound, Store, StoreError
+
+PIECE_BYTES = 16 << 20
+
+
+class Bytes(Protocol):
+    """A payload that may still be growing, front to back."""
+
+    @property
+    def view(self) -> memoryview: ...
+
+    def wait(self, upto_bytes: int | None = None) -> None: ...
 
 
 def publish(
     store: Store,
     draft: Manifest,
-    payload: memoryview,
+    payload: Bytes,
     digest: Callable[[], Digest],
     *,
     stem: Stem,
@@ -30,16 +46,56 @@ def publish(
 ) -> Entry:
     """Store payload and manifest. `digest` is asked for when the payload is in place; `again` marks a repeated try."""
     name = stem(draft.step, draft.checkpoint_id)
-    if draft.checkpoint_id in name:
-        return _publish_as(store, name, draft, payload, digest, again=again)
+    if draft.checkpoint_id not in name and not _claim(store, name, draft):
+        name = f"{name}-{draft.checkpoint_id}"
+    payload_at, manifest_at = payload_key(name, draft.format), manifest_key(name)
+    if again and (own := _find_own(store, manifest_at, draft)):
+        return own
     try:
-        return _publish_as(store, name, draft, payload, digest, again=again)
+        _put_payload(store, payload_at, payload)
+        part = Part(key=payload_at, size_bytes=len(payload.view), digest=digest())
+        manifest = replace(draft, parts=(part,))
+        store.put(manifest_at, manifest.encode(), if_absent=True)
+    except BaseException as error:
+        if own := _find_own_after(error, store, manifest_at, draft):
+            return own
+        _remove(store, payload_at)
+        _remove(store, claim_key(name))
+        raise
+    if draft.checkpoint_id not in name:
+        _remove(store, claim_key(name))
+    return Entry(key=manifest_at, manifest=manifest)
+
+
+def _put_payload(store: Store, key: str, payload: Bytes) -> None:
+    view = payload.view
+    if store.free_bytes() is None:
+        payload.wait()  # Object storage is fastest with all the bytes at once, in parallel.
+        store.put(key, view)
+        return
+    with store.open_write(key, size_hint_bytes=len(view)) as writer:
+        for start in range(0, len(view), PIECE_BYTES):
+            payload.wait(min(start + PIECE_BYTES, len(view)))
+            writer.write(view[start : start + PIECE_BYTES])
+        writer.commit()
+
+
+def _claim(store: Store, stem: str, draft: Manifest) -> bool:
+    """Reserve a name for this save; False when somebody has it."""
+    owner = draft.checkpoint_id.encode()
+    try:
+        store.put(claim_key(stem), owner, if_absent=True)
     except AlreadyExists:
-        # Somebody's payload has this name: leave it alone, finished or not, and be findable under a longer one.
-        return _publish_as(store, f"{name}-{draft.checkpoint_id}", draft, payload, digest, again=again)
+        with contextlib.suppress(NotFound):
+            return store.read(claim_key(stem)) == owner
+        return False
+    if store.stat(payload_key(stem, draft.format)) is None and store.stat(manifest_key(stem)) is None:
+        return True
+    _remove(store, claim_key(stem))
+    return False
 
 
-def find_own(store: Store, key: str, draft: Manifest) -> Entry | None:
+def _find_own(store: Store, key: str, draft: Manifest) -> Entry | None:
     """The manifest at `key`, if this very save has put it there."""
     try:
         found = decode(store.read(key), path=where(store, key))
@@ -48,41 +104,14 @@ def find_own(store: Store, key: str, draft: Manifest) -> Entry | None:
     return Entry(key=key, manifest=found) if found.checkpoint_id == draft.checkpoint_id else None
 
 
-def _publish_as(
-    store: Store,
-    stem: str,
-    draft: Manifest,
-    payload: memoryview,
-    digest: Callable[[], Digest],
-    *,
-    again: bool,
-) -> Entry:
-    payload_at, manifest_at = payload_key(stem, draft.format), manifest_key(stem)
-    if again and (own := find_own(store, manifest_at, draft)):
-        return own
-    store.put(payload_at, payload, if_absent=draft.checkpoint_id not in stem)
+def _find_own_after(error: BaseException, store: Store, key: str, draft: Manifest) -> Entry | None:
+    """Whether the manifest was put in spite of an error. Where nobody can tell, the payload must stay: raises."""
+    if not isinstance(error, Exception):
+        raise error
     try:
-        part = Part(key=payload_at, size_bytes=len(payload), digest=digest())
-        manifest = replace(draft, parts=(part,))
-        store.put(manifest_at, manifest.encode(), if_absent=True)
-    except AlreadyExists:
-        if own := find_own(store, manifest_at, draft):
-            return own
-        _remove(store, payload_at)
-        raise
-    except BaseException:
-        if not find_own_quietly(store, manifest_at, draft):
-            _remove(store, payload_at)
-        raise
-    return Entry(key=manifest_at, manifest=manifest)
-
-
-def find_own_quietly(store: Store, key: str, draft: Manifest) -> bool:
-    """Whether the manifest may have been put in spite of an error: then its payload must stay."""
-    try:
-        return find_own(store, key, draft) is not None
+        return _find_own(store, key, draft)
     except StoreError:
-        return True
+        raise error from None
 
 
 def _remove(store: Store, key: str) -> None:

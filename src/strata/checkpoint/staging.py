@@ -64,7 +64,8 @@ class ImageBuffer:
         self._targets: list[torch.Tensor] = []
         self._body_bytes = 0
         self._is_page_locked = False
-        self._copying: Copying | None = None
+        self.copying: Copying | None = None
+        self._groups: list[tuple[int, int, int]] = []
 
     @property
     def size_bytes(self) -> int:
@@ -94,30 +95,37 @@ class ImageBuffer:
             os.close(fd)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._targets = plan.targets(self._bytes, placement)
+        self._groups = plan.groups(placement)
         self._placement = placement
         self._body_bytes = 0
         self.entries = plan.entries(placement)
         self.plan = plan
 
+    def begin(self) -> Copying:
+        """Announce a copy: there is no mark from here until `mark`, and `copying` tells how far it has come."""
+        assert self._placement is not None
+        self.unmark()
+        self.copying = Copying(self._placement.size_bytes)
+        return self.copying
+
     def fill(self, prepared: Prepared, copier: Copier) -> None:
-        """Begin to copy one state in; `wait` tells when it is complete. There is no mark from here until `mark`."""
+        """Copy one state in, or leave that to the device. What fails here ends in `copying`."""
         assert self.plan is prepared.plan
         assert self._placement is not None
         assert self._map is not None
         assert self._bytes is not None
-        self.unmark()
-        start, length = self._placement.body_offset_bytes, len(prepared.body)
-        stale_bytes = max(0, self._body_bytes - length)
-        self._map[start : start + length + stale_bytes] = prepared.body + bytes(stale_bytes)
-        self._body_bytes = length
-        if not self._is_page_locked and any_on_cuda(prepared.tensors):
-            self._is_page_locked = page_lock(self._bytes)
-        self._copying = copier.copy(self._targets, prepared.plan.sources(prepared.tensors))
-
-    def wait(self) -> None:
-        """Return when the copy of `fill` is complete."""
-        if self._copying is not None:
-            self._copying.wait()
+        assert self.copying is not None
+        try:
+            start, length = self._placement.body_offset_bytes, len(prepared.body)
+            stale_bytes = max(0, self._body_bytes - length)
+            self._map[start : start + length + stale_bytes] = prepared.body + bytes(stale_bytes)
+            self._body_bytes = length
+            if not self._is_page_locked and any_on_cuda(prepared.tensors):
+                self._is_page_locked = page_lock(self._bytes)
+            copier.copy(self.copying, self._targets, self.plan.sources(prepared.tensors), self._groups)
+        except BaseException as error:
+            self.copying.fail(error)
+            raise
 
     def mark(self, manifest: Manifest) -> None:
         """Make the image a checkpoint of the memory tier."""
@@ -133,7 +141,7 @@ class ImageBuffer:
     def _unmap(self) -> None:
         self.plan = None
         self._targets = []
-        self._copying = None
+        self.copying = None
         if self._is_page_locked and self._bytes is not None:
             page_unlock(self._bytes)
         self._is_page_locked = False
@@ -152,6 +160,7 @@ class ImagePayload:
     def __init__(self, staging: Staging, buffer: ImageBuffer) -> None:
         self._staging = staging
         self._buffer = buffer
+        self._copying = buffer.begin()
 
     @property
     def view(self) -> memoryview:
@@ -161,8 +170,8 @@ class ImagePayload:
     def tensors(self) -> tuple[TensorEntry, ...]:
         return self._buffer.entries
 
-    def wait(self) -> None:
-        self._buffer.wait()
+    def wait(self, upto_bytes: int | None = None) -> None:
+        self._copying.wait(upto_bytes)
 
     def keep(self, manifest: Manifest) -> str | None:
         self._buffer.mark(manifest)
@@ -170,6 +179,9 @@ class ImagePayload:
 
     def release(self) -> None:
         self._staging.release(self._buffer)
+
+    def fill(self, prepared: Prepared) -> None:
+        self._buffer.fill(prepared, self._staging.copier)
 
 
 class Staging:

@@ -92,13 +92,15 @@ def check_sources(index: TokenIndex, files: Sequence[Path]) -> None:
     if len(files) != len(indexed):
         raise stale(files[0], f"it was built from {len(indexed)} files ({names}), not from {len(files)}")
     noted = _noted(note_path(index.path))
-    known = set(noted[1]) if noted is not None and noted[0] == index.identity else set()
+    known: Sequence[Sighting | None] = [None] * len(files)
+    if noted is not None and noted[0] == index.identity and len(noted[1]) == len(files):
+        known = noted[1]
     sightings = [Sighting.of(path) for path in files]
-    unknown = False
-    for path, sighting, file in zip(files, sightings, indexed, strict=True):
-        if sighting in known:
+    if sightings == known:
+        return
+    for path, sighting, seen, file in zip(files, sightings, known, indexed, strict=True):
+        if sighting == seen:
             continue
-        unknown = True
         if sighting.size_bytes == file.size_bytes and digest_file(path) == file.digest:
             continue
         if path.name != file.name:
@@ -109,9 +111,8 @@ def check_sources(index: TokenIndex, files: Sequence[Path]) -> None:
             else f"{sighting.size_bytes:,} bytes, {file.size_bytes:,} when indexed"
         )
         raise stale(path, f"{path} has changed since it was built ({change})")
-    if unknown:
-        with suppress(OSError):  # a folder that cannot be written to: the next reader reads the sources again
-            write_note(index.path, index.header, index.meta, files, sightings)
+    with suppress(OSError):  # a folder that cannot be written to: the next reader reads the sources again
+        write_note(index.path, index.header, index.meta, files, sightings)
 
 
 def check_tokenizer(index: TokenIndex, tokenizer: LoadedTokenizer, files: Sequence[Path]) -> None:

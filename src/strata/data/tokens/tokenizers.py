@@ -60,9 +60,8 @@ class ByteTokenizer:
             return np.frombuffer(b"".join(pieces), np.uint8).astype(np.uint16), list(map(len, pieces))
         pieces.append(b"")
         # 0xFF never occurs in UTF-8, so it can hold the place of the end mark while bytes are joined.
-        ids: Ids = np.frombuffer(b"\xff".join(pieces), np.uint8).astype(
-            np.uint32 if eos_id >> 16 else np.uint16
-        )
+        joined = np.frombuffer(b"\xff".join(pieces), np.uint8)
+        ids: Ids = joined.astype(np.uint32) if eos_id >> 16 else joined.astype(np.uint16)
         ids[ids == 0xFF] = eos_id
         return ids, [len(piece) + 1 for piece in pieces[:-1]]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -74,6 +75,21 @@ class ElasticTrainingConfig:
     def to_torchrun_env(self) -> dict[str, str]:
         """What to add to torchrun's environment, so that restarts are clean."""
         return dict(TORCHRUN_ENVIRONMENT)
+
+    def check_rendezvous(self, *, timeout_s: float = 2.0) -> None:
+        """Raise if nobody answers at an etcd endpoint. Worth doing before a launch; the others start on demand."""
+        if not self.rdzv_backend.startswith("etcd"):
+            return
+        reasons = []
+        for endpoint in self.rdzv_endpoint.split(","):
+            host, _, port = endpoint.strip().rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+            except (OSError, ValueError) as error:
+                reasons.append(str(error))
+            else:
+                return
+        raise DistributedSetupError.etcd_unreachable(self.rdzv_endpoint, reason="; ".join(reasons))
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,18 @@ def test_launch_settings_that_cannot_work_are_refused_together() -> None:
     assert "Unknown rdzv_backend 'zookeeper'" in text
 
 
+def test_launch_without_etcd_is_told_how_to_start_one() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        alive, dead = f"127.0.0.1:{server.getsockname()[1]}", f"127.0.0.1:{free_port()}"
+        ElasticTrainingConfig(rdzv_backend="etcd", rdzv_endpoint=f"{dead},{alive}").check_rendezvous()
+    ElasticTrainingConfig(rdzv_backend="c10d", rdzv_endpoint=dead).check_rendezvous()
+    with pytest.raises(DistributedSetupError, match=f"^Failed to connect to etcd at {dead}: ") as caught:
+        ElasticTrainingConfig(rdzv_endpoint=dead).check_rendezvous()
+    assert "./scripts/start_etcd.sh start" in str(caught.value)
+
+
 SCRIPT = """
 import json, sys
 from elastic_harness import agent

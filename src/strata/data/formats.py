@@ -1,0 +1,43 @@
+"""The formats a dataset may have, by name and by suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from strata.data.errors import DataError
+from strata.data.readers.base import Format
+from strata.data.readers.columnar import ARROW, PARQUET
+from strata.data.readers.delimited import CSV, TSV
+from strata.data.readers.npy import NPY
+from strata.data.readers.tar import WEBDATASET
+from strata.data.readers.text import JSONL, TEXT
+from strata.data.readers.tfrecord import TFRECORD
+
+FORMATS: tuple[Format, ...] = (PARQUET, CSV, TSV, JSONL, ARROW, WEBDATASET, TFRECORD, NPY, TEXT)
+NAMES = tuple(format.name for format in FORMATS)
+_ALIASES = {"json": "jsonl", "ndjson": "jsonl", "feather": "arrow", "ipc": "arrow", "tar": "webdataset"}
+_ALIASES |= {"wds": "webdataset", "tfrecords": "tfrecord", "txt": "text", "numpy": "npy"}
+ALL_SUFFIXES = tuple(suffix for format in FORMATS for suffix in format.suffixes)
+
+
+def format_named(name: str, *, path: str = "") -> Format:
+    wanted = name.lower().lstrip(".")
+    wanted = _ALIASES.get(wanted, wanted)
+    for format in FORMATS:
+        if format.name == wanted:
+            return format
+    raise DataError.at(path, f"the format '{name[:80]}' is not known", hint=f"Known are {', '.join(NAMES)}.")
+
+
+def format_of(paths: Iterable[str], *, path: str) -> Format:
+    """The one format that all files have by their suffix."""
+    found = {format.name: format for p in paths for format in FORMATS if p.lower().endswith(format.suffixes)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    raise DataError.at(
+        path,
+        f"there are files of several formats ({', '.join(sorted(found))})"
+        if found
+        else "the format cannot be told",
+        hint=f"Say which one it is: format= one of {', '.join(NAMES)}.",
+    )

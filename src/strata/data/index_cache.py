@@ -1,0 +1,79 @@
+"""Indexes of dataset files, kept between runs.
+
+`$STRATA_CACHE_DIR`, else `~/.cache/strata`. An entry belongs to one file as it was (path, size, time of change)
+and one way of reading it; a changed file simply has another name here. A cache that cannot be read or written is no
+error, only slower. Entries are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from strata.data.readers.base import FileIndex, ReadOptions
+from strata.data.sources import FileRef
+
+log = logging.getLogger("strata.data")
+
+VERSION = 1
+WORTH_KEEPING_BYTES = 2**20  # Smaller files are read faster than their index is looked up.
+
+
+def load_index(ref: FileRef, format: str, options: ReadOptions) -> FileIndex | None:
+    path = _entry(ref, format, options)
+    try:
+        with np.load(path, allow_pickle=False) as saved:
+            arrays = {name: saved[name] for name in saved.files}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    rows, bad = arrays.pop("counts", np.array([-1, 0])).tolist()
+    return FileIndex(rows=rows, bad=bad, arrays=arrays) if rows >= 0 else None
+
+
+def save_index(ref: FileRef, format: str, options: ReadOptions, index: FileIndex) -> None:
+    if ref.size_bytes < WORTH_KEEPING_BYTES:
+        return
+    path = _entry(ref, format, options)
+    unfinished = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            unfinished = file.name
+            arrays = {**index.arrays, "counts": np.array([index.rows, index.bad])}
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        os.replace(unfinished, path)
+    except OSError as error:
+        log.debug("index of %s not kept: %s", ref.path, error)
+        if unfinished is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+
+
+def cache_dir() -> Path:
+    chosen = os.environ.get("STRATA_CACHE_DIR")
+    return (
+        Path(chosen)
+        if chosen
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "strata"
+    )
+
+
+def _entry(ref: FileRef, format: str, options: ReadOptions) -> Path:
+    place = ref.path if "://" in ref.path else os.path.abspath(ref.path)
+    identity = (
+        VERSION,
+        place,
+        ref.size_bytes,
+        ref.modified_s,
+        format,
+        options.on_bad,
+        options.max_record_bytes,
+    )
+    return cache_dir() / "index" / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.npz"

@@ -1,0 +1,183 @@
+"""A dataset of files as one numbered sequence of samples.
+
+    reader = DatasetReader("data/*.parquet")
+    len(reader), reader.read([0, 17, 4])
+
+Samples are numbered through the files in the order of their paths. Opening looks at each file once (metadata
+where a format has it, a scan where not); what it learns is kept in a cache directory and used again until the
+file changes. Any sample is then read without reading those before it. Safe to hand to loader processes: each
+opens files of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from strata.data.errors import DataError
+from strata.data.formats import ALL_SUFFIXES, format_named, format_of
+from strata.data.index_cache import load_index, save_index
+from strata.data.readers.base import Cache, FileIndex, OnBad, OpenFile, ReadOptions, Row, group_rows
+from strata.data.sources import FileRef, find, open_source
+
+log = logging.getLogger("strata.data")
+
+_MAX_OPEN_FILES = 64
+_CACHE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One file of a dataset."""
+
+    path: str
+    size_bytes: int
+    samples: int
+    bad: int = 0
+    """Records that were skipped because they cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFiles:
+    """What was found, and how to read it."""
+
+    format: str
+    files: tuple[DataFile, ...]
+    indexes: tuple[FileIndex, ...] = field(repr=False, compare=False)
+
+    @property
+    def total(self) -> int:
+        return sum(file.samples for file in self.files)
+
+    @property
+    def bad(self) -> int:
+        return sum(file.bad for file in self.files)
+
+
+def discover(
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    on_bad: OnBad = "raise",
+    max_record_bytes: int = ReadOptions().max_record_bytes,
+) -> DatasetFiles:
+    """Find the files of a dataset and count their samples, without loading them.
+
+    `path` is a file, a directory, a glob, or a URL of any of these. Without `format`, suffixes decide.
+    """
+    if on_bad not in ("raise", "skip"):
+        raise ValueError(f"on_bad is 'raise' or 'skip', not {on_bad!r}")
+    text = os.fspath(path)
+    chosen = format_named(format, path=text) if format and format != "auto" else None
+    refs = find(text, chosen.suffixes if chosen else ALL_SUFFIXES)
+    chosen = chosen or format_of((ref.path for ref in refs), path=text)
+    options = ReadOptions(on_bad=on_bad, max_record_bytes=max_record_bytes)
+    indexes = []
+    for ref in refs:
+        index = load_index(ref, chosen.name, options)
+        if index is None:
+            source = open_source(ref.path)
+            try:
+                index = chosen.index(source, options)
+            finally:
+                source.close()
+            save_index(ref, chosen.name, options, index)
+        if index.bad:
+            log.warning(
+                "%s: skipped %s bad records of %s", ref.path, f"{index.bad:,}", f"{index.rows + index.bad:,}"
+            )
+        indexes.append(index)
+    files = tuple(_file(ref, index) for ref, index in zip(refs, indexes, strict=True))
+    return DatasetFiles(format=chosen.name, files=files, indexes=tuple(indexes))
+
+
+class DatasetReader:
+    """Samples by number."""
+
+    def __init__(
+        self, path: str | os.PathLike[str] | DatasetFiles, format: str | None = None, **options: Any
+    ) -> None:
+        """`path` as for `discover`, whose options apply, or what it returned."""
+        found = path if isinstance(path, DatasetFiles) else discover(path, format, **options)
+        self.found = found
+        self._format = format_named(found.format)
+        self._first = np.r_[0, np.cumsum([file.samples for file in found.files])].astype(np.int64)
+        self._open: OrderedDict[int, OpenFile] = OrderedDict()
+        self._cache = Cache(_CACHE_BYTES)
+        self._pid = os.getpid()
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return self.found.files
+
+    @property
+    def bad(self) -> int:
+        """Records that were skipped."""
+        return self.found.bad
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, sample: int) -> Row:
+        return self.read([sample])[0]
+
+    def __getitems__(self, samples: Sequence[int]) -> list[Row]:
+        """PyTorch's loaders ask for a whole batch with this."""
+        return self.read(samples)
+
+    def read(self, samples: Sequence[int]) -> list[Row]:
+        """The samples, in the order asked for; each file is visited once."""
+        numbers = [int(sample) for sample in samples]
+        if numbers and (min(numbers) < 0 or max(numbers) >= len(self)):
+            raise IndexError(f"samples {min(numbers):,} to {max(numbers):,} of a dataset of {len(self):,}")
+        answer: list[Row] = [{}] * len(numbers)
+        for number, wanted in group_rows(numbers, self._first[:-1]).items():
+            rows = self._file(number).read([row for _, row in wanted])
+            for (place, _), row in zip(wanted, rows, strict=True):
+                answer[place] = row
+        return answer
+
+    def files_of(self, start: int, stop: int) -> list[str]:
+        """The files that hold samples [start, stop)."""
+        first, last = np.searchsorted(self._first, [start, max(stop - 1, start)], side="right") - 1
+        return [f.path for f in self.files[first : last + 1] if f.samples]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _file(self, number: int) -> OpenFile:
+        if self._pid != os.getpid():  # A forked loader process: what the parent has open is the parent's.
+            self._open, self._cache, self._pid = OrderedDict(), Cache(_CACHE_BYTES), os.getpid()
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        known = self.files[number]
+        source = open_source(known.path)
+        if source.size_bytes != known.size_bytes:
+            source.close()
+            raise DataError.at(
+                known.path,
+                f"it has {source.size_bytes:,} bytes now and had {known.size_bytes:,} when it was counted",
+                hint="Data must not change during an epoch: restore it, or register it again.",
+            )
+        self._open[number] = self._format.open(source, self.found.indexes[number], self._cache)
+        if len(self._open) > _MAX_OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        return self._open[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"found": self.found}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["found"])  # type: ignore[misc]
+
+
+def _file(ref: FileRef, index: FileIndex) -> DataFile:
+    return DataFile(path=ref.path, size_bytes=ref.size_bytes, samples=index.rows, bad=index.bad)

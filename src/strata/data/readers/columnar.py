@@ -1,0 +1,112 @@
+"""Parquet and Arrow files through pyarrow.
+
+Rows are counted from metadata alone. A row is read by reading the row group or record batch it is in, of which
+a bounded number stays in memory; local Arrow files are mapped, so that theirs cost nothing. Files whose row
+groups are large are slow to read in a shuffled order: write them with row groups of a few thousand rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from strata.data.errors import DataError
+from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row, arrow, group_rows
+from strata.data.sources import LocalSource, Source, SourceFile
+
+Pieces = tuple[list[int], Callable[[int], Any]]
+"""Rows of each piece of a file, and how to read one as a table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnarFormat:
+    name: str
+    suffixes: tuple[str, ...]
+    pieces: Callable[[Source], Pieces]
+
+    def index(self, source: Source, options: ReadOptions) -> FileIndex:
+        sizes, _ = _opened(self, source)
+        bounds = np.r_[0, np.cumsum(sizes)].astype(np.int64)
+        return FileIndex(rows=int(bounds[-1]), arrays={"first": bounds[:-1]})
+
+    def open(self, source: Source, index: FileIndex, cache: Cache) -> OpenFile:
+        return _Columnar(self, source, index, cache)
+
+
+class _Columnar:
+    def __init__(self, format: ColumnarFormat, source: Source, index: FileIndex, cache: Cache) -> None:
+        self._source = source
+        self._cache = cache
+        self._first = index.arrays["first"]
+        _, self._load = _opened(format, source)
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        answer: list[Row] = [{}] * len(rows)
+        for piece, wanted in group_rows(rows, self._first).items():
+            table = self._cache.get((self._source.path, piece), partial(self._piece, piece), _size_bytes)
+            for (place, _), row in zip(
+                wanted, table.take([row for _, row in wanted]).to_pylist(), strict=True
+            ):
+                answer[place] = row
+        return answer
+
+    def _piece(self, number: int) -> Any:
+        pa = arrow("Parquet and Arrow files")
+        try:
+            return self._load(number)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError.at(
+                self._source.path, f"damaged ({error})", line=number + 1, unit="row group"
+            ) from error
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _size_bytes(table: Any) -> int:
+    return int(table.nbytes)
+
+
+def _opened(format: ColumnarFormat, source: Source) -> Pieces:
+    pa = arrow("Parquet and Arrow files")
+    try:
+        return format.pieces(source)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError.at(source.path, f"not a readable {format.name} file ({error})") from error
+
+
+def _parquet(source: Source) -> Pieces:
+    arrow("Parquet files")
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(_file(source))
+    metadata = file.metadata
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    return sizes, lambda number: file.read_row_group(number, use_threads=False)
+
+
+def _ipc(source: Source) -> Pieces:
+    """The file format has a footer; the stream format, which `datasets` writes, is read through once."""
+    pa = arrow("Arrow files")
+    try:
+        reader = pa.ipc.open_file(_file(source))
+    except pa.ArrowInvalid:
+        batches = list(pa.ipc.open_stream(_file(source)))
+        return [b.num_rows for b in batches], lambda number: pa.Table.from_batches([batches[number]])
+    sizes = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
+    return sizes, lambda number: pa.Table.from_batches([reader.get_batch(number)])
+
+
+def _file(source: Source) -> Any:
+    pa = arrow("Parquet and Arrow files")
+    if isinstance(source, LocalSource) and source.size_bytes:
+        return pa.memory_map(source.path)
+    return pa.PythonFile(SourceFile(source), mode="r")
+
+
+PARQUET = ColumnarFormat(name="parquet", suffixes=(".parquet", ".pq"), pieces=_parquet)
+ARROW = ColumnarFormat(name="arrow", suffixes=(".arrow", ".feather", ".ipc"), pieces=_ipc)

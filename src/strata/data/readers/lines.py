@@ -1,0 +1,195 @@
+"""Random access to records that end with a newline.
+
+The index keeps the offset of a block of a few dozen records, not of each, so that a billion lines cost a few
+hundred megabytes less than a number each would. Blank lines are not records. CRLF and a UTF-8 byte order mark are
+accepted; a last line without its newline is a record like any other. Memory stays bounded whatever the length
+of a line: what is longer than `max_record_bytes` is a bad record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.data.errors import DataError
+from strata.data.readers.base import FileIndex, ReadOptions, Row, group_rows
+from strata.data.sources import Source, chunks, refuse_compressed
+
+BLOCK_ROWS = 32
+BLOCK_BYTES = 256 * 1024
+_NEWLINE, _QUOTE, _SPACE = 0x0A, 0x22, 0x20
+_BLANK = bytes(range(_SPACE + 1))  # The same bytes that `_records` does not see.
+_UTF8_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+Parse = Callable[[bytes], Any]
+"""Raises ValueError with the reason where the record is bad."""
+
+
+def scan(source: Source, options: ReadOptions, *, quoted: bool = False) -> FileIndex:
+    """Find the records. With `quoted`, a newline between double quotes is part of its record."""
+    refuse_compressed(source)
+    starts, lengths = _records(source, quoted=quoted)
+    too_long = lengths > options.max_record_bytes
+    bad = np.stack([starts, starts + lengths], axis=1)[too_long]
+    if len(bad) and options.on_bad == "raise":
+        length = int(lengths[too_long][0])
+        raise bad_record(
+            source,
+            int(bad[0, 0]),
+            f"the record is {length:,} bytes long, more than {options.max_record_bytes:,}",
+        )
+    return _blocks(starts, bad)
+
+
+def _records(source: Source, *, quoted: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Start and length of every record that is not blank."""
+    begin = data_start(source)
+    line_start, content, open_quote = begin, 0, 0  # The line that a chunk ends in goes on in the next.
+    starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for offset, chunk in chunks(source, begin):
+        data = np.frombuffer(chunk, np.uint8)
+        is_end = data == _NEWLINE
+        if quoted:
+            quotes = (np.cumsum(data == _QUOTE) + open_quote) & 1
+            is_end &= quotes == 0
+            open_quote = int(quotes[-1])
+        ends = np.flatnonzero(is_end)
+        visible = np.r_[0, np.cumsum(data > _SPACE)]
+        if not len(ends):
+            content += int(visible[-1])
+            continue
+        seen = np.diff(visible[np.r_[0, ends + 1]])
+        seen[0] += content
+        line_starts = np.r_[line_start, offset + ends[:-1] + 1]
+        keep = seen > 0
+        starts.append(line_starts[keep])
+        lengths.append((offset + ends + 1 - line_starts)[keep])
+        line_start, content = offset + int(ends[-1]) + 1, int(visible[-1] - visible[ends[-1] + 1])
+    if open_quote:
+        raise DataError.at(
+            source.path,
+            "a quoted field is never closed",
+            hint="Escape quotes inside fields by doubling them.",
+        )
+    if content:
+        starts.append(np.array([line_start]))
+        lengths.append(np.array([source.size_bytes - line_start]))
+    return np.concatenate(starts), np.concatenate(lengths)
+
+
+def _blocks(starts: NDArray[np.int64], bad: NDArray[np.int64]) -> FileIndex:
+    """Group records; a block ends after so many rows or bytes, whichever comes first."""
+    new_rows = np.diff(np.arange(len(starts)) // BLOCK_ROWS, prepend=-1) > 0
+    new_bytes = np.diff(starts // BLOCK_BYTES, prepend=-1) > 0
+    begins = np.flatnonzero(new_rows | new_bytes)
+    bad_before = np.searchsorted(bad[:, 0], starts[begins])
+    return FileIndex(
+        rows=len(starts) - len(bad),
+        bad=len(bad),
+        arrays={"first": begins - bad_before, "offset": starts[begins], "bad": bad},
+    )
+
+
+def without_bad(source: Source, index: FileIndex, parse: Parse, *, quoted: bool = False) -> FileIndex:
+    """The index with every record left out that does not parse. Reads the whole file once more."""
+    blocks = Blocks(source, index, quoted=quoted)
+    good, bad = [0], [*index.arrays["bad"].tolist()]
+    for number in range(len(blocks)):
+        good.append(0)
+        for offset, line in blocks.lines(number):
+            try:
+                parse(line.rstrip(b"\r\n"))
+                good[-1] += 1
+            except ValueError:
+                bad.append([offset, offset + len(line)])
+    return FileIndex(
+        rows=sum(good),
+        bad=len(bad),
+        arrays={
+            **index.arrays,
+            "first": np.cumsum(good[: len(blocks)], dtype=np.int64),
+            "bad": np.array(sorted(bad), np.int64).reshape(-1, 2),
+        },
+    )
+
+
+class Blocks:
+    """The blocks of an indexed file, split into records."""
+
+    def __init__(self, source: Source, index: FileIndex, *, quoted: bool = False) -> None:
+        self.source = source
+        self._quoted = quoted
+        self._first = index.arrays["first"]
+        self._offset = index.arrays["offset"]
+        self._bad = index.arrays["bad"]
+
+    def __len__(self) -> int:
+        return len(self._offset)
+
+    def lines(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """Offset and bytes of each good record of a block. Bad ones may be huge: they are not even read."""
+        start = int(self._offset[number])
+        stop = int(self._offset[number + 1]) if number + 1 < len(self) else self.source.size_bytes
+        low, high = np.searchsorted(self._bad[:, 0], [start, stop])
+        for bad_start, bad_stop in [*self._bad[low:high].tolist(), (stop, stop)]:
+            for line in _split(self.source.read(start, bad_start - start), quoted=self._quoted):
+                if line.translate(None, _BLANK):
+                    yield start, line
+                start += len(line)
+            start = bad_stop
+
+    def read(self, rows: Sequence[int]) -> Iterator[list[tuple[int, int, bytes]]]:
+        """Block by block the rows asked for, as (place in the answer, offset, record)."""
+        for number, wanted in group_rows(rows, self._first).items():
+            lines = list(self.lines(number))
+            yield [(place, lines[row][0], lines[row][1].rstrip(b"\r\n")) for place, row in wanted]
+
+
+def _split(data: bytes, *, quoted: bool) -> list[bytes]:
+    """Lines with their ends; the last may have none."""
+    codes = np.frombuffer(data, np.uint8)
+    is_end = codes == _NEWLINE
+    if quoted:
+        is_end &= np.cumsum(codes == _QUOTE) % 2 == 0
+    edges = [0, *(np.flatnonzero(is_end) + 1).tolist(), len(data)]
+    return [data[a:b] for a, b in pairwise(edges) if b > a]
+
+
+def data_start(source: Source) -> int:
+    """Where the text begins, after a UTF-8 byte order mark."""
+    head = source.read(0, 3)
+    if head.startswith(_UTF16_MARKS):
+        raise DataError.at(source.path, "the text is UTF-16", hint="Convert it: iconv -f UTF-16 -t UTF-8")
+    return len(_UTF8_MARK) if head == _UTF8_MARK else 0
+
+
+def bad_record(source: Source, offset: int, reason: str) -> DataError:
+    """The error of a bad record. Counting lines takes a pass over what is before it: only on this path."""
+    line = 1
+    for start, chunk in chunks(source):
+        if start >= offset:
+            break
+        line += chunk[: offset - start].count(b"\n")
+    return DataError.at(
+        source.path,
+        reason,
+        line=line,
+        hint="Correct it, or pass on_bad='skip' to skip and count such records.",
+    )
+
+
+def read_rows(blocks: Blocks, rows: Sequence[int], parse: Callable[[bytes], Row]) -> list[Row]:
+    """Rows of a format that parses one record at a time."""
+    answer: list[Row] = [{}] * len(rows)
+    for wanted in blocks.read(rows):
+        for place, offset, record in wanted:
+            try:
+                answer[place] = parse(record)
+            except ValueError as error:
+                raise bad_record(blocks.source, offset, str(error)) from error
+    return answer

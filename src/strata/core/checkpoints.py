@@ -9,8 +9,8 @@ Pure. Bytes live elsewhere; what stands here can be rebuilt from the manifests.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from strata.core import checks
 from strata.core.ledger import DataCommit, LedgerError
@@ -29,9 +29,11 @@ from strata.core.messages import (
     NotifyCheckpoint,
     Unknown,
     WorkerId,
+    shorten,
 )
 
 DATA_LIMIT_BYTES = 1 << 20
+SPANS_LIMIT = 4_000_000
 
 CheckpointEvent = CheckpointStarted | CheckpointCompleted | CheckpointFailed | CheckpointRemoved
 
@@ -55,21 +57,23 @@ class CheckpointRecord:
     data_json: str = ""
     reason: str = ""
     removed: bool = False
-    metadata: Mapping[str, str] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 class Checkpoints:
     def __init__(self, *, records_kept: int = 100_000) -> None:
         self.records_kept = records_kept
         self.records: dict[CheckpointId, CheckpointRecord] = {}
-        self._latest: dict[JobId, CheckpointId] = {}
+        """In the order in which they began."""
+        self._timelines: dict[JobId, dict[CheckpointId, None]] = {}
+        """What a recovery of each job may use, in the order of completion."""
 
     # --- questions ------------------------------------------------------------------------------------------
 
     def latest(self, job: JobId) -> CheckpointRecord | None:
         """The newest completed checkpoint of a job: the one that completed last, whatever its step."""
-        checkpoint_id = self._latest.get(job)
-        return self.records[checkpoint_id] if checkpoint_id is not None else None
+        timeline = self._timelines.get(job)
+        return self.records[next(reversed(timeline))] if timeline else None
 
     def shown(self) -> list[CheckpointRecord]:
         """Newest first, without those that retention removed."""
@@ -79,13 +83,10 @@ class Checkpoints:
 
     def decide_notice(self, command: NotifyCheckpoint, job: JobId, now: Instant) -> CheckpointEvent | None:
         """The fact this notice adds, or None when it is known already."""
-        _check(command)
+        _check(command, job)
         known = self.records.get(command.checkpoint_id)
-        if known is not None and known.job_id != job:
-            raise Conflict(
-                f"Checkpoint '{command.checkpoint_id}' belongs to job '{known.job_id}'.",
-                hint="Use an id of its own for every checkpoint.",
-            )
+        if known is not None:
+            self._must_agree(known, command, job)
         match command.status:
             case "removed":
                 if known is None:
@@ -99,7 +100,6 @@ class Checkpoints:
                 )
             case "in_progress":
                 if known is not None:
-                    self._must_agree(known, command)
                     return None
                 return CheckpointStarted(
                     checkpoint_id=command.checkpoint_id,
@@ -115,11 +115,6 @@ class Checkpoints:
             case "failed":
                 if known is not None and known.status == "failed":
                     return None
-                if known is not None and known.status == "completed":
-                    raise Conflict(
-                        f"Checkpoint '{command.checkpoint_id}' is completed and cannot fail any more.",
-                        hint="Use a new id for a new attempt.",
-                    )
                 return CheckpointFailed(
                     checkpoint_id=command.checkpoint_id,
                     job_id=job,
@@ -131,27 +126,17 @@ class Checkpoints:
                     at_s=now.wall_s,
                 )
             case "completed":
+                if known is not None and known.status == "completed":
+                    return _decide_tiers(command, known, now)
                 return self._decide_completed(command, job, known, now)
 
     def _decide_completed(
         self, command: NotifyCheckpoint, job: JobId, known: CheckpointRecord | None, now: Instant
-    ) -> CheckpointCompleted | None:
-        if known is not None:
-            self._must_agree(known, command)
-        new_tiers = set(command.tiers) - set(known.tiers if known is not None else ())
-        if known is not None and known.status == "completed":
-            if known.digest != command.digest or known.size_bytes != command.size_bytes:
-                raise Conflict(
-                    f"Checkpoint '{command.checkpoint_id}' is completed with other contents "
-                    f"({known.size_bytes:,} bytes, digest '{known.digest}').",
-                    hint="A completed checkpoint never changes. Use a new id.",
-                )
-            if not new_tiers:
-                return None
-        tiers = (*(known.tiers if known is not None else ()), *sorted(new_tiers))
+    ) -> CheckpointCompleted:
         duration_s = command.duration_s
         if not duration_s and known is not None:
             duration_s = max(0.0, now.wall_s - known.created_at_s)
+        tiers = tuple(dict.fromkeys(command.tiers))
         return CheckpointCompleted(
             checkpoint_id=command.checkpoint_id,
             job_id=job,
@@ -166,94 +151,68 @@ class Checkpoints:
             parent_id=command.parent_id,
             data_json=command.data_json,
             metadata=dict(command.metadata),
-            reason=f"durable in {', '.join(tiers) or 'storage'}",
+            reason=_durable_in(tiers),
             at_s=now.wall_s,
         )
 
-    def _must_agree(self, known: CheckpointRecord, command: NotifyCheckpoint) -> None:
+    def _must_agree(self, known: CheckpointRecord, command: NotifyCheckpoint, job: JobId) -> None:
+        if known.job_id != job:
+            raise Conflict(
+                f"Checkpoint '{command.checkpoint_id}' belongs to job '{known.job_id}'.",
+                hint="Use an id of its own for every checkpoint.",
+            )
+        if command.status == "removed":
+            return
         if (known.step, known.epoch) != (command.step, command.epoch):
             raise Conflict(
                 f"Checkpoint '{command.checkpoint_id}' is of step {known.step}, epoch {known.epoch}, "
                 f"not of step {command.step}, epoch {command.epoch}.",
                 hint="Use an id of its own for every step.",
             )
+        if known.status != "completed":
+            return
+        if command.status == "failed":
+            raise Conflict(
+                f"Checkpoint '{command.checkpoint_id}' is completed and cannot fail any more.",
+                hint="Use a new id for a new attempt.",
+            )
+        if command.status == "completed" and (known.digest, known.size_bytes) != (
+            command.digest,
+            command.size_bytes,
+        ):
+            raise Conflict(
+                f"Checkpoint '{command.checkpoint_id}' is completed with other contents "
+                f"({known.size_bytes:,} bytes, digest '{known.digest}').",
+                hint="A completed checkpoint never changes. Use a new id.",
+            )
 
     # --- facts ----------------------------------------------------------------------------------------------
 
     def apply(self, event: CheckpointEvent) -> None:
         known = self.records.get(event.checkpoint_id)
-        match event:
-            case CheckpointStarted():
-                self.records[event.checkpoint_id] = CheckpointRecord(
-                    checkpoint_id=event.checkpoint_id,
-                    job_id=event.job_id,
-                    worker_id=event.worker_id,
-                    step=event.step,
-                    epoch=event.epoch,
-                    path=event.path,
-                    size_bytes=event.size_bytes,
-                    status="in_progress",
-                    created_at_s=event.at_s,
-                )
-            case CheckpointCompleted():
-                self.records[event.checkpoint_id] = CheckpointRecord(
-                    checkpoint_id=event.checkpoint_id,
-                    job_id=event.job_id,
-                    worker_id=event.worker_id,
-                    step=event.step,
-                    epoch=event.epoch,
-                    path=event.path,
-                    size_bytes=event.size_bytes,
-                    status="completed",
-                    created_at_s=known.created_at_s if known is not None else event.at_s,
-                    ended_at_s=event.at_s,
-                    tiers=event.tiers,
-                    digest=event.digest,
-                    duration_s=event.duration_s,
-                    parent_id=event.parent_id,
-                    data_json=event.data_json,
-                    reason=event.reason,
-                    metadata=event.metadata,
-                )
-                if known is None or known.status != "completed":  # Another tier does not make it newer.
-                    self._latest[event.job_id] = event.checkpoint_id
-            case CheckpointFailed():
-                self.records[event.checkpoint_id] = CheckpointRecord(
-                    checkpoint_id=event.checkpoint_id,
-                    job_id=event.job_id,
-                    worker_id=event.worker_id,
-                    step=event.step,
-                    epoch=event.epoch,
-                    path=event.path,
-                    size_bytes=known.size_bytes if known is not None else 0,
-                    status="failed",
-                    created_at_s=known.created_at_s if known is not None else event.at_s,
-                    ended_at_s=event.at_s,
-                    reason=event.reason,
-                )
-            case CheckpointRemoved():
-                assert known is not None
-                self.records[event.checkpoint_id] = replace(known, removed=True, reason=event.reason)
-                if self._latest.get(known.job_id) == event.checkpoint_id:
-                    self._find_latest(known.job_id)
-        while len(self.records) > self.records_kept:
-            oldest = next(iter(self.records))
-            if oldest in self._latest.values():
-                break
-            del self.records[oldest]
+        if isinstance(event, CheckpointRemoved):
+            assert known is not None
+            self.records[event.checkpoint_id] = replace(known, removed=True, reason=event.reason)
+            self._timelines.get(known.job_id, {}).pop(event.checkpoint_id, None)
+            return
+        self.records[event.checkpoint_id] = _recorded(event, known)
+        if isinstance(event, CheckpointCompleted):
+            # Assigning again keeps its place: another tier does not make it newer.
+            self._timelines.setdefault(event.job_id, {})[event.checkpoint_id] = None
+        if len(self.records) > self.records_kept:
+            self._drop_oldest()
 
-    def _find_latest(self, job: JobId) -> None:
-        self._latest.pop(job, None)
-        completed = [
-            r for r in self.records.values() if r.job_id == job and r.status == "completed" and not r.removed
-        ]
-        if completed:
-            self._latest[job] = max(completed, key=lambda r: r.ended_at_s or 0.0).checkpoint_id
+    def _drop_oldest(self) -> None:
+        latest = {next(reversed(timeline)) for timeline in self._timelines.values() if timeline}
+        oldest = next((r for r in self.records.values() if r.checkpoint_id not in latest), None)
+        if oldest is not None:
+            del self.records[oldest.checkpoint_id]
+            self._timelines.get(oldest.job_id, {}).pop(oldest.checkpoint_id, None)
 
     def compact(self) -> list[Event]:
-        events: list[Event] = []
-        for r in self.records.values():
-            started = CheckpointStarted(
+        """Every beginning in its order, then every end in its order."""
+        events: list[Event] = [
+            CheckpointStarted(
                 checkpoint_id=r.checkpoint_id,
                 job_id=r.job_id,
                 worker_id=r.worker_id,
@@ -264,50 +223,117 @@ class Checkpoints:
                 reason=r.reason,
                 at_s=r.created_at_s,
             )
-            events.append(started)
-            ended_at_s = r.ended_at_s if r.ended_at_s is not None else r.created_at_s
-            if r.status == "completed":
-                events.append(
-                    CheckpointCompleted(
-                        checkpoint_id=r.checkpoint_id,
-                        job_id=r.job_id,
-                        worker_id=r.worker_id,
-                        step=r.step,
-                        epoch=r.epoch,
-                        path=r.path,
-                        size_bytes=r.size_bytes,
-                        tiers=r.tiers,
-                        digest=r.digest,
-                        duration_s=r.duration_s,
-                        parent_id=r.parent_id,
-                        data_json=r.data_json,
-                        metadata=r.metadata or {},
-                        reason=r.reason,
-                        at_s=ended_at_s,
-                    )
-                )
-            elif r.status == "failed":
-                events.append(
-                    CheckpointFailed(
-                        checkpoint_id=r.checkpoint_id,
-                        job_id=r.job_id,
-                        worker_id=r.worker_id,
-                        step=r.step,
-                        epoch=r.epoch,
-                        path=r.path,
-                        reason=r.reason,
-                        at_s=ended_at_s,
-                    )
-                )
-            if r.removed:
-                events.append(
-                    CheckpointRemoved(checkpoint_id=r.checkpoint_id, reason=r.reason, at_s=ended_at_s)
-                )
+            for r in self.records.values()
+        ]
+        usable = {checkpoint_id for timeline in self._timelines.values() for checkpoint_id in timeline}
+        for record in self.records.values():
+            if record.checkpoint_id not in usable:
+                events += _ends(record)
+        for timeline in self._timelines.values():
+            for checkpoint_id in timeline:
+                events += _ends(self.records[checkpoint_id])
         return events
 
 
-def _check(command: NotifyCheckpoint) -> None:
+def _decide_tiers(
+    command: NotifyCheckpoint, known: CheckpointRecord, now: Instant
+) -> CheckpointCompleted | None:
+    """A completed checkpoint reached further tiers: all else about it stays as it was."""
+    new_tiers = [tier for tier in dict.fromkeys(command.tiers) if tier not in known.tiers]
+    if known.removed or not new_tiers:
+        return None
+    tiers = (*known.tiers, *new_tiers)
+    return replace(_completed(known), tiers=tiers, reason=_durable_in(tiers), at_s=now.wall_s)
+
+
+def _durable_in(tiers: tuple[str, ...]) -> str:
+    return f"durable in {', '.join(tiers) or 'storage'}"
+
+
+def _recorded(
+    event: CheckpointStarted | CheckpointCompleted | CheckpointFailed, known: CheckpointRecord | None
+) -> CheckpointRecord:
+    record = CheckpointRecord(
+        checkpoint_id=event.checkpoint_id,
+        job_id=event.job_id,
+        worker_id=event.worker_id,
+        step=event.step,
+        epoch=event.epoch,
+        path=event.path,
+        size_bytes=known.size_bytes if known is not None else 0,
+        status="in_progress",
+        created_at_s=known.created_at_s if known is not None else event.at_s,
+        reason=event.reason,
+    )
+    match event:
+        case CheckpointStarted():
+            return replace(record, size_bytes=event.size_bytes)
+        case CheckpointFailed():
+            return replace(record, status="failed", ended_at_s=event.at_s)
+        case CheckpointCompleted():
+            again = known is not None and known.status == "completed"
+            return replace(
+                record,
+                status="completed",
+                ended_at_s=known.ended_at_s if known is not None and again else event.at_s,
+                size_bytes=event.size_bytes,
+                tiers=event.tiers,
+                digest=event.digest,
+                duration_s=event.duration_s,
+                parent_id=event.parent_id,
+                data_json=event.data_json,
+                metadata=event.metadata,
+            )
+
+
+def _completed(record: CheckpointRecord) -> CheckpointCompleted:
+    return CheckpointCompleted(
+        checkpoint_id=record.checkpoint_id,
+        job_id=record.job_id,
+        worker_id=record.worker_id,
+        step=record.step,
+        epoch=record.epoch,
+        path=record.path,
+        size_bytes=record.size_bytes,
+        tiers=record.tiers,
+        digest=record.digest,
+        duration_s=record.duration_s,
+        parent_id=record.parent_id,
+        data_json=record.data_json,
+        metadata=record.metadata,
+        reason=record.reason,
+        at_s=record.ended_at_s if record.ended_at_s is not None else record.created_at_s,
+    )
+
+
+def _ends(record: CheckpointRecord) -> Iterator[Event]:
+    """What happened to a checkpoint after it had begun."""
+    ended_at_s = record.ended_at_s if record.ended_at_s is not None else record.created_at_s
+    if record.status == "completed":
+        yield _completed(record)
+    elif record.status == "failed":
+        yield CheckpointFailed(
+            checkpoint_id=record.checkpoint_id,
+            job_id=record.job_id,
+            worker_id=record.worker_id,
+            step=record.step,
+            epoch=record.epoch,
+            path=record.path,
+            reason=record.reason,
+            at_s=ended_at_s,
+        )
+    if record.removed:
+        yield CheckpointRemoved(checkpoint_id=record.checkpoint_id, reason=record.reason, at_s=ended_at_s)
+
+
+def _check(command: NotifyCheckpoint, job: JobId) -> None:
     checks.name("checkpoint_id", command.checkpoint_id)
+    if command.job_id and command.job_id != job:
+        raise InvalidArgument(
+            "job_id",
+            f"is '{shorten(command.job_id)}', but worker '{command.worker_id}' belongs to job '{job}'.",
+            hint="Leave it out, or register the worker with that job.",
+        )
     checks.between("step", command.step, 0, checks.SAMPLES_LIMIT)
     checks.between("epoch", command.epoch, 0, checks.SAMPLES_LIMIT)
     checks.between("size_bytes", command.size_bytes, 0, checks.SAMPLES_LIMIT)
@@ -325,11 +351,30 @@ def _check(command: NotifyCheckpoint) -> None:
     checks.text("data_json", command.data_json, limit=DATA_LIMIT_BYTES)
     if command.data_json:
         try:
-            data_commit(command.data_json)
+            _check_positions(data_commit(command.data_json))
         except (ValueError, RecursionError, LedgerError) as error:
             raise InvalidArgument(
                 "data_json", f"is not a data record: {error}", hint="Send the manifest's 'data' record."
             ) from None
+
+
+def _check_positions(data: DataCommit) -> None:
+    """Positions lie within their dataset, and there are few enough spans to add them up."""
+    spans = 0
+    for epoch in data.epochs:
+        if not 0 <= epoch.total <= checks.SAMPLES_LIMIT:
+            raise ValueError(f"epoch {epoch.epoch} of {shorten(epoch.dataset)!r} has an impossible total")
+        runs = [run for rank in epoch.ranks.values() for run in rank]
+        ends = [run.start + (run.count - 1) * run.stride + run.length for run in runs]
+        known = (epoch.before.covered, epoch.before.repeated, epoch.dropped)
+        ends += [int(covered.bounds[-1, 1]) for covered in known if covered]
+        if max(ends, default=0) > epoch.total:
+            raise ValueError(
+                f"a position lies beyond the {epoch.total:,} samples of {shorten(epoch.dataset)!r}"
+            )
+        spans += sum(run.count for run in runs)
+    if spans > SPANS_LIMIT:
+        raise ValueError(f"it lists {spans:,} spans since its parent; at most {SPANS_LIMIT:,} are added up")
 
 
 def data_commit(data_json: str) -> DataCommit:

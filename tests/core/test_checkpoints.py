@@ -1,0 +1,306 @@
+"""The checkpoint registry: what may follow what, which one a recovery would use, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from strata.core import views
+from strata.core.checkpoints import Checkpoints
+from strata.core.cluster import Cluster
+from strata.core.messages import (
+    CheckpointCompleted,
+    CheckpointId,
+    CheckpointRemoved,
+    CheckpointStarted,
+    Conflict,
+    Event,
+    InvalidArgument,
+    JobId,
+    Unknown,
+)
+from tests.core.builders import Fleet, data_json, instant, notice, shown, trained
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    fleet = Fleet()
+    fleet.joins("a", "b")
+    return fleet
+
+
+def status_of(fleet: Fleet, checkpoint_id: str) -> str:
+    return fleet.cluster.checkpoints.records[CheckpointId(checkpoint_id)].status
+
+
+def test_a_save_begins_and_completes(fleet: Fleet) -> None:
+    fleet.save("a", "c1", status="in_progress", tiers=(), digest="")
+    assert (status_of(fleet, "c1"), fleet.latest()) == ("in_progress", None)
+    fleet.now_s += 2
+    fleet.save("a", "c1")
+    assert (status_of(fleet, "c1"), fleet.latest()) == ("completed", "c1")
+
+
+def test_a_save_may_fail_and_says_why(fleet: Fleet) -> None:
+    fleet.save("a", "c1", status="in_progress")
+    fleet.save("a", "c1", status="failed", reason="disk full")
+    record = fleet.cluster.checkpoints.records[CheckpointId("c1")]
+    assert (record.status, record.reason, fleet.latest()) == ("failed", "disk full", None)
+
+
+def test_a_save_need_not_announce_itself(fleet: Fleet) -> None:
+    fleet.save("a", "c1")
+    fleet.save("a", "c2", status="failed")
+    assert (status_of(fleet, "c1"), status_of(fleet, "c2"), fleet.latest()) == ("completed", "failed", "c1")
+
+
+def test_a_failed_attempt_may_still_complete(fleet: Fleet) -> None:
+    fleet.save("a", "c1", status="failed")
+    fleet.save("a", "c1")
+    assert fleet.latest() == "c1"
+
+
+@pytest.mark.parametrize("status", ["in_progress", "completed", "failed", "removed"])
+def test_a_repeated_notice_changes_nothing(fleet: Fleet, status: str) -> None:
+    if status == "removed":
+        fleet.save("a", "c1")
+    fleet.save("a", "c1", status=status)
+    before = fleet.cluster.compact()
+    fleet.now_s += 5
+    assert fleet.save("b", "c1", status=status).events == ()
+    assert fleet.cluster.compact() == before
+
+
+@pytest.mark.parametrize(
+    "difference", [{"step": 2}, {"epoch": 3}, {"digest": "other"}, {"size_bytes": 7}, {"status": "failed"}]
+)
+def test_a_completed_checkpoint_never_changes(fleet: Fleet, difference: dict[str, Any]) -> None:
+    fleet.save("a", "c1")
+    before = fleet.cluster.compact()
+    with pytest.raises(Conflict):
+        fleet.save("a", "c1", **difference)
+    assert fleet.cluster.compact() == before
+
+
+def test_the_id_of_another_job_is_a_conflict(fleet: Fleet) -> None:
+    fleet.save("a", "c1")
+    fleet.join("x", job="other")
+    with pytest.raises(Conflict, match="belongs to job 'default'"):
+        fleet.save("x", "c1")
+
+
+def test_a_worker_cannot_speak_for_another_job(fleet: Fleet) -> None:
+    with pytest.raises(InvalidArgument, match="job_id"):
+        fleet.save("a", "c1", job_id=JobId("other"))
+    fleet.save("a", "c1", job_id=JobId("default"))
+
+
+def test_another_tier_is_added_and_does_not_make_it_newer(fleet: Fleet) -> None:
+    fleet.save("a", "c1", step=1)
+    fleet.save("a", "c2", step=2)
+    fleet.save("a", "c1", step=1, tiers=("s3", "local"))
+    assert fleet.cluster.checkpoints.records[CheckpointId("c1")].tiers == ("local", "s3")
+    assert fleet.latest() == "c2"
+
+
+def test_latest_follows_the_timeline_and_not_the_step(fleet: Fleet) -> None:
+    fleet.save("a", "c9", step=900)
+    fleet.save("a", "c5", step=500)  # After a rollback.
+    assert fleet.latest() == "c5"
+
+
+def test_latest_is_the_one_that_completed_last_not_the_one_that_began_last(fleet: Fleet) -> None:
+    fleet.save("a", "slow", step=1, status="in_progress")
+    fleet.save("b", "quick", step=2, status="in_progress")
+    fleet.save("b", "quick", step=2)
+    fleet.save("a", "slow", step=1)
+    assert fleet.latest() == "slow"
+    assert fleet.compacted().latest() == "slow"
+
+
+def test_each_job_has_its_own_latest(fleet: Fleet) -> None:
+    fleet.join("x", job="other")
+    fleet.save("a", "c1")
+    fleet.save("x", "c2")
+    assert (fleet.latest(), fleet.latest("other"), fleet.latest("third")) == ("c1", "c2", None)
+
+
+def test_removal_of_the_latest_falls_back_along_the_timeline(fleet: Fleet) -> None:
+    for number in (1, 2, 3):  # All at the same instant: the clock cannot tell them apart.
+        fleet.save("a", f"c{number}", step=number)
+    fleet.now_s += 10
+    fleet.save("a", "c1", tiers=("s3",))  # A late upload of an old one.
+    fleet.save("a", "c3", step=3, status="removed")
+    assert fleet.latest() == "c2"
+    fleet.save("a", "c2", step=2, status="removed")
+    fleet.save("a", "c1", status="removed")
+    assert fleet.latest() is None
+
+
+def test_what_is_removed_is_not_shown_but_its_data_position_is_kept(fleet: Fleet) -> None:
+    fleet.save("a", "c1", data_json=data_json(trained([(0, 10)])))
+    fleet.save("a", "c1", status="removed", reason="keep_count is 1")
+    assert fleet.cluster.checkpoints.shown() == []
+    record = fleet.cluster.checkpoints.records[CheckpointId("c1")]
+    assert (record.removed, record.reason, record.data_json != "") == (True, "keep_count is 1", True)
+
+
+def test_a_late_upload_does_not_bring_a_removed_checkpoint_back(fleet: Fleet) -> None:
+    fleet.save("a", "c1")
+    fleet.save("a", "c1", status="removed")
+    assert fleet.save("a", "c1", tiers=("s3",)).events == ()
+    assert (fleet.cluster.checkpoints.shown(), fleet.latest()) == ([], None)
+
+
+def test_removing_what_was_never_there_is_refused(fleet: Fleet) -> None:
+    with pytest.raises(Unknown):
+        fleet.save("a", "ghost", status="removed")
+
+
+def test_duration_is_measured_where_the_writer_does_not_say(fleet: Fleet) -> None:
+    fleet.save("a", "c1", status="in_progress")
+    fleet.now_s += 4
+    fleet.save("a", "c1", duration_s=0.0, size_bytes=8_000_000)
+    view = views.checkpoint(fleet.cluster.checkpoints.records[CheckpointId("c1")])
+    assert view.throughput_mb_s == pytest.approx(2.0)
+
+
+def test_compaction_keeps_status_order_tiers_and_removals(fleet: Fleet) -> None:
+    fleet.save("a", "begun", status="in_progress")
+    fleet.save("a", "failed", status="failed", reason="no space")
+    fleet.save("a", "done", step=3, data_json=data_json(trained([(0, 5)])))
+    fleet.now_s += 1
+    fleet.save("a", "done", step=3, tiers=("s3",))
+    fleet.save("a", "gone")
+    fleet.save("a", "gone", status="removed")
+    again = fleet.compacted()
+    assert shown(again.cluster) == shown(fleet.cluster)
+    assert again.cluster.checkpoints.records == fleet.cluster.checkpoints.records
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+
+def started(checkpoint_id: str) -> CheckpointStarted:
+    return CheckpointStarted(
+        checkpoint_id=CheckpointId(checkpoint_id),
+        job_id=JobId("old"),
+        worker_id=notice("a", "x").worker_id,
+        step=1,
+        epoch=0,
+        path="",
+        size_bytes=0,
+        reason="",
+        at_s=0.0,
+    )
+
+
+def completed(checkpoint_id: str, job: str) -> CheckpointCompleted:
+    command = notice("a", checkpoint_id)
+    event = Checkpoints().decide_notice(command, JobId(job), instant(1.0))
+    assert isinstance(event, CheckpointCompleted)
+    return event
+
+
+def test_old_records_make_room_but_no_jobs_latest_ever_does() -> None:
+    registry = Checkpoints(records_kept=3)
+    history: list[Event] = [completed("first-of-old", "old"), *(completed(f"c{n}", "new") for n in range(9))]
+    for event in history:
+        assert isinstance(event, CheckpointCompleted)
+        registry.apply(event)
+    assert list(registry.records) == ["first-of-old", "c7", "c8"]
+    latest = {job: registry.latest(JobId(job)) for job in ("old", "new")}
+    assert {job: r.checkpoint_id for job, r in latest.items() if r} == {"old": "first-of-old", "new": "c8"}
+    removed = CheckpointRemoved(checkpoint_id=CheckpointId("c8"), reason="", at_s=0.0)
+    registry.apply(removed)
+    fallback = registry.latest(JobId("new"))
+    assert fallback is not None
+    assert fallback.checkpoint_id == "c7"
+
+
+# --- data positions ------------------------------------------------------------------------------------------
+
+
+def epoch_record(**changes: Any) -> str:
+    record = trained([(0, 10)]).to_json()
+    record["epochs"][0] |= changes
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"schema": 99, "world_size": 1, "epochs": [], "states": {}}',
+        "[" * 100_000,
+        "1" * 10_000,
+        epoch_record(total=-1),
+        epoch_record(total=10**30),
+        epoch_record(total=5),
+        epoch_record(covered=[[0, 10**30]]),
+        epoch_record(covered=[[0, 101]]),
+        epoch_record(covered=[[7, 3]]),
+        epoch_record(ranks={"0": [[0, 1, 0, 10**15]]}),
+        epoch_record(ranks={"0": [[0, 1, 1, 10**12]]}),
+        epoch_record(ranks={"0": [[10**25, 1, 0, 1]]}),
+        epoch_record(ranks={"0": [[95, 10, 0, 1]]}),
+        epoch_record(ranks={"0": [[0, 0, 0, 0]]}),
+        epoch_record(ranks={"x": []}),
+        epoch_record(dropped=[[0, 1000]]),
+        epoch_record(total=2**53, ranks={"0": [[0, 1, 1, 2**40]]}),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_data_record_that_cannot_be_true_is_refused_before_anything_changes(
+    fleet: Fleet, data: str
+) -> None:
+    before = fleet.cluster.compact()
+    with pytest.raises(InvalidArgument, match="data_json"):
+        fleet.save("a", "c1", data_json=data)
+    assert fleet.cluster.compact() == before
+
+
+def test_a_data_record_of_a_dataset_nobody_registered_is_fine() -> None:
+    fleet = Fleet()
+    fleet.join("a")
+    fleet.save("a", "c1", data_json=data_json(trained([(0, 10)], dataset="elsewhere")))
+    assert isinstance(fleet.cluster, Cluster)
+    assert fleet.latest() == "c1"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"checkpoint_id": ""},
+        {"checkpoint_id": "x" * 10_000_000},
+        {"step": -1},
+        {"step": 2**63},
+        {"epoch": -1},
+        {"size_bytes": -1},
+        {"duration_s": float("nan")},
+        {"duration_s": float("inf")},
+        {"path": ""},
+        {"path": "\ud800"},
+        {"digest": "x" * 1000},
+        {"tiers": ("",)},
+        {"tiers": tuple("abcdefghijklmnopqrstuvw")},
+        {"metadata": {str(n): "" for n in range(1000)}},
+        {"metadata": {"": "x"}},
+        {"data_json": "x" * 2_000_000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_bad_values_are_refused_and_change_nothing(fleet: Fleet, fields: dict[str, Any]) -> None:
+    before = fleet.cluster.compact()
+    with pytest.raises(InvalidArgument):
+        fleet.do(
+            notice("a", "c1", **{"step": 1} | fields)
+            if "checkpoint_id" not in fields
+            else notice("a", **fields)
+        )
+    assert fleet.cluster.compact() == before

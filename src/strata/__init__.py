@@ -12,7 +12,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "StrataError": "strata.errors",
+    "AsyncCheckpointWriter": "strata.checkpoint",
+    "CheckpointManager": "strata.checkpoint",
+    "ElasticLoader": "strata.data.loader",
+    "ElasticSampler": "strata.data.sampler",
     "TrainingOrchestrator": "strata.worker.orchestrator",
+    "audit": "strata.data.history",
+    "elastic": "strata.training",
 }
 
 __all__ = [*_HOMES, "__version__"]
@@ -32,5 +38,11 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from strata.checkpoint import AsyncCheckpointWriter as AsyncCheckpointWriter
+    from strata.checkpoint import CheckpointManager as CheckpointManager
+    from strata.data.history import audit as audit
+    from strata.data.loader import ElasticLoader as ElasticLoader
+    from strata.data.sampler import ElasticSampler as ElasticSampler
     from strata.errors import StrataError as StrataError
+    from strata.training import elastic as elastic
     from strata.worker.orchestrator import TrainingOrchestrator as TrainingOrchestrator

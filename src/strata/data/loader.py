@@ -24,6 +24,7 @@ from strata.data.steps import Batch, Step
 from strata.errors import MissingDependency
 
 try:
+    import torch
     from torch.utils.data import DataLoader
 except ImportError as error:
     raise MissingDependency("torch", extra="torch", feature="ElasticLoader") from error
@@ -47,6 +48,9 @@ class ElasticLoader:
             raise ValueError(f"commit is 'taken' or 'explicit', not {commit!r}")
         if dataloader_options.get("in_order") is False:
             raise ValueError("in_order=False would hand out batches in another order than the epoch's")
+        # DataLoader draws a seed at every iteration; from the global generator, a resumed run would see other
+        # random numbers than an undisturbed one.
+        dataloader_options.setdefault("generator", torch.Generator())
         self._explicit = commit == "explicit"
         self._iterable = dataset if isinstance(dataset, ElasticIterableDataset) else None
         self._loader: DataLoader[Any]

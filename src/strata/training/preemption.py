@@ -8,7 +8,7 @@ import signal
 import threading
 from types import FrameType
 
-log = logging.getLogger("strata.elastic")
+log = logging.getLogger("strata.training")
 
 EXIT_DEADLINE = 75
 """Exit status of a process that could not leave in time (EX_TEMPFAIL: trying again is right)."""

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Literal
 
-log = logging.getLogger("strata.elastic")
+log = logging.getLogger("strata.training")
 
 EXIT_HUNG = 86
 Policy = Literal["warn", "restart"]

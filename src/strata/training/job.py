@@ -1,0 +1,364 @@
+"""`ElasticJob`: an ordinary training loop that outlives its machines.
+
+    with strata.elastic(model=model, optimizer=optimizer, data=loader, checkpoints="runs/a") as job:
+        for batch in job:
+            loss = criterion(model(batch.data)) * batch.weight
+            loss.backward()
+            if batch.step.ends_step:
+                optimizer.step()
+                optimizer.zero_grad()
+
+Entering restores the newest state from the fastest tier that verifies, on every rank; iterating trains from the
+exact next step. After each step the job saves by interval (shared memory often, lasting tiers less often), keeps the
+ledger of trained samples, tells the coordinator, and looks whether anybody was asked to leave. A batch counts as
+trained when the loop asks for the next one: work that a crash interrupts is neither saved nor in the ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from strata.checkpoint import Author, CheckpointInfo, CheckpointManager, Memory, Policy, SaveHandle
+from strata.checkpoint.errors import CheckpointNotFound, LoadFailed
+from strata.checkpoint.naming import Stem, unique_stem
+from strata.data.commits import DataLedger
+from strata.data.loader import ElasticLoader
+from strata.data.steps import Batch
+from strata.training import rng
+from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
+from strata.training.link import CoordinatorLink, open_link
+from strata.training.preemption import Preemption
+from strata.training.state import Stateful, TrainingState
+from strata.training.trace import Footprints, Recovery, Tracer, clear_run
+from strata.training.watchdog import Policy as HangPolicy
+from strata.training.watchdog import Watchdog
+
+log = logging.getLogger("strata.training")
+
+AGREE_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticOptions:
+    """How often a job saves, and how it behaves when things go wrong."""
+
+    save_every: int = 500
+    """Steps between lasting checkpoints; the last step is always saved."""
+    snapshot_every: int = 50
+    """Steps between snapshots in shared memory: at most this much work is lost. 0 makes none."""
+    keep_count: int = 3
+    on_error: str = "warn"
+    """What a failed save does to training: warn, fail or retry."""
+    preemption_deadline_s: float = 25.0
+    """Time between SIGTERM and the end, final checkpoint included."""
+    hang_timeout_s: float = 0.0
+    """A rank without a step for this long is named with its stacks. 0 looks at nothing."""
+    hang_policy: HangPolicy = "warn"
+
+
+class Preempted(SystemExit):
+    """The job was asked to leave and has saved its state. Ends the process with status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class ElasticJob:
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: Stateful,
+        data: ElasticLoader,
+        checkpoints: Any = None,
+        scheduler: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        options: ElasticOptions | None = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        job: str | None = None,
+        coordinator: str | None = None,
+        stem: Stem = unique_stem,
+        tracer: Tracer | None = None,
+        on_restored: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        if epochs is None and max_steps is None:
+            raise ValueError("say when training ends: epochs, max_steps, or both")
+        self.options = options or ElasticOptions()
+        self.name = (
+            job or os.environ.get("STRATA_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or "default"
+        )
+        self.rank, self.world_size = rank_and_world()
+        self.step = 0
+        """Optimizer steps made, in this and all earlier lives of the job."""
+        self.recovery: Recovery | None = None
+        self.metrics: dict[str, float] = {}
+        """Shown with this worker everywhere; `report` adds to it."""
+        self._data = data
+        self._epochs = epochs
+        self._max_steps = max_steps
+        self._state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
+        self._on_restored = on_restored
+        self._checkpoints = checkpoints
+        self._stem = stem
+        self._tracer = tracer or Tracer.begin(self.name)
+        self._ledger = DataLedger(data, gather=gather)
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._coordinator = coordinator
+        self._manager: CheckpointManager | None = None
+        self._link: CoordinatorLink | None = None
+        self._watchdog: Watchdog | None = None
+        self._lasting: SaveHandle | None = None
+        self._next_agreement = 1
+        self._steps_here = 0
+        self._step_began_s = 0.0
+        self._step_s = 0.0
+        self._leaving = False
+
+    # --- entering and leaving -------------------------------------------------------------------------------
+
+    def __enter__(self) -> ElasticJob:
+        self._tracer.mark("ready")
+        self._tracer.mark("joined")
+        self._preemption = Preemption(deadline_s=self.options.preemption_deadline_s)
+        self._data.set_world(self.rank, self.world_size)
+        self._link = open_link(
+            self._coordinator, job=self.name, rank=self.rank, metadata={"restarts": self._restarts}
+        )
+        self._tell("recovering" if self._restarts != "0" else "loading")
+        if self._keeps_state:
+            self._manager = CheckpointManager(
+                self._checkpoints if self.rank == 0 else [],
+                self.options.keep_count,
+                memory=Memory(job=_image_name(self.name)),
+                policy=Policy(on_error=self.options.on_error),
+                author=Author(worker=f"{self.name}-rank{self.rank}", world_size=self.world_size),
+                stem=self._stem,
+                observer=self._link if self.rank == 0 else None,
+            )
+        self._restore()
+        self._tracer.mark("loaded")
+        self._footprints = Footprints(self.name, self.rank)
+        if self.options.hang_timeout_s > 0:
+            self._watchdog = Watchdog(
+                timeout_s=self.options.hang_timeout_s,
+                policy=self.options.hang_policy,
+                name=f"rank {self.rank} of job '{self.name}'",
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended_well = kind is None or (kind is Preempted)
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._preemption.close()
+        if self._manager is not None:
+            if ended_well:
+                self._manager.wait_pending()
+            # The next process of a job that did not end here starts from the images.
+            self._manager.close(keep_memory=kind is not None)
+        if self._link is not None:
+            self._link.close(leave=ended_well)
+        self._footprints.close()
+        if kind is None and self._local_rank == 0:
+            clear_run(self.name)
+
+    @property
+    def _keeps_state(self) -> bool:
+        """One process per machine keeps images; of those, rank 0 writes to the lasting tiers."""
+        return self._local_rank == 0
+
+    @property
+    def _restarts(self) -> str:
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    # --- training -------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._step_began_s = time.monotonic()
+        while not self._is_done():
+            for batch in self._data:
+                self._alive("training")
+                yield batch
+                # The loop has come back: this batch is trained.
+                self._data.commit(batch)
+                if batch.step.ends_step:
+                    self._after_step()
+                    if self._is_done():
+                        break
+                self._alive("reading data")
+        self._finish()
+
+    def report(self, **metrics: float) -> None:
+        """Figures of the step being made (loss, tokens_per_second, …), for everyone who watches. Never waits."""
+        self.metrics.update(metrics)
+
+    def _is_done(self) -> bool:
+        if self._max_steps is not None and self.step >= self._max_steps:
+            return True
+        return self._epochs is not None and self._data.epoch >= self._epochs
+
+    def _after_step(self) -> None:
+        now_s = time.monotonic()
+        self._step_s, self._step_began_s = now_s - self._step_began_s, now_s
+        self.step += 1
+        self._steps_here += 1
+        self._footprints.leave(self.step, self.world_size)
+        if self._steps_here == 1:
+            self._first_step()
+        self.metrics["step_time_s"] = self._step_s
+        self._tell("training")
+        self._agree()
+        options = self.options
+        if self._leaving or self.step % options.save_every == 0:
+            self._save(lasting=True)
+        elif options.snapshot_every and self.step % options.snapshot_every == 0:
+            self._save(lasting=False)
+        if self._leaving:
+            self._leave()
+        self._step_began_s = time.monotonic()
+
+    def _agree(self) -> None:
+        """Every half second or so all ranks ask each other whether one of them was told to leave."""
+        if self._steps_here < self._next_agreement:
+            return
+        patience = max(1, min(1000, int(AGREE_EVERY_S / max(self._step_s, 1e-6))))
+        stay, gap = smallest([0.0 if self._preemption.requested else 1.0, float(patience)])
+        self._leaving = stay == 0.0
+        self._next_agreement = self._steps_here + int(gap)
+
+    def _leave(self) -> None:
+        if self._manager is not None:
+            self._manager.wait_pending(self.options.preemption_deadline_s)
+        log.info("asked to leave: step %d is saved, leaving", self.step)
+        raise Preempted
+
+    def _finish(self) -> None:
+        if self._lasting is None or self._lasting.step != self.step:
+            self._save(lasting=True)
+        if self._manager is not None:
+            self._manager.wait_pending()
+        self._tell("idle")
+
+    def _first_step(self) -> None:
+        self._tracer.mark("stepped")
+        if self.recovery is None or self.rank != 0:
+            return
+        self.recovery = replace(self.recovery, phases=self._tracer.phases())
+        log.info("%s", self.recovery)
+        if self._link is not None:
+            self._link.recovered(self.recovery)
+
+    # --- saving and restoring -------------------------------------------------------------------------------
+
+    def _save(self, *, lasting: bool) -> None:
+        everyone = gather((rng.capture(), self._last_save_failed()))
+        rng_states = {str(r): states for r, (states, _) in enumerate(everyone)}
+        if any(failed for _, failed in everyone):
+            self._ledger.retract()
+        position = self._ledger.commit(lasting=lasting)
+        if self._manager is None:
+            return
+        self._tell("checkpointing")
+        state = self._state.capture(
+            step=self.step, epoch=self._data.epoch, rng_states=rng_states, world_size=self.world_size
+        )
+        handle = self._manager.save(
+            state,
+            self.step,
+            self._data.epoch,
+            position=position,
+            tiers=None if lasting else ["MEMORY"],
+        )
+        if lasting:
+            self._lasting = handle
+
+    def _last_save_failed(self) -> bool:
+        """Whether the last lasting save came to nothing; asked once about each."""
+        handle = self._lasting
+        failed = handle is not None and handle.done() and handle.exception() is not None
+        if failed:
+            self._lasting = None
+        return failed
+
+    def _restore(self) -> None:
+        """Find the newest state any machine has, and give it to every rank."""
+        found = self._newest()
+        offers = gather(_order(found))
+        best = max(range(len(offers)), key=lambda r: (offers[r], -r))
+        if not any(offers[best]):
+            return
+        state: dict[str, Any] | None = None
+        if best == self.rank:
+            state = self._load()
+        state = broadcast_state(state, source=best)
+        if state is None:
+            return
+        self._state.restore(state, rank=self.rank)
+        self._ledger.restore(state["position"], lasting=state["lasting"])
+        self.step = int(state["step"])
+        self._describe_recovery(state)
+        if self._on_restored is not None:
+            self._on_restored(state)
+
+    def _newest(self) -> CheckpointInfo | None:
+        if self._manager is None:
+            return None
+        return self._manager.get_latest()
+
+    def _load(self) -> dict[str, Any] | None:
+        assert self._manager is not None
+        try:
+            restored = self._manager.restore()
+        except (CheckpointNotFound, LoadFailed) as error:
+            log.warning("no checkpoint could be restored, training starts anew: %s", error)
+            return None
+        lasting = any(tier != "MEMORY" for tier in restored.info.tiers)
+        return {
+            **restored.state,
+            "position": restored.info.data,
+            "lasting": lasting,
+            "tier": restored.tier,
+            "reasons": list(restored.reasons),
+        }
+
+    def _describe_recovery(self, state: Mapping[str, Any]) -> None:
+        before = self._tracer.before
+        self.recovery = Recovery(
+            phases={},
+            resumed_step=self.step,
+            lost_steps=max(0, before.step - self.step) if before is not None else 0,
+            tier=str(state["tier"]),
+            world_before=int(state["world_size"]),
+            world_after=self.world_size,
+            reasons=tuple(state["reasons"]),
+        )
+
+    # --- telling --------------------------------------------------------------------------------------------
+
+    def _tell(self, state: str) -> None:
+        if self._link is not None:
+            self._link.status(state, step=self.step, epoch=self._data.epoch, metrics=self.metrics)
+
+    def _alive(self, doing: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.alive(doing)
+
+
+def _order(info: CheckpointInfo | None) -> tuple[int, float]:
+    return (info.step + 1, info.created_at) if info is not None else (0, 0.0)
+
+
+def _image_name(job: str) -> str:
+    safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in job)[:90].lstrip("._-")
+    return f"job-{safe}"

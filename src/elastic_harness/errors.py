@@ -9,6 +9,7 @@ imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from strata.errors import StrataError
 
@@ -17,9 +18,10 @@ class ElasticTrainingError(StrataError):
     """Base of everything the harness raises on purpose."""
 
     code = "elastic_training"
+    usual_suggestions: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, message: str, *, suggestions: Iterable[str] = ()) -> None:
-        self.suggestions = tuple(suggestions)
+    def __init__(self, message: str, *, suggestions: Iterable[str] | None = None) -> None:
+        self.suggestions = self.usual_suggestions if suggestions is None else tuple(suggestions)
         super().__init__(message, hint="\n".join(f"  - {suggestion}" for suggestion in self.suggestions))
 
     def __str__(self) -> str:
@@ -30,18 +32,15 @@ class ConfigurationError(ElasticTrainingError):
     """A setting is missing, unknown or out of range."""
 
     code = "configuration"
+    usual_suggestions = ("Check the whole file at once: strata validate config.yaml",)
 
     def __init__(
         self, reason: str, *, section: str | None = None, suggestions: Iterable[str] | None = None
     ) -> None:
         self.reason = reason
         self.section = section
-        super().__init__(
-            reason if section is None else f"Configuration error in '{section}': {reason}",
-            suggestions=("Check the whole file at once: strata validate config.yaml",)
-            if suggestions is None
-            else suggestions,
-        )
+        message = reason if section is None else f"Configuration error in '{section}': {reason}"
+        super().__init__(message, suggestions=suggestions)
 
 
 class DistributedSetupError(ElasticTrainingError, RuntimeError):
@@ -160,23 +159,20 @@ class CheckpointLoadError(CheckpointError):
     """A checkpoint exists but could not be restored."""
 
     code = "checkpoint_load"
+    usual_suggestions = (
+        "If the file is damaged remove it: the next older checkpoint is taken instead.",
+        "If the model has changed since: load_checkpoint_to_model(state, model, optimizer, strict=False)",
+        "Skip memory and take the copy on disk or in S3: manager.load_checkpoint(tier=CheckpointTier.NVME)",
+        "If it needs full unpickling and you made it yourself: CheckpointLoadConfig(trusted_source=True)",
+    )
 
     def __init__(
         self, reason: str, *, path: str | None = None, suggestions: Iterable[str] | None = None
     ) -> None:
         self.reason = reason
         self.path = path
-        super().__init__(
-            reason if path is None else f"Failed to load checkpoint from '{path}': {reason}",
-            suggestions=(
-                "If the file is damaged remove it: the next older checkpoint is taken instead.",
-                "If the model has changed since: load_checkpoint_to_model(state, model, optimizer, strict=False)",
-                "Skip memory and take the copy on disk or in S3: manager.load_checkpoint(tier=CheckpointTier.NVME)",
-                "If it needs full unpickling and you made it yourself: CheckpointLoadConfig(trusted_source=True)",
-            )
-            if suggestions is None
-            else suggestions,
-        )
+        message = reason if path is None else f"Failed to load checkpoint from '{path}': {reason}"
+        super().__init__(message, suggestions=suggestions)
 
     @classmethod
     def missing_keys(cls, path: str, keys: Iterable[str]) -> CheckpointLoadError:
@@ -188,36 +184,31 @@ class CheckpointValidationError(CheckpointError):
     """The content of a checkpoint is not what a checkpoint must hold."""
 
     code = "checkpoint_validation"
+    usual_suggestions = ("Restore an older one, or another tier's copy of it.",)
 
     def __init__(
         self, reason: str, *, path: str | None = None, suggestions: Iterable[str] | None = None
     ) -> None:
         self.reason = reason
         self.path = path
-        super().__init__(
-            reason if path is None else f"Checkpoint '{path}' is not valid: {reason}",
-            suggestions=("Restore an older one, or another tier's copy of it.",)
-            if suggestions is None
-            else suggestions,
-        )
+        message = reason if path is None else f"Checkpoint '{path}' is not valid: {reason}"
+        super().__init__(message, suggestions=suggestions)
 
 
 class MemoryLimitExceeded(CheckpointError):
     """A memory snapshot does not fit in its budget. The snapshots already held are kept."""
 
     code = "memory_limit_exceeded"
+    usual_suggestions = (
+        "Raise the limit: MemorySnapshotBackend(max_memory_mb=...)",
+        "Keep fewer snapshots: MemorySnapshotBackend(max_snapshots=1)",
+        "Or do without them: checkpoint.memory_snapshot_interval: 0, and a shorter checkpoint_interval",
+    )
 
     def __init__(self, reason: str, *, required_mb: float = 0.0, available_mb: float = 0.0) -> None:
         self.required_mb = required_mb
         self.available_mb = available_mb
-        super().__init__(
-            reason,
-            suggestions=(
-                "Raise the limit: MemorySnapshotBackend(max_memory_mb=...)",
-                "Keep fewer snapshots: MemorySnapshotBackend(max_snapshots=1)",
-                "Or do without them: checkpoint.memory_snapshot_interval: 0, and a shorter checkpoint_interval",
-            ),
-        )
+        super().__init__(reason)
 
     @classmethod
     def for_snapshot(cls, *, required_mb: float, available_mb: float) -> MemoryLimitExceeded:
@@ -239,7 +230,7 @@ class TopologyChangeError(ElasticTrainingError):
         *,
         old_world_size: int | None = None,
         new_world_size: int | None = None,
-        suggestions: Iterable[str] = (),
+        suggestions: Iterable[str] | None = None,
     ) -> None:
         self.reason = reason
         self.old_world_size = old_world_size
@@ -283,7 +274,9 @@ class DataLoadingError(ElasticTrainingError):
 
     code = "data_loading"
 
-    def __init__(self, reason: str, *, source: str | None = None, suggestions: Iterable[str] = ()) -> None:
+    def __init__(
+        self, reason: str, *, source: str | None = None, suggestions: Iterable[str] | None = None
+    ) -> None:
         self.reason = reason
         self.source = source
         super().__init__(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -238,6 +239,22 @@ def test_nobody_is_declared_dead_for_an_outage_of_the_server(run_id: str) -> Non
     assert datetime.now(UTC) - pickle.loads(found[0]).last_heartbeats[node(1)] < timedelta(seconds=WINDOW_S)
 
 
+def test_server_that_lost_its_memory_is_told_again_by_a_member_and_not_by_a_newcomer(run_id: str) -> None:
+    server = DictCasClient()
+    member, onlooker = backend(server, run_id), backend(server, run_id)
+    _, token, _ = member.set_state(state_of(node(1), node(2)))  # type: ignore[misc]
+    onlooker.get_state()
+    server.values.clear()
+    assert onlooker.get_state() is None
+    found = member.set_state(state_of(node(1)), token)
+    assert found is not None
+    assert not found[2]
+    root = member.store_root
+    newcomer = backend(server, run_id)
+    assert set(pickle.loads(newcomer.get_state()[0]).participants) == {node(1), node(2)}  # type: ignore[index]
+    assert newcomer.store_root == root
+
+
 def test_closed_state_of_silent_members_gives_way_to_a_new_incarnation(run_id: str) -> None:
     server = DictCasClient()
     old = backend(server, run_id)
@@ -456,6 +473,7 @@ def test_job_survives_lost_workers_lost_agents_a_joiner_and_an_etcd_outage(job: 
 
         seen = len(job.events())
         server.stop()
+        shutil.rmtree(server.folder / "data")  # it comes back without its memory
         time.sleep(3.5)  # longer than the keep-alive window: every heartbeat is late
         server.start()
         time.sleep(1.5)

@@ -1,11 +1,13 @@
 """Where the agents of one run find each other: one value on a compare-and-swap server.
 
-Three things that torch's own back ends leave to luck are settled here:
+Four things that torch's own back ends leave to luck are settled here:
 
 * **Clocks.** Torch compares heartbeat times across machines, so a clock three seconds off would kill a node. Here a
   heartbeat is a counter, and each agent goes by its own clock: a node is alive as long as its counter keeps moving.
 * **Outages.** After the server was out of reach everyone's heartbeat is old. Nobody is declared dead for that: every
   node gets a full keep-alive window from the first reading after the gap.
+* **Lost memory.** A server that comes back empty is told the state again by the first member that notices, before a
+  newcomer can take the empty place for a new run. So the server need not keep these values through a restart.
 * **Earlier runs.** A closed rendezvous belongs to its run as long as one member of it is alive. After that the id is
   free: the next agent starts a new incarnation, and nothing the old one left is read.
 
@@ -56,6 +58,7 @@ class CasRendezvousBackend(RendezvousBackend):
         self._incarnation = ""
         self._entered = False
         self._stale_token: Token | None = None
+        self._known: SharedState | None = None
 
     @property
     def name(self) -> str:
@@ -100,21 +103,15 @@ class CasRendezvousBackend(RendezvousBackend):
             redundancy_list=frozenset(mine.redundancy_list),
             beats=beats,
         )
-        try:
-            written, value, new_token = self._client.cas(
-                self.state_key, shared.to_json(), self._stale_token if token is None else token
-            )
-        except ConnectionError as error:
-            self._raise_unreachable(error)
+        written, now_there = self._cas(shared, self._stale_token if token is None else token)
         self._stale_token = None
         if written:
-            assert new_token is not None
-            self._entered = True
+            assert now_there is not None
+            self._entered, self._known = True, shared
             self._seen = {node: (beats[node], at) for node, at in mine.last_heartbeats.items()}
-            return state, new_token, True
-        if value is None or new_token is None:
-            return None
-        return self._for_torch(self._adopt(SharedState.from_json(value))), new_token, False
+            return state, now_there[1], True
+        found = self._tell_again() if now_there is None else now_there
+        return None if found is None else (self._for_torch(self._adopt(found[0])), found[1], False)
 
     def leave(self, node: Node) -> None:
         """Take this node out of the shared state, so that its run id is free again without a wait."""
@@ -129,11 +126,8 @@ class CasRendezvousBackend(RendezvousBackend):
                 redundancy_list=state.redundancy_list - {node},
                 beats={n: beat for n, beat in state.beats.items() if n != node},
             )
-            try:
-                written, _, _ = self._client.cas(self.state_key, without.to_json(), token)
-            except ConnectionError as error:
-                self._raise_unreachable(error)
-            if written:
+            if self._cas(without, token)[0]:
+                self._known = None
                 return
 
     def _read(self) -> tuple[SharedState, Token] | None:
@@ -141,7 +135,24 @@ class CasRendezvousBackend(RendezvousBackend):
             found = self._client.get(self.state_key)
         except ConnectionError as error:
             self._raise_unreachable(error)
-        return None if found is None else (self._adopt(SharedState.from_json(found[0])), found[1])
+        there = self._tell_again() if found is None else (SharedState.from_json(found[0]), found[1])
+        return None if there is None else (self._adopt(there[0]), there[1])
+
+    def _cas(self, state: SharedState, token: Token | None) -> tuple[bool, tuple[SharedState, Token] | None]:
+        """Whether `state` was written, and what stands there now."""
+        try:
+            written, value, now_token = self._client.cas(self.state_key, state.to_json(), token)
+        except ConnectionError as error:
+            self._raise_unreachable(error)
+        if value is None or now_token is None:
+            return written, None
+        return written, (state if written else SharedState.from_json(value), now_token)
+
+    def _tell_again(self) -> tuple[SharedState, Token] | None:
+        """Give a server that has lost the state what this member last knew of it. A newcomer knows nothing."""
+        if not self._entered or self._known is None or self._known.closed:
+            return None
+        return self._cas(self._known, None)[1]
 
     def _adopt(self, state: SharedState) -> SharedState:
         """Remember when, by this machine's clocks, each node's counter last moved."""
@@ -155,6 +166,7 @@ class CasRendezvousBackend(RendezvousBackend):
             for node, beat in state.beats.items()
         }
         self._incarnation = state.incarnation
+        self._known = state
         return state
 
     def _for_torch(self, state: SharedState) -> bytes:

@@ -1,4 +1,4 @@
-"""The vocabulary of the core: identifiers, wishes (commands), facts (events) and refusals.
+"""The vocabulary of the core: wishes (commands), facts (events), answers and refusals, all from one place.
 
 Commands are verbs and may be refused; events are past tense, already decided, and are what the journal keeps.
 Everything is frozen and plain, so that any of it can be written down, compared and replayed. Wall-clock times
@@ -8,147 +8,121 @@ Everything is frozen and plain, so that any of it can be written down, compared 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NewType
+from dataclasses import dataclass
+from typing import Literal
 
-from strata.errors import StrataError
+from strata.core.events import (
+    SOFT_EVENTS,
+    BarrierArrived,
+    BarrierBroken,
+    BarrierReleased,
+    CheckpointCompleted,
+    CheckpointFailed,
+    CheckpointRemoved,
+    CheckpointStarted,
+    CountersRestored,
+    DatasetRegistered,
+    Event,
+    RecoveryRecorded,
+    ShardsMoved,
+    TaskChanged,
+    TaskCreated,
+    ValueDropped,
+    ValueSwapped,
+    WorkerFailed,
+    WorkerForgotten,
+    WorkerJoined,
+    WorkerLeft,
+)
+from strata.core.refusals import (
+    Conflict,
+    InvalidArgument,
+    Overloaded,
+    Refused,
+    Stale,
+    Unknown,
+    shorten,
+)
+from strata.core.terms import (
+    DEFAULT_JOB,
+    CheckpointId,
+    CheckpointStatus,
+    DatasetId,
+    DatasetSpec,
+    FileSpan,
+    Instant,
+    JobId,
+    TaskId,
+    TaskSpec,
+    TaskStatus,
+    WorkerId,
+    WorkerSpec,
+)
 
-WorkerId = NewType("WorkerId", str)
-JobId = NewType("JobId", str)
-DatasetId = NewType("DatasetId", str)
-CheckpointId = NewType("CheckpointId", str)
-TaskId = NewType("TaskId", str)
-
-DEFAULT_JOB = JobId("default")
-
-CheckpointStatus = Literal["in_progress", "completed", "failed"]
-TaskStatus = Literal["pending", "running", "completed", "failed", "stopped"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instant:
-    """A moment on both clocks: `mono_s` decides, `wall_s` is shown."""
-
-    mono_s: float
-    wall_s: float
-
-
-# --- refusals: whose fault, and what to do next ---------------------------------------------------------------
-
-
-class Refused(StrataError):
-    """A command that changed nothing, and why."""
-
-    code: ClassVar[str] = "refused"
-
-
-class InvalidArgument(Refused):
-    """The caller's values cannot be right, whatever the state."""
-
-    code = "invalid_argument"
-
-    def __init__(self, field_name: str, message: str, *, hint: str = "") -> None:
-        super().__init__(f"{field_name}: {message}", hint=hint)
-        self.field_name = field_name
-
-
-class Unknown(Refused):
-    """The thing named does not exist here."""
-
-    code = "not_found"
-
-    def __init__(self, kind: str, name: str, *, hint: str = "") -> None:
-        super().__init__(f"{kind} '{shorten(name)}' is not known here.", hint=hint)
-        self.kind = kind
-        self.name = name
-
-
-class Conflict(Refused):
-    """The thing exists already, and differs."""
-
-    code = "conflict"
-
-
-class Stale(Refused):
-    """The caller speaks for an incarnation or generation that is over."""
-
-    code = "stale"
-
-
-class BarrierFailed(Refused):
-    """The barrier ended without releasing anyone; `missing` names who did not come."""
-
-    code = "barrier_broken"
-
-    def __init__(self, message: str, *, missing: tuple[WorkerId, ...], hint: str = "") -> None:
-        super().__init__(message, hint=hint)
-        self.missing = missing
-
-
-class Overloaded(Refused):
-    """A limit that protects everyone was reached; trying again later is right."""
-
-    code = "overloaded"
-
-
-def shorten(text: str, limit: int = 80) -> str:
-    """Names come from callers: a message quotes at most `limit` characters of one."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-# --- values shared by commands and events ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSpan:
-    """One file of a dataset and how many samples it holds."""
-
-    path: str
-    samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetSpec:
-    """What a dataset is; two registrations are the same when their specs are equal."""
-
-    dataset_id: DatasetId
-    path: str
-    format: str
-    total_samples: int
-    shard_size: int
-    shuffle: bool
-    seed: int
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    files: tuple[FileSpan, ...] = field(default=(), compare=False)
-    """In order, where the coordinator could see them; empty when only workers can."""
-
-    @property
-    def shard_count(self) -> int:
-        return -(-self.total_samples // self.shard_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """What a worker says about itself when it registers."""
-
-    worker_id: WorkerId
-    job_id: JobId
-    hostname: str
-    port: int
-    gpu_count: int
-    memory_bytes: int
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSpec:
-    task_id: TaskId
-    name: str
-    type: str
-    dataset_id: DatasetId | None
-    worker_count: int
-    config_json: str
-
+__all__ = [
+    "DEFAULT_JOB",
+    "SOFT_EVENTS",
+    "Accepted",
+    "AdvanceTask",
+    "ArriveAtBarrier",
+    "BarrierArrived",
+    "BarrierBroken",
+    "BarrierReleased",
+    "BarrierTicket",
+    "CheckpointCompleted",
+    "CheckpointFailed",
+    "CheckpointId",
+    "CheckpointRemoved",
+    "CheckpointStarted",
+    "CheckpointStatus",
+    "Command",
+    "Conflict",
+    "CountersRestored",
+    "CreateTask",
+    "DatasetAccepted",
+    "DatasetId",
+    "DatasetRegistered",
+    "DatasetSpec",
+    "Decision",
+    "DeregisterWorker",
+    "Event",
+    "FileSpan",
+    "Instant",
+    "InvalidArgument",
+    "JobId",
+    "NotifyCheckpoint",
+    "Overloaded",
+    "PlanEpoch",
+    "Rebalance",
+    "RecoveryRecorded",
+    "Refused",
+    "RegisterDataset",
+    "RegisterWorker",
+    "Registered",
+    "Reply",
+    "ReportRecovery",
+    "ShardsMoved",
+    "Stale",
+    "StopTask",
+    "SwapValue",
+    "Swapped",
+    "TaskChanged",
+    "TaskCreated",
+    "TaskId",
+    "TaskSpec",
+    "TaskStatus",
+    "Tick",
+    "Unknown",
+    "ValueDropped",
+    "ValueSwapped",
+    "WorkerFailed",
+    "WorkerForgotten",
+    "WorkerId",
+    "WorkerJoined",
+    "WorkerLeft",
+    "WorkerSpec",
+    "shorten",
+]
 
 # --- commands: wishes, in the imperative ----------------------------------------------------------------------
 
@@ -284,253 +258,6 @@ Command = (
     | Tick
 )
 
-
-# --- events: facts, in the past tense -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerJoined:
-    spec: WorkerSpec
-    registration_id: str
-    incarnation: int
-    generation: int
-    superseded: int  # the incarnation this one fences, or 0
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFailed:
-    worker_id: WorkerId
-    job_id: JobId
-    incarnation: int
-    generation: int
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLeft:
-    worker_id: WorkerId
-    job_id: JobId
-    incarnation: int
-    generation: int
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerForgotten:
-    """A failed worker that never came back has left the list."""
-
-    worker_id: WorkerId
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetRegistered:
-    spec: DatasetSpec
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardsMoved:
-    """A new version of one plan, as the difference to the version before."""
-
-    job_id: JobId
-    dataset_id: DatasetId
-    epoch: int
-    base_epoch: int  # the epoch whose plan this one starts from; -1: from nobody owning anything
-    version: int
-    workers: tuple[str, ...]
-    moved: Mapping[str, list[int]]  # shard ids by the name of their new owner; '' is nobody
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarrierArrived:
-    """Soft: an arrival is not journaled. After a restart of the coordinator workers arrive again."""
-
-    job_id: JobId
-    barrier_id: str
-    step: int
-    round: int
-    generation: int
-    worker_id: WorkerId
-    call_id: str
-    expected: int
-    deadline_mono_s: float
-    opened: Instant
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarrierReleased:
-    job_id: JobId
-    barrier_id: str
-    step: int
-    round: int
-    generation: int
-    arrived: tuple[WorkerId, ...]  # in order of arrival
-    call_ids: tuple[str, ...]  # beside `arrived`: how a retry is known again
-    opened_at_s: float
-    waited_s: float
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarrierBroken:
-    job_id: JobId
-    barrier_id: str
-    step: int
-    round: int
-    generation: int
-    arrived: tuple[WorkerId, ...]
-    call_ids: tuple[str, ...]
-    missing: tuple[WorkerId, ...]
-    expected: int
-    opened_at_s: float
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointStarted:
-    checkpoint_id: CheckpointId
-    job_id: JobId
-    worker_id: WorkerId
-    step: int
-    epoch: int
-    path: str
-    size_bytes: int
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointCompleted:
-    checkpoint_id: CheckpointId
-    job_id: JobId
-    worker_id: WorkerId
-    step: int
-    epoch: int
-    path: str
-    size_bytes: int
-    tiers: tuple[str, ...]
-    digest: str
-    duration_s: float
-    parent_id: str
-    data_json: str
-    metadata: Mapping[str, str]
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFailed:
-    checkpoint_id: CheckpointId
-    job_id: JobId
-    worker_id: WorkerId
-    step: int
-    epoch: int
-    path: str
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointRemoved:
-    checkpoint_id: CheckpointId
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskCreated:
-    spec: TaskSpec
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskChanged:
-    task_id: TaskId
-    status: TaskStatus
-    worker_ids: tuple[WorkerId, ...]
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryRecorded:
-    job_id: JobId
-    worker_id: WorkerId
-    phases_s: Mapping[str, float]
-    resumed_step: int
-    lost_steps: int
-    tier: str
-    world_before: int
-    world_after: int
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueSwapped:
-    key: str
-    body: bytes
-    version: int
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueDropped:
-    key: str
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CountersRestored:
-    """Part of a compacted history: numbers that must never be given out twice."""
-
-    generation: int
-    incarnation: int
-    value_version: int
-    reason: str
-    at_s: float
-
-
-Event = (
-    CountersRestored
-    | WorkerJoined
-    | WorkerFailed
-    | WorkerLeft
-    | WorkerForgotten
-    | DatasetRegistered
-    | ShardsMoved
-    | BarrierArrived
-    | BarrierReleased
-    | BarrierBroken
-    | CheckpointStarted
-    | CheckpointCompleted
-    | CheckpointFailed
-    | CheckpointRemoved
-    | TaskCreated
-    | TaskChanged
-    | RecoveryRecorded
-    | ValueSwapped
-    | ValueDropped
-)
-
-SOFT_EVENTS = (BarrierArrived,)
-"""Facts that a restart may forget: applied and shown, never journaled."""
 
 # --- replies ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,267 @@
+"""Facts, in the past tense: already decided, and what the journal keeps.
+
+Wall-clock times (`at_s`) are for people; nothing is decided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from strata.core.terms import (
+    CheckpointId,
+    DatasetId,
+    DatasetSpec,
+    Instant,
+    JobId,
+    TaskId,
+    TaskSpec,
+    TaskStatus,
+    WorkerId,
+    WorkerSpec,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined:
+    spec: WorkerSpec
+    registration_id: str
+    incarnation: int
+    generation: int
+    superseded: int  # the incarnation this one fences, or 0
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailed:
+    worker_id: WorkerId
+    job_id: JobId
+    incarnation: int
+    generation: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeft:
+    worker_id: WorkerId
+    job_id: JobId
+    incarnation: int
+    generation: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerForgotten:
+    """A failed worker that never came back has left the list."""
+
+    worker_id: WorkerId
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetRegistered:
+    spec: DatasetSpec
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardsMoved:
+    """A new version of one plan, as the difference to the version before."""
+
+    job_id: JobId
+    dataset_id: DatasetId
+    epoch: int
+    base_epoch: int  # the epoch whose plan this one starts from; -1: from nobody owning anything
+    version: int
+    workers: tuple[str, ...]
+    moved: Mapping[str, list[int]]  # shard ids by the name of their new owner; '' is nobody
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierArrived:
+    """Soft: an arrival is not journaled. After a restart of the coordinator workers arrive again."""
+
+    job_id: JobId
+    barrier_id: str
+    step: int
+    round: int
+    generation: int
+    worker_id: WorkerId
+    call_id: str
+    expected: int
+    deadline_mono_s: float
+    opened: Instant
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierReleased:
+    job_id: JobId
+    barrier_id: str
+    step: int
+    round: int
+    generation: int
+    arrived: tuple[WorkerId, ...]  # in order of arrival
+    call_ids: tuple[str, ...]  # beside `arrived`: how a retry is known again
+    opened_at_s: float
+    waited_s: float
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierBroken:
+    job_id: JobId
+    barrier_id: str
+    step: int
+    round: int
+    generation: int
+    arrived: tuple[WorkerId, ...]
+    call_ids: tuple[str, ...]
+    missing: tuple[WorkerId, ...]
+    expected: int
+    opened_at_s: float
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStarted:
+    checkpoint_id: CheckpointId
+    job_id: JobId
+    worker_id: WorkerId
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCompleted:
+    checkpoint_id: CheckpointId
+    job_id: JobId
+    worker_id: WorkerId
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int
+    tiers: tuple[str, ...]
+    digest: str
+    duration_s: float
+    parent_id: str
+    data_json: str
+    metadata: Mapping[str, str]
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed:
+    checkpoint_id: CheckpointId
+    job_id: JobId
+    worker_id: WorkerId
+    step: int
+    epoch: int
+    path: str
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRemoved:
+    checkpoint_id: CheckpointId
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCreated:
+    spec: TaskSpec
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskChanged:
+    task_id: TaskId
+    status: TaskStatus
+    worker_ids: tuple[WorkerId, ...]
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryRecorded:
+    job_id: JobId
+    worker_id: WorkerId
+    phases_s: Mapping[str, float]
+    resumed_step: int
+    lost_steps: int
+    tier: str
+    world_before: int
+    world_after: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueSwapped:
+    key: str
+    body: bytes
+    version: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDropped:
+    key: str
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountersRestored:
+    """Part of a compacted history: numbers that must never be given out twice."""
+
+    generation: int
+    incarnation: int
+    value_version: int
+    reason: str
+    at_s: float
+
+
+Event = (
+    CountersRestored
+    | WorkerJoined
+    | WorkerFailed
+    | WorkerLeft
+    | WorkerForgotten
+    | DatasetRegistered
+    | ShardsMoved
+    | BarrierArrived
+    | BarrierReleased
+    | BarrierBroken
+    | CheckpointStarted
+    | CheckpointCompleted
+    | CheckpointFailed
+    | CheckpointRemoved
+    | TaskCreated
+    | TaskChanged
+    | RecoveryRecorded
+    | ValueSwapped
+    | ValueDropped
+)
+
+SOFT_EVENTS = (BarrierArrived,)
+"""Facts that a restart may forget: applied and shown, never journaled."""

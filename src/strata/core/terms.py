@@ -1,0 +1,80 @@
+"""The nouns that commands and events share: identifiers, moments, and what a worker, dataset or task is.
+
+Frozen and plain, so that any of it can be written down, compared and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+WorkerId = NewType("WorkerId", str)
+JobId = NewType("JobId", str)
+DatasetId = NewType("DatasetId", str)
+CheckpointId = NewType("CheckpointId", str)
+TaskId = NewType("TaskId", str)
+
+DEFAULT_JOB = JobId("default")
+
+CheckpointStatus = Literal["in_progress", "completed", "failed"]
+TaskStatus = Literal["pending", "running", "completed", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """A moment on both clocks: `mono_s` decides, `wall_s` is shown."""
+
+    mono_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSpan:
+    """One file of a dataset and how many samples it holds."""
+
+    path: str
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSpec:
+    """What a dataset is; two registrations are the same when their specs are equal."""
+
+    dataset_id: DatasetId
+    path: str
+    format: str
+    total_samples: int
+    shard_size: int
+    shuffle: bool
+    seed: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[FileSpan, ...] = field(default=(), compare=False)
+    """In order, where the coordinator could see them; empty when only workers can."""
+
+    @property
+    def shard_count(self) -> int:
+        return -(-self.total_samples // self.shard_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What a worker says about itself when it registers."""
+
+    worker_id: WorkerId
+    job_id: JobId
+    hostname: str
+    port: int
+    gpu_count: int
+    memory_bytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    task_id: TaskId
+    name: str
+    type: str
+    dataset_id: DatasetId | None
+    worker_count: int
+    config_json: str

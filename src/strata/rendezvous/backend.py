@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
 from urllib.parse import quote
 
@@ -53,7 +53,8 @@ class CasRendezvousBackend(RendezvousBackend):
         self._root = f"{ROOT}/{quote(run_id, safe='')}"
         self._window_s = window_s
         self._unreachable = unreachable
-        self._seen: dict[Node, tuple[int, datetime]] = {}
+        self._seen: dict[Node, tuple[int, float]] = {}  # Each node's counter, and when it last moved.
+        self._handed: dict[Node, datetime] = {}  # The same moments as torch was told them.
         self._last_read_s: float | None = None
         self._incarnation = ""
         self._entered = False
@@ -88,10 +89,11 @@ class CasRendezvousBackend(RendezvousBackend):
         mine = from_torch(state)
         if token is None:
             self._incarnation = uuid.uuid4().hex
-        beats = {}
+        now_s = time.monotonic()
+        seen = {}
         for node, at in mine.last_heartbeats.items():
-            beat, seen_at = self._seen.get(node, (0, None))
-            beats[node] = beat if at == seen_at else beat + 1
+            beat, seen_s = self._seen.get(node, (0, now_s))
+            seen[node] = (beat, seen_s) if self._handed.get(node) == at else (beat + 1, now_s)
         shared = SharedState(
             incarnation=self._incarnation,
             round=mine.round,
@@ -101,14 +103,14 @@ class CasRendezvousBackend(RendezvousBackend):
             participants=mine.participants,
             wait_list=frozenset(mine.wait_list),
             redundancy_list=frozenset(mine.redundancy_list),
-            beats=beats,
+            beats={node: beat for node, (beat, _) in seen.items()},
         )
         written, now_there = self._cas(shared, self._stale_token if token is None else token)
         self._stale_token = None
         if written:
             assert now_there is not None
             self._entered, self._known = True, shared
-            self._seen = {node: (beats[node], at) for node, at in mine.last_heartbeats.items()}
+            self._seen, self._handed = seen, dict(mine.last_heartbeats)
             return state, now_there[1], True
         found = self._tell_again() if now_there is None else now_there
         return None if found is None else (self._for_torch(self._adopt(found[0])), found[1], False)
@@ -155,14 +157,14 @@ class CasRendezvousBackend(RendezvousBackend):
         return self._cas(self._known, None)[1]
 
     def _adopt(self, state: SharedState) -> SharedState:
-        """Remember when, by this machine's clocks, each node's counter last moved."""
-        now_s, now = time.monotonic(), datetime.now(UTC)
+        """Remember when, by this machine's clock, each node's counter last moved."""
+        now_s = time.monotonic()
         if self._last_read_s is None or now_s - self._last_read_s > self._window_s:
             self._seen = {}
         self._last_read_s = now_s
         earlier = self._seen
         self._seen = {
-            node: earlier[node] if node in earlier and earlier[node][0] == beat else (beat, now)
+            node: earlier[node] if node in earlier and earlier[node][0] == beat else (beat, now_s)
             for node, beat in state.beats.items()
         }
         self._incarnation = state.incarnation
@@ -170,7 +172,12 @@ class CasRendezvousBackend(RendezvousBackend):
         return state
 
     def _for_torch(self, state: SharedState) -> bytes:
-        return state.to_torch({node: at for node, (_, at) in self._seen.items()})
+        # Torch reckons in wall-clock time; worked out anew at each reading, so that a clock that is set does no harm.
+        now_s, now = time.monotonic(), datetime.now(UTC)
+        self._handed = {
+            node: now - timedelta(seconds=now_s - seen_s) for node, (_, seen_s) in self._seen.items()
+        }
+        return state.to_torch(self._handed)
 
     def _outlive(self, state: SharedState, token: Token) -> Token | None:
         """Watch a closed rendezvous of others: its token once all members are silent, None if one is alive."""

@@ -6,6 +6,8 @@ these before they look at any state, so a bad value never changes anything.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 
 from strata.core.messages import DatasetSpec, InvalidArgument, WorkerSpec, shorten
@@ -15,7 +17,8 @@ TEXT_LIMIT = 4096
 PAIRS_LIMIT = 64
 SAMPLES_LIMIT = 2**53  # beyond this JSON numbers lose digits
 SHARDS_LIMIT = 5_000_000
-COUNT_LIMIT = 2**31 - 1
+FILES_LIMIT = 100_000
+DEPTH_LIMIT = 32
 
 
 def name(field: str, value: str, *, limit: int = NAME_LIMIT) -> None:
@@ -23,15 +26,16 @@ def name(field: str, value: str, *, limit: int = NAME_LIMIT) -> None:
     if not value or not value.strip():
         raise InvalidArgument(field, "must not be empty.", hint="Give it a name, for example 'worker-01'.")
     text(field, value, limit=limit)
-    if any(ord(c) < 32 or ord(c) == 127 for c in value):
+    if any(c < " " or "\x7f" <= c <= "\x9f" or c in "\u2028\u2029" for c in value):
         raise InvalidArgument(
             field,
-            f"contains control characters ({shorten(value, 40)!a}).",
+            f"contains control characters ('{shorten(value, 40)}').",
             hint="Use letters, digits, '-', '_', '.', ':' or '/'.",
         )
 
 
 def text(field: str, value: str, *, limit: int = TEXT_LIMIT) -> None:
+    """Words for people: of bounded length, and such that they can be written down."""
     if len(value) > limit:
         raise InvalidArgument(
             field, f"is {len(value):,} characters long; at most {limit:,} are allowed.", hint="Shorten it."
@@ -48,9 +52,15 @@ def between(field: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # also refuses NaN
         raise InvalidArgument(
             field,
-            f"is {value:,}, which is outside {low:,} to {high:,}.",
+            f"is {_number(value)}, which is outside {low:,} to {high:,}.",
             hint="Choose a value in that range.",
         )
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length():,} bits"
+    return f"{value:,}"
 
 
 def pairs(field: str, value: Mapping[str, str]) -> None:
@@ -61,6 +71,39 @@ def pairs(field: str, value: Mapping[str, str]) -> None:
     for key, item in value.items():
         name(f"{field} key", key)
         text(f"{field}[{shorten(key)}]", item)
+
+
+def json_object(field: str, value: str, *, limit: int) -> None:
+    """A JSON object that every reader of JSON understands alike."""
+    text(field, value, limit=limit)
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise InvalidArgument(field, "is not a JSON object.", hint='Send for example {"batch_size": 32}.')
+    if not _is_portable(parsed, DEPTH_LIMIT):
+        raise InvalidArgument(
+            field,
+            f"is nested more than {DEPTH_LIMIT} deep, or holds a number beyond 64 bits or broken Unicode.",
+            hint="Use plain, flat values.",
+        )
+
+
+def _is_portable(value: object, depth: int) -> bool:
+    match value:
+        case dict():
+            items = (_is_portable(k, 0) and _is_portable(v, depth - 1) for k, v in value.items())
+            return depth > 0 and all(items)
+        case list():
+            return depth > 0 and all(_is_portable(item, depth - 1) for item in value)
+        case str():
+            return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+        case int():
+            return -(2**63) <= value < 2**64
+        case float():
+            return math.isfinite(value)
+    return value is None
 
 
 def worker(spec: WorkerSpec) -> None:
@@ -86,4 +129,20 @@ def dataset(spec: DatasetSpec) -> None:
             "shard_size",
             f"of {spec.shard_size:,} would make {spec.shard_count:,} shards; at most {SHARDS_LIMIT:,} are kept.",
             hint=f"Use a shard_size of at least {-(-spec.total_samples // SHARDS_LIMIT):,}.",
+        )
+    if spec.files:
+        files(spec)
+
+
+def files(spec: DatasetSpec) -> None:
+    between("number of files", len(spec.files), 0, FILES_LIMIT)
+    for file in spec.files:
+        text("files path", file.path)
+        between("files samples", file.samples, 0, SAMPLES_LIMIT)
+    counted = sum(file.samples for file in spec.files)
+    if counted != spec.total_samples:
+        raise InvalidArgument(
+            "total_samples",
+            f"is {spec.total_samples:,}, but the files hold {counted:,}.",
+            hint="Leave it out, or correct it.",
         )

@@ -53,5 +53,8 @@ class Overloaded(Refused):
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """Names come from callers: a message quotes at most `limit` characters of one."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    """Names come from callers: a message quotes at most `limit` characters of one, and none that cannot be shown."""
+    shown = text if len(text) <= limit else text[: limit - 1] + "…"
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)

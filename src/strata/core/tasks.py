@@ -5,7 +5,6 @@ Pure. What a task runs, and where, is a launcher's business; this module only sa
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 
 from strata.core import checks
@@ -15,7 +14,6 @@ from strata.core.messages import (
     CreateTask,
     Event,
     Instant,
-    InvalidArgument,
     Overloaded,
     StopTask,
     TaskChanged,
@@ -35,6 +33,7 @@ MAY_FOLLOW: dict[TaskStatus, frozenset[TaskStatus]] = {
     "failed": frozenset({"pending"}),
     "stopped": frozenset({"pending"}),
 }
+MAX_WORKERS = 100_000
 CONFIG_LIMIT_BYTES = 256 * 1024
 LIST_HINT = "GET /api/tasks (or: strata tasks) lists the known ones."
 
@@ -65,30 +64,28 @@ class Tasks:
 
     def decide_create(self, command: CreateTask, now: Instant) -> TaskCreated:
         spec = command.spec
+        checks.name("task_id", spec.task_id)
         checks.name("name", spec.name)
         checks.name("type", spec.type, limit=64)
-        checks.between("worker_count", spec.worker_count, 1, 100_000)
-        checks.text("config", spec.config_json, limit=CONFIG_LIMIT_BYTES)
-        try:
-            config = json.loads(spec.config_json)
-        except (ValueError, RecursionError):
-            config = None
-        if not isinstance(config, dict):
-            raise InvalidArgument(
-                "config", "is not a JSON object.", hint='Send for example {"batch_size": 32}.'
-            )
+        checks.between("worker_count", spec.worker_count, 1, MAX_WORKERS)
+        checks.json_object("config", spec.config_json, limit=CONFIG_LIMIT_BYTES)
         if spec.task_id in self.tasks:
             raise Conflict(f"Task '{spec.task_id}' exists already.", hint=LIST_HINT)
-        if len(self.tasks) >= self.max_tasks:
+        if len(self.tasks) >= self.max_tasks and self._oldest_ended() is None:
             raise Overloaded(
-                f"{len(self.tasks):,} tasks are kept already, which is the limit.", hint="Try again later."
+                f"{len(self.tasks):,} tasks are pending or running, which is the limit.",
+                hint="Wait until one has ended, or stop one.",
             )
         return TaskCreated(spec=spec, reason="waiting for a launcher to take it", at_s=now.wall_s)
+
+    def _oldest_ended(self) -> TaskId | None:
+        return next((task_id for task_id, task in self.tasks.items() if task.status in ENDED), None)
 
     def decide_stop(self, command: StopTask, now: Instant) -> TaskChanged | None:
         task = self.get(command.task_id)
         if task.status in ENDED:
             return None  # Stopping twice is no error.
+        checks.text("reason", command.reason)
         return TaskChanged(
             task_id=command.task_id,
             status="stopped",
@@ -104,6 +101,10 @@ class Tasks:
                 f"Task '{command.task_id}' is {task.status} and cannot become {command.status}.",
                 hint=LIST_HINT,
             )
+        checks.text("reason", command.reason)
+        checks.between("number of workers", len(command.worker_ids), 0, MAX_WORKERS)
+        for worker_id in command.worker_ids:
+            checks.name("worker_ids", worker_id)
         return TaskChanged(
             task_id=command.task_id,
             status=command.status,
@@ -117,6 +118,9 @@ class Tasks:
     def apply(self, event: TaskCreated | TaskChanged) -> None:
         match event:
             case TaskCreated():
+                ended = self._oldest_ended() if len(self.tasks) >= self.max_tasks else None
+                if ended is not None:
+                    del self.tasks[ended]
                 self.tasks[event.spec.task_id] = Task(
                     spec=event.spec,
                     status="pending",
@@ -142,19 +146,18 @@ class Tasks:
         events: list[Event] = []
         for task in self.tasks.values():
             events.append(TaskCreated(spec=task.spec, reason=task.reason, at_s=task.created_at_s))
-            moments: list[tuple[TaskStatus, float]] = []
             if task.started_at_s is not None:
-                moments.append(("running", task.started_at_s))
-            if task.status != "running" and (task.status != "pending" or moments):
-                moments.append((task.status, task.ended_at_s or task.created_at_s))
-            events.extend(
-                TaskChanged(
-                    task_id=task.spec.task_id,
-                    status=status,
-                    worker_ids=task.worker_ids,
-                    reason=task.reason,
-                    at_s=at_s,
-                )
-                for status, at_s in moments
-            )
+                events.append(_changed(task, "running", task.started_at_s))
+            ended_at_s = task.ended_at_s if task.ended_at_s is not None else task.created_at_s
+            events.append(_changed(task, task.status, ended_at_s))
         return events
+
+
+def _changed(task: Task, status: TaskStatus, at_s: float) -> TaskChanged:
+    return TaskChanged(
+        task_id=task.spec.task_id,
+        status=status,
+        worker_ids=task.worker_ids,
+        reason=task.reason,
+        at_s=at_s,
+    )

@@ -39,15 +39,15 @@ class Row:
     def to_json(self) -> dict[str, object]:
         return {**asdict(self), "met": self.met}
 
-    def cells(self) -> tuple[str, str, str, str, str, str]:
+    def cells(self) -> tuple[str, str, str, str, str]:
         target = ""
         if self.target is not None:
             target = f"{'≥' if self.better == 'higher' else '≤'} {number(self.target)}"
         met = {None: "", True: "yes", False: "NO"}[self.met]
-        return self.name, f"{number(self.measured)} {self.unit}", target, met, self.peer, self.note
+        return self.name, f"{number(self.measured)} {self.unit}", target, met, self.peer
 
 
-COLUMNS = ("figure", "measured", "target", "met", "peer or limit", "note")
+COLUMNS = ("figure", "measured", "target", "met", "peer or limit")
 
 
 def number(value: float) -> str:
@@ -68,6 +68,9 @@ def report(title: str, rows: Iterable[Row], *, as_json: bool) -> None:
         done.append(row)
         sys.stderr.write(f"  {row.name}: {number(row.measured)} {row.unit}\n")
     _print_table(f"{title} ({machine()})", [row.cells() for row in done])
+    for row in done:
+        if row.note:
+            print(f"  {row.name}: {row.note}")
 
 
 def machine() -> str:

@@ -1,0 +1,168 @@
+"""A fleet of workers as the coordinator sees it: each with a connection and a session of its own.
+
+The workers are real to the coordinator (registered, heartbeating, meeting at barriers); on this side they are
+cheap streams of one process, see `swarm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import TracebackType
+
+from strata.bench.serving import ServedCoordinator
+from strata.bench.swarm import CallFailed, Connection, Stream, framed
+from strata.rpc import coordinator_pb2 as pb
+
+ROUND_TIMEOUT_S = 60.0
+OPENING_AT_A_TIME = 100
+
+
+def heartbeat(step: int) -> pb.HeartbeatRequest:
+    """What a worker with one GPU says about itself."""
+    return pb.HeartbeatRequest(
+        timestamp_ms=time.time_ns() // 1_000_000,
+        status=pb.WorkerStatus(state="training", current_step=step, current_epoch=2, current_task="pretrain"),
+        resources=pb.ResourceUsage(
+            cpu_percent=87.5,
+            memory_used_bytes=21_474_836_480,
+            disk_read_bytes=1_234_567_890,
+            disk_write_bytes=987_654_321,
+            network_rx_bytes=55_555_555_555,
+            network_tx_bytes=44_444_444_444,
+            gpu_usage=[
+                pb.GpuUsage(
+                    index=0,
+                    utilization_percent=97.0,
+                    memory_used_bytes=68_719_476_736,
+                    memory_total_bytes=85_899_345_920,
+                )
+            ],
+        ),
+    )
+
+
+class FleetWorker:
+    def __init__(self, worker_id: str, incarnation: int, connection: Connection) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.connection = connection
+        self.session: Stream = connection.call("Session")
+
+    def say(self, message: pb.WorkerMessage) -> None:
+        self.session.send(framed(message.SerializeToString()))
+
+
+class Fleet:
+    """Open with `async with`; every worker is connected once that returns."""
+
+    def __init__(self, coordinator: ServedCoordinator, size: int) -> None:
+        self._coordinator = coordinator
+        self.size = size
+        self.workers: list[FleetWorker] = []
+
+    async def __aenter__(self) -> Fleet:
+        gate = asyncio.Semaphore(OPENING_AT_A_TIME)
+
+        async def join(number: int) -> FleetWorker:
+            async with gate:
+                return await self._join(f"worker-{number:04}")
+
+        self.workers = list(await asyncio.gather(*(join(number) for number in range(self.size))))
+        await asyncio.sleep(0.5)  # News of so many joins goes round for a moment; it is not what is measured.
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            worker.connection.close()
+        await asyncio.sleep(0)
+
+    async def _join(self, worker_id: str) -> FleetWorker:
+        connection = await Connection.open(self._coordinator.host, self._coordinator.grpc_port)
+        request = pb.RegisterWorkerRequest(
+            worker_id=worker_id, hostname="10.0.0.1", port=29500, gpu_count=1, memory_bytes=1 << 36
+        )
+        answer = pb.RegisterWorkerResponse.FromString(
+            await connection.unary("RegisterWorker", request.SerializeToString())
+        )
+        worker = FleetWorker(worker_id, answer.incarnation, connection)
+        welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def hear(data: bytes) -> None:
+            if pb.CoordinatorMessage.FromString(data).HasField("welcome"):
+                welcomed.set_result(None)
+
+        worker.session.on_message = hear
+        worker.say(pb.WorkerMessage(hello=pb.Hello(worker_id=worker_id, incarnation=answer.incarnation)))
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            await welcomed
+        worker.session.on_message = _ignore
+        return worker
+
+    async def barrier(self, name: str, step: int, *, beats_before: int = 0) -> float:
+        """Seconds from the first arrival, or the first heartbeat before it, to the last release.
+
+        A session is handled in order, so a release also proves that every heartbeat before it was taken.
+        """
+        beats = framed(pb.WorkerMessage(heartbeat=heartbeat(step)).SerializeToString())
+        arrivals = [
+            framed(
+                pb.WorkerMessage(
+                    barrier=pb.WaitBarrierRequest(
+                        barrier_id=name,
+                        step=step,
+                        expected_participants=self.size,
+                        call_id=f"{name}-{step}-{number}".encode(),
+                    )
+                ).SerializeToString()
+            )
+            for number in range(self.size)
+        ]
+        everyone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self.size
+
+        def hear(data: bytes) -> None:
+            nonlocal waiting
+            message = pb.CoordinatorMessage.FromString(data)
+            if message.HasField("barrier"):
+                waiting -= 1
+                if not message.barrier.outcome.released:
+                    fail(message.barrier.outcome.reason)
+                elif not waiting and not everyone.done():
+                    everyone.set_result(None)
+
+        def fail(reason: str = "a session ended") -> None:
+            if not everyone.done():
+                everyone.set_exception(CallFailed(f"Barrier {name} at step {step}: {reason}"))
+
+        for worker in self.workers:
+            worker.session.on_message, worker.session.on_end = hear, fail
+        began_s = time.perf_counter()
+        for _ in range(beats_before):
+            for worker in self.workers:
+                worker.session.send(beats)
+        for worker, arrival in zip(self.workers, arrivals, strict=True):
+            worker.session.send(arrival)
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            await everyone
+        took_s = time.perf_counter() - began_s
+        for worker in self.workers:
+            worker.session.on_message, worker.session.on_end = _ignore, lambda: None
+        return took_s
+
+    async def beat_at_1_hz(self) -> None:
+        """Until cancelled: every worker once a second, evenly spread over it, as a real fleet is."""
+        slices = 100
+        began_s, turn = time.monotonic(), 0
+        while True:
+            message = pb.WorkerMessage(heartbeat=heartbeat(1_000 + turn // slices))
+            for worker in self.workers[turn % slices :: slices]:
+                worker.say(message)
+            turn += 1
+            await asyncio.sleep(max(0.0, began_s + turn / slices - time.monotonic()))
+
+
+def _ignore(data: bytes) -> None:
+    """Topology, plans and other news: a fleet that only measures does not react."""

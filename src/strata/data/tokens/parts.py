@@ -89,7 +89,7 @@ def write_part(
             ids, lengths = _encode(encoder, batch.texts, eos_each, chunk)
             starts = np.cumsum([tokens, *lengths], dtype=np.uint64)[:-1]
             table = np.column_stack((starts, np.asarray(batch.places, np.uint64))).astype("<u8").tobytes()
-            packed = ids.astype(dtype, copy=False).tobytes()
+            packed = memoryview(ids.astype(dtype, copy=False))
             tokens_file.write(packed)
             records_file.write(table)
             tokens_digest.update(packed)

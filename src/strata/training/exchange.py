@@ -1,7 +1,6 @@
 """What ranks tell each other: small values gathered, a whole state sent from one to all, a question agreed on.
 
-Everything works alone as well, where there is no process group. Control values travel as CPU tensors, so a
-job on GPUs needs a process group with a CPU back end too (`cpu:gloo,cuda:nccl`, which the harness makes).
+Works with gloo and with nccl, and alone as well, where there is no process group.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def smallest(values: list[float]) -> list[float]:
     """Position by position the smallest value any rank has: one small collective."""
     if not is_distributed():
         return values
-    tensor = torch.tensor(values, dtype=torch.float64)
+    tensor = torch.tensor(values, dtype=torch.float64, device=_device())
     distributed.all_reduce(tensor, op=distributed.ReduceOp.MIN)
     return [float(value) for value in tensor.tolist()]
 
@@ -53,13 +52,18 @@ def broadcast_state(state: Any, *, source: int) -> Any:
     distributed.broadcast_object_list(skeleton, src=source)
     if rank != source:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in _slots(skeleton[0])]
-    device = torch.device("cuda") if "nccl" in str(distributed.get_backend()) else torch.device("cpu")
+    device = _device()
     for group in _chunks(tensors):
         flat = torch.cat([t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in group]).to(device)
         distributed.broadcast(flat, src=source)
         if rank != source:
             _spread(flat.cpu(), group)
     return _fill(skeleton[0], iter(tensors))
+
+
+def _device() -> torch.device:
+    """Where tensors must be to be exchanged."""
+    return torch.device("cuda" if "nccl" in str(distributed.get_backend()) else "cpu")
 
 
 class _Slot:

@@ -37,7 +37,7 @@ from strata.training.exchange import broadcast_state, gather, rank_and_world, sm
 from strata.training.link import CoordinatorLink, open_link
 from strata.training.preemption import Preemption
 from strata.training.state import Stateful, TrainingState
-from strata.training.trace import Footprints, Recovery, Tracer, clear_run
+from strata.training.trace import Footprint, Footprints, Recovery, Tracer, clear_run
 from strata.training.watchdog import Policy as HangPolicy
 from strata.training.watchdog import Watchdog
 
@@ -172,6 +172,11 @@ class ElasticJob:
         self._footprints.close()
         if kind is None and self._local_rank == 0:
             clear_run(self.name)
+
+    @property
+    def footprint_before(self) -> Footprint | None:
+        """The last step that this run made on this machine before this process."""
+        return self._tracer.before
 
     @property
     def _keeps_state(self) -> bool:

@@ -100,9 +100,9 @@ class Proxy:
         link = (writer, far_writer)
         self._links.add(link)
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._pump(reader, far_writer))
-                group.create_task(self._pump(far_reader, writer))
+            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+        except asyncio.CancelledError:
+            pass  # The proxy is closing; a task that ends as cancelled would be reported as an error.
         finally:
             self._links.discard(link)
             for end in link:

@@ -7,6 +7,7 @@ monotonic clock, which processes share.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -102,10 +103,8 @@ class Fleet:
         self._reader.join(10)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
 
     def __enter__(self) -> Fleet:
         return self

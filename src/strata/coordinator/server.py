@@ -115,6 +115,8 @@ class Server:
 
     async def _start_grpc(self, gatekeeper: Gatekeeper) -> grpc.aio.Server:
         settings, runtime = self._settings, self.runtime
+        # A frozen process answers no pings: how long that is borne is for heartbeat_timeout to say.
+        ping_timeout_ms = max(5_000, int(settings.heartbeat_timeout * 1000))
         server = grpc.aio.server(
             interceptors=() if gatekeeper.open else (GrpcGate(gatekeeper),),
             options=[
@@ -122,7 +124,8 @@ class Server:
                 ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.keepalive_timeout_ms", ping_timeout_ms),
+                ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.http2.max_ping_strikes", 0),

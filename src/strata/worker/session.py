@@ -96,6 +96,8 @@ class SessionThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
+        if self.stale_reason:
+            raise _stale(self.stale_reason)
         self._progress[(dataset_id, epoch, shard_id)] = samples_done
 
     def close(self) -> None:
@@ -113,6 +115,7 @@ class SessionThread:
         answer: pb.RegisterWorkerResponse = await self.call("RegisterWorker", request)
         self.registration = answer
         self.stale_reason = ""
+        self._progress.clear()  # What an incarnation that is over had read does not count for this one.
         self.topology = Topology(
             rank=answer.rank, world_size=answer.world_size, generation=answer.generation, reason="registered"
         )
@@ -190,6 +193,13 @@ class SessionThread:
             except StaleWorker as stale:
                 self._become_stale(stale.message)
                 return
+            except asyncio.InvalidStateError:
+                log.debug("session lost while something was being sent")
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                log.debug("session cancelled by the coordinator")
             finally:
                 self.connected.clear()
             if time.monotonic() - began_s > 5.0:
@@ -207,8 +217,9 @@ class SessionThread:
             sender = self._loop.create_task(self._send(stream, registration.heartbeat_interval_ms / 1000))
             try:
                 done, _ = await asyncio.wait({reader, sender}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+                for task in (reader, sender):  # What was read says more about an end than a failed write.
+                    if task in done:
+                        task.result()
             finally:
                 sender.cancel()
                 await asyncio.gather(sender, return_exceptions=True)
@@ -279,7 +290,7 @@ class SessionThread:
                 case "topology":
                     self._take_topology(message.topology)
                 case "plan":
-                    self.on_plan(message.plan.dataset_id, message.plan.plan_version)
+                    _tell(self.on_plan, message.plan.dataset_id, message.plan.plan_version)
                 case "barrier":
                     waiting = self._waiting.get(message.barrier.call_id)
                     if waiting is not None and not waiting[1].done():
@@ -300,7 +311,7 @@ class SessionThread:
         self.topology = topology
         if changed:
             log.debug("generation %d: %s", topology.generation, topology.reason)
-            self.on_topology(topology)
+            _tell(self.on_topology, topology)
 
     def _become_stale(self, reason: str) -> None:
         self.stale_reason = reason
@@ -308,7 +319,7 @@ class SessionThread:
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(_stale(reason))
-        self.on_stale(reason)
+        _tell(self.on_stale, reason)
 
     async def _flush_logs_before_leaving(self) -> None:
         """Give lines written just before the end a moment to go out."""
@@ -326,6 +337,7 @@ class SessionThread:
         self._loop.run_until_complete(self._open())
         self._ready.set()
         self._loop.run_forever()
+        self._loop.run_until_complete(_cancel_the_rest())
         self._loop.close()
 
     async def _open(self) -> None:
@@ -341,6 +353,7 @@ class SessionThread:
                 ("grpc.max_reconnect_backoff_ms", 500),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.ping_timeout_ms", 5_000),
                 ("grpc.enable_retries", 0),
             ],
         )
@@ -362,3 +375,19 @@ class SessionThread:
 
 def _stale(reason: str) -> StaleWorker:
     return StaleWorker("stale", reason, hint="Register anew before doing anything else.")
+
+
+async def _cancel_the_rest() -> None:
+    """gRPC leaves tasks behind that would complain when the loop goes."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+
+
+def _tell(listener: Callable[..., None], *news: object) -> None:
+    """A listener that fails must not take the session with it."""
+    try:
+        listener(*news)
+    except Exception:
+        log.exception("a listener failed")

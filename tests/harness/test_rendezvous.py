@@ -28,13 +28,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from strata.rendezvous import RENDEZVOUS_BACKENDS, SECONDS_NOT_MINUTES, rdzv_conf
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasStore
 from strata.rendezvous.etcd import EtcdCasClient, create_etcd_v3_handler
-from strata.rendezvous.handler import CasRendezvousHandler
-from strata.rendezvous.strata import create_handler_over
+from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
 from tests.harness.etcd_server import EtcdServer, free_port, require_etcd
 
 pytestmark = pytest.mark.etcd
@@ -358,14 +358,14 @@ def test_a_running_node_sees_the_run_closed_and_a_newcomer_is_told_so(etcd: Etcd
 
 def test_waiting_in_vain_says_who_was_there(run_id: str) -> None:
     params = parameters("localhost:1", run_id, nodes="2:2", backend="strata", join_timeout=1)
-    handler = create_handler_over(DictCasClient(), params, address="localhost:1")
+    handler = create_cas_handler(DictCasClient(), params, unreachable=str)
     with pytest.raises(RendezvousTimeoutError, match="Timed out waiting for rendezvous") as caught:
         handler.next_rendezvous()
     assert "no other node came" in str(caught.value)
 
 
 def test_defaults_are_seconds_and_every_backend_has_a_name(run_id: str) -> None:
-    handler = create_handler_over(DictCasClient(), parameters("", run_id, backend="strata"), address="x")
+    handler = create_cas_handler(DictCasClient(), parameters("", run_id), unreachable=str)
     settings = handler.settings
     assert settings.keep_alive_interval * settings.keep_alive_max_attempt == timedelta(seconds=3)
     assert settings.timeout.last_call == timedelta(seconds=1)
@@ -373,10 +373,71 @@ def test_defaults_are_seconds_and_every_backend_has_a_name(run_id: str) -> None:
     assert rdzv_conf({"last_call_timeout": 5}).endswith("last_call_timeout=5,close_timeout=10")
     assert {"etcd", "strata"} < set(RENDEZVOUS_BACKENDS)
     with pytest.raises(ValueError, match="must be positive"):
-        create_handler_over(
-            DictCasClient(), parameters("", run_id, backend="strata", keep_alive_interval=0), address="x"
-        )
+        create_cas_handler(DictCasClient(), parameters("", run_id, keep_alive_interval=0), unreachable=str)
     assert SECONDS_NOT_MINUTES["keep_alive_max_attempt"] == 3
+
+
+# --- the coordinator as the server
+
+
+def test_coordinator_is_a_meeting_place_of_its_own_and_its_crash_is_forgiven(
+    tmp_path: Path, run_id: str
+) -> None:
+    grpc_port = free_port()
+
+    def serve() -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "-m",
+            "strata.cli.main",
+            "serve",
+            f"--data-dir={tmp_path}",
+            "--http-port=0",
+        ]
+        return subprocess.Popen(
+            [*command, f"--grpc-port={grpc_port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def patiently(make: Callable[[], Any]) -> Any:
+        deadline_s = time.monotonic() + 30
+        while True:
+            try:
+                return make()
+            except RendezvousConnectionError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.1)
+
+    params = parameters(f"127.0.0.1:{grpc_port}", run_id, nodes="2:3", backend="strata")
+    with pytest.raises(
+        RendezvousConnectionError, match=f"connect to the coordinator at 127.0.0.1:{grpc_port}"
+    ):
+        get_rendezvous_handler(params)
+    server = serve()
+    try:
+        one, two = (patiently(lambda: get_rendezvous_handler(params)) for _ in range(2))
+        assert join_all([one, two]) == [(0, 2), (1, 2)]
+        server.kill()
+        server.wait()
+        assert one.num_nodes_waiting() == 0
+        server = serve()
+        three = patiently(lambda: get_rendezvous_handler(params))
+        late = threading.Thread(target=lambda: ranks.append(three.next_rendezvous().rank))
+        ranks: list[int] = []
+        late.start()
+        deadline_s = time.monotonic() + 30
+        while one.num_nodes_waiting() == 0:
+            assert time.monotonic() < deadline_s, (
+                "the newcomer must wait its turn, not start a run of its own"
+            )
+            time.sleep(0.1)
+        ranks += [rank for rank, _ in join_all([one, two])]
+        late.join(30)
+        assert sorted(ranks) == [0, 1, 2]
+        assert all(handler.shutdown() for handler in (one, two, three))
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
 
 
 # --- torchrun
@@ -405,12 +466,6 @@ class Job:
         self.folder, self.endpoint, self.run_id = folder, endpoint, run_id
         self.agents: list[subprocess.Popen[bytes]] = []
         (folder / "worker.py").write_text(WORKER)
-        plugin = folder / "site" / "strata_plugins-0.dist-info"
-        plugin.mkdir(parents=True)
-        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: strata-plugins\nVersion: 0\n")
-        (plugin / "entry_points.txt").write_text(
-            "[torchrun.handlers]\netcd = strata.rendezvous:etcd_plugin\n"
-        )
 
     def start_agent(self) -> subprocess.Popen[bytes]:
         command = [
@@ -425,7 +480,6 @@ class Job:
         ]
         env = {
             **os.environ,
-            "PYTHONPATH": str(self.folder / "site"),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }

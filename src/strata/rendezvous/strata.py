@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from strata.rendezvous.cas import CasClient
 from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
 
 DEFAULT_PORT = 50051
@@ -18,15 +17,13 @@ DEFAULT_REQUEST_TIMEOUT_S = 2.0
 
 def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
     """What `torchrun --rdzv-backend=strata` calls."""
+    from strata.rpc.cas import CoordinatorCasClient
+
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-    client = connect(f"{host}:{port}", timeout_s=float(params.get("read_timeout", DEFAULT_REQUEST_TIMEOUT_S)))
-    return create_handler_over(client, params, address=f"{host}:{port}")
-
-
-def create_handler_over(
-    client: CasClient, params: RendezvousParameters, *, address: str
-) -> CasRendezvousHandler:
-    """The same over any compare-and-swap client."""
+    address = f"{host}:{port}"
+    client = CoordinatorCasClient(
+        address, timeout_s=float(params.get("read_timeout", DEFAULT_REQUEST_TIMEOUT_S))
+    )
 
     def unreachable(error: Exception) -> str:
         return (
@@ -35,11 +32,3 @@ def create_handler_over(
         )
 
     return create_cas_handler(client, params, unreachable=unreachable)
-
-
-def connect(address: str, *, timeout_s: float) -> CasClient:
-    """A client of the coordinator's compare-and-swap calls."""
-    from strata.rpc.cas import CoordinatorCasClient  # type: ignore[import-not-found, unused-ignore]
-
-    client: CasClient = CoordinatorCasClient(address, timeout_s=timeout_s)
-    return client

@@ -129,6 +129,14 @@ def find(path: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> list[F
     return matching
 
 
+def is_visible(path: str) -> bool:
+    """Whether this process can see any file there."""
+    try:
+        return bool(find(path))
+    except DataError:
+        return False
+
+
 def chunks(source: Source, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """The file from `start` on, as (offset, bytes)."""
     while data := source.read(start, CHUNK_BYTES):

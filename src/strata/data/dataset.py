@@ -1,0 +1,42 @@
+"""A map-style PyTorch dataset over files of any known format.
+
+    dataset = ElasticDataset("data/*.parquet", transform=decode)
+    loader = ElasticLoader(dataset, ElasticSampler(len(dataset), global_batch_size=256), num_workers=4)
+
+Whole batches are read at once, so that each file, row group or block is visited once per batch. Needs no torch
+by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from strata.data.reader import DatasetFiles, DatasetReader
+
+
+class ElasticDataset:
+    """Samples by number, each through `transform`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | DatasetFiles,
+        format: str | None = None,
+        *,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """`path`, `format` and `options` as for `strata.data.discover`."""
+        self.reader = DatasetReader(path, format, **options)
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, sample: int) -> Any:
+        return self.__getitems__([sample])[0]
+
+    def __getitems__(self, samples: Sequence[int]) -> list[Any]:
+        rows = self.reader.read(samples)
+        return [self._transform(row) for row in rows] if self._transform else rows

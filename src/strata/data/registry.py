@@ -1,0 +1,233 @@
+"""Registered datasets and their shards: alone in a process, or through the coordinator.
+
+    registry = DatasetRegistry()                          # alone
+    registry = DatasetRegistry(orchestrator)              # with a coordinator: same calls, shared by the fleet
+
+A dataset is registered by its files, which are found and counted, or by numbers alone. Shards come with the paths
+of the files that hold them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from strata.core.messages import DatasetSpec, InvalidArgument, Unknown
+from strata.data.errors import DataError
+from strata.data.reader import DatasetReader
+from strata.data.shards import Shard, ShardManager
+from strata.data.sources import is_visible
+from strata.errors import StrataError
+
+
+class AssignedShard(Protocol):
+    """A shard as the coordinator hands it out."""
+
+    @property
+    def shard_id(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def file_paths(self) -> Sequence[str]: ...
+
+
+class CoordinatorDatasets(Protocol):
+    """What a registry asks of a coordinator; `TrainingOrchestrator` is one."""
+
+    def register_dataset(
+        self,
+        dataset_id: str,
+        path: str,
+        format: str,
+        total_samples: int | None = None,
+        shard_size: int = 10_000,
+        shuffle: bool = False,
+        seed: int = 0,
+        metadata: Mapping[str, str] | None = None,
+    ) -> int: ...
+
+    def get_shards(self, dataset_id: str, epoch: int = 0) -> Sequence[AssignedShard]: ...
+
+
+class Epoch(int):
+    """The current epoch; reads the same with and without a call."""
+
+    def __call__(self) -> int:
+        return int(self)
+
+
+class DatasetRegistry:
+    def __init__(self, coordinator: CoordinatorDatasets | None = None) -> None:
+        if coordinator is not None and not hasattr(coordinator, "register_dataset"):
+            raise TypeError(
+                "coordinator is a TrainingOrchestrator (or None), not " + type(coordinator).__name__
+            )
+        self._coordinator = coordinator
+        self._shards = ShardManager()
+        self._readers: dict[str, DatasetReader | None] = {}
+        self._epoch = 0
+
+    # Registering --------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        dataset_id: str,
+        path: str | os.PathLike[str],
+        format: str = "auto",
+        total_samples: int | None = None,
+        shard_size: int = 10_000,
+        shuffle: bool = False,
+        seed: int = 0,
+        metadata: Mapping[str, str] | None = None,
+    ) -> int:
+        """Register the files at `path` (a file, directory, glob or URL); returns the number of shards.
+
+        Samples are counted when `total_samples` is not given. When it is, the files need not be here at all.
+        """
+        text = os.fspath(path)
+        if self._coordinator is not None:
+            return self._coordinator.register_dataset(
+                dataset_id, text, format, total_samples, shard_size, shuffle, seed, metadata
+            )
+        reader = None
+        if total_samples is None:
+            reader = DatasetReader(text, format)
+            total_samples = len(reader)
+            if not total_samples:
+                raise DataError.at(text, "it holds no samples")
+        shards = self._shards.register_dataset_params(
+            dataset_id, total_samples, shard_size, shuffle, seed, path=text, format=format, metadata=metadata
+        )
+        if reader is not None:
+            self._readers[dataset_id] = reader
+        return shards
+
+    def register_dataset(
+        self, dataset_id: str, total_samples: int, shard_size: int, shuffle: bool = True, seed: int = 42
+    ) -> int:
+        """Register a dataset by its numbers alone; returns the number of shards."""
+        if self._coordinator is not None:
+            return self._coordinator.register_dataset(
+                dataset_id, dataset_id, "samples", total_samples, shard_size, shuffle, seed
+            )
+        return self._shards.register_dataset_params(dataset_id, total_samples, shard_size, shuffle, seed)
+
+    def datasets(self) -> list[str]:
+        """The ids that were registered here."""
+        self._alone("datasets()", "GET /api/datasets lists them.")
+        return self._shards.datasets()
+
+    def spec(self, dataset_id: str) -> DatasetSpec:
+        return self._shards.spec(dataset_id)
+
+    # Workers ------------------------------------------------------------------------------------------------
+
+    def register_worker(self, worker_id: str) -> None:
+        self._alone("register_worker()", "Workers register with TrainingOrchestrator.register_worker().")
+        self._shards.add_worker(worker_id)
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Its unfinished shards go to the others."""
+        self._alone("remove_worker()", "Workers leave with TrainingOrchestrator.deregister().")
+        if worker_id not in self._shards.workers():
+            raise Unknown("worker", worker_id, hint="It was removed already, or never registered.")
+        self._shards.remove_worker(worker_id)
+
+    def active_workers(self) -> list[str]:
+        self._alone("active_workers()", "GET /api/workers lists them.")
+        return self._shards.workers()
+
+    # Epochs -------------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> Epoch:
+        return Epoch(self._epoch)
+
+    def advance_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
+
+    # Shards -------------------------------------------------------------------------------------------------
+
+    def get_shards(self, dataset_id: str, worker_id: str = "", epoch: int | None = None) -> list[Shard]:
+        """The shards of a worker, in the order to read them. With a coordinator they are this worker's own."""
+        epoch = self._epoch if epoch is None else epoch
+        if self._coordinator is not None:
+            return [
+                Shard(
+                    id=shard.shard_id,
+                    start=shard.start,
+                    stop=shard.stop,
+                    done=shard.done,
+                    file_paths=tuple(shard.file_paths),
+                    dataset_id=dataset_id,
+                    epoch=epoch,
+                )
+                for shard in self._coordinator.get_shards(dataset_id, epoch)
+            ]
+        self._shards.spec(dataset_id)
+        if worker_id not in self._shards.workers():
+            raise Unknown("worker", worker_id, hint="Register it first: registry.register_worker(worker_id).")
+        shards = self._shards.get_shard_for_worker(dataset_id, worker_id, epoch)
+        reader = self._reader(dataset_id)
+        if reader is None:
+            return shards
+        return [
+            replace(shard, file_paths=tuple(reader.files_of(shard.start, shard.stop))) for shard in shards
+        ]
+
+    def get_shard(self, dataset_id: str, worker_rank: int, epoch: int | None = None) -> list[str]:
+        """The files that the worker of this rank reads in an epoch, each once."""
+        if self._coordinator is not None:
+            shards = self.get_shards(dataset_id, epoch=epoch)
+        else:
+            workers = self._shards.workers()
+            if not 0 <= worker_rank < len(workers):
+                raise InvalidArgument(
+                    "worker_rank",
+                    f"is {worker_rank}; there are {len(workers)} workers.",
+                    hint="Ranks count from 0 in the order of active_workers().",
+                )
+            if self._reader(dataset_id) is None:
+                raise DataError(
+                    f"Dataset '{dataset_id}' has no files here.",
+                    hint="Register it with a path that this process can see: register(dataset_id, path, format).",
+                )
+            shards = self.get_shards(dataset_id, workers[worker_rank], epoch)
+        return list(dict.fromkeys(path for shard in shards for path in shard.file_paths))
+
+    def reader(self, dataset_id: str) -> DatasetReader:
+        """The samples themselves, by number."""
+        found = self._reader(dataset_id)
+        if found is None:
+            raise DataError(f"Dataset '{dataset_id}' has no files here.", hint="Register it with a path.")
+        return found
+
+    # ---------------------------------------------------------------------------------------------------------
+
+    def _reader(self, dataset_id: str) -> DatasetReader | None:
+        """The files of a dataset, looked for once; None where this process sees none."""
+        if dataset_id in self._readers:
+            return self._readers[dataset_id]
+        spec = self._shards.spec(dataset_id)
+        reader = None
+        if spec.format != "samples" and is_visible(spec.path):
+            reader = DatasetReader(spec.path, spec.format)
+            if len(reader) < spec.total_samples:
+                raise DataError.at(
+                    spec.path,
+                    f"it holds {len(reader):,} samples, but was registered with {spec.total_samples:,}",
+                    hint="Register it without total_samples to have them counted.",
+                )
+        self._readers[dataset_id] = reader
+        return reader
+
+    def _alone(self, call: str, instead: str) -> None:
+        if self._coordinator is not None:
+            raise StrataError(f"{call} is for a registry alone in its process.", hint=instead)

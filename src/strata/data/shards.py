@@ -1,0 +1,208 @@
+"""Shards of datasets for workers that read at their own pace.
+
+`ShardManager` cuts datasets into shards and deals them to workers: balanced, moving only what must move when
+somebody joins or leaves (`strata.core.sharding`). What a checkpoint committed (`commit`) decides which shards
+are finished and where an unfinished one goes on for whoever reads it next. In one process and in memory; the
+coordinator does the same for a fleet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.core import checks
+from strata.core.ledger import DataCommit
+from strata.core.messages import Conflict, DatasetId, DatasetSpec, Unknown
+from strata.core.order import EpochOrder
+from strata.core.sharding import ShardPlan, first_plan, replan
+
+_EPOCHS_KEPT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Samples `start` up to `stop` of a dataset, for one reader."""
+
+    id: int
+    start: int
+    stop: int
+    done: int = 0
+    """The first so many are committed: begin at `start + done`."""
+    file_paths: tuple[str, ...] = ()
+    dataset_id: str = ""
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def indices(self) -> range:
+        """The samples that are left to read."""
+        return range(self.start + self.done, self.stop)
+
+
+@dataclass(slots=True)
+class _Entry:
+    spec: DatasetSpec
+    plans: dict[int, ShardPlan] = field(default_factory=dict)
+    done: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        edges = np.arange(self.spec.shard_count + 1, dtype=np.int64) * self.spec.shard_size
+        return np.diff(np.minimum(edges, self.spec.total_samples))
+
+
+class ShardManager:
+    """Datasets, workers, and which worker reads which shard in which epoch."""
+
+    def __init__(self) -> None:
+        self._datasets: dict[str, _Entry] = {}
+        self._workers: set[str] = set()
+        self._lock = threading.RLock()
+
+    # Datasets -----------------------------------------------------------------------------------------------
+
+    def register_dataset_params(
+        self,
+        dataset_id: str,
+        total_samples: int,
+        shard_size: int = 10_000,
+        shuffle: bool = False,
+        seed: int = 0,
+        *,
+        path: str = "",
+        format: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> int:
+        """Cut a dataset into shards; returns how many. Again with the same values is no change; with others it
+        is refused."""
+        spec = DatasetSpec(
+            dataset_id=DatasetId(dataset_id),
+            path=path or dataset_id,
+            format=format or "samples",
+            total_samples=total_samples,
+            shard_size=shard_size,
+            shuffle=shuffle,
+            seed=seed,
+            metadata=dict(metadata or {}),
+        )
+        checks.dataset(spec)
+        with self._lock:
+            known = self._datasets.get(dataset_id)
+            if known is not None and known.spec != spec:
+                raise Conflict(
+                    f"Dataset '{dataset_id}' is registered with other parameters.",
+                    hint="Register it under another id, or pass the parameters it has.",
+                )
+            if known is None:
+                self._datasets[dataset_id] = _Entry(spec)
+        return spec.shard_count
+
+    def datasets(self) -> list[str]:
+        with self._lock:
+            return list(self._datasets)
+
+    def spec(self, dataset_id: str) -> DatasetSpec:
+        return self._entry(dataset_id).spec
+
+    # Workers ------------------------------------------------------------------------------------------------
+
+    def add_worker(self, worker_id: str) -> None:
+        checks.name("worker_id", worker_id)
+        self._change_workers(self._workers | {worker_id}, f"{worker_id} joined")
+
+    def remove_worker(self, worker_id: str, *, cause: str = "") -> None:
+        """Its unfinished shards go to the others. One that is not there is no change."""
+        self._change_workers(self._workers - {worker_id}, cause or f"{worker_id} left")
+
+    def workers(self) -> list[str]:
+        with self._lock:
+            return sorted(self._workers)
+
+    # Shards -------------------------------------------------------------------------------------------------
+
+    def get_shard_for_worker(self, dataset_id: str, worker_id: str, epoch: int = 0) -> list[Shard]:
+        """Every shard of a worker in an epoch, in the order to read them. A worker that asks takes part."""
+        with self._lock:
+            entry = self._entry(dataset_id)
+            checks.between("epoch", epoch, 0, 2**31 - 1)
+            if worker_id not in self._workers:
+                self.add_worker(worker_id)
+            mine = self.plan(dataset_id, epoch).shards_of(worker_id)
+            if entry.spec.shuffle:
+                order = EpochOrder(total=entry.spec.shard_count, seed=entry.spec.seed, epoch=epoch)
+                mine = mine[np.argsort(order.positions_of(mine))]
+            done = self._done(entry, epoch)
+            return [self._shard(entry.spec, int(shard), epoch, int(done[shard])) for shard in mine]
+
+    def plan(self, dataset_id: str, epoch: int = 0) -> ShardPlan:
+        """Who has which shard of an epoch, and why. A new epoch begins with the plan of the one before."""
+        with self._lock:
+            entry = self._entry(dataset_id)
+            if epoch not in entry.plans:
+                before = entry.plans[max(entry.plans)] if entry.plans else None
+                if before is None:
+                    plan = first_plan(sorted(self._workers), entry.spec.shard_count, salt=dataset_id)
+                else:
+                    plan = self._replanned(entry, epoch, before, cause=f"epoch {epoch} begins")
+                entry.plans[epoch] = plan
+                for old in sorted(entry.plans)[:-_EPOCHS_KEPT]:
+                    del entry.plans[old]
+            return entry.plans[epoch]
+
+    def commit(self, data: DataCommit | Mapping[str, Any]) -> None:
+        """Take over what a checkpoint committed: finished shards stay where they are, the others go on from
+        there."""
+        commit = data if isinstance(data, DataCommit) else DataCommit.from_json(data)
+        with self._lock:
+            for epoch in commit.epochs:
+                entry = self._datasets.get(epoch.dataset)
+                if entry is not None and entry.spec.total_samples == epoch.total:
+                    entry.done[epoch.epoch] = epoch.after.per_shard(
+                        total=epoch.total, shard_size=entry.spec.shard_size
+                    )
+
+    # ---------------------------------------------------------------------------------------------------------
+
+    def _entry(self, dataset_id: str) -> _Entry:
+        with self._lock:
+            entry = self._datasets.get(dataset_id)
+            if entry is None:
+                raise Unknown("dataset", dataset_id, hint="Register it first: register_dataset_params(...).")
+            return entry
+
+    def _change_workers(self, workers: set[str], cause: str) -> None:
+        with self._lock:
+            if workers == self._workers:
+                return
+            self._workers = workers
+            for entry in self._datasets.values():
+                for epoch, plan in entry.plans.items():
+                    entry.plans[epoch] = self._replanned(entry, epoch, plan, cause=cause)
+
+    def _replanned(self, entry: _Entry, epoch: int, before: ShardPlan, *, cause: str) -> ShardPlan:
+        done, sizes = self._done(entry, epoch), entry.sizes
+        finished, started = done >= sizes, (done > 0) & (done < sizes)
+        return replan(before, sorted(self._workers), finished=finished, started=started, cause=cause)
+
+    def _done(self, entry: _Entry, epoch: int) -> NDArray[np.int64]:
+        return entry.done.get(epoch, np.zeros(entry.spec.shard_count, np.int64))
+
+    @staticmethod
+    def _shard(spec: DatasetSpec, shard: int, epoch: int, done: int) -> Shard:
+        start = shard * spec.shard_size
+        return Shard(
+            id=shard,
+            start=start,
+            stop=min(start + spec.shard_size, spec.total_samples),
+            done=done,
+            dataset_id=spec.dataset_id,
+            epoch=epoch,
+        )

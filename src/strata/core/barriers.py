@@ -45,6 +45,8 @@ class BarrierLimits:
     """How long a barrier waits when its callers name no time."""
     max_open: int = 10_000
     ended_kept: int = 2_000
+    arrivals_kept: int = 200_000
+    """Over all ended barriers together: what bounds the memory when each has thousands of members."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Barriers:
         self.limits = limits
         self.open: dict[BarrierKey, OpenBarrier] = {}
         self.ended: OrderedDict[BarrierKey, BarrierOutcome] = OrderedDict()
+        self._arrivals_kept = 0
 
     # --- decisions ------------------------------------------------------------------------------------------
 
@@ -89,7 +92,7 @@ class Barriers:
                 f"for {barrier.expected}.",
                 hint="Pass the same number from every worker, or give the barrier another name.",
             )
-        worker = command.worker_id
+        worker = member.spec.worker_id  # The one string for all barriers, not this call's copy.
         if worker in barrier.arrived and barrier.arrived[worker] == command.call_id:
             order = list(barrier.arrived).index(worker)  # A retried call must not count twice.
             return [], self._ticket(barrier, order)
@@ -235,10 +238,17 @@ class Barriers:
             barrier.arrived[event.worker_id] = event.call_id
             return
         self.open.pop(key, None)
-        self.ended.pop(key, None)
+        if key in self.ended:
+            self._forget(key)
         self.ended[key] = event
-        while len(self.ended) > self.limits.ended_kept:
-            self.ended.popitem(last=False)
+        self._arrivals_kept += len(event.arrived)
+        while len(self.ended) > 1 and (
+            len(self.ended) > self.limits.ended_kept or self._arrivals_kept > self.limits.arrivals_kept
+        ):
+            self._forget(next(iter(self.ended)))
+
+    def _forget(self, key: BarrierKey) -> None:
+        self._arrivals_kept -= len(self.ended.pop(key).arrived)
 
     def withdraw(self, worker_id: WorkerId, job: JobId) -> None:
         """A lost worker no longer counts as arrived anywhere."""

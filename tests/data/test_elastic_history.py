@@ -97,45 +97,63 @@ class Fleet:
 
 
 class Run:
-    """A job with its checkpoints: each holds the weights (what was learned) and the data record."""
+    """A job with its checkpoints: each holds the weights (what was learned) and the data record. Lasting ones make
+    the history; a snapshot in memory is newer but comes and goes."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.commits: list[Commit] = []
         self.weights: dict[str, list[int]] = {}
         self.parent: str | None = None
+        self.snapshot: tuple[DataCommit, list[int]] | None = None
         self.ledger = DataLedger(fleet, gather=lambda mine: [mine])
+
+    def _record(self, *, lasting: bool) -> DataCommit:
+        return DataCommit.from_json(json.loads(json.dumps(self.ledger.commit(lasting=lasting))))
 
     def save(self) -> None:
         name = f"c{len(self.commits)}"
-        data = DataCommit.from_json(json.loads(json.dumps(self.ledger.commit())))
+        data = self._record(lasting=True)
         self.commits.append(
             Commit(checkpoint_id=name, parent_id=self.parent, step=len(self.fleet.learned), data=data)
         )
         self.weights[name] = list(self.fleet.learned)
-        self.parent = name
+        self.parent, self.snapshot = name, None
 
-    def crash(self, world_size: int, *, back: int) -> None:
-        """Every process dies; a new world starts from the newest checkpoint, or an older one."""
+    def save_in_vain(self) -> None:
+        """The disk is full, the upload fails: no checkpoint comes of it."""
+        self._record(lasting=True)
+        self.ledger.retract()
+
+    def save_in_memory(self) -> None:
+        self.snapshot = (self._record(lasting=False), list(self.fleet.learned))
+
+    def crash(self, world_size: int, *, back: int = 0, memory: bool = False) -> None:
+        """Every process dies. A new world starts from the snapshot in memory where that survived, else from the
+        newest lasting checkpoint, or an older one where that is damaged."""
         self.fleet.start(world_size)
         self.ledger = DataLedger(self.fleet, gather=lambda mine: [mine])
+        if memory and self.snapshot is not None:
+            data, self.fleet.learned = self.snapshot[0], list(self.snapshot[1])
+            self.ledger.restore(data.to_json(), lasting=False)
+            return
+        self.snapshot = None
         at = self.parent
         for _ in range(back):
             at = next((c.parent_id for c in self.commits if c.checkpoint_id == at), None)
         self.parent = at
         self.fleet.learned = list(self.weights[at]) if at else []
-        data = next((c.data for c in self.commits if c.checkpoint_id == at), None)
-        if data is not None:
-            self.ledger.restore(data.to_json())
+        restored = next((c.data for c in self.commits if c.checkpoint_id == at), None)
+        if restored is not None:
+            self.ledger.restore(restored.to_json())
 
 
 worlds = st.integers(1, 64)
 events = st.one_of(
     st.tuples(st.just("train"), st.integers(1, 12)),
-    st.tuples(st.just("save"), st.just(0)),
+    st.tuples(st.sampled_from(["save", "snapshot", "failed save"]), st.just(0)),
     st.tuples(st.just("resize"), worlds),
-    st.tuples(st.just("crash"), worlds),
-    st.tuples(st.just("damaged"), worlds),
+    st.tuples(st.sampled_from(["crash", "lost machine", "damaged"]), worlds),
 )
 
 
@@ -175,11 +193,17 @@ def test_nothing_is_lost_or_repeated_and_the_order_is_that_of_a_calm_run(
                 run.fleet.train(value)
             case "save":
                 run.save()
+            case "snapshot":
+                run.save_in_memory()
+            case "failed save":
+                run.save_in_vain()
             case "resize":
                 run.save()
                 run.fleet.resize_alive(value)
             case "crash":
-                run.crash(value, back=0)
+                run.crash(value, memory=True)
+            case "lost machine":
+                run.crash(value)
             case "damaged":
                 run.crash(value, back=1)
     run.fleet.train(10_000)
@@ -210,7 +234,7 @@ def test_the_known_resize_schedules_are_exact(schedule: list[int], total: int) -
         run.fleet.train(6)
         run.save()
         run.fleet.train(2)  # Lost with the crash.
-        run.crash(world, back=0)
+        run.crash(world)
     run.fleet.train(10_000)
     run.save()
     assert [report.reason for report in audit_all(run.commits, "d")] == [

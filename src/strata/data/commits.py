@@ -2,9 +2,11 @@
 
     ledger = DataLedger(loader)                  # on every rank
     ...
-    manager.save(state, step=step, data=ledger.commit())     # collective: every rank calls commit()
+    position = ledger.commit()                   # collective: every rank calls it
+    if rank == 0:
+        manager.save(state, step, position=position)
     ...
-    ledger.restore(manifest.data)
+    ledger.restore(manager.restore().info.data)
 
 `commit` gathers what each rank trained since the commit before and adds it to the history the weights have. It
 is called once per checkpoint, at a step boundary. When that checkpoint is lost, the next one still carries what

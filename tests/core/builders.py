@@ -64,6 +64,7 @@ def limits(
     barrier_timeout_s: float = 1800.0,
     max_open: int = 10_000,
     ended_kept: int = 2_000,
+    arrivals_kept: int = 200_000,
 ) -> Limits:
     return Limits(
         membership=MembershipLimits(
@@ -72,7 +73,12 @@ def limits(
             forget_failed_after_s=forget_failed_after_s,
             max_workers=max_workers,
         ),
-        barriers=BarrierLimits(timeout_s=barrier_timeout_s, max_open=max_open, ended_kept=ended_kept),
+        barriers=BarrierLimits(
+            timeout_s=barrier_timeout_s,
+            max_open=max_open,
+            ended_kept=ended_kept,
+            arrivals_kept=arrivals_kept,
+        ),
     )
 
 

@@ -1,10 +1,14 @@
 """Named barriers that release everyone who is expected, or nobody.
 
-A barrier is keyed by job, name and step, and runs in rounds. Each round ends exactly once: **released** when
-enough distinct present members have arrived, **broken** when it times out or when a loss leaves too few members
-to fill it. The reason names who is missing and how long they have been silent. A retried arrival (same
-`call_id`) counts once, and one that comes back after the end learns the outcome; a new `call_id` from someone
-who was in the last round opens the next.
+A barrier is keyed by job, name and step, and runs in rounds. It expects a number of distinct workers, or
+everyone: all who are members when it opens, and any newcomer from the moment it comes. Each round ends exactly
+once: **released** when all of them have arrived, **broken** when it times out or when one it needs is gone
+(failed, left, or replaced by a newer incarnation). The reason names who is missing and how long they have been
+silent.
+
+A retried arrival (same `call_id`) counts once, and one that comes back after the end learns the outcome, also
+when the next round is open already; a new `call_id` from someone who was in the last round opens the next. A
+call without an id counts as a retry only of a release that the same incarnation was part of.
 
 Arrivals are soft and outcomes are hard: after a restart of the coordinator whoever waits arrives again.
 Pure: time arrives as `now`. Knows membership, not sessions.
@@ -29,9 +33,7 @@ from strata.core.messages import (
     InvalidArgument,
     JobId,
     Overloaded,
-    WorkerFailed,
     WorkerId,
-    WorkerLeft,
 )
 
 BarrierKey = tuple[JobId, str, int]
@@ -46,26 +48,37 @@ class BarrierLimits:
     max_open: int = 10_000
     ended_kept: int = 2_000
     arrivals_kept: int = 200_000
-    """Over all ended barriers together: what bounds the memory when each has thousands of members."""
+    """Over all outcomes that are kept: large barriers are remembered for fewer of them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenBarrier:
     key: BarrierKey
     round: int
-    generation: int
     expected: int
+    last_seat: int | None
+    """For a barrier of everyone: the newest seat when it opened. Who sat down later is awaited once it comes."""
     opened: Instant
     deadline_mono_s: float
     arrived: dict[WorkerId, str] = field(default_factory=dict)
     """In order of arrival, with the call each came by."""
+
+    def awaits(self, member: Member) -> bool:
+        return self.last_seat is None or member.seat <= self.last_seat
+
+
+@dataclass(slots=True, kw_only=True)
+class EndedBarrier:
+    last: BarrierOutcome
+    by_worker: dict[WorkerId, BarrierOutcome] = field(default_factory=dict)
+    """The last outcome that each worker was part of."""
 
 
 class Barriers:
     def __init__(self, limits: BarrierLimits) -> None:
         self.limits = limits
         self.open: dict[BarrierKey, OpenBarrier] = {}
-        self.ended: OrderedDict[BarrierKey, BarrierOutcome] = OrderedDict()
+        self.ended: OrderedDict[BarrierKey, EndedBarrier] = OrderedDict()
         self._arrivals_kept = 0
 
     # --- decisions ------------------------------------------------------------------------------------------
@@ -77,67 +90,86 @@ class Barriers:
         checks.between("step", command.step, 0, checks.SAMPLES_LIMIT)
         checks.between("expected_participants", command.expected, 0, 1_000_000)
         checks.between("timeout_ms", command.timeout_s * 1000, 0, 7 * 86_400_000)
-        job = member.spec.job_id
+        checks.text("call_id", command.call_id, limit=checks.NAME_LIMIT)
+        job, worker = member.spec.job_id, command.worker_id
         key = (job, command.barrier_id, command.step)
-        barrier = self.open.get(key)
-        if barrier is None:
-            known = self._outcome_for(key, command)
-            if known is not None:
-                return [], known
-            barrier = self._opened(key, command, membership, now)
-        if command.expected and command.expected != barrier.expected:
+        known = self._outcome_for(key, command, member)
+        if known is not None:
+            return [], known
+        barrier = self.open.get(key) or self._opened(key, command, membership, now)
+        fresh = worker not in barrier.arrived
+        expected = barrier.expected + (1 if fresh and not barrier.awaits(member) else 0)
+        if command.expected and command.expected != expected:
             raise InvalidArgument(
                 "expected_participants",
                 f"is {command.expected}, but barrier '{command.barrier_id}' at step {command.step} was opened "
-                f"for {barrier.expected}.",
+                f"for {expected}.",
                 hint="Pass the same number from every worker, or give the barrier another name.",
             )
-        worker = member.spec.worker_id  # The one string for all barriers, not this call's copy.
-        if worker in barrier.arrived and barrier.arrived[worker] == command.call_id:
-            order = list(barrier.arrived).index(worker)  # A retried call must not count twice.
-            return [], self._ticket(barrier, order)
-        order = len(barrier.arrived) if worker not in barrier.arrived else list(barrier.arrived).index(worker)
+        order = len(barrier.arrived) if fresh else list(barrier.arrived).index(worker)
+        ticket = BarrierTicket(
+            job_id=job,
+            barrier_id=command.barrier_id,
+            step=command.step,
+            round=barrier.round,
+            order=order,
+            outcome=None,
+        )
+        if not fresh and barrier.arrived[worker] == command.call_id:
+            return [], ticket  # A retried call must not count twice.
+        generation = membership.job_generations[job]
         arrival = BarrierArrived(
             job_id=job,
             barrier_id=command.barrier_id,
             step=command.step,
             round=barrier.round,
-            generation=barrier.generation,
+            generation=generation,
             worker_id=worker,
             call_id=command.call_id,
-            expected=barrier.expected,
-            deadline_mono_s=self._deadline(barrier, command, now),
+            expected=expected,
+            last_seat=barrier.last_seat,
+            deadline_mono_s=_deadline(barrier, command, now),
             opened=barrier.opened,
-            reason=f"'{worker}' is number {order + 1} of {barrier.expected}",
+            reason=f"'{worker}' is number {order + 1} of {expected}",
             at_s=now.wall_s,
         )
-        events: list[Event] = [arrival]
-        if order + 1 >= barrier.expected and worker not in barrier.arrived:
-            events.append(self._release(barrier, arrival, now))
-        return events, self._ticket(barrier, order)
+        if order + 1 < expected or not fresh:
+            return [arrival], ticket
+        return [arrival, _release(barrier, arrival, now)], ticket
 
-    def decide_loss(
-        self, loss: WorkerFailed | WorkerLeft, membership: Membership, now: Instant
+    def decide_gone(
+        self, gone: Member, reason: str, membership: Membership, now: Instant
     ) -> Iterator[BarrierBroken]:
-        """Barriers that too few members are left to fill. The loss has been applied already."""
-        present = membership.roster(loss.job_id)
-        for barrier in [b for key, b in self.open.items() if key[0] == loss.job_id]:
-            if len(present) < barrier.expected:
-                why = f"'{loss.worker_id}' was lost ({loss.reason})"
-                yield self._break(barrier, membership, now, why, lost=loss.worker_id)
+        """Barriers that needed a member who has failed, left or been replaced, which has been applied already."""
+        job, worker = gone.spec.job_id, gone.spec.worker_id
+        present = membership.roster(job)
+        for barrier in [b for key, b in self.open.items() if key[0] == job]:
+            if barrier.last_seat is None:
+                needed = len(present) < barrier.expected
+            else:
+                needed = worker not in present and barrier.awaits(gone)
+            if needed or worker in barrier.arrived:
+                why = f"'{worker}' was lost ({reason})"
+                yield self._break(barrier, membership, now, why, gone=worker)
 
     def decide_tick(self, membership: Membership, now: Instant) -> Iterator[BarrierBroken]:
         for barrier in [b for b in self.open.values() if now.mono_s >= b.deadline_mono_s]:
             waited_s = now.mono_s - barrier.opened.mono_s
             yield self._break(barrier, membership, now, f"it timed out after {waited_s:.1f} s")
 
-    def _outcome_for(self, key: BarrierKey, command: ArriveAtBarrier) -> BarrierTicket | None:
+    def _outcome_for(self, key: BarrierKey, command: ArriveAtBarrier, member: Member) -> BarrierTicket | None:
         """The end of the round this call belongs to, if that round is over."""
-        outcome = self.ended.get(key)
-        if outcome is None or command.worker_id not in outcome.arrived:
+        ended = self.ended.get(key)
+        outcome = ended.by_worker.get(command.worker_id) if ended is not None else None
+        if outcome is None:
             return None
         order = outcome.arrived.index(command.worker_id)
-        if command.call_id and outcome.call_ids[order] != command.call_id:
+        if command.call_id:
+            retried = outcome.call_ids[order] == command.call_id
+        else:
+            same_incarnation = member.generation <= outcome.generation
+            retried = key not in self.open and isinstance(outcome, BarrierReleased) and same_incarnation
+        if not retried:
             return None
         return BarrierTicket(
             job_id=key[0], barrier_id=key[1], step=key[2], round=outcome.round, order=order, outcome=outcome
@@ -151,43 +183,14 @@ class Barriers:
                 f"{len(self.open):,} barriers are open already, which is the limit.",
                 hint="Let some finish first, or use fewer barrier names.",
             )
-        last = self.ended.get(key)
+        ended = self.ended.get(key)
         return OpenBarrier(
             key=key,
-            round=last.round + 1 if last else 0,
-            generation=membership.job_generations[key[0]],
+            round=ended.last.round + 1 if ended is not None else 0,
             expected=command.expected or len(membership.roster(key[0])),
+            last_seat=None if command.expected else membership.incarnation,
             opened=now,
             deadline_mono_s=now.mono_s + (command.timeout_s or self.limits.timeout_s),
-        )
-
-    def _deadline(self, barrier: OpenBarrier, command: ArriveAtBarrier, now: Instant) -> float:
-        """The most impatient caller decides."""
-        if not command.timeout_s:
-            return barrier.deadline_mono_s
-        return min(barrier.deadline_mono_s, now.mono_s + command.timeout_s)
-
-    def _ticket(self, barrier: OpenBarrier, order: int) -> BarrierTicket:
-        job, name, step = barrier.key
-        return BarrierTicket(
-            job_id=job, barrier_id=name, step=step, round=barrier.round, order=order, outcome=None
-        )
-
-    def _release(self, barrier: OpenBarrier, last: BarrierArrived, now: Instant) -> BarrierReleased:
-        job, name, step = barrier.key
-        waited_s = now.mono_s - barrier.opened.mono_s
-        return BarrierReleased(
-            job_id=job,
-            barrier_id=name,
-            step=step,
-            round=barrier.round,
-            generation=barrier.generation,
-            arrived=(*barrier.arrived, last.worker_id),
-            call_ids=(*barrier.arrived.values(), last.call_id),
-            opened_at_s=barrier.opened.wall_s,
-            waited_s=waited_s,
-            reason=f"all {barrier.expected} arrived within {waited_s * 1000:.1f} ms",
-            at_s=now.wall_s,
         )
 
     def _break(
@@ -196,24 +199,25 @@ class Barriers:
         membership: Membership,
         now: Instant,
         why: str,
-        lost: WorkerId | None = None,
+        gone: WorkerId | None = None,
     ) -> BarrierBroken:
         job, name, step = barrier.key
-        missing = missing_members(barrier, membership)
-        if lost is not None:
-            missing = (lost, *(worker for worker in missing if worker != lost))
+        arrived = {worker: call for worker, call in barrier.arrived.items() if worker != gone}
+        missing = [worker for worker in missing_members(barrier, membership) if worker != gone]
+        if gone is not None:
+            missing.insert(0, gone)
         return BarrierBroken(
             job_id=job,
             barrier_id=name,
             step=step,
             round=barrier.round,
-            generation=barrier.generation,
-            arrived=tuple(barrier.arrived),
-            call_ids=tuple(barrier.arrived.values()),
-            missing=missing,
+            generation=membership.job_generations[job],
+            arrived=tuple(arrived),
+            call_ids=tuple(arrived.values()),
+            missing=tuple(missing),
             expected=barrier.expected,
             opened_at_s=barrier.opened.wall_s,
-            reason=f"{len(barrier.arrived)} of {barrier.expected} arrived and {why}; "
+            reason=f"{len(arrived)} of {barrier.expected} arrived and {why}; "
             f"missing: {_describe(missing, membership, now)}",
             at_s=now.wall_s,
         )
@@ -225,54 +229,79 @@ class Barriers:
         if isinstance(event, BarrierArrived):
             barrier = self.open.get(key)
             if barrier is None:
-                barrier = OpenBarrier(
+                barrier = self.open[key] = OpenBarrier(
                     key=key,
                     round=event.round,
-                    generation=event.generation,
                     expected=event.expected,
+                    last_seat=event.last_seat,
                     opened=event.opened,
                     deadline_mono_s=event.deadline_mono_s,
                 )
-                self.open[key] = barrier
+            barrier.expected = event.expected
             barrier.deadline_mono_s = event.deadline_mono_s
             barrier.arrived[event.worker_id] = event.call_id
             return
         self.open.pop(key, None)
-        if key in self.ended:
-            self._forget(key)
-        self.ended[key] = event
-        self._arrivals_kept += len(event.arrived)
-        while len(self.ended) > 1 and (
-            len(self.ended) > self.limits.ended_kept or self._arrivals_kept > self.limits.arrivals_kept
+        ended = self.ended.get(key)
+        if ended is None:
+            ended = self.ended[key] = EndedBarrier(last=event)
+        self.ended.move_to_end(key)
+        self._arrivals_kept -= len(ended.by_worker)
+        ended.last = event
+        ended.by_worker.update(dict.fromkeys(event.arrived, event))
+        self._arrivals_kept += len(ended.by_worker)
+        while len(self.ended) > self.limits.ended_kept or (
+            self._arrivals_kept > self.limits.arrivals_kept and len(self.ended) > 1
         ):
-            self._forget(next(iter(self.ended)))
-
-    def _forget(self, key: BarrierKey) -> None:
-        self._arrivals_kept -= len(self.ended.pop(key).arrived)
-
-    def withdraw(self, worker_id: WorkerId, job: JobId) -> None:
-        """A lost worker no longer counts as arrived anywhere."""
-        for key, barrier in list(self.open.items()):
-            if key[0] == job and barrier.arrived.pop(worker_id, None) is not None and not barrier.arrived:
-                del self.open[key]
+            _, oldest = self.ended.popitem(last=False)
+            self._arrivals_kept -= len(oldest.by_worker)
 
     def compact(self) -> list[Event]:
-        return list(self.ended.values())
+        events: list[Event] = []
+        for ended in self.ended.values():
+            rounds = {outcome.round: outcome for outcome in (*ended.by_worker.values(), ended.last)}
+            events += (rounds[number] for number in sorted(rounds))
+        return events
 
 
-def missing_members(barrier: OpenBarrier, membership: Membership) -> tuple[WorkerId, ...]:
-    """Who has not come: present members of the job, and those lost since the barrier opened."""
-    job = barrier.key[0]
-    return tuple(
+def _deadline(barrier: OpenBarrier, command: ArriveAtBarrier, now: Instant) -> float:
+    """The most impatient caller decides."""
+    if not command.timeout_s:
+        return barrier.deadline_mono_s
+    return min(barrier.deadline_mono_s, now.mono_s + command.timeout_s)
+
+
+def _release(barrier: OpenBarrier, last: BarrierArrived, now: Instant) -> BarrierReleased:
+    waited_s = now.mono_s - barrier.opened.mono_s
+    return BarrierReleased(
+        job_id=last.job_id,
+        barrier_id=last.barrier_id,
+        step=last.step,
+        round=last.round,
+        generation=last.generation,
+        arrived=(*barrier.arrived, last.worker_id),
+        call_ids=(*barrier.arrived.values(), last.call_id),
+        opened_at_s=barrier.opened.wall_s,
+        waited_s=waited_s,
+        reason=f"all {last.expected} arrived within {waited_s * 1000:.1f} ms",
+        at_s=now.wall_s,
+    )
+
+
+def missing_members(barrier: OpenBarrier, membership: Membership) -> list[WorkerId]:
+    """Who has not come: members of the job that are awaited, and those lost since the barrier opened."""
+    job, opened_mono_s = barrier.key[0], barrier.opened.mono_s
+    return [
         worker_id
         for worker_id, member in membership.members.items()
         if member.spec.job_id == job
         and worker_id not in barrier.arrived
-        and (member.present or member.changed_at_s >= barrier.opened.wall_s)
-    )
+        and barrier.awaits(member)
+        and (member.present or membership.failed_mono_s[worker_id] >= opened_mono_s)
+    ]
 
 
-def _describe(missing: tuple[WorkerId, ...], membership: Membership, now: Instant) -> str:
+def _describe(missing: list[WorkerId], membership: Membership, now: Instant) -> str:
     if not missing:
         return "workers that never registered"
     words = []

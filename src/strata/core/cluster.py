@@ -104,14 +104,9 @@ class Cluster:
     def _handle(self, command: Command, now: Instant, fact: Callable[[Event], None]) -> Reply:
         match command:
             case RegisterWorker():
-                joined = self.membership.decide_register(command, now)
-                if isinstance(joined, WorkerJoined):
-                    fact(joined)
-                    return Registered(worker_id=joined.spec.worker_id, incarnation=joined.incarnation)
-                return Registered(worker_id=joined.spec.worker_id, incarnation=joined.incarnation)
+                return self._register(command, now, fact)
             case DeregisterWorker():
                 left = self.membership.decide_leave(command, now)
-                fact(left)
                 self._lose(left, now, fact)
                 return Accepted(reason=left.reason)
             case RegisterDataset():
@@ -163,16 +158,33 @@ class Cluster:
                 return Accepted(reason="plans match their members")
             case Tick():
                 for change in self.membership.decide_tick(now):
-                    fact(change)
                     if isinstance(change, WorkerFailed):
                         self._lose(change, now, fact)
+                    else:
+                        fact(change)
                 _each(fact, self.barriers.decide_tick(self.membership, now))
                 _each(fact, self.values.decide_tick(now))
                 return Accepted(reason="time passed")
         assert_never(command)
 
+    def _register(self, command: RegisterWorker, now: Instant, fact: Callable[[Event], None]) -> Registered:
+        joined = self.membership.decide_register(command, now)
+        if isinstance(joined, WorkerJoined):
+            left = self.membership.decide_move(command, now)
+            if left is not None:
+                self._lose(left, now, fact)
+                joined = self.membership.decide_register(command, now)
+                assert isinstance(joined, WorkerJoined)
+            replaced = self.membership.members.get(command.spec.worker_id)
+            fact(joined)
+            if joined.superseded and replaced is not None:
+                _each(fact, self.barriers.decide_gone(replaced, joined.reason, self.membership, now))
+        return Registered(worker_id=command.spec.worker_id, incarnation=joined.incarnation)
+
     def _lose(self, loss: WorkerFailed | WorkerLeft, now: Instant, fact: Callable[[Event], None]) -> None:
-        _each(fact, self.barriers.decide_loss(loss, self.membership, now))
+        lost = self.membership.members[loss.worker_id]
+        fact(loss)
+        _each(fact, self.barriers.decide_gone(lost, loss.reason, self.membership, now))
 
     def _value(self, key: str, *, made: bool) -> Swapped:
         value = self.values.values.get(key)
@@ -209,18 +221,14 @@ class Cluster:
     def apply(self, event: Event, now: Instant) -> None:
         match event:
             case WorkerJoined():
-                before = self.membership.members.get(event.spec.worker_id)
                 self.membership.apply(event, now)
-                if before is not None:
-                    self.barriers.withdraw(event.spec.worker_id, before.spec.job_id)
-                    self.datasets.dirty_jobs.add(before.spec.job_id)
                 self.datasets.dirty_jobs.add(event.spec.job_id)
-            case WorkerFailed() | WorkerLeft():
+            case WorkerFailed() | WorkerLeft() | WorkerForgotten():
                 self.membership.apply(event, now)
-                self.barriers.withdraw(event.worker_id, event.job_id)
-                self.datasets.dirty_jobs.add(event.job_id)
-            case WorkerForgotten():
-                self.membership.apply(event, now)
+                if not isinstance(event, WorkerForgotten):
+                    self.datasets.dirty_jobs.add(event.job_id)
+                for job in self.membership.forget_empty_jobs():
+                    self.datasets.forget(job)
             case CountersRestored():
                 self.membership.apply(event, now)
                 self.values.version = event.value_version
@@ -253,6 +261,7 @@ class Cluster:
         counters = CountersRestored(
             generation=self.membership.generation,
             incarnation=self.membership.incarnation,
+            jobs=dict(self.membership.job_generations),
             value_version=self.values.version,
             reason="compacted history",
             at_s=0.0,

@@ -213,6 +213,16 @@ class Datasets:
                 )
                 self.reported.pop(key, None)
 
+    def forget(self, job: JobId) -> None:
+        """Nobody is in the job any more, and has not been for long."""
+        self.dirty_jobs.discard(job)
+        for key in [key for key in self.plans if key[0] == job]:
+            self._drop_plan(key)
+
+    def _drop_plan(self, key: PlanKey) -> None:
+        del self.plans[key]
+        self.reported.pop(key, None)
+
     def _moved(self, event: ShardsMoved) -> None:
         key = (event.job_id, event.dataset_id, event.epoch)
         base_key = (event.job_id, event.dataset_id, event.base_epoch)
@@ -227,8 +237,7 @@ class Datasets:
         entry.last_moved = event.moved
         if fresh:
             for epoch in self.epochs(event.job_id, event.dataset_id)[:-EPOCHS_KEPT]:
-                del self.plans[(event.job_id, event.dataset_id, epoch)]
-                self.reported.pop((event.job_id, event.dataset_id, epoch), None)
+                self._drop_plan((event.job_id, event.dataset_id, epoch))
 
     def compact(self) -> list[Event]:
         events: list[Event] = [

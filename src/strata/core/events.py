@@ -96,6 +96,7 @@ class BarrierArrived:
     worker_id: WorkerId
     call_id: str
     expected: int
+    last_seat: int | None  # for a barrier of everyone: the newest seat when it opened
     deadline_mono_s: float
     opened: Instant
     reason: str
@@ -236,6 +237,7 @@ class CountersRestored:
 
     generation: int
     incarnation: int
+    jobs: Mapping[JobId, int]  # the present generation of each
     value_version: int
     reason: str
     at_s: float

@@ -37,6 +37,7 @@ from strata.core.messages import (
     WorkerSpec,
 )
 
+EMPTY_JOBS_KEPT = 100
 REGISTER_HINT = "Register the worker first (RegisterWorker, or TrainingOrchestrator.register_worker)."
 
 
@@ -56,6 +57,8 @@ class Member:
     spec: WorkerSpec
     registration_id: str
     incarnation: int
+    generation: int
+    """The one its registration began."""
     seat: int
     """Order of joining within the coordinator: ranks follow it."""
     joined_at_s: float
@@ -116,8 +119,11 @@ class Membership:
     def __init__(self, limits: MembershipLimits) -> None:
         self.limits = limits
         self.members: dict[WorkerId, Member] = {}
+        """In the order of their seats."""
         self.pulses: dict[WorkerId, Pulse] = {}
         self.reports: dict[WorkerId, Report] = {}
+        self.failed_mono_s: dict[WorkerId, float] = {}
+        """Since when each failed member is known to be."""
         self.generation = 0
         self.incarnation = 0
         self.job_generations: dict[JobId, int] = {}
@@ -129,9 +135,8 @@ class Membership:
         """Present members of a job with their ranks, in rank order."""
         roster = self._rosters.get(job)
         if roster is None:
-            present = [m for m in self.members.values() if m.present and m.spec.job_id == job]
-            present.sort(key=lambda m: m.seat)
-            roster = {m.spec.worker_id: rank for rank, m in enumerate(present)}
+            present = (m.spec.worker_id for m in self.members.values() if m.present and m.spec.job_id == job)
+            roster = {worker_id: rank for rank, worker_id in enumerate(present)}
             self._rosters[job] = roster
         return roster
 
@@ -165,8 +170,10 @@ class Membership:
         """A join, or the member itself when this call is a retry of the one that made it."""
         spec = command.spec
         checks.worker(spec)
+        checks.text("registration_id", command.registration_id, limit=checks.NAME_LIMIT)
         known = self.members.get(spec.worker_id)
-        if known is not None and known.present and known.registration_id == command.registration_id != "":
+        retried = known is not None and known.registration_id == command.registration_id != ""
+        if known is not None and known.present and retried and known.spec == spec:
             return known
         if known is None and len(self.members) >= self.limits.max_workers:
             raise Overloaded(
@@ -187,12 +194,23 @@ class Membership:
     def decide_leave(self, command: DeregisterWorker, now: Instant) -> WorkerLeft:
         member = self.admit(command.worker_id, incarnation=command.incarnation)
         checks.text("reason", command.reason)
+        return self._left(member, command.reason or "it said goodbye", now)
+
+    def decide_move(self, command: RegisterWorker, now: Instant) -> WorkerLeft | None:
+        """A present member that registers for another job leaves the one it was in."""
+        known = self.members.get(command.spec.worker_id)
+        job = command.spec.job_id
+        if known is None or not known.present or known.spec.job_id == job:
+            return None
+        return self._left(known, f"it registered for job '{job}'", now)
+
+    def _left(self, member: Member, reason: str, now: Instant) -> WorkerLeft:
         return WorkerLeft(
-            worker_id=command.worker_id,
+            worker_id=member.spec.worker_id,
             job_id=member.spec.job_id,
             incarnation=member.incarnation,
             generation=self.generation + 1,
-            reason=command.reason or "it said goodbye",
+            reason=reason,
             at_s=now.wall_s,
         )
 
@@ -210,14 +228,13 @@ class Membership:
                     at_s=now.wall_s,
                 )
         limit_s = self.limits.forget_failed_after_s
-        if len(self.members) > len(self.pulses):
-            for worker_id, member in list(self.members.items()):
-                if not member.present and now.wall_s - member.changed_at_s > limit_s:
-                    yield WorkerForgotten(
-                        worker_id=worker_id,
-                        reason=f"failed more than {limit_s:.0f} s ago and did not come back",
-                        at_s=now.wall_s,
-                    )
+        for worker_id, failed_mono_s in list(self.failed_mono_s.items()):
+            if now.mono_s - failed_mono_s > limit_s:
+                yield WorkerForgotten(
+                    worker_id=worker_id,
+                    reason=f"failed more than {limit_s:.0f} s ago and did not come back",
+                    at_s=now.wall_s,
+                )
 
     def _overdue(self, pulse: Pulse, now: Instant) -> str:
         if pulse.dropped_mono_s is not None:
@@ -245,44 +262,65 @@ class Membership:
                     member, state="failed", reason=event.reason, changed_at_s=event.at_s
                 )
                 self.pulses.pop(event.worker_id, None)
+                self.failed_mono_s[event.worker_id] = now.mono_s
                 self._changed(member.spec.job_id, event.generation)
             case WorkerLeft():
-                member = self.members.pop(event.worker_id)
-                self.pulses.pop(event.worker_id, None)
-                self.reports.pop(event.worker_id, None)
+                member = self._removed(event.worker_id)
                 self._changed(member.spec.job_id, event.generation)
             case WorkerForgotten():
-                self.members.pop(event.worker_id, None)
-                self.reports.pop(event.worker_id, None)
+                self._removed(event.worker_id)
             case CountersRestored():
                 self.generation = event.generation
                 self.incarnation = event.incarnation
+                self.job_generations = dict(event.jobs)
+
+    def _removed(self, worker_id: WorkerId) -> Member:
+        self.pulses.pop(worker_id, None)
+        self.reports.pop(worker_id, None)
+        self.failed_mono_s.pop(worker_id, None)
+        return self.members.pop(worker_id)
 
     def _joined(self, event: WorkerJoined, now: Instant) -> None:
-        spec = event.spec
-        known = self.members.get(spec.worker_id)
-        keeps_seat = known is not None and known.present and known.spec.job_id == spec.job_id
-        self.members[spec.worker_id] = Member(
-            spec=spec,
+        worker_id = event.spec.worker_id
+        if event.superseded:  # In place: it keeps its seat.
+            seat = self.members[worker_id].seat
+        else:
+            seat = event.incarnation
+            if worker_id in self.members:  # It had failed, and comes back as the last.
+                self._removed(worker_id)
+        self.members[worker_id] = Member(
+            spec=event.spec,
             registration_id=event.registration_id,
             incarnation=event.incarnation,
-            seat=known.seat if known is not None and keeps_seat else event.incarnation,
+            generation=event.generation,
+            seat=seat,
             joined_at_s=event.at_s,
             state="active",
             reason=event.reason,
             changed_at_s=event.at_s,
         )
-        self.pulses[spec.worker_id] = Pulse(heard_mono_s=now.mono_s, heard_wall_s=event.at_s)
-        self.reports.pop(spec.worker_id, None)
+        self.pulses[worker_id] = Pulse(heard_mono_s=now.mono_s, heard_wall_s=event.at_s)
+        self.reports.pop(worker_id, None)
         self.incarnation = max(self.incarnation, event.incarnation)
-        if known is not None and known.present and known.spec.job_id != spec.job_id:
-            self._changed(known.spec.job_id, event.generation)
-        self._changed(spec.job_id, event.generation)
+        self._changed(event.spec.job_id, event.generation)
 
     def _changed(self, job: JobId, generation: int) -> None:
         self.generation = max(self.generation, generation)
         self.job_generations[job] = max(self.job_generations.get(job, 0), generation)
         self._rosters.pop(job, None)
+
+    def forget_empty_jobs(self) -> list[JobId]:
+        """Jobs that nobody is in any more are remembered for a while; returns those that no longer are."""
+        if len(self.job_generations) <= EMPTY_JOBS_KEPT:
+            return []
+        jobs = {member.spec.job_id for member in self.members.values()}
+        empty = [job for job in self.job_generations if job not in jobs]
+        empty.sort(key=self.job_generations.__getitem__)
+        forgotten = empty[:-EMPTY_JOBS_KEPT]
+        for job in forgotten:
+            del self.job_generations[job]
+            self._rosters.pop(job, None)
+        return forgotten
 
     # --- soft facts -----------------------------------------------------------------------------------------
 
@@ -308,19 +346,19 @@ class Membership:
         for pulse in self.pulses.values():
             pulse.heard_mono_s = now.mono_s
             pulse.dropped_mono_s = None
+        self.failed_mono_s = dict.fromkeys(self.failed_mono_s, now.mono_s)
 
     # --- compaction -----------------------------------------------------------------------------------------
 
     def compact(self) -> list[Event]:
-        """A shorter history that leads to this state."""
+        """A shorter history that leads to this state, but for the counters."""
         events: list[Event] = []
-        for member in sorted(self.members.values(), key=lambda m: m.seat):
-            generation = self.job_generations.get(member.spec.job_id, self.generation)
+        for member in self.members.values():
             joined = WorkerJoined(
                 spec=member.spec,
                 registration_id=member.registration_id,
                 incarnation=member.seat,
-                generation=generation,
+                generation=member.generation,
                 superseded=0,
                 reason=member.reason,
                 at_s=member.joined_at_s,
@@ -334,7 +372,7 @@ class Membership:
                         worker_id=member.spec.worker_id,
                         job_id=member.spec.job_id,
                         incarnation=member.incarnation,
-                        generation=generation,
+                        generation=member.generation,
                         reason=member.reason,
                         at_s=member.changed_at_s,
                     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, get_args
 
 from strata.core.barriers import missing_members
@@ -338,7 +339,7 @@ def checkpoint(record: CheckpointRecord) -> CheckpointView:
         digest=record.digest,
         throughput_mb_s=record.size_bytes / 1e6 / record.duration_s if measured else None,
         reason=record.reason,
-        metadata=dict(record.metadata or {}),
+        metadata=dict(record.metadata),
     )
 
 
@@ -356,12 +357,11 @@ def barriers(cluster: Cluster, *, limit: int) -> Iterator[BarrierView]:
             status="waiting",
             created_at=barrier.opened.wall_s,
             ended_at=None,
-            missing=list(missing_members(barrier, cluster.membership)),
+            missing=[str(worker) for worker in missing_members(barrier, cluster.membership)],
             reason=f"{len(barrier.arrived)} of {barrier.expected} have arrived",
         )
-    for count, outcome in enumerate(reversed(cluster.barriers.ended.values())):
-        if count >= limit:
-            return
+    for ended in islice(reversed(cluster.barriers.ended.values()), limit):
+        outcome = ended.last
         released = isinstance(outcome, BarrierReleased)
         yield BarrierView(
             id=f"{outcome.job_id}/{outcome.barrier_id}@{outcome.step}#{outcome.round}",

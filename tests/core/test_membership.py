@@ -1,0 +1,370 @@
+"""Who belongs to the fleet: incarnations, generations, ranks, and when silence means failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import pytest
+
+from strata.core import views
+from strata.core.messages import (
+    Command,
+    DatasetId,
+    DeregisterWorker,
+    InvalidArgument,
+    Overloaded,
+    PlanEpoch,
+    ReportRecovery,
+    Stale,
+    Unknown,
+    WorkerFailed,
+    WorkerForgotten,
+    WorkerId,
+    WorkerJoined,
+    WorkerLeft,
+)
+from tests.core.builders import Fleet, arrival, instant, limits, notice, shown
+
+A = WorkerId("a")
+
+FENCED: dict[str, Callable[..., Any]] = {
+    "DeregisterWorker": lambda **f: DeregisterWorker(**{"worker_id": A, "reason": ""} | f),
+    "ArriveAtBarrier": lambda **f: replace(arrival("a"), **f),
+    "NotifyCheckpoint": lambda **f: replace(notice("a", "c1"), **f),
+    "PlanEpoch": lambda **f: PlanEpoch(
+        **{"worker_id": A, "generation": 0, "dataset_id": DatasetId("d"), "epoch": 3} | f
+    ),
+    "ReportRecovery": lambda **f: ReportRecovery(
+        **{
+            "worker_id": A,
+            "phases_s": {"load": 1.0},
+            "resumed_step": 1,
+            "lost_steps": 0,
+            "tier": "local",
+            "world_before": 2,
+            "world_after": 1,
+            "reason": "",
+        }
+        | f
+    ),
+}
+"""Every command that a worker sends as itself."""
+
+
+def commands_with(field: str) -> list[str]:
+    return [kind.__name__ for kind in get_args(Command) if field in {f.name for f in fields(kind)}]
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(limits(forget_failed_after_s=600.0))
+
+
+# --- incarnations and generations ---------------------------------------------------------------------------
+
+
+def test_every_registration_is_a_new_incarnation_and_a_new_generation(fleet: Fleet) -> None:
+    seen = []
+    for worker_id in ("a", "b", "a", "a"):
+        incarnation = fleet.join(worker_id)
+        seen.append((incarnation, fleet.generation()))
+    assert seen == sorted(set(seen))
+
+
+def test_a_retried_registration_is_the_same_incarnation(fleet: Fleet) -> None:
+    first = fleet.join("a", registration="r1")
+    history = fleet.cluster.compact()
+    assert fleet.join("a", registration="r1") == first
+    assert fleet.cluster.compact() == history
+    assert fleet.join("a", registration="r2") > first
+
+
+def test_a_registration_without_an_id_is_never_taken_for_a_retry(fleet: Fleet) -> None:
+    assert fleet.join("a") < fleet.join("a")
+
+
+def test_the_same_registration_id_with_other_facts_is_no_retry(fleet: Fleet) -> None:
+    first = fleet.join("a", registration="r1", port=1)
+    assert fleet.join("a", registration="r1", port=2) > first
+    assert fleet.cluster.membership.members[A].spec.port == 2
+
+
+def test_a_retry_after_the_worker_was_declared_failed_is_a_new_incarnation(fleet: Fleet) -> None:
+    first = fleet.join("a", registration="r1")
+    fleet.lose("a")
+    assert fleet.join("a", registration="r1") > first
+
+
+@pytest.mark.parametrize("restart", [Fleet.replayed, Fleet.compacted])
+def test_incarnations_and_generations_never_repeat_after_a_restart(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet]
+) -> None:
+    fleet.joins("a", "b")
+    fleet.join("a")
+    last = fleet.join("c")
+    fleet.leave("c")  # The newest incarnation and the newest generation belong to nobody now.
+    generation = fleet.cluster.membership.generation
+    again = restart(fleet)
+    assert again.join("d") > last
+    assert again.generation() > generation
+
+
+@pytest.mark.parametrize("change", ["join", "rejoin", "leave", "fail"])
+def test_every_change_of_the_members_is_a_generation(fleet: Fleet, change: str) -> None:
+    fleet.joins("a", "b")
+    before = fleet.generation()
+    match change:
+        case "join":
+            fleet.join("c")
+        case "rejoin":
+            fleet.join("a")
+        case "leave":
+            fleet.leave("a")
+        case "fail":
+            fleet.lose("a")
+    assert fleet.generation() > before
+
+
+def test_a_generation_belongs_to_one_job(fleet: Fleet) -> None:
+    fleet.joins("a", "b")
+    fleet.join("x", job="other")
+    before = fleet.generation()
+    fleet.join("y", job="other")
+    assert fleet.generation() == before
+    fleet.join("a", job="other")  # It moves: both jobs change.
+    assert before < fleet.generation() != fleet.generation("other")
+    assert (fleet.ranks(), fleet.ranks("other")) == ({"b": 0}, {"x": 0, "y": 1, "a": 2})
+
+
+# --- fencing ------------------------------------------------------------------------------------------------
+
+
+def test_the_list_of_fenced_commands_is_complete() -> None:
+    assert sorted(FENCED) == sorted(commands_with("incarnation"))
+
+
+def refused(fleet: Fleet, command: Any, refusal: type[Exception], words: str) -> None:
+    history = fleet.cluster.compact()
+    with pytest.raises(refusal, match=words):
+        fleet.do(command)
+    assert fleet.cluster.compact() == history
+
+
+@pytest.mark.parametrize("kind", sorted(FENCED))
+def test_a_replaced_incarnation_is_refused_whatever_it_asks(fleet: Fleet, kind: str) -> None:
+    fleet.register("d")
+    old = fleet.join("a")
+    new = fleet.join("a")
+    refused(fleet, FENCED[kind](incarnation=old), Stale, f"incarnation {new} replaced it")
+    fleet.do(FENCED[kind](incarnation=new))
+
+
+@pytest.mark.parametrize("kind", sorted(FENCED))
+def test_a_failed_worker_is_refused_whatever_it_asks(fleet: Fleet, kind: str) -> None:
+    fleet.register("d")
+    incarnation = fleet.join("a")
+    fleet.lose("a")
+    for said in (incarnation, 0):
+        refused(fleet, FENCED[kind](incarnation=said), Stale, "declared failed")
+
+
+@pytest.mark.parametrize("kind", sorted(FENCED))
+def test_a_worker_that_left_is_unknown_whatever_it_asks(fleet: Fleet, kind: str) -> None:
+    fleet.register("d")
+    incarnation = fleet.join("a")
+    fleet.leave("a")
+    refused(fleet, FENCED[kind](incarnation=incarnation), Unknown, "not known")
+
+
+@pytest.mark.parametrize("kind", sorted(commands_with("generation")))
+def test_a_stale_generation_is_refused_whatever_it_asks(fleet: Fleet, kind: str) -> None:
+    fleet.register("d")
+    incarnation = fleet.join("a")
+    old = fleet.generation()
+    fleet.join("b")
+    command = FENCED[kind](incarnation=incarnation, generation=old)
+    refused(fleet, command, Stale, f"Generation {old} .* is over")
+    fleet.do(replace(command, generation=fleet.generation()))
+
+
+@pytest.mark.parametrize("kind", sorted(FENCED))
+def test_an_incarnation_that_never_was_is_refused(fleet: Fleet, kind: str) -> None:
+    fleet.register("d")
+    fleet.join("a")
+    for number in (99, -1, 2**70):
+        refused(fleet, FENCED[kind](incarnation=number), Stale, "is over")
+
+
+# --- ranks --------------------------------------------------------------------------------------------------
+
+
+def test_ranks_follow_the_order_of_joining(fleet: Fleet) -> None:
+    fleet.joins("c", "a", "b")
+    assert fleet.ranks() == {"c": 0, "a": 1, "b": 2}
+
+
+def test_a_worker_that_registers_again_in_place_keeps_its_rank(fleet: Fleet) -> None:
+    fleet.joins("a", "b", "c")
+    fleet.join("a")
+    assert fleet.ranks() == {"a": 0, "b": 1, "c": 2}
+    assert fleet.compacted().ranks() == fleet.ranks()
+
+
+def test_a_worker_that_comes_back_after_a_loss_is_last(fleet: Fleet) -> None:
+    fleet.joins("a", "b", "c")
+    fleet.lose("a")
+    assert fleet.ranks() == {"b": 0, "c": 1}
+    fleet.join("a")
+    assert fleet.ranks() == {"b": 0, "c": 1, "a": 2}
+    assert [worker.id for worker in views.workers(fleet.cluster)] == ["b", "c", "a"]
+
+
+# --- silence and dropped streams ----------------------------------------------------------------------------
+
+
+def test_a_dropped_stream_means_failure_after_the_grace(fleet: Fleet) -> None:
+    fleet.joins("a", "b")
+    fleet.drop("a")
+    assert fleet.tick(0.49).events == ()
+    (failed,) = fleet.tick(0.01).events
+    assert isinstance(failed, WorkerFailed)
+    assert (failed.worker_id, failed.reason) == (
+        "a",
+        "its connection dropped 0.5 s ago and it did not come back",
+    )
+    assert fleet.ranks() == {"b": 0}
+
+
+def test_a_stream_that_comes_back_within_the_grace_changes_nothing(fleet: Fleet) -> None:
+    fleet.join("a")
+    fleet.drop("a")
+    fleet.now_s += 0.4
+    fleet.cluster.membership.connected(A, fleet.now)
+    assert fleet.tick(10).events == ()
+
+
+def test_the_end_of_an_older_incarnations_stream_says_nothing_about_the_newer(fleet: Fleet) -> None:
+    old = fleet.join("a")
+    fleet.join("a")
+    fleet.cluster.membership.dropped(A, old, fleet.now)
+    assert fleet.tick(5).events == ()
+
+
+def test_silence_means_failure_after_the_heartbeat_timeout(fleet: Fleet) -> None:
+    fleet.joins("a", "b")
+    fleet.now_s += 20
+    fleet.hear("b")
+    assert fleet.tick(9.9).events == ()
+    (failed,) = fleet.tick(0.1).events
+    assert isinstance(failed, WorkerFailed)
+    assert failed.worker_id == "a"
+    assert "silent for 30.0 s" in failed.reason
+
+
+def test_everyone_lost_in_one_tick_has_a_generation_of_its_own(fleet: Fleet) -> None:
+    fleet.joins("a", "b", "c")
+    failures = [event for event in fleet.tick(31).events if isinstance(event, WorkerFailed)]
+    assert [event.worker_id for event in failures] == ["a", "b", "c"]
+    assert len({event.generation for event in failures}) == 3
+
+
+def test_the_wall_clock_decides_nothing(fleet: Fleet) -> None:
+    fleet.joins("a", "b")
+    fleet.lose("b")
+    for jump_s in (1e9, -1e9):
+        jumped = replace(instant(fleet.now_s), wall_s=fleet.now.wall_s + jump_s)
+        assert list(fleet.cluster.membership.decide_tick(jumped)) == []
+
+
+@pytest.mark.parametrize("restart", [Fleet.replayed, Fleet.compacted])
+def test_after_a_restart_everyone_has_a_full_timeout_to_come_back(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet]
+) -> None:
+    fleet.join("a")
+    fleet.drop("a")
+    fleet.now_s += 1000  # The coordinator was down that long: the silence was its own.
+    again = restart(fleet)
+    assert again.tick(29.9).events == ()
+    assert [type(event) for event in again.tick(0.1).events] == [WorkerFailed]
+
+
+# --- forgetting and limits ----------------------------------------------------------------------------------
+
+
+def test_a_failed_worker_is_forgotten_in_the_end(fleet: Fleet) -> None:
+    fleet.joins("a", "b")
+    fleet.lose("a")
+    generation = fleet.generation()
+    for _ in range(24):
+        fleet.hear("b")
+        assert fleet.tick(25).events == ()
+    fleet.hear("b")
+    (forgotten,) = fleet.tick(1).events
+    assert isinstance(forgotten, WorkerForgotten)
+    assert list(fleet.cluster.membership.members) == ["b"]
+    assert fleet.generation() == generation  # It had stopped being a member long before.
+
+
+def test_a_worker_that_came_back_is_not_forgotten(fleet: Fleet) -> None:
+    fleet.join("a")
+    fleet.lose("a")
+    fleet.join("a")
+    fleet.now_s += 599
+    fleet.hear("a")
+    fleet.now_s += 20
+    assert fleet.tick().events == ()
+
+
+def test_a_full_fleet_refuses_strangers_and_keeps_its_own() -> None:
+    fleet = Fleet(limits(max_workers=2))
+    fleet.joins("a", "b")
+    with pytest.raises(Overloaded, match="limit"):
+        fleet.join("c")
+    fleet.join("a")  # Known already: registering anew needs no further place.
+    fleet.leave("b")
+    fleet.join("c")
+
+
+@pytest.mark.parametrize("registration", ["\ud800", "x" * 10_000])
+def test_a_registration_id_that_cannot_be_written_down_is_refused(fleet: Fleet, registration: str) -> None:
+    with pytest.raises(InvalidArgument, match="registration_id"):
+        fleet.join("a", registration=registration)
+    assert fleet.cluster.membership.members == {}
+
+
+# --- reasons and history ------------------------------------------------------------------------------------
+
+
+def test_every_change_says_why(fleet: Fleet) -> None:
+    fleet.join("a")
+    fleet.join("a")
+    fleet.lose("a")
+    fleet.join("a")
+    fleet.leave("a", reason="done")
+    told = [e.reason for e in fleet.journal if isinstance(e, WorkerJoined | WorkerFailed | WorkerLeft)]
+    assert told == [
+        "'a' is new",
+        "'a' registered again; incarnation 1 is fenced",
+        "its connection dropped 0.5 s ago and it did not come back",
+        "'a' came back after it had failed (its connection dropped 0.5 s ago and it did not come back)",
+        "done",
+    ]
+
+
+def test_compaction_keeps_jobs_seats_states_and_numbers(fleet: Fleet) -> None:
+    fleet.joins("a", "b", "c", "d")
+    fleet.join("x", job="other")
+    fleet.join("gone", job="empty")
+    fleet.leave("gone")
+    fleet.join("b")
+    fleet.lose("c")
+    fleet.join("c")
+    fleet.lose("a")
+    fleet.leave("d")
+    fleet.join("x")
+    for again in (fleet.replayed(), fleet.compacted(), fleet.compacted().compacted()):
+        assert shown(again.cluster) == shown(fleet.cluster)
+        assert again.cluster.membership.members == fleet.cluster.membership.members
+        assert again.cluster.compact() == fleet.cluster.compact()

@@ -129,7 +129,8 @@ class Copier:
             return
         with torch.no_grad():
             for first, end, ready_bytes in groups:
-                torch._foreach_copy_(targets[first:end], sources[first:end])
+                if first < end:
+                    torch._foreach_copy_(targets[first:end], sources[first:end])
                 copying.advance(ready_bytes)
 
     def _copy_from_cuda(self, copying: Copying, pairs: list[Pair]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strata.errors import StrataError
+from strata.stores.protocol import StoreError
 
 
 class CheckpointError(StrataError):
@@ -27,6 +28,25 @@ class SaveFailed(CheckpointError):
         self.reason = reason
         self.checkpoint_id = checkpoint_id
         self.step = step
+
+    @classmethod
+    def because(cls, error: Exception, *, tier: str, path: str, checkpoint_id: str, step: int) -> SaveFailed:
+        """The same failure, told as that of a save."""
+        if isinstance(error, SaveFailed):
+            return error
+        reason = (
+            error.reason if isinstance(error, StoreError) else getattr(error, "message", "") or str(error)
+        )
+        failed = cls(
+            tier=tier,
+            path=path,
+            reason=reason or type(error).__name__,
+            checkpoint_id=checkpoint_id,
+            step=step,
+            hint=error.hint if isinstance(error, StrataError) else "",
+        )
+        failed.__cause__ = error
+        return failed
 
 
 class SaveSkipped(CheckpointError):

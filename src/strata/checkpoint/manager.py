@@ -378,12 +378,14 @@ class CheckpointManager:
             if free_bytes is None or free_bytes >= save.size_bytes + _MANIFEST_ROOM_BYTES:
                 roomy.append(store)
                 continue
-            needed, free = save.size_bytes / 1e6, free_bytes / 1e6
             error = NoSpace(
-                f"No space left on device: {needed:.1f} MB needed, {free:.1f} MB free",
+                f"{save.size_bytes / 1e6:.1f} MB are needed and {free_bytes / 1e6:.1f} MB are free.",
                 tier=store.tier,
                 key=save.key,
-                hint="Remove old checkpoints, or keep fewer (keep_count).",
+                hint="Remove old checkpoints (df -h shows the space), or keep fewer (keep_count).",
+                reason=f"No space left on device ({save.size_bytes / 1e6:.1f} MB needed, {free_bytes / 1e6:.1f} MB free).",
+                required_bytes=save.size_bytes,
+                available_bytes=free_bytes,
             )
             save.failures.append(save.failed(error, store))
             log.warning("%s", save.failures[-1])

@@ -25,7 +25,6 @@ from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandl
 from strata.checkpoint.manifest import Manifest, Part, TensorEntry
 from strata.checkpoint.naming import Stem
 from strata.checkpoint.publish import publish
-from strata.errors import StrataError
 from strata.stores.protocol import Store
 
 log = logging.getLogger("strata.checkpoint")
@@ -104,20 +103,13 @@ class Save:
 
     def failed(self, error: Exception, store: Store | None = None) -> SaveFailed:
         """The error as one of this save: on its way to a store, or before any."""
-        if isinstance(error, SaveFailed):
-            return error
-        tier = store.tier if store is not None else MEMORY
-        text = error.message if isinstance(error, StrataError) else str(error) or type(error).__name__
-        failure = SaveFailed(
-            tier=tier,
+        return SaveFailed.because(
+            error,
+            tier=store.tier if store is not None else MEMORY,
             path=where(store, self.key) if store is not None else "shared memory",
-            reason=text.removeprefix(f"[{tier}] "),
             checkpoint_id=self.draft.checkpoint_id,
             step=self.draft.step,
-            hint=error.hint if isinstance(error, StrataError) else "",
         )
-        failure.__cause__ = error
-        return failure
 
 
 class Pipeline:

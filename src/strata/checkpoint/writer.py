@@ -31,7 +31,6 @@ from strata.checkpoint.identity import this_process
 from strata.checkpoint.manifest import BYTES, Json, Manifest, Part, plain_json
 from strata.checkpoint.naming import manifest_key, new_id, payload_key, unique_stem
 from strata.checkpoint.restore import StoreSource
-from strata.errors import StrataError
 from strata.stores import open_store
 from strata.stores.protocol import Buffer, Store
 
@@ -191,12 +190,10 @@ class AsyncCheckpointWriter:
         return CheckpointInfo.of(manifest, places=[(self._store.tier, where(self._store, self._key))])
 
     def _failed(self, error: Exception) -> SaveFailed:
-        text = error.message if isinstance(error, StrataError) else str(error)
-        return SaveFailed(
+        return SaveFailed.because(
+            error,
             tier=self._store.tier,
             path=where(self._store, self._key),
-            reason=text.removeprefix(f"[{self._store.tier}] "),
             checkpoint_id=self.checkpoint_id,
             step=self._draft.step,
-            hint=error.hint if isinstance(error, StrataError) else "",
         )

@@ -231,18 +231,46 @@ class TrainingOrchestrator:
         metadata: Mapping[str, str] | None = None,
     ) -> int:
         """Register a dataset with the coordinator; returns its number of shards."""
-        request = _message(
-            pb.RegisterDatasetRequest,
-            dataset_id=dataset_id,
-            path=path,
-            format=format,
-            total_samples=total_samples or 0,
-            shard_size=shard_size,
-            shuffle=shuffle,
-            seed=seed,
-            metadata=dict(metadata or {}),
+        return self._wait(
+            self._register_dataset(
+                dataset_id=dataset_id,
+                path=path,
+                format=format,
+                total_samples=total_samples or 0,
+                shard_size=shard_size,
+                shuffle=shuffle,
+                seed=seed,
+                metadata=dict(metadata or {}),
+            )
         )
-        answer: pb.RegisterDatasetResponse = self._wait(self._session.call("RegisterDataset", request))
+
+    async def register_dataset_async(
+        self,
+        dataset_id: str,
+        path: str,
+        format: str,
+        total_samples: int | None = None,
+        shard_size: int = 10_000,
+        shuffle: bool = False,
+        seed: int = 0,
+        metadata: Mapping[str, str] | None = None,
+    ) -> int:
+        return await self._await(
+            self._register_dataset(
+                dataset_id=dataset_id,
+                path=path,
+                format=format,
+                total_samples=total_samples or 0,
+                shard_size=shard_size,
+                shuffle=shuffle,
+                seed=seed,
+                metadata=dict(metadata or {}),
+            )
+        )
+
+    async def _register_dataset(self, **values: Any) -> int:
+        request = _message(pb.RegisterDatasetRequest, **values)
+        answer: pb.RegisterDatasetResponse = await self._session.call("RegisterDataset", request)
         return answer.total_shards
 
     def get_shards(self, dataset_id: str, epoch: int = 0) -> list[ShardAssignment]:

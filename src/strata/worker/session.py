@@ -43,6 +43,8 @@ log = logging.getLogger("strata.worker.session")
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
 LOG_FLUSH_S = 0.2
+ANSWER_MARGIN_S = 5.0
+"""How long after a barrier's time-out the coordinator may take to say so."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -163,8 +165,12 @@ class SessionThread:
         future: asyncio.Future[pb.BarrierOutcome] = self._loop.create_future()
         self._waiting[request.call_id] = (request, future)
         self._wake.set()
+        patience_s = request.timeout_ms / 1000 + ANSWER_MARGIN_S if request.timeout_ms else None
         try:
-            outcome = await future
+            async with asyncio.timeout(patience_s):
+                outcome = await future
+        except TimeoutError:
+            raise CoordinatorUnavailable(self.address, "it has not said how the barrier ended") from None
         finally:
             self._waiting.pop(request.call_id, None)
         answer = outcome.outcome

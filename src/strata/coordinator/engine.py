@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
 
 from strata.coordinator.journal import Journal, JournalError
@@ -61,11 +60,8 @@ class InternalError(StrataError):
     code = "internal"
 
 
-@dataclass(slots=True)
-class _Waiting:
-    command: Command
-    future: asyncio.Future[Reply]
-    then: Callable[[Reply], None] | None
+Answered = Callable[[Reply | StrataError], None]
+"""Told the durable answer of one command, before any listener hears of the batch's events."""
 
 
 class Engine:
@@ -77,7 +73,7 @@ class Engine:
         """Grows with every durable batch: what readers compare to know that their copy is old."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
         self._journal = journal
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[tuple[Command, Answered]] = deque()
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -96,13 +92,28 @@ class Engine:
         self._since_snapshot = count
         return count
 
-    async def submit(self, command: Command, *, then: Callable[[Reply], None] | None = None) -> Reply:
-        """The durable answer. `then` runs with it before any listener hears of the batch's events."""
+    def post(self, command: Command, answered: Answered) -> None:
+        """Take a command in, without waiting for its answer."""
         if len(self._queue) >= MAX_QUEUED or self._stopping:
             raise Overloaded("The coordinator has too much to do.", hint="Try again in a second.")
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Waiting(command, future, then))
+        self._queue.append((command, answered))
         self._wake.set()
+
+    async def submit(self, command: Command, *, then: Callable[[Reply], None] | None = None) -> Reply:
+        """The durable answer. `then` runs with it before any listener hears of the batch's events."""
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+        def answered(answer: Reply | StrataError) -> None:
+            if isinstance(answer, StrataError):
+                if not future.done():
+                    future.set_exception(answer)
+                return
+            if then is not None:
+                then(answer)
+            if not future.done():
+                future.set_result(answer)
+
+        self.post(command, answered)
         return await future
 
     async def settled(self) -> Cluster:
@@ -142,20 +153,20 @@ class Engine:
 
     # --- one batch ------------------------------------------------------------------------------------------
 
-    async def _commit(self, batch: list[_Waiting], *, tick: bool) -> None:
+    async def _commit(self, batch: list[tuple[Command, Answered]], *, tick: bool) -> None:
         now = self.clock.now()
         events: list[Event] = []
-        answers: list[tuple[_Waiting, Reply | StrataError]] = []
-        for waiting in batch:
+        answers: list[tuple[Answered, Reply | StrataError]] = []
+        for command, answered in batch:
             try:
-                decision = self.cluster.handle(waiting.command, now)
+                decision = self.cluster.handle(command, now)
             except Refused as refusal:
-                answers.append((waiting, refusal))
+                answers.append((answered, refusal))
             except RecursionError:
-                answers.append((waiting, InternalError("The request is nested too deeply.")))
+                answers.append((answered, InternalError("The request is nested too deeply.")))
             else:
                 events.extend(decision.events)
-                answers.append((waiting, decision.reply))
+                answers.append((answered, decision.reply))
         if tick:
             events.extend(self.cluster.handle(Tick(), now).events)
         if self.cluster.plans_are_stale:
@@ -167,8 +178,8 @@ class Engine:
         await self._make_durable([event for event in events if not isinstance(event, SOFT_EVENTS)])
         if events:
             self.revision += 1
-        for waiting, answer in answers:
-            self._answer(waiting, answer)
+        for answered, answer in answers:
+            answered(answer)
         if events:
             for listener in self.listeners:
                 listener(events)
@@ -187,16 +198,6 @@ class Engine:
             log.critical("the journal cannot be written; stopping before anything is acknowledged")
             raise
         self._settled.set()
-
-    def _answer(self, waiting: _Waiting, answer: Reply | StrataError) -> None:
-        if isinstance(answer, StrataError):
-            if not waiting.future.done():
-                waiting.future.set_exception(answer)
-            return
-        if waiting.then is not None:
-            waiting.then(answer)
-        if not waiting.future.done():
-            waiting.future.set_result(answer)
 
     async def _in_background(self, work: Callable[..., None], argument: Sequence[Event]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._disk, work, argument)

@@ -1,7 +1,7 @@
 """The gRPC face: decode, hand to the engine, encode. Refusals become statuses; nothing is decided here.
 
 Unary calls answer any gRPC client. The `Session` stream is the hot path: its heartbeats touch soft state only,
-and a session handles one message at a time, so a client that floods waits for itself and nobody else.
+its arrivals are handed over without waiting, and one that floods is read more slowly and slows nobody else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from strata.core.messages import (
     JobId,
     Overloaded,
     PlanEpoch,
-    Refused,
     RegisterDataset,
     Registered,
     Reply,
@@ -365,7 +364,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             if message is _END:
                 return
             try:
-                await self._take(session, message)
+                self._take(session, message)
             except StrataError as error:
                 session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=str(error))))
                 session.end(str(error))
@@ -378,7 +377,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                     await asyncio.sleep(pause_s)
                 read_since_s, read = time.monotonic(), 0
 
-    async def _take(self, session: WorkerSession, message: pb.WorkerMessage) -> None:
+    def _take(self, session: WorkerSession, message: pb.WorkerMessage) -> None:
         match message.WhichOneof("body"):
             case "heartbeat":
                 self.metrics.request("Session.heartbeat")
@@ -387,7 +386,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 self._heard(beat)
             case "barrier":
                 self.metrics.request("Session.barrier")
-                await self._arrive(session, message.barrier)
+                self._arrive(session, message.barrier)
             case "progress":
                 self.metrics.request("Session.progress")
                 self._progress(session, message.progress)
@@ -400,7 +399,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             case _:
                 pass  # A newer worker may say more than this version understands.
 
-    async def _arrive(self, session: WorkerSession, request: pb.WaitBarrierRequest) -> None:
+    def _arrive(self, session: WorkerSession, request: pb.WaitBarrierRequest) -> None:
         request.worker_id, request.incarnation = session.worker_id, session.incarnation
 
         def deliver(outcome: Outcome, order: int) -> None:
@@ -414,20 +413,21 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 )
             )
 
-        def then(reply: Reply) -> None:
-            self.sessions.when_ended(cast(BarrierTicket, reply), deliver)
-
-        try:
-            await self.engine.submit(wire.arrive(request), then=then)
-        except Refused as refusal:
-            answer = pb.WaitBarrierResponse(released=False, reason=str(refusal))
+        def answered(reply: Reply | StrataError) -> None:
+            if not isinstance(reply, StrataError):
+                self.sessions.when_ended(cast(BarrierTicket, reply), deliver)
+                return
+            answer = pb.WaitBarrierResponse(released=False, reason=str(reply))
             session.push(
                 pb.CoordinatorMessage(
-                    barrier=pb.BarrierOutcome(
-                        call_id=request.call_id, outcome=answer, error_code=refusal.code
-                    )
+                    barrier=pb.BarrierOutcome(call_id=request.call_id, outcome=answer, error_code=reply.code)
                 )
             )
+
+        try:
+            self.engine.post(wire.arrive(request), answered)
+        except Overloaded as refusal:
+            answered(refusal)
 
     def _progress(self, session: WorkerSession, progress: pb.Progress) -> None:
         membership = self.engine.cluster.membership

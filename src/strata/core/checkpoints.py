@@ -75,6 +75,16 @@ class Checkpoints:
         timeline = self._timelines.get(job)
         return self.records[next(reversed(timeline))] if timeline else None
 
+    def position(self, job: JobId) -> CheckpointRecord | None:
+        """The newest completed checkpoint that says which data it was trained on."""
+        newest = (self.records[checkpoint_id] for checkpoint_id in reversed(self._timelines.get(job, {})))
+        return next((record for record in newest if record.data_json), None)
+
+    def job_of(self, event: CheckpointEvent) -> JobId:
+        if isinstance(event, CheckpointRemoved):
+            return self.records[event.checkpoint_id].job_id
+        return event.job_id
+
     def shown(self) -> list[CheckpointRecord]:
         """Newest first, without those that retention removed."""
         return [r for r in reversed(self.records.values()) if not r.removed]

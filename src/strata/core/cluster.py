@@ -15,7 +15,7 @@ from typing import assert_never
 
 from strata.core import checks
 from strata.core.barriers import BarrierLimits, Barriers
-from strata.core.checkpoints import Checkpoints, data_commit
+from strata.core.checkpoints import CheckpointEvent, Checkpoints, data_commit
 from strata.core.datasets import Datasets
 from strata.core.membership import Membership, MembershipLimits
 from strata.core.messages import (
@@ -211,7 +211,7 @@ class Cluster:
         checks.between("epoch", command.epoch, 0, checks.SAMPLES_LIMIT)
         self.datasets.get(command.dataset_id)
         key = (member.spec.job_id, command.dataset_id, command.epoch)
-        moved = self.datasets.decide_epoch(key, self.membership, now)
+        moved = self.datasets.decide_plan(key, self.membership, now)
         if moved is not None:
             fact(moved)
         return Accepted(reason=self.datasets.plans[key].plan.reason)
@@ -240,9 +240,7 @@ class Cluster:
             case BarrierArrived() | BarrierReleased() | BarrierBroken():
                 self.barriers.apply(event)
             case CheckpointStarted() | CheckpointCompleted() | CheckpointFailed() | CheckpointRemoved():
-                self.checkpoints.apply(event)
-                if isinstance(event, CheckpointCompleted) and event.data_json:
-                    self.datasets.commit(event.job_id, data_commit(event.data_json))
+                self._apply_checkpoint(event)
             case TaskCreated() | TaskChanged():
                 self.tasks.apply(event)
             case RecoveryRecorded():
@@ -251,6 +249,15 @@ class Cluster:
                 self.values.apply(event)
             case _:
                 assert_never(event)
+
+    def _apply_checkpoint(self, event: CheckpointEvent) -> None:
+        """Shards have got as far as the checkpoint that a recovery would use says."""
+        job = self.checkpoints.job_of(event)
+        before = self.checkpoints.position(job)
+        self.checkpoints.apply(event)
+        after = self.checkpoints.position(job)
+        if (before and before.checkpoint_id) != (after and after.checkpoint_id):
+            self.datasets.commit(job, data_commit(after.data_json) if after is not None else None)
 
     @property
     def plans_are_stale(self) -> bool:

@@ -1,9 +1,10 @@
 """Registered datasets, and for each job and epoch the plan of who reads which shard.
 
-A plan is made when a dataset or a member appears, and every later version starts from the one before. What is
-committed (how far each shard got, according to the checkpoint a recovery would use) decides which shards are
-finished and where an unfinished one begins for whoever reads it next. Only the last few epochs of a dataset
-keep a plan; an older one is made anew when somebody asks.
+A plan is made when a dataset or a member appears, and every later version starts from the one before; while
+the members stay the same, so does the plan. What is committed (how far each shard got, according to the
+checkpoint a recovery would use) decides which shards are finished and where an unfinished one begins for
+whoever reads it next. Only the last few epochs of a dataset keep a plan; an older one is made anew when
+somebody asks.
 Pure. Reads no files: paths and counts arrive with the registration.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -33,6 +34,7 @@ from strata.core.messages import (
     ShardsMoved,
     Unknown,
     WorkerId,
+    shorten,
 )
 from strata.core.sharding import Moves, ShardPlan, apply_moves, first_plan, moves_between, replan
 
@@ -57,9 +59,10 @@ class Shard:
 class PlanEntry:
     """A plan with the lookups it is asked for: each worker's shards cost one sort per version."""
 
-    def __init__(self, plan: ShardPlan) -> None:
+    def __init__(self, plan: ShardPlan, *, moved: Mapping[str, list[int]]) -> None:
         self.plan = plan
-        self.last_moved: Mapping[str, list[int]] = {}
+        self.moved = moved
+        """What changed hands with this version."""
         self._by_owner: NDArray[np.int64] | None = None
         self._bounds: NDArray[np.int64] | None = None
 
@@ -79,7 +82,9 @@ class Datasets:
         self.specs: dict[DatasetId, DatasetSpec] = {}
         self.registered_at_s: dict[DatasetId, float] = {}
         self.plans: dict[PlanKey, PlanEntry] = {}
-        self.committed: dict[PlanKey, Done] = {}
+        self._commits: dict[JobId, DataCommit] = {}
+        self._done: dict[PlanKey, Done | None] = {}
+        """What the commits say, per shard, as far as somebody asked."""
         self.reported: dict[PlanKey, dict[int, int]] = {}
         """Soft: how far readers say they are, beyond what a checkpoint has committed."""
         self.dirty_jobs: set[JobId] = set()
@@ -98,9 +103,22 @@ class Datasets:
         return [epoch for (j, d, epoch) in self.plans if (j, d) == (job, dataset_id)]
 
     def shards_of(self, worker_id: WorkerId, key: PlanKey) -> Iterator[Shard]:
-        spec, done = self.specs[key[1]], self.committed.get(key)
+        spec, done = self.specs[key[1]], self.done(key)
         for shard in self.plans[key].shards_of(worker_id).tolist():
             yield shard_at(spec, shard, int(done[shard]) if done is not None else 0)
+
+    def done(self, key: PlanKey) -> Done | None:
+        """Samples of each shard that the checkpoint a recovery would use has committed; None: none at all."""
+        if key not in self._done:
+            job, dataset_id, epoch = key
+            spec, commit = self.specs[dataset_id], self._commits.get(job)
+            found = commit.find(dataset_id, epoch) if commit is not None else None
+            self._done[key] = (
+                found.after.per_shard(total=spec.total_samples, shard_size=spec.shard_size)
+                if found is not None and found.total == spec.total_samples
+                else None
+            )
+        return self._done[key]
 
     def files_of(self, spec: DatasetSpec, shard: Shard) -> list[str]:
         """The files that hold a shard's samples; the dataset's path where only the workers can see files."""
@@ -138,33 +156,29 @@ class Datasets:
     def decide_rebalance(self, membership: Membership, now: Instant) -> Iterator[ShardsMoved]:
         """New versions of every plan whose members or datasets changed."""
         for job in sorted(self.dirty_jobs):
-            workers = list(membership.roster(job))
-            for spec in self.specs.values():
-                epochs = self.epochs(job, spec.dataset_id) or [0]
-                for epoch in epochs:
-                    moved = self._decide_plan((job, spec.dataset_id, epoch), workers, now)
-                    if moved is not None:
-                        yield moved
+            planned = {dataset_id for j, dataset_id, _ in self.plans if j == job}
+            keys = [key for key in self.plans if key[0] == job]
+            keys += [(job, dataset_id, 0) for dataset_id in self.specs if dataset_id not in planned]
+            for key in keys:
+                moved = self.decide_plan(key, membership, now)
+                if moved is not None:
+                    yield moved
 
-    def decide_epoch(self, key: PlanKey, membership: Membership, now: Instant) -> ShardsMoved | None:
-        return self._decide_plan(key, list(membership.roster(key[0])), now)
-
-    def _decide_plan(self, key: PlanKey, workers: list[WorkerId], now: Instant) -> ShardsMoved | None:
+    def decide_plan(self, key: PlanKey, membership: Membership, now: Instant) -> ShardsMoved | None:
+        """The next version of one plan, or None where the one there is will do."""
         job, dataset_id, epoch = key
-        spec = self.specs[dataset_id]
+        workers = list(membership.roster(job))
         before, base_epoch = self._base(key)
-        if before is None:
-            if not workers:
-                return None
-            before = first_plan([], spec.shard_count, salt=dataset_id)
-        done = self.committed.get(key)
-        finished = started = None
+        if base_epoch == epoch and sorted(workers) == list(before.workers):
+            return None
+        if base_epoch < 0 and not workers:
+            return None
+        done, finished, started = self.done(key), None, None
         if done is not None:
-            sizes = shard_sizes(spec)
+            sizes = shard_sizes(self.specs[dataset_id])
             finished, started = done >= sizes, (done > 0) & (done < sizes)
         after = replan(before, workers, finished=finished, started=started)
-        if after is before and base_epoch == epoch:
-            return None
+        unchanged = f"epoch {epoch} begins with the plan of epoch {base_epoch}"
         return ShardsMoved(
             job_id=job,
             dataset_id=dataset_id,
@@ -173,18 +187,21 @@ class Datasets:
             version=after.version,
             workers=after.workers,
             moved=moves_between(before, after).by_owner(),
-            reason=after.reason or f"epoch {epoch} begins with the plan of epoch {base_epoch}",
+            reason=unchanged if after is before else after.reason,
             at_s=now.wall_s,
         )
 
-    def _base(self, key: PlanKey) -> tuple[ShardPlan | None, int]:
-        """The plan a new version starts from: its own, else that of the epoch opened last."""
+    def _base(self, key: PlanKey) -> tuple[ShardPlan, int]:
+        """The plan a new version starts from, and its epoch: its own, else the one opened last, else nobody's."""
         if key in self.plans:
             return self.plans[key].plan, key[2]
         epochs = self.epochs(key[0], key[1])
         if not epochs:
-            return None, -1
+            return self._nobody(key[1]), -1
         return self.plans[(key[0], key[1], epochs[-1])].plan, epochs[-1]
+
+    def _nobody(self, dataset_id: DatasetId) -> ShardPlan:
+        return first_plan([], self.specs[dataset_id].shard_count, salt=dataset_id)
 
     def report(self, key: PlanKey, shard_id: int, done: int) -> None:
         """A reader's progress: shown at once, counted only when a checkpoint commits it."""
@@ -202,16 +219,14 @@ class Datasets:
             case ShardsMoved():
                 self._moved(event)
 
-    def commit(self, job: JobId, data: DataCommit) -> None:
-        """A checkpoint was completed: its data position is where a recovery would begin."""
-        for epoch in data.epochs:
-            spec = self.specs.get(DatasetId(epoch.dataset))
-            if spec is not None and spec.total_samples == epoch.total:
-                key = (job, spec.dataset_id, epoch.epoch)
-                self.committed[key] = epoch.after.per_shard(
-                    total=spec.total_samples, shard_size=spec.shard_size
-                )
-                self.reported.pop(key, None)
+    def commit(self, job: JobId, data: DataCommit | None) -> None:
+        """The data position where a recovery of the job would begin now; None: at the very beginning."""
+        if data is None:
+            self._commits.pop(job, None)
+        else:
+            self._commits[job] = data
+        self._done = {key: done for key, done in self._done.items() if key[0] != job}
+        self.reported = {key: shards for key, shards in self.reported.items() if key[0] != job}
 
     def forget(self, job: JobId) -> None:
         """Nobody is in the job any more, and has not been for long."""
@@ -222,19 +237,21 @@ class Datasets:
     def _drop_plan(self, key: PlanKey) -> None:
         del self.plans[key]
         self.reported.pop(key, None)
+        self._done.pop(key, None)
 
     def _moved(self, event: ShardsMoved) -> None:
         key = (event.job_id, event.dataset_id, event.epoch)
-        base_key = (event.job_id, event.dataset_id, event.base_epoch)
         if event.base_epoch < 0:
-            base = first_plan([], self.specs[event.dataset_id].shard_count, salt=event.dataset_id)
+            base = self._nobody(event.dataset_id)
         else:
-            base = self.plans[base_key].plan
+            base = self.plans[(event.job_id, event.dataset_id, event.base_epoch)].plan
         moves = Moves.from_owners(event.moved)
         plan = apply_moves(base, moves, event.workers, event.version, reason=event.reason)
         fresh = key not in self.plans
-        entry = self.plans[key] = PlanEntry(plan)
-        entry.last_moved = event.moved
+        self.plans[key] = PlanEntry(plan, moved=event.moved)
+        if key in self.reported:  # What a shard's last reader said is not true of its next.
+            taken = {shard for shards in event.moved.values() for shard in shards}
+            self.reported[key] = {s: done for s, done in self.reported[key].items() if s not in taken}
         if fresh:
             for epoch in self.epochs(event.job_id, event.dataset_id)[:-EPOCHS_KEPT]:
                 self._drop_plan((event.job_id, event.dataset_id, epoch))
@@ -245,34 +262,24 @@ class Datasets:
             for dataset_id, spec in self.specs.items()
         ]
         for (job, dataset_id, epoch), entry in self.plans.items():
-            nobody = first_plan([], entry.plan.shard_count, salt=dataset_id)
-            events.append(
-                ShardsMoved(
-                    job_id=job,
-                    dataset_id=dataset_id,
-                    epoch=epoch,
-                    base_epoch=-1,
-                    version=entry.plan.version,
-                    workers=(*entry.plan.workers, *entry.plan.former),
-                    moved=moves_between(nobody, entry.plan).by_owner(),
-                    reason=entry.plan.reason,
-                    at_s=0.0,
-                )
+            # First all that stayed where it was, former owners included, then what moved last.
+            plan, last = entry.plan, Moves.from_owners(entry.moved)
+            every = moves_between(self._nobody(dataset_id), plan)
+            rest = ~np.isin(every.shards, last.shards)
+            stayed = replace(every, shards=every.shards[rest], to=every.to[rest])
+            settled = ShardsMoved(
+                job_id=job,
+                dataset_id=dataset_id,
+                epoch=epoch,
+                base_epoch=-1,
+                version=plan.version,
+                workers=(*plan.workers, *plan.former),
+                moved=stayed.by_owner(),
+                reason=plan.reason,
+                at_s=0.0,
             )
-            if entry.plan.former:
-                events.append(
-                    ShardsMoved(
-                        job_id=job,
-                        dataset_id=dataset_id,
-                        epoch=epoch,
-                        base_epoch=epoch,
-                        version=entry.plan.version,
-                        workers=entry.plan.workers,
-                        moved={},
-                        reason=entry.plan.reason,
-                        at_s=0.0,
-                    )
-                )
+            events.append(settled)
+            events.append(replace(settled, base_epoch=epoch, workers=plan.workers, moved=entry.moved))
         return events
 
 
@@ -292,7 +299,7 @@ def shard_sizes(spec: DatasetSpec) -> Done:
 def _difference(known: DatasetSpec, other: DatasetSpec) -> str:
     names = ("path", "format", "total_samples", "shard_size", "shuffle", "seed", "metadata")
     return ", ".join(
-        f"{name} is {getattr(known, name)!r}, not {getattr(other, name)!r}"
+        f"{name} is {shorten(repr(getattr(known, name)))}, not {shorten(repr(getattr(other, name)))}"
         for name in names
         if getattr(known, name) != getattr(other, name)
     )

@@ -292,10 +292,10 @@ def dataset(cluster: Cluster, spec: DatasetSpec) -> DatasetView:
 
 def shard_plan(cluster: Cluster, key: PlanKey) -> ShardPlanView:
     datasets = cluster.datasets
-    spec, entry, done = datasets.specs[key[1]], datasets.plans[key], datasets.committed.get(key)
+    spec, entry, done = datasets.specs[key[1]], datasets.plans[key], datasets.done(key)
     names = (*entry.plan.workers, *entry.plan.former, None)  # index -1 is nobody
     reported = datasets.reported.get(key, {})
-    moved = {shard for ids in entry.last_moved.values() for shard in ids}
+    moved = {shard for ids in entry.moved.values() for shard in ids}
     shards = []
     for shard_id, owner in enumerate(entry.plan.owners.tolist()):
         shard = shard_at(spec, shard_id, int(done[shard_id]) if done is not None else 0)

@@ -142,7 +142,7 @@ class Trainer:
             world_size=self.world.world_size,
             shuffle=data.shuffle,
             seed=data.seed,
-            dataset=tokens.name,
+            dataset=tokens.index.path.stem,
         )
         return ElasticLoader(
             dataset,

@@ -117,6 +117,7 @@ class ElasticJob:
         self._link: CoordinatorLink | None = None
         self._watchdog: Watchdog | None = None
         self._lasting: SaveHandle | None = None
+        self._saved_step = -1  # Of the newest lasting save: the same on every rank.
         self._next_agreement = 1
         self._steps_here = 0
         self._step_began_s = 0.0
@@ -249,7 +250,7 @@ class ElasticJob:
         raise Preempted
 
     def _finish(self) -> None:
-        if self._lasting is None or self._lasting.step != self.step:
+        if self._saved_step != self.step:
             self._save(lasting=True)
         if self._manager is not None:
             self._manager.wait_pending()
@@ -272,6 +273,8 @@ class ElasticJob:
         if any(failed for _, failed in everyone):
             self._ledger.retract()
         position = self._ledger.commit(lasting=lasting)
+        if lasting:
+            self._saved_step = self.step
         if self._manager is None:
             return
         self._tell("checkpointing")

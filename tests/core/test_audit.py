@@ -92,6 +92,17 @@ def test_history_survives_old_checkpoints_being_removed() -> None:
     assert audit(history.commits[2:], "d", 0).exact
 
 
+def test_a_checkpoint_lost_in_the_middle_is_vouched_for_by_the_next() -> None:
+    """Memory that is gone, or a save that failed: the weights that came after it hold what it trained."""
+    history = History().commit("a", (0, 40)).commit("b", (40, 70)).commit("c", (70, 100), closed=True)
+    del history.commits[1]
+    history.commits[1] = replace(history.commits[1], parent_id="a")
+    report = audit(history.commits, "d", 0)
+    assert report.exact
+    assert report.vouched == 30
+    assert report.commits == ("a", "c")
+
+
 def test_a_repeat_is_still_known_after_its_checkpoints_are_gone() -> None:
     history = History().commit("a", (0, 40)).commit("b", (30, 70)).commit("c", (70, 100), closed=True)
     assert audit(history.commits[2:], "d", 0).repeated == Spans([(30, 40)])
@@ -105,7 +116,7 @@ def test_a_commit_that_does_not_continue_its_parent_is_a_contradiction() -> None
     history.commits[-1] = replace(last, data=replace(last.data, epochs=(forged,)))
     report = audit(history.commits, "d", 0)
     assert not report.exact
-    assert "b does not begin where a ended" in report.reason
+    assert "b has forgotten positions 38–39 of a" in report.reason
     history.commits[-1] = replace(last, data=DataCommit())
     assert "b has forgotten what a committed" in audit(history.commits, "d", 0).reason
 

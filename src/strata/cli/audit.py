@@ -108,7 +108,7 @@ def _print(reports: list[AuditReport]) -> None:
         )
     if last.vouched:
         console.print(
-            f"{last.vouched:,} samples rest on the oldest kept record; the checkpoints before it are gone.",
+            f"{last.vouched:,} samples rest on the record of a later checkpoint: the one that trained them is gone.",
             highlight=False,
         )
 

@@ -2,8 +2,7 @@
 
 `audit` walks from the newest commit through its parents, adds up what the ranks say they trained, checks that
 each commit continues the one before it, and says what is missing or there twice. It takes nobody's word for a
-total that it can add up itself; where old checkpoints are gone, it says how much rests on the oldest record
-that is kept. Branches that were rolled back do not count. Pure: commits come in as values.
+total that it can add up itself; where checkpoints are gone, it says how much rests on the record of a later one. Branches that were rolled back do not count. Pure: commits come in as values.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from strata.core.ledger import DataCommit, LedgerError
+from strata.core.ledger import Coverage, DataCommit, LedgerError
 from strata.core.spans import Spans
 
 
@@ -52,7 +51,7 @@ class AuditReport:
     repeated_by: tuple[str, ...]
     """The checkpoints whose record trained something again."""
     vouched: int
-    """Samples known only from the oldest kept record, because the checkpoints before it are gone."""
+    """Samples known only from a later record, because the checkpoint that trained them is gone."""
     problems: tuple[str, ...]
     """Records that contradict each other."""
 
@@ -127,13 +126,18 @@ def audit(commits: Sequence[Commit], dataset: str, epoch: int, *, total: int | N
     if total is not None and total != newest.total:
         problems.append(f"the dataset has {total:,} samples, the history was made with {newest.total:,}")
 
-    vouched = sum_of_parts = found[0][1].before
+    sum_of_parts = Coverage()
+    vouched = Spans()
     repeated_by = []
     for commit, part in found:
-        longer = sum_of_parts.plus(part.trained)
-        if longer.repeated != sum_of_parts.repeated:
+        vouched |= part.before.covered - sum_of_parts.covered
+        so_far = Coverage(
+            covered=sum_of_parts.covered | part.before.covered,
+            repeated=sum_of_parts.repeated | part.before.repeated,
+        )
+        sum_of_parts = so_far.plus(part.trained)
+        if sum_of_parts.repeated != so_far.repeated:
             repeated_by.append(commit.checkpoint_id)
-        sum_of_parts = longer
     whole = Spans([(0, newest.total)])
     if outside := sum_of_parts.covered - whole:
         problems.append(f"positions {outside} do not exist in an epoch of {newest.total:,}")
@@ -152,7 +156,7 @@ def audit(commits: Sequence[Commit], dataset: str, epoch: int, *, total: int | N
         commits=tuple(c.checkpoint_id for c, _ in found),
         abandoned=tuple(c.checkpoint_id for c in commits if c.checkpoint_id not in on_chain),
         repeated_by=tuple(repeated_by),
-        vouched=vouched.covered.size,
+        vouched=vouched.size,
         problems=tuple(problems),
     )
 
@@ -187,8 +191,8 @@ def _contradictions(chain: Sequence[tuple[Commit, DataCommit]], dataset: str, ep
             if theirs is not None:
                 yield f"{commit.checkpoint_id} has forgotten what {before.checkpoint_id} committed"
             continue
-        if ours.before != known.coverage(dataset, epoch):
-            yield f"{commit.checkpoint_id} does not begin where {before.checkpoint_id} ended"
+        if forgotten := known.coverage(dataset, epoch).covered - ours.before.covered:
+            yield f"{commit.checkpoint_id} has forgotten positions {forgotten} of {before.checkpoint_id}"
         if theirs is not None and theirs.total != ours.total:
             yield (
                 f"the epoch had {theirs.total:,} samples in {before.checkpoint_id}, "

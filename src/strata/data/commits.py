@@ -6,7 +6,7 @@
     if rank == 0:
         manager.save(state, step, position=position)
     ...
-    ledger.restore(manager.restore().info.data)
+    ledger.restore(restored.info.data, lasting=...)   # False where only memory had it
 
 `commit` gathers what each rank trained since the commit before and adds it to the history the weights have. It
 is called once per checkpoint, at a step boundary. When that checkpoint is lost, the next one still carries what

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic_harness.errors import DataLoadingError
+from strata.data.errors import StateMismatch
 from strata.data.tokens.errors import BadRecord, MissingTextKey, SourceUnreadable, StaleIndex, TokenDataError
 from strata.data.tokens.freshness import COMMAND
+from strata.errors import StrataError
 
 HARNESS_COMMAND = "python -m elastic_harness.data.index_builder --data-files"
 
@@ -16,18 +18,18 @@ HARNESS_COMMAND = "python -m elastic_harness.data.index_builder --data-files"
 def as_data_loading_error() -> Iterator[None]:
     try:
         yield
-    except TokenDataError as error:
+    except (TokenDataError, StateMismatch) as error:
         raise translated(error) from error
 
 
-def translated(error: TokenDataError) -> DataLoadingError:
+def translated(error: StrataError) -> DataLoadingError:
     match error:
         case MissingTextKey():
             keys = ", ".join(repr(name) for name in error.found) or "no keys"
             return DataLoadingError(
                 f"KeyError: {error.key!r}",
                 suggestions=(
-                    f"{error.path}, {error.unit} {error.number} has the available keys {keys}",
+                    f"{error.path}, {error.unit} {error.line} has the available keys {keys}",
                     f'Name the right one: data.text_key: "{error.found[0] if error.found else "content"}" '
                     "(--text-key on the command line)",
                     f'Or rewrite the data as {{"{error.key}": "..."}} on each line',
@@ -35,7 +37,7 @@ def translated(error: TokenDataError) -> DataLoadingError:
             )
         case BadRecord():
             return DataLoadingError(
-                f"{error.unit} {error.number}: {error.reason}", source=error.path, suggestions=(error.hint,)
+                f"{error.unit} {error.line}: {error.reason}", source=error.path, suggestions=(error.hint,)
             )
         case SourceUnreadable():
             hints = (error.hint,) if error.hint else ()

@@ -169,7 +169,7 @@ def _read(path: Path) -> Row:
     with TokenIndex(path) as index:
         dataset = TokenDataset(index, seq_length=SEQ_LENGTH, rank=0, world_size=1)
         batches = min(4000, dataset.num_sequences // BATCH_SIZE)
-        numbers = list(islice(dataset.upcoming(BATCH_SIZE).numbers(), batches))
+        numbers = [numbers for _, numbers in islice(dataset.numbers(dataset.plan(BATCH_SIZE)), batches)]
         loader = iter(TokenLoader(dataset, BATCH_SIZE, num_workers=1))
         next(loader)  # the process has started
         took_s = _timed(lambda: deque(islice(loader, batches - 1), maxlen=0))
@@ -187,19 +187,20 @@ def _read(path: Path) -> Row:
 
 _MEMORY_SCRIPT = """
 import sys
-from strata.data.tokens.index import TokenIndex
-from strata.data.tokens.sequences import Pass, SequenceReader
+from itertools import islice
 from strata.core.order import EpochOrder
-def resident_mb():
+from strata.data.steps import StepPlan
+from strata.data.tokens.index import TokenIndex
+from strata.data.tokens.sequences import SequenceReader, sequence_numbers
+def peak_mb():
     with open("/proc/self/status") as status:
-        return max(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1e3
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1e3
 reader = SequenceReader(TokenIndex(sys.argv[1]), 1024)
-before = resident_mb()
-for step, numbers in enumerate(Pass(order=EpochOrder(total=reader.count), start=0, batch_size=8).numbers()):
+plan = StepPlan(epoch=0, total=reader.count, start=0, global_batch_size=8, rank=0, world_size=1)
+before_mb = peak_mb()
+for _, numbers in islice(sequence_numbers(plan, EpochOrder(total=reader.count)), 20_000):
     reader.read(numbers)
-    if step == 20_000:
-        break
-print(resident_mb() - before)
+print(peak_mb() - before_mb)
 """
 
 

@@ -153,6 +153,14 @@ def test_index_travels_to_another_process_by_path(index_path: Path) -> None:
         assert len(pickle.dumps(index)) < 1000
 
 
+def test_index_replaced_while_in_use_is_noticed(index_path: Path, tmp_path: Path) -> None:
+    with TokenIndex(index_path) as index:
+        travelling = pickle.dumps(index)
+    build(index_path, [write_jsonl(tmp_path / "a.jsonl", texts(50, seed=1))])
+    with pytest.raises(InvalidIndex, match="replaced by another index"):
+        pickle.loads(travelling)
+
+
 def test_reading_everything_does_not_keep_everything_resident(tmp_path: Path) -> None:
     index = TokenIndex(_large_index(tmp_path, tokens=100_000_000))
     before = _resident_file_bytes()

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strata.data.tokens import records
 from strata.data.tokens.errors import BadRecord, MissingTextKey, NothingToIndex, SourceUnreadable
 from strata.data.tokens.index import TokenIndex
 from strata.data.tokens.records import ChunkReader
@@ -88,11 +89,21 @@ def test_bad_line_can_be_skipped_and_is_counted(tmp_path: Path, case: str) -> No
     assert report.bad_samples[1].startswith(f"{path}, line 4: ")
 
 
+def test_python_s_own_json_parser_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [data for data, _ in GOOD_BYTES.values()] + [data for data, _ in BAD_BYTES.values()]
+    path = write(tmp_path / "a.jsonl", b"\n".join(lines))
+    fast = build(tmp_path / "x.index", [path], on_bad="skip")
+    monkeypatch.setattr(records, "_strict_json", None)
+    slow = build(tmp_path / "y.index", [path], on_bad="skip")
+    assert fast.meta.bad_records == slow.meta.bad_records == len(BAD_BYTES)
+    assert fast.path.read_bytes() == slow.path.read_bytes()
+
+
 def test_missing_text_key_says_which_keys_there_are(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", good() + b'{"id": 3, "content": "x"}\n')
     with pytest.raises(MissingTextKey) as caught:
         build(tmp_path / "x.index", [path])
-    assert (caught.value.number, caught.value.key, set(caught.value.found)) == (2, "text", {"id", "content"})
+    assert (caught.value.line, caught.value.key, set(caught.value.found)) == (2, "text", {"id", "content"})
     assert "KeyError: 'text'" in str(caught.value)
     assert "--text-key content" in str(caught.value)  # the key that does hold a text
     assert text_of(build(tmp_path / "x.index", [path], text_key="content", on_bad="skip").path) == "x"
@@ -178,8 +189,8 @@ def test_chunks_give_together_what_one_reader_gives(
         found, bad = [], 0
         for chunk in cut_into_chunks(find_sources([path]), chunk_bytes=size):
             reader = ChunkReader(chunk, text_key="text", on_bad="skip", max_record_bytes=1 << 20)
-            for records in reader:
-                found += zip(records.texts, records.places, strict=True)
+            for some in reader:
+                found += zip(some.texts, some.places, strict=True)
             bad += reader.bad_records
         return found, bad
 

@@ -7,6 +7,7 @@ was not there before; a failed build leaves its finished chunks for the next att
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
@@ -14,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
-
-import orjson
 
 from strata.data.tokens import workfolder
 from strata.data.tokens.errors import (
@@ -250,15 +249,14 @@ class _Build:
 
     def _plan(self) -> bytes:
         """Everything a chunk's tokens depend on."""
-        return orjson.dumps(
-            {
-                "format": FORMAT_VERSION,
-                "sources": [asdict(source) | {"path": str(source.path.resolve())} for source in self.sources],
-                "tokenizer": [self.tokenizer.name, self.tokenizer.fingerprint, self.tokenizer.probe],
-                "parts": asdict(self.part_options),
-                "chunk_bytes": self.options.chunk_bytes,
-            }
-        )
+        plan = {
+            "format": FORMAT_VERSION,
+            "sources": [asdict(source) | {"path": str(source.path.resolve())} for source in self.sources],
+            "tokenizer": [self.tokenizer.name, self.tokenizer.fingerprint, self.tokenizer.probe],
+            "parts": asdict(self.part_options),
+            "chunk_bytes": self.options.chunk_bytes,
+        }
+        return json.dumps(plan).encode()
 
     def _tokenize_and_merge(self, chunks: list[Chunk], merge: Merge, progress: Progress) -> None:
         ready: dict[int, PartSummary] = {}

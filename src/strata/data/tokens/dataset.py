@@ -14,16 +14,17 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from strata.core.ledger import RankRecord
-from strata.core.order import BatchSlice, EpochOrder
-from strata.core.spans import Spans
-from strata.data.tokens.errors import StateMismatch
+from strata.core.order import EpochOrder
+from strata.data.errors import StateMismatch
+from strata.data.steps import Step, StepPlan
 from strata.data.tokens.index import TokenIndex
-from strata.data.tokens.sequences import DatasetState, Pass, SequenceReader
+from strata.data.tokens.sequences import DatasetState, SequenceReader, Sequences, sequence_numbers
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class TokenDataset(IterableDataset[Batch]):
     """All sequences of an index, in the order of (seed, epoch), this rank's share of them.
 
     Iterating gives single sequences and moves the position on by one per rank; `TokenLoader` gives batches.
-    An iteration starts at the position. Once it has reached the end of the epoch the next one starts the next
-    epoch; `set_epoch` starts a given one.
+    An iteration goes from the position to the end of the epoch and leaves it at the beginning of the next one;
+    `set_epoch` goes to the beginning of a given one. `DataLedger` accepts it as a loader.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class TokenDataset(IterableDataset[Batch]):
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         self.index = index
         self.reader = SequenceReader(index, seq_length)
-        self.name = name or index.path.stem
+        self.dataset = name or index.path.stem
+        """What the ledger and the audit call it."""
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
         self._world = None if rank is None or world_size is None else (rank, world_size)
         self._state = DatasetState()
-        self._finished_here = False
-        self._records: dict[int, RankRecord] = {}
+        self._records: dict[tuple[int, int], RankRecord] = {}  # By epoch and rank.
 
     @property
     def total_tokens(self) -> int:
@@ -100,15 +101,18 @@ class TokenDataset(IterableDataset[Batch]):
         """Rank and world size."""
         return self._world or current_world()
 
+    @property
+    def world_size(self) -> int:
+        return self.world[1]
+
     # Position ---------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Start `epoch`. A position loaded within that same epoch is kept."""
+        """Go to the beginning of `epoch`. To the current one is no change, so a loaded position stays."""
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, got {epoch}")
-        if epoch != self.epoch or self._finished_here:
-            self._state = DatasetState(epoch=epoch, world_size_at_checkpoint=self.world[1])
-            self._finished_here = False
+        if epoch != self.epoch:
+            self._state = DatasetState(epoch=epoch, world_size_at_checkpoint=self.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in. Plain values: fit for any checkpoint format."""
@@ -116,7 +120,7 @@ class TokenDataset(IterableDataset[Batch]):
         place = self._next_place()
         return {
             "total_tokens_processed": state.total_tokens_processed,
-            "world_size": self.world[1],
+            "world_size": self.world_size,
             "epoch": state.epoch,
             "current_file_index": place[0],
             "current_byte_offset": place[1],
@@ -132,7 +136,10 @@ class TokenDataset(IterableDataset[Batch]):
             if state.get(key, value) != value
         ]
         if differences:
-            raise StateMismatch(differences)
+            raise StateMismatch(
+                f"The saved position belongs to other data or another order: {'; '.join(differences)}.",
+                hint="Use the settings it was saved with, or begin a new epoch with set_epoch.",
+            )
         loaded = DatasetState.from_dict(state)
         if (
             loaded.total_tokens_processed < self.total_tokens
@@ -144,7 +151,6 @@ class TokenDataset(IterableDataset[Batch]):
                 self.seq_length,
             )
         self._state = loaded
-        self._finished_here = False
         self._records.clear()
 
     def _settings(self) -> dict[str, Any]:
@@ -159,77 +165,80 @@ class TokenDataset(IterableDataset[Batch]):
     def _next_place(self) -> tuple[int, int]:
         if self.position >= self.num_sequences:
             return self.index.num_files - 1, 0
-        (number,) = self._order(self.epoch).take(self.position).tolist()
+        (number,) = self._order().take(self.position).tolist()
         return self.index.find_position(number * self.seq_length)[:2]
 
-    def _order(self, epoch: int) -> EpochOrder:
-        return EpochOrder(total=self.num_sequences, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-
-    def take_records(self) -> list[RankRecord]:
-        """What this rank has taken since the last call, for the ledger."""
-        records = [self._records[epoch] for epoch in sorted(self._records)]
-        self._records.clear()
-        return records
-
-    # Reading ----------------------------------------------------------------------------------------------
-
-    def upcoming(self, batch_size: int, *, fill_last: bool = False) -> Pass:
-        """What the next iteration reads: from the position on, or the next epoch if this one was finished."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be positive, got {batch_size}")
-        rank, world_size = self.world
-        return Pass(
-            order=self._order(self.epoch + 1 if self._finished_here else self.epoch),
-            start=0 if self._finished_here else self.position,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            drop_last=self.drop_last,
-            fill_last=fill_last,
-        )
-
-    def begin(self, reading: Pass) -> None:
-        """An iteration starts."""
-        self.set_epoch(reading.order.epoch)
-
-    def taken(self, part: BatchSlice, position: int) -> None:
-        """Training has this batch now, and stands at `position`."""
-        self._move(position)
-        if len(part):
-            self._records[self.epoch] = self._record().with_span(part.start, part.stop)
-
-    def finished(self, reading: Pass) -> None:
-        """The epoch was read to its end; what `drop_last` left out is put on record."""
-        self._move(reading.order.total)
-        record = replace(self._record(), closed=True)
-        if reading.end < reading.order.total:
-            record = replace(record, dropped=record.dropped | Spans([(reading.end, reading.order.total)]))
-        self._records[self.epoch] = record
-        self._finished_here = True
-
-    def _record(self) -> RankRecord:
-        return self._records.get(self.epoch) or RankRecord(
-            dataset=self.name, epoch=self.epoch, total=self.num_sequences, rank=self.world[0]
-        )
+    def _order(self) -> EpochOrder:
+        return EpochOrder(total=self.num_sequences, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
 
     def _move(self, position: int) -> None:
         tokens = self.total_tokens if position >= self.num_sequences else position * self.seq_length
         self._state = replace(
-            self._state, total_tokens_processed=tokens, world_size_at_checkpoint=self.world[1]
+            self._state, total_tokens_processed=tokens, world_size_at_checkpoint=self.world_size
         )
 
+    # Reading ----------------------------------------------------------------------------------------------
+
+    def plan(self, batch_size: int) -> StepPlan:
+        """This rank's steps from the position to the end of the epoch."""
+        rank, world_size = self.world
+        return StepPlan(
+            epoch=self.epoch,
+            total=self.num_sequences,
+            start=self.position,
+            global_batch_size=batch_size * world_size,
+            rank=rank,
+            world_size=world_size,
+            drop_last=self.drop_last,
+        )
+
+    def numbers(self, plan: StepPlan, *, fill_last: bool = False) -> Iterator[tuple[Step, NDArray[np.int64]]]:
+        """The sequences to read in each step of a plan for the current epoch."""
+        return sequence_numbers(plan, self._order(), fill_last=fill_last)
+
+    def taken(self, step: Step, plan: StepPlan) -> None:
+        """Training has the batch of this step now."""
+        self._note(self._record().with_span(step.start, step.stop))
+        if step.batch_stop < plan.end:
+            self._move(step.batch_stop)
+        else:
+            self.close(plan)
+
+    def close(self, plan: StepPlan) -> None:
+        """Nothing of the plan is left: stand at the beginning of the next epoch."""
+        if self.epoch == plan.epoch:
+            self._note(replace(self._record(), dropped=plan.dropped, closed=True))
+            self.set_epoch(self.epoch + 1)
+
+    def _record(self) -> RankRecord:
+        rank = self.world[0]
+        return self._records.get((self.epoch, rank)) or RankRecord(
+            dataset=self.dataset, epoch=self.epoch, total=self.num_sequences, rank=rank
+        )
+
+    def _note(self, record: RankRecord) -> None:
+        self._records[record.epoch, record.rank] = record
+
+    def records(self) -> list[RankRecord]:
+        """What training took on this rank since the last call."""
+        records, self._records = list(self._records.values()), {}
+        return records
+
     def __iter__(self) -> Iterator[Batch]:
-        # In a process of a plain DataLoader this is a copy: it takes every n-th of the rank's sequences.
+        plan = self.plan(1)
         info = get_worker_info()
-        processes, process = (info.num_workers, info.id) if info is not None else (1, 0)
-        reading = self.upcoming(1)
-        self.begin(reading)
-        for turn, numbers in enumerate(islice(reading.numbers(), process, None, processes)):
-            inputs, labels = self.reader.read(numbers)
-            step = turn * processes + processes - 1
-            self.taken(reading.slice(turn * processes + process), reading.position_after(step))
-            yield {"input_ids": torch.from_numpy(inputs[0]), "labels": torch.from_numpy(labels[0])}
-        self.finished(reading)
+        if info is None:
+            for step, numbers in self.numbers(plan):
+                self.taken(step, plan)
+                yield _first(self.reader.read(numbers))
+        else:
+            # In a process of a plain DataLoader this is a copy, which takes every n-th of the rank's sequences.
+            # Where it stands is told so that the same process of a resumed loader takes the next ones.
+            mine = islice(self.numbers(plan), info.id, None, info.num_workers)
+            for turn, (_, numbers) in enumerate(mine, start=1):
+                self._move(plan.start + turn * info.num_workers * plan.world_size)
+                yield _first(self.reader.read(numbers))
+        self.close(plan)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_world": self.world}  # a loader process has no torch.distributed of its own
@@ -251,28 +260,40 @@ class TokenLoader(DataLoader[Batch]):
         fill_last: bool = False,
         **options: Any,
     ) -> None:
+        if options.get("in_order") is False:
+            raise ValueError("in_order=False would give batches in another order than the epoch's")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be positive, got {batch_size}")
         self.tokens = tokens
         self.sequences_per_batch = batch_size
         self.fill_last = fill_last
-        self._plan = _Plan(tokens.upcoming(batch_size, fill_last=fill_last))
+        # DataLoader draws a seed at every iteration; from the global generator, a resumed run would see other
+        # random numbers than an undisturbed one.
+        options.setdefault("generator", torch.Generator())
+        # Which sequences stand in which batch is decided in this process: loader processes need no state.
         super().__init__(
-            _Batches(tokens.reader), sampler=self._plan, batch_size=None, num_workers=num_workers, **options
+            _Batches(tokens.reader),
+            sampler=_Numbers(self),
+            batch_size=None,
+            num_workers=num_workers,
+            **options,
         )
 
+    def plan(self) -> StepPlan:
+        return self.tokens.plan(self.sequences_per_batch)
+
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # DataLoader promises its own iterator class
-        reading = self._plan.reading = self._upcoming()
-        self.tokens.begin(reading)
-        for step, batch in enumerate(super().__iter__()):
-            self.tokens.taken(reading.slice(step), reading.position_after(step))
+        plan = self.plan()
+        for number, batch in enumerate(super().__iter__()):
+            self.tokens.taken(plan.micro_batch(number), plan)
             yield batch
-        self.tokens.finished(reading)
+        self.tokens.close(plan)
 
     def __len__(self) -> int:
         """Batches still to come in this epoch, on this rank."""
-        return len(self._upcoming())
-
-    def _upcoming(self) -> Pass:
-        return self.tokens.upcoming(self.sequences_per_batch, fill_last=self.fill_last)
+        plan = self.plan()
+        nothing_last = len(plan) > 0 and not self.fill_last and not len(plan.micro_batch(len(plan) - 1))
+        return len(plan) - nothing_last
 
     def state_dict(self) -> dict[str, Any]:
         return self.tokens.state_dict()
@@ -284,23 +305,27 @@ class TokenLoader(DataLoader[Batch]):
         self.tokens.set_epoch(epoch)
 
 
-class _Plan(Sampler[NDArray[Any]]):
-    """Which sequences stand in which batch; decided here, so that loader processes need no state."""
+class _Numbers(Sampler[NDArray[np.int64]]):
+    def __init__(self, loader: TokenLoader) -> None:
+        self.loader = loader
 
-    def __init__(self, reading: Pass) -> None:
-        self.reading = reading
-
-    def __iter__(self) -> Iterator[NDArray[Any]]:
-        return self.reading.numbers()
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        tokens, plan = self.loader.tokens, self.loader.plan()
+        return (numbers for _, numbers in tokens.numbers(plan, fill_last=self.loader.fill_last))
 
     def __len__(self) -> int:
-        return len(self.reading)
+        return len(self.loader)
 
 
 class _Batches(Dataset[Batch]):
     def __init__(self, reader: SequenceReader) -> None:
         self.reader = reader
 
-    def __getitem__(self, numbers: NDArray[Any]) -> Batch:
+    def __getitem__(self, numbers: NDArray[np.int64]) -> Batch:
         inputs, labels = self.reader.read(numbers)
         return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+
+def _first(sequences: tuple[Sequences, Sequences]) -> Batch:
+    inputs, labels = sequences
+    return {"input_ids": torch.from_numpy(inputs[0]), "labels": torch.from_numpy(labels[0])}

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from strata.errors import StrataError
+from strata.data.errors import DataError
 
 
-class TokenDataError(StrataError):
+class TokenDataError(DataError):
     """Base of every error about token data."""
 
     code = "token_data"
@@ -33,19 +33,19 @@ def _rebuild(kind: type[TokenDataError], fields: dict[str, Any]) -> TokenDataErr
 
 
 class BadRecord(TokenDataError):
-    """One record of a source file cannot be used. `unit` is what `number` counts: lines or rows, from one."""
+    """One record of a source file cannot be used. `unit` is what `line` counts: lines, or rows of parquet."""
 
     code = "bad_record"
 
     def __init__(
-        self, path: Path | str, number: int, reason: str, *, unit: str = "line", hint: str = ""
+        self, path: Path | str, line: int, reason: str, *, unit: str = "line", hint: str = ""
     ) -> None:
         super().__init__(
-            f"{path}, {unit} {number}: {reason}.",
+            f"{path}, {unit} {line}: {reason}.",
+            path=str(path),
+            line=line,
             hint=hint or "Correct it, or skip and count such records with --on-bad skip.",
         )
-        self.path = str(path)
-        self.number = number
         self.unit = unit
         self.reason = reason
 
@@ -56,12 +56,12 @@ class MissingTextKey(BadRecord):
     code = "missing_text_key"
 
     def __init__(
-        self, path: Path | str, number: int, key: str, found: Sequence[str], *, unit: str = "line"
+        self, path: Path | str, line: int, key: str, found: Sequence[str], *, unit: str = "line"
     ) -> None:
         fields = ", ".join(repr(name) for name in found) or "none"
         super().__init__(
             path,
-            number,
+            line,
             f"KeyError: {key!r} (available keys: {fields})",
             unit=unit,
             hint=f"Name the right one: --text-key {found[0] if found else 'content'} (data.text_key in YAML).",
@@ -76,8 +76,7 @@ class SourceUnreadable(TokenDataError):
     code = "source_unreadable"
 
     def __init__(self, path: Path | str, reason: str, *, hint: str = "") -> None:
-        super().__init__(f"{path}: {reason}.", hint=hint)
-        self.path = str(path)
+        super().__init__(f"{path}: {reason}.", path=str(path), hint=hint)
         self.reason = reason
 
 
@@ -93,8 +92,7 @@ class WouldOverwrite(TokenDataError):
     code = "would_overwrite"
 
     def __init__(self, path: Path | str, reason: str) -> None:
-        super().__init__(f"{path} {reason}.", hint="Choose another --output.")
-        self.path = str(path)
+        super().__init__(f"{path} {reason}.", path=str(path), hint="Choose another --output.")
 
 
 class TokenizerUnavailable(TokenDataError):
@@ -139,16 +137,3 @@ class StaleIndex(TokenDataError):
         self.source = str(source)
         self.reason = reason
         self.rebuild = rebuild
-
-
-class StateMismatch(TokenDataError):
-    """A saved position belongs to another order of the data; taking it would lose or repeat samples."""
-
-    code = "state_mismatch"
-
-    def __init__(self, differences: Sequence[str]) -> None:
-        super().__init__(
-            f"The saved data position does not fit this dataset: {'; '.join(differences)}.",
-            hint="Use the settings it was saved with, or begin a new epoch with set_epoch().",
-        )
-        self.differences = tuple(differences)

@@ -16,11 +16,11 @@ The bytes depend on the content and names of the sources and on the options, nev
 
 from __future__ import annotations
 
+import json
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
-import orjson
 import xxhash
 
 from strata.data.tokens.errors import InvalidIndex
@@ -193,12 +193,12 @@ class IndexMeta:
         return sum(file.bad_records for file in self.files)
 
     def to_bytes(self) -> bytes:
-        return orjson.dumps(self, option=orjson.OPT_SORT_KEYS)
+        return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> IndexMeta:
         try:
-            fields = orjson.loads(data)
+            fields = json.loads(data)
             files = tuple(IndexedFile(**file) for file in fields.pop("files"))
             return cls(files=files, **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

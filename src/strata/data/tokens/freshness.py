@@ -8,14 +8,13 @@ noted so that nobody reads it again; a changed one is refused. A lost or foreign
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import orjson
 
 from strata.data.tokens.errors import SourceUnreadable, StaleIndex
 from strata.data.tokens.format import DEFAULT_ENTRY_INTERVAL, IndexHeader, IndexMeta
@@ -65,7 +64,7 @@ def write_note(
     }
     path = note_path(index)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_bytes(orjson.dumps(note, option=orjson.OPT_INDENT_2) + b"\n")
+    temporary.write_text(json.dumps(note, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     publish(temporary, path)
 
 
@@ -75,7 +74,7 @@ def is_note(path: Path) -> bool:
 
 def _noted(path: Path) -> tuple[str, list[Sighting]] | None:
     try:
-        note = orjson.loads(path.read_bytes())
+        note = json.loads(path.read_bytes())
         return note["identity"], [Sighting(**sighting) for sighting in note["sightings"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None

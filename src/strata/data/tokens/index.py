@@ -133,5 +133,17 @@ class TokenIndex:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[type[TokenIndex], tuple[Path]]:
-        return type(self), (self.path,)  # a loader process maps the file itself
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (
+            self.path.absolute(),
+            self.header.identity,
+        )  # a loader process maps the file itself
+
+
+def _reopened(path: Path, identity: bytes) -> TokenIndex:
+    index = TokenIndex(path)
+    if index.header.identity != identity:
+        raise InvalidIndex(
+            f"{path}: was replaced by another index while in use.", hint="Start training again."
+        )
+    return index

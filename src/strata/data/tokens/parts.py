@@ -6,13 +6,13 @@ so a part whose summary exists was finished; its digests tell a part that a powe
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import orjson
 import xxhash
 
 from strata.data.tokens.errors import BuildFailed, TokenDataError
@@ -46,11 +46,11 @@ class PartSummary:
     bad_samples: list[tuple[int, str]]
 
     def to_bytes(self) -> bytes:
-        return orjson.dumps(asdict(self))
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PartSummary:
-        return cls(**orjson.loads(data))
+        return cls(**json.loads(data))
 
 
 def tokens_path(folder: Path, number: int) -> Path:
@@ -89,7 +89,7 @@ def write_part(
             ids, lengths = _encode(encoder, batch.texts, eos_each, chunk)
             starts = np.cumsum([tokens, *lengths], dtype=np.uint64)[:-1]
             table = np.column_stack((starts, np.asarray(batch.places, np.uint64))).astype("<u8").tobytes()
-            packed = memoryview(ids.astype(dtype, copy=False))
+            packed = ids.astype(dtype, copy=False).data
             tokens_file.write(packed)
             records_file.write(table)
             tokens_digest.update(packed)
@@ -97,7 +97,7 @@ def write_part(
             tokens += len(ids)
             records += len(lengths)
         if chunk.source.kind == "text" and options.eos_id is not None and chunk.last_of_file:
-            packed = np.asarray([options.eos_id], dtype).tobytes()
+            packed = np.asarray([options.eos_id], dtype).data
             tokens_file.write(packed)
             tokens_digest.update(packed)
             tokens += 1

@@ -11,15 +11,19 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-import orjson
-
 from strata.data.tokens.errors import BadRecord, MissingTextKey, SourceUnreadable
 from strata.data.tokens.sources import Chunk, Source, open_parquet, read_fully
+
+_strict_json: Callable[[bytes], Any] | None
+try:
+    from orjson import loads as _strict_json
+except ImportError:  # several times as fast as Python's own parser, and that is all
+    _strict_json = None
 
 OnBad = Literal["raise", "skip"]
 
@@ -161,7 +165,9 @@ class ChunkReader:
 
     def _all_texts(self, lines: Sequence[bytes]) -> list[str] | None:
         """The fast way, for lines that are all as they should be."""
-        key, loads = self.text_key, orjson.loads
+        key, loads = self.text_key, _strict_json
+        if loads is None:
+            return None
         try:
             texts = [loads(line)[key] for line in lines]
         except (ValueError, KeyError, TypeError):
@@ -189,10 +195,7 @@ class ChunkReader:
 
     def _text_of(self, line: bytes, *, cut_short: bool) -> str:
         line = line.removeprefix(BOM)
-        try:
-            record = orjson.loads(line)
-        except ValueError:
-            record = _tolerant_json(line, cut_short=cut_short)
+        record = _tolerant_json(line, cut_short=cut_short)
         if not isinstance(record, dict):
             raise _Unusable(f"expected an object with the key {self.text_key!r}, found {_json_type(record)}")
         if self.text_key not in record:
@@ -324,7 +327,7 @@ def _without_empty(texts: list[str], places: list[int]) -> Records:
 
 
 def _tolerant_json(line: bytes, *, cut_short: bool) -> object:
-    """What the strict parser refused: NaN and Infinity are accepted, the rest gets its reason."""
+    """Also takes what the strict parser refuses but Python writes, NaN and Infinity. Bad JSON gets its reason."""
     try:
         return json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -4,9 +4,8 @@ Sequence `i` predicts tokens `i * L + 1 … (i + 1) * L` from the `L` tokens bef
 after `input_ids[t]`. Every token of the index but the first is a label exactly once in an epoch. The last
 sequence may be short: it is filled up with labels of -100, which PyTorch's cross entropy ignores.
 
-The order of sequences is `EpochOrder`; training takes it in global batches of `batch_size * world_size`, and
-each rank its contiguous slice of each. So a position, counted in sequences, says all there is to say about
-progress, whatever the world was before or will be after.
+The order of sequences is `EpochOrder`; training takes it in the steps of `StepPlan`. So a position, counted in
+sequences, says all there is to say about progress, whatever the world was before or will be after.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.core.order import BatchSlice, EpochOrder, slice_for
+from strata.core.order import EpochOrder
+from strata.data.steps import Step, StepPlan
 from strata.data.tokens.index import FAULT_BYTES, TokenIndex
 
 IGNORED_LABEL = -100
@@ -92,57 +92,22 @@ class SequenceReader:
         return inputs, labels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One reading of an epoch from a position to its end, by one rank in batches. Pure."""
+def sequence_numbers(
+    plan: StepPlan, order: EpochOrder, *, fill_last: bool = False
+) -> Iterator[tuple[Step, NDArray[np.int64]]]:
+    """For each step of this rank, the numbers of the sequences to read.
 
-    order: EpochOrder
-    start: int
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
-    drop_last: bool = False
-    """Leave out a last global batch that is not full."""
-    fill_last: bool = False
-    """In a last global batch that is not full, fill every rank's part up with blanks: all ranks then make
-    the same number of steps with the same shapes."""
-
-    @property
-    def global_batch(self) -> int:
-        return self.batch_size * self.world_size
-
-    @property
-    def end(self) -> int:
-        """The position after the last sequence that will be read."""
-        left = self.order.total - self.start
-        return self.order.total - left % self.global_batch if self.drop_last else self.order.total
-
-    def __len__(self) -> int:
-        """How many batches this rank gets."""
-        steps = -(-max(self.end - self.start, 0) // self.global_batch)
-        if steps and not self.fill_last and len(self.slice(steps - 1)) == 0:
-            return steps - 1
-        return steps
-
-    def slice(self, step: int) -> BatchSlice:
-        """The positions this rank reads in one step."""
-        at = self.start + step * self.global_batch
-        return slice_for(self.rank, self.world_size, at, min(self.global_batch, self.end - at))
-
-    def position_after(self, step: int) -> int:
-        """Where everybody stands once all ranks have taken this step."""
-        return min(self.start + (step + 1) * self.global_batch, self.end)
-
-    def numbers(self) -> Iterator[NDArray[np.int64]]:
-        """For each of this rank's steps, the numbers of the sequences to read."""
-        window = max(
-            1, WINDOW_SEQUENCES // self.batch_size
-        )  # one call of the order costs as much as thousands
-        for first in range(0, len(self), window):
-            parts = [self.slice(step) for step in range(first, min(first + window, len(self)))]
-            positions = np.concatenate([np.arange(part.start, part.stop) for part in parts])
-            ends = np.cumsum([len(part) for part in parts])
-            for numbers in np.split(self.order.take(positions), ends[:-1]):
-                if self.fill_last and len(numbers) < self.batch_size:
-                    numbers = np.append(numbers, np.full(self.batch_size - len(numbers), BLANK))
-                yield numbers
+    In the last step of an epoch a rank may have fewer, or none, in which case it has no such step here; with
+    `fill_last` its part is filled up with blanks, so that all ranks make as many steps of the same shape.
+    """
+    full = plan.global_batch_size // plan.world_size
+    window = max(1, WINDOW_SEQUENCES // full)  # one call of the order costs as much as hundreds of numbers
+    for first in range(0, len(plan), window):
+        steps = [plan.micro_batch(number) for number in range(first, min(first + window, len(plan)))]
+        positions = np.concatenate([np.arange(step.start, step.stop, dtype=np.int64) for step in steps])
+        ends = np.cumsum([len(step) for step in steps])
+        for step, numbers in zip(steps, np.split(order.take(positions), ends[:-1]), strict=True):
+            if fill_last:
+                numbers = np.append(numbers, np.full(full - len(numbers), BLANK))
+            if len(numbers):
+                yield step, numbers

@@ -57,6 +57,7 @@ def every_kind() -> dict[str, Any]:
         "not_a_number": float("inf"),
         "complex": 1 + 2j,
         "name": "gr\u00fc\u00df dich \U0001f600",
+        "no_bytes": b"",
         "raw": b"abc\x00\xff",
         "mutable": bytearray(b"xy"),
         "nothing": None,

@@ -53,11 +53,15 @@ class _Globals:
         self.first_slot = first_slot
         self.slots: dict[tuple[str, str], int] = {}
 
+    @property
+    def end_slot(self) -> int:
+        return self.first_slot + len(self.slots)
+
     def get(self, module: str, name: str) -> bytes:
         known = self.slots.get((module, name))
         if known is not None:
             return b"j" + struct.pack("<I", known)
-        slot = self.slots[module, name] = self.first_slot + len(self.slots)
+        slot = self.slots[module, name] = self.end_slot
         return f"c{module}\n{name}\n".encode() + b"r" + struct.pack("<I", slot)
 
 
@@ -66,17 +70,20 @@ class Prefix:
     program: bytes
     tensors: int
     slots: int
-    """Memo slots in use: tensors, then globals."""
+    """Memo slots in use: tensors, the empty bytes, then globals."""
 
 
 def prefix_for(recipes: Sequence[TensorRecipe]) -> Prefix:
-    names = _Globals(len(recipes))
+    names = _Globals(len(recipes) + 1)
     program = [_HEAD]
     for slot, recipe in enumerate(recipes):
         program.append(_tensor(recipe, names))
         program.append(b"r" + struct.pack("<I", slot))
+    # The pickler writes empty bytes as `bytes()`, which a safe load refuses; so they are made here, in a safe way.
+    program.append(names.get("_codecs", "encode") + _tuple(_string(""), _string("latin1")) + b"R")
+    program.append(b"r" + struct.pack("<I", len(recipes)))
     # What is left on the stack below the state is dropped when the pickle stops.
-    return Prefix(program=b"".join(program), tensors=len(recipes), slots=len(recipes) + len(names.slots))
+    return Prefix(program=b"".join(program), tensors=len(recipes), slots=names.end_slot)
 
 
 def body_for(state: object, leaves: Sequence[object], prefix: Prefix) -> bytes:
@@ -85,8 +92,9 @@ def body_for(state: object, leaves: Sequence[object], prefix: Prefix) -> bytes:
         raise AssertionError("the body belongs to another prefix")
     buffer = io.BytesIO()
     pickler = _BodyPickler(buffer, PROTOCOL)
-    fillers = [object() for _ in range(prefix.slots - prefix.tensors)]
-    pickler.memo = {id(leaf): (slot, leaf) for slot, leaf in enumerate([*leaves, *fillers])}
+    # Slots of the prefix that the body has no use for are taken by fillers, so that it numbers its own after them.
+    fillers = [object() for _ in range(prefix.slots - prefix.tensors - 1)]
+    pickler.memo = {id(known): (slot, known) for slot, known in enumerate([*leaves, b"", *fillers])}
     try:
         pickler.dump(state)
     except _Refused as refused:

@@ -361,8 +361,8 @@ def test_plain_client_whose_worker_is_replaced_is_told_and_not_left_waiting(shar
         arrived(shared, "l", 1)
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="replaced", job_id="left"))
         error = pending.exception(10)
-        assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
-        assert dict(error.trailing_metadata())["strata-code"] == "stale"
+        assert error.code() == grpc.StatusCode.ABORTED
+        assert dict(error.trailing_metadata())["strata-missing-bin"] == b"replaced"
 
 
 def test_one_worker_can_wait_only_so_often(shared: Coordinator) -> None:

@@ -26,11 +26,11 @@ from strata.coordinator.runtime import Runtime
 from strata.coordinator.service import CoordinatorService
 from strata.coordinator.settings import CoordinatorSettings, is_loopback
 from strata.errors import StrataError
-from strata.rpc import coordinator_pb2_grpc
+from strata.rpc.methods import handlers
 
 log = logging.getLogger("strata.coordinator")
 
-MESSAGE_LIMIT_BYTES = 4 << 20
+MESSAGE_LIMIT_BYTES = 16 << 20
 ANSWER_LIMIT_BYTES = 64 << 20
 SHUTDOWN_S = 3.0
 YOUNG_OBJECTS = 50_000
@@ -144,7 +144,7 @@ class Server:
             heartbeat_interval_s=settings.heartbeat_interval,
             worker_config={"heartbeat_timeout": f"{settings.heartbeat_timeout:g}"},
         )
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        server.add_generic_rpc_handlers((handlers(service),))
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)

@@ -19,9 +19,10 @@ from strata.coordinator.engine import Engine, InternalError
 from strata.coordinator.logs import LogStore
 from strata.coordinator.metrics import CoordinatorMetrics
 from strata.coordinator.sampling import count_samples
-from strata.coordinator.sessions import Outcome, Sessions, WorkerSession
+from strata.coordinator.sessions import Sessions, WorkerSession
+from strata.coordinator.waits import Outcome
+from strata.core import checks
 from strata.core.messages import (
-    BarrierTicket,
     Conflict,
     DatasetAccepted,
     DatasetId,
@@ -41,6 +42,7 @@ from strata.core.messages import (
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc, wire
+from strata.rpc.methods import Malformed
 
 log = logging.getLogger("strata.coordinator.grpc")
 
@@ -48,6 +50,13 @@ HELLO_TIMEOUT_S = 10.0
 MESSAGES_PER_SECOND = 2_000
 """What one session may send on average; it is read more slowly beyond that."""
 LOG_LINES_PER_BATCH = 2_000
+SHARDS_PER_PROGRESS = 10_000
+ITEMS_PER_MESSAGE = 20
+"""So many log lines or shards in one message weigh as much as a message."""
+LAST_WORDS_S = 1.0
+"""How long a session that is over may take to read why."""
+
+BROKEN_HINT = b"Look at the missing workers' logs; then meet at the barrier again."
 
 _END: object = grpc.aio.EOF  # type: ignore[attr-defined]
 
@@ -73,6 +82,8 @@ def _call(
     async def call(self: CoordinatorService, request: Request, context: Context) -> Answer:
         self.metrics.request(name)
         try:
+            if isinstance(request, Malformed):
+                raise unreadable(request)
             return await handler(self, request, context)
         except StrataError as error:
             await refuse(context, error)
@@ -88,6 +99,14 @@ async def refuse(context: Context, error: StrataError) -> NoReturn:
     trailers = (("strata-code", error.code), ("strata-hint-bin", error.hint.encode()))
     await context.abort(status, str(error), trailers)
     raise AssertionError("abort always raises")
+
+
+def unreadable(message: Malformed) -> InvalidArgument:
+    return InvalidArgument(
+        "message",
+        f"cannot be read: {message.why}.",
+        hint="Send what proto/strata/rpc/coordinator.proto describes; texts must be UTF-8.",
+    )
 
 
 class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
@@ -155,8 +174,10 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         membership = self.engine.cluster.membership
         worker_id = WorkerId(beat.worker_id)
         member = membership.admit(worker_id, incarnation=beat.incarnation)
+        report = wire.report(beat)
+        checks.report(report)
         membership.heard(worker_id, self.engine.clock.now())
-        membership.reports[worker_id] = wire.report(beat)
+        membership.reports[worker_id] = report
         return membership.job_generations[member.spec.job_id]
 
     # --- data -----------------------------------------------------------------------------------------------
@@ -228,15 +249,17 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             if not ended.done():
                 ended.set_result((outcome, order))
 
-        def then(reply: Reply) -> None:
-            self.sessions.when_ended(cast(BarrierTicket, reply), deliver)
-
-        await self.engine.submit(wire.arrive(request), then=then)
-        outcome, order = await ended
+        wait = self.sessions.waits.open(WorkerId(request.worker_id), deliver)
+        try:
+            await self.engine.submit(wire.arrive(request), then=wait.begin)
+            outcome, order = await ended
+        finally:
+            wait.close()
         answer = wire.barrier_outcome(outcome, order)
         if not answer.released:
             trailers = (
                 ("strata-code", "barrier_broken"),
+                ("strata-hint-bin", BROKEN_HINT),
                 ("strata-missing-bin", "\n".join(answer.missing).encode()),
             )
             await context.abort(grpc.StatusCode.ABORTED, barrier_text(request, answer.reason), trailers)
@@ -319,13 +342,15 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         writer = asyncio.create_task(self._write(session, context))
         reader = asyncio.create_task(self._read(session, context))
         try:
-            await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writer, reader, session.ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             reader.cancel()
-            if not session.over:
-                writer.cancel()
             self.sessions.close(session)
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            await asyncio.wait({writer}, timeout=LAST_WORDS_S)
+            writer.cancel()
+            failed, _ = await asyncio.gather(reader, writer, return_exceptions=True)
+        if isinstance(failed, StrataError):
+            await refuse(context, failed)
 
     async def _welcome(self, context: Context) -> WorkerSession:
         try:
@@ -333,6 +358,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 first = await context.read()
         except TimeoutError:
             raise InvalidArgument("hello", "did not come.", hint="Send Hello first.") from None
+        if isinstance(first, Malformed):
+            raise unreadable(first)
         if first is _END or first.WhichOneof("body") != "hello":
             raise InvalidArgument(
                 "hello", "must be the first message of a session.", hint="Send Hello first."
@@ -358,26 +385,27 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 await context.write(message)
 
     async def _read(self, session: WorkerSession, context: Context) -> None:
-        read_since_s, read = time.monotonic(), 0
+        since_s, weight = time.monotonic(), 0
         while not session.over:
             message = await context.read()
             if message is _END:
                 return
+            if isinstance(message, Malformed):
+                raise unreadable(message)
             try:
-                self._take(session, message)
-            except StrataError as error:
+                weight += self._take(session, message)
+            except (Stale, Unknown) as error:
                 session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=str(error))))
-                session.end(str(error))
-                return
-            read += 1
-            if read >= MESSAGES_PER_SECOND:
+                raise
+            if weight >= MESSAGES_PER_SECOND:
                 # Back-pressure for whoever sends faster than a second's worth in a second.
-                pause_s = read_since_s + 1.0 - time.monotonic()
+                pause_s = since_s + weight / MESSAGES_PER_SECOND - time.monotonic()
                 if pause_s > 0:
                     await asyncio.sleep(pause_s)
-                read_since_s, read = time.monotonic(), 0
+                since_s, weight = time.monotonic(), 0
 
-    def _take(self, session: WorkerSession, message: pb.WorkerMessage) -> None:
+    def _take(self, session: WorkerSession, message: pb.WorkerMessage) -> int:
+        """Handle one message; returns its weight in messages."""
         match message.WhichOneof("body"):
             case "heartbeat":
                 self.metrics.request("Session.heartbeat")
@@ -390,14 +418,17 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             case "progress":
                 self.metrics.request("Session.progress")
                 self._progress(session, message.progress)
+                return 1 + len(message.progress.shards) // ITEMS_PER_MESSAGE
             case "logs":
                 self.metrics.request("Session.logs")
                 entries = message.logs.entries[:LOG_LINES_PER_BATCH]
                 lines = ((e.timestamp, e.level, e.message, e.source, e.task_id) for e in entries)
                 lost = len(message.logs.entries) - len(entries) + message.logs.dropped
                 self.logs.add_from_worker(session.worker_id, lines, dropped=lost)
+                return 1 + len(message.logs.entries) // ITEMS_PER_MESSAGE
             case _:
                 pass  # A newer worker may say more than this version understands.
+        return 1
 
     def _arrive(self, session: WorkerSession, request: pb.WaitBarrierRequest) -> None:
         request.worker_id, request.incarnation = session.worker_id, session.incarnation
@@ -413,17 +444,28 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 )
             )
 
-        def answered(reply: Reply | StrataError) -> None:
-            if not isinstance(reply, StrataError):
-                self.sessions.when_ended(cast(BarrierTicket, reply), deliver)
-                return
-            answer = pb.WaitBarrierResponse(released=False, reason=str(reply))
+        def refused(refusal: StrataError) -> None:
+            answer = pb.WaitBarrierResponse(released=False, reason=str(refusal))
             session.push(
                 pb.CoordinatorMessage(
-                    barrier=pb.BarrierOutcome(call_id=request.call_id, outcome=answer, error_code=reply.code)
+                    barrier=pb.BarrierOutcome(
+                        call_id=request.call_id, outcome=answer, error_code=refusal.code
+                    )
                 )
             )
 
+        def answered(reply: Reply | StrataError) -> None:
+            if isinstance(reply, StrataError):
+                wait.close()
+                refused(reply)
+            else:
+                wait.begin(reply)
+
+        try:
+            wait = self.sessions.waits.open(session.worker_id, deliver, owner=session)
+        except Overloaded as refusal:
+            refused(refusal)
+            return
         try:
             self.engine.post(wire.arrive(request), answered)
         except Overloaded as refusal:
@@ -434,6 +476,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         member = membership.admit(session.worker_id, incarnation=session.incarnation)
         if progress.generation and progress.generation != membership.job_generations[member.spec.job_id]:
             return  # Progress of a generation that is over does not count; its reader is being told.
+        checks.between("shards in one progress message", len(progress.shards), 0, SHARDS_PER_PROGRESS)
         for item in progress.shards:
             key = (member.spec.job_id, DatasetId(item.dataset_id), int(item.epoch))
             self.engine.cluster.datasets.report(key, int(item.shard_id), int(item.samples_done))

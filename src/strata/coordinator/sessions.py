@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from strata.coordinator.engine import Clock
+from strata.coordinator.waits import Waits
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     BarrierBroken,
     BarrierReleased,
-    BarrierTicket,
     DatasetId,
     Event,
     JobId,
@@ -36,9 +36,6 @@ log = logging.getLogger("strata.coordinator.sessions")
 OUTBOX_LIMIT = 1_000
 GATHER_S = 0.05
 
-Outcome = BarrierReleased | BarrierBroken
-Round = tuple[JobId, str, int, int]
-
 
 class WorkerSession:
     """One worker's stream, seen from the coordinator."""
@@ -49,6 +46,7 @@ class WorkerSession:
         self.job_id = job_id
         self.over = ""
         """Why this session has ended, once it has."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox: deque[pb.CoordinatorMessage] = deque()
         self._news = asyncio.Event()
 
@@ -61,6 +59,8 @@ class WorkerSession:
 
     def end(self, why: str) -> None:
         self.over = self.over or why
+        if not self.ended.done():
+            self.ended.set_result(None)
         self._news.set()
 
     async def next_messages(self) -> list[pb.CoordinatorMessage]:
@@ -78,7 +78,7 @@ class Sessions:
         self._cluster = cluster
         self._clock = clock
         self._sessions: dict[WorkerId, WorkerSession] = {}
-        self._waiting: dict[Round, list[tuple[int, Callable[[Outcome, int], None]]]] = {}
+        self.waits = Waits()
         self._changed_jobs: dict[JobId, str] = {}
         self._changed_plans: dict[tuple[JobId, DatasetId], pb.PlanChanged] = {}
         self._flush: asyncio.TimerHandle | None = None
@@ -102,6 +102,7 @@ class Sessions:
     def close(self, session: WorkerSession) -> None:
         """The stream is gone. Without a goodbye its worker is suspect from now on."""
         session.end("its stream ended")
+        self.waits.close_all(session.worker_id, owner=session)
         if self._sessions.get(session.worker_id) is session:
             del self._sessions[session.worker_id]
             now = self._clock.now()
@@ -111,25 +112,13 @@ class Sessions:
         for session in self._sessions.values():
             session.end(why)
 
-    # --- barriers -------------------------------------------------------------------------------------------
-
-    def when_ended(self, ticket: BarrierTicket, deliver: Callable[[Outcome, int], None]) -> None:
-        """Call `deliver(outcome, order)` once the ticket's round has ended, now if it has."""
-        if ticket.outcome is not None:
-            deliver(ticket.outcome, ticket.order)
-            return
-        key = (ticket.job_id, ticket.barrier_id, ticket.step, ticket.round)
-        self._waiting.setdefault(key, []).append((ticket.order, deliver))
-
     # --- news -----------------------------------------------------------------------------------------------
 
     def committed(self, events: Sequence[Event]) -> None:
         for event in events:
             match event:
                 case BarrierReleased() | BarrierBroken():
-                    key = (event.job_id, event.barrier_id, event.step, event.round)
-                    for order, deliver in self._waiting.pop(key, ()):
-                        deliver(event, order)
+                    self.waits.ended(event)
                 case WorkerJoined():
                     if event.superseded:
                         self._fence(event.spec.worker_id, event.superseded, event.reason)

@@ -9,13 +9,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from strata.core.messages import DatasetSpec, InvalidArgument, WorkerSpec, shorten
+
+if TYPE_CHECKING:
+    from strata.core.membership import Report, Resources
 
 NAME_LIMIT = 256
 TEXT_LIMIT = 4096
 PAIRS_LIMIT = 64
 SAMPLES_LIMIT = 2**53  # beyond this JSON numbers lose digits
+METRICS_LIMIT = 32
+PERCENT_LIMIT = 1e6  # of one core, so that thousands of cores fit
 SHARDS_LIMIT = 5_000_000
 FILES_LIMIT = 100_000
 DEPTH_LIMIT = 32
@@ -52,12 +58,13 @@ def between(field: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # also refuses NaN
         raise InvalidArgument(
             field,
-            f"is {_number(value)}, which is outside {low:,} to {high:,}.",
+            f"is {number(value)}, which is outside {low:,} to {high:,}.",
             hint="Choose a value in that range.",
         )
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A number in a message: a caller may have sent one of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length():,} bits"
     return f"{value:,}"
@@ -146,3 +153,34 @@ def files(spec: DatasetSpec) -> None:
             f"is {spec.total_samples:,}, but the files hold {counted:,}.",
             hint="Leave it out, or correct it.",
         )
+
+
+def report(value: Report) -> None:
+    """What a heartbeat says. There are many of them: numbers are compared here, and explained where one is odd."""
+    if len(value.state) > 64 or len(value.task) > NAME_LIMIT:
+        text("state", value.state, limit=64)
+        text("current_task", value.task, limit=NAME_LIMIT)
+    if value.step > SAMPLES_LIMIT or value.epoch > SAMPLES_LIMIT:
+        between("current_step", value.step, 0, SAMPLES_LIMIT)
+        between("current_epoch", value.epoch, 0, SAMPLES_LIMIT)
+    if value.metrics:
+        between("number of metrics", len(value.metrics), 0, METRICS_LIMIT)
+        for key in value.metrics:
+            name("metrics key", key)
+    if value.resources is not None:
+        _resources(value.resources)
+
+
+def _resources(used: Resources) -> None:
+    between("cpu_percent", used.cpu_percent, 0, PERCENT_LIMIT)
+    largest = max(
+        used.memory_used_bytes,
+        used.disk_read_bytes,
+        used.disk_write_bytes,
+        used.network_rx_bytes,
+        used.network_tx_bytes,
+    )
+    between("bytes of memory, disk and network", largest, 0, SAMPLES_LIMIT)
+    for gpu in used.gpus:
+        between("utilization_percent", gpu.utilization_percent, 0, PERCENT_LIMIT)
+        between("bytes of GPU memory", max(gpu.memory_used_bytes, gpu.memory_total_bytes), 0, SAMPLES_LIMIT)

@@ -47,7 +47,7 @@ class WorkerView:
     current_step: int
     current_task: str | None
     resources: Resources | None
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     job_id: str
     rank: int | None
     incarnation: int

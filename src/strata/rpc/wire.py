@@ -21,6 +21,7 @@ from strata.core.messages import (
     DatasetSpec,
     DeregisterWorker,
     FileSpan,
+    InvalidArgument,
     JobId,
     NotifyCheckpoint,
     RegisterWorker,
@@ -31,7 +32,6 @@ from strata.core.messages import (
 from strata.rpc import coordinator_pb2 as pb
 
 DEFAULT_SHARD_SIZE = 10_000
-METRICS_LIMIT = 32
 
 NoticeStatus = Literal["in_progress", "completed", "failed", "removed"]
 STATUS_NAMES: dict[int, NoticeStatus] = {
@@ -70,9 +70,9 @@ def report(m: pb.HeartbeatRequest) -> Report:
         state=status.state,
         step=status.current_step,
         epoch=status.current_epoch,
-        task=status.current_task[:256],
+        task=status.current_task,
         resources=resources(m.resources) if m.HasField("resources") else None,
-        metrics=dict(status.metrics) if len(status.metrics) <= METRICS_LIMIT else {},
+        metrics=dict(status.metrics),
     )
 
 
@@ -135,7 +135,7 @@ def notify_checkpoint(m: pb.NotifyCheckpointRequest) -> NotifyCheckpoint:
         epoch=m.epoch,
         path=m.path,
         size_bytes=m.size_bytes,
-        status=STATUS_NAMES.get(m.status, "completed"),
+        status=_status(m.status),
         tiers=tuple(m.tiers),
         digest=m.digest,
         duration_s=m.duration_s,
@@ -144,6 +144,13 @@ def notify_checkpoint(m: pb.NotifyCheckpointRequest) -> NotifyCheckpoint:
         reason=m.reason,
         metadata=dict(m.metadata),
     )
+
+
+def _status(number: int) -> NoticeStatus:
+    name = STATUS_NAMES.get(number)
+    if name is None:
+        raise InvalidArgument("status", f"{number} is not a status.", hint="Use a CheckpointStatus.")
+    return name
 
 
 def report_recovery(m: pb.ReportRecoveryRequest) -> ReportRecovery:

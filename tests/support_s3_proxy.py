@@ -79,6 +79,7 @@ class S3Proxy:
         self.seen: list[Request] = []
         self.spoilt: list[Request] = []
         self.endpoint = ""
+        self.connections: set[asyncio.Task[None]] = set()
 
     def spoil(
         self,
@@ -109,13 +110,19 @@ class S3Proxy:
 
     async def serve(self, client: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
         server_side: asyncio.StreamWriter | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        self.connections.add(task)  # asyncio itself holds on to it only weakly.
         try:
             server, server_side = await asyncio.open_connection(*self._upstream)
             while await self._exchange(client, answers, server, server_side):
                 pass
         except (OSError, asyncio.IncompleteReadError):
             pass
+        except asyncio.CancelledError:
+            pass  # The proxy is closing; asyncio would report a cancelled connection as an error.
         finally:
+            self.connections.discard(task)
             answers.close()
             if server_side is not None:
                 server_side.close()
@@ -196,7 +203,7 @@ def s3_proxy(upstream: str) -> Iterator[S3Proxy]:
         started.set()
         await stop.wait()
         server.close()
-        connections = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        connections = list(proxy.connections)
         for connection in connections:
             connection.cancel()
         await asyncio.gather(*connections, return_exceptions=True)

@@ -32,8 +32,6 @@ _GRPC_OFFSET = 10_000  # SeaweedFS listens for gRPC this far above each port it 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seaweed:
     endpoint: str
-    filer: str
-    """Base URL of the file view, where unfinished uploads can be seen."""
     process: subprocess.Popen[bytes]
 
     def options(self, access_key: str = ACCESS_KEY, **more: Any) -> dict[str, Any]:
@@ -54,22 +52,6 @@ class Seaweed:
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_REGION": "us-east-1",
         }
-
-    def unfinished_uploads(self, bucket: str) -> list[str]:
-        """Multipart uploads of `bucket` that were neither completed nor aborted."""
-        host, _, path = self.filer.removeprefix("http://").partition("/")
-        connection = http.client.HTTPConnection(host, timeout=10)
-        try:
-            connection.request(
-                "GET", f"/{path}buckets/{bucket}/.uploads/", headers={"Accept": "application/json"}
-            )
-            response = connection.getresponse()
-            body = response.read()
-            if response.status == 404:
-                return []
-            return [entry["FullPath"] for entry in json.loads(body).get("Entries") or []]
-        finally:
-            connection.close()
 
 
 def weed_binary() -> str | None:
@@ -114,7 +96,7 @@ def seaweed(folder: Path) -> Iterator[Seaweed]:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     try:
         _wait_until_ready(process, s3, folder / "weed.log")
-        yield Seaweed(endpoint=f"http://127.0.0.1:{s3}", filer=f"http://127.0.0.1:{filer}/", process=process)
+        yield Seaweed(endpoint=f"http://127.0.0.1:{s3}", process=process)
     finally:
         process.kill()  # Asked politely it takes seconds, and nobody needs its data any more.
         process.wait(10)

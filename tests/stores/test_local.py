@@ -27,7 +27,8 @@ class TestLocalStoreOnDisk(_OnDirectory):
 
 
 class TestLocalStoreOnTmpfs(_OnDirectory):
-    kill_rounds = 6
+    large_bytes = 18 << 20
+    kill_rounds = 4
 
     @pytest.fixture
     def place(self, shm_folder: Path) -> Place:

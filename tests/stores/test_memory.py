@@ -21,6 +21,8 @@ MIB = 1 << 20
 
 
 class TestMemoryStore(StoreConformance):
+    large_bytes = 18 << 20
+
     @pytest.fixture
     def place(self, job_name: str) -> Iterator[Place]:
         yield Place(url=f"memory://{job_name}")

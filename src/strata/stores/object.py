@@ -5,8 +5,9 @@ Every object carries the mark of the write that made it, so a reply lost on the 
 that ends in doubt looks for its own mark, and has succeeded if it finds it. With `if_absent` the server decides
 who is first, in one request, which limits such values to 5 GiB. A read in parts is pinned to one version.
 
-What a killed process had uploaded of an unfinished value is invisible here but may be billed: give the bucket a
-lifecycle rule that ends incomplete multipart uploads. Clients do not survive `fork`; open a new store there.
+An upload that is given up is ended on the server. Parts of one whose process was killed, or that were still on
+their way, are invisible here but may be billed: give the bucket a lifecycle rule that ends incomplete multipart
+uploads. Clients do not survive `fork`; open a new store there.
 """
 
 from __future__ import annotations

@@ -55,12 +55,14 @@ def explain(error: BaseException, *, provider: Provider, bucket: str, key: str, 
     if any(source in text for source in _WHERE_CREDENTIALS_COME_FROM):
         return no_credentials(provider, bucket, key=key)
     if code in _BAD_BUCKET:
-        hint = (
-            f"Create it (aws s3 mb {place}), or correct its name."
-            if provider.tier == "S3"
-            else "Create it first."
+        how = f"Create it (aws s3 mb {place})" if provider.tier == "S3" else "Create it"
+        return Misconfigured(
+            f"{place} cannot be used: {cause}.",
+            tier=provider.tier,
+            key=key,
+            hint=f"{how}, or correct its name.",
+            reason=code,
         )
-        return made(Misconfigured, cause, hint, code)
     if code in _BAD_REGION or status == 301 or "LOCATION" in text:
         why = f"{cause or 'redirected'}: the bucket is in another region."
         return made(Misconfigured, why, "Set AWS_REGION to the region of the bucket.", code or "wrong region")

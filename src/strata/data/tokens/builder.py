@@ -11,7 +11,8 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -215,9 +216,9 @@ class _Build:
         return (header, meta) if same else None
 
     def run(self, progress: Progress) -> tuple[IndexHeader, IndexMeta]:
-        workfolder.adopt(self.folder, self._plan())
+        self.parts_folder = workfolder.for_plan(self.folder, self._plan())
         chunks = list(cut_into_chunks(self.sources, chunk_bytes=self.options.chunk_bytes))
-        merge = Merge(self.folder, token_bytes=self.part_options.token_bytes)
+        merge = Merge(self.parts_folder, token_bytes=self.part_options.token_bytes)
         try:
             self._tokenize_and_merge(chunks, merge, progress)
             self._check_sources_unchanged()
@@ -268,7 +269,7 @@ class _Build:
             for chunk in chunks[merged_before:]:
                 if failed:
                     return
-                if (part := finished_part(self.folder, chunk.number)) is None:
+                if (part := finished_part(self.parts_folder, chunk.number)) is None:
                     yield chunk
                 else:
                     ready[chunk.number] = part
@@ -281,24 +282,25 @@ class _Build:
 
         self.resumed_chunks = merged_before
         progress.begin(total_bytes=sum(shares), done_bytes=sum(shares[:merged_before]))
-        for chunk, outcome in self._outcomes(unfinished(), len(chunks) - merged_before):
-            if isinstance(outcome, StrataError):
-                failed[chunk.number] = outcome
-            else:
-                ready[chunk.number] = outcome
-                progress.advance(source_bytes=shares[chunk.number], tokens=outcome.tokens)
-            merge_ready()
+        with closing(self._outcomes(unfinished(), len(chunks) - merged_before)) as outcomes:
+            for chunk, outcome in outcomes:
+                if isinstance(outcome, StrataError):
+                    failed[chunk.number] = outcome
+                else:
+                    ready[chunk.number] = outcome
+                    progress.advance(source_bytes=shares[chunk.number], tokens=outcome.tokens)
+                merge_ready()
         merge_ready()
         if failed:
             raise failed[min(failed)]  # the first in the order of the files, however many processes met one
         assert merge.next_chunk == len(chunks)
 
-    def _outcomes(self, chunks: Iterator[Chunk], count: int) -> Iterator[Outcome]:
+    def _outcomes(self, chunks: Iterator[Chunk], count: int) -> Generator[Outcome]:
         processes = min(self.options.workers or self._useful_processes(), count)
         if processes <= 1:
-            return tokenize_here(chunks, self.tokenizer, self.part_options, self.folder)
+            return tokenize_here(chunks, self.tokenizer, self.part_options, self.parts_folder)
         return tokenize_in_processes(
-            chunks, self.tokenizer, self.part_options, self.folder, processes=processes
+            chunks, self.tokenizer, self.part_options, self.parts_folder, processes=processes
         )
 
     def _useful_processes(self) -> int:

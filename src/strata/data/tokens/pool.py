@@ -12,7 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -38,7 +38,7 @@ def available_cores() -> int:
 
 def tokenize_here(
     chunks: Iterator[Chunk], tokenizer: LoadedTokenizer, options: PartOptions, folder: Path
-) -> Iterator[Outcome]:
+) -> Generator[Outcome]:
     """One chunk after the other, in this process."""
     for chunk in chunks:
         yield chunk, attempt(chunk, tokenizer.encoder, options, folder)
@@ -46,7 +46,7 @@ def tokenize_here(
 
 def tokenize_in_processes(
     chunks: Iterator[Chunk], tokenizer: LoadedTokenizer, options: PartOptions, folder: Path, *, processes: int
-) -> Iterator[Outcome]:
+) -> Generator[Outcome]:
     """Several chunks at a time. A tokenizer that cannot travel to another process works here instead."""
     pickled = tokenizer.pickled()
     if pickled is None:

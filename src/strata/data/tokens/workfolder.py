@@ -1,7 +1,7 @@
 """The folder beside an index in which it is being built: `train.index.partial/`.
 
-One build at a time holds it, by a lock that goes with its process. What is in it is reused only by a build
-with the same plan; any other empties it first. It is gone once the index is published.
+One build at a time holds it, by a lock that goes with its process. What a killed build left in it is reused only
+by one with the same plan. It is gone once the index is published.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import xxhash
 
 log = logging.getLogger(__name__)
 
@@ -55,21 +57,18 @@ def _acquire(folder: Path) -> int:
         os.close(fd)  # the lock of a folder that is no more
 
 
-def adopt(folder: Path, plan: bytes) -> bool:
-    """Keep what an earlier build with the same plan left; empty the folder otherwise. Tells which."""
-    path = folder / "plan"
-    try:
-        if path.read_bytes() == plan:
-            return True
-    except FileNotFoundError:
-        pass
+def for_plan(folder: Path, plan: bytes) -> Path:
+    """The place for the parts of one plan; those of any other are removed. Only while holding the lock.
+
+    Plans have places of their own, so that a process of a killed build, which may live for another moment,
+    cannot leave a part of its plan among ours.
+    """
+    place = folder / xxhash.xxh3_128_hexdigest(plan)
     for entry in folder.iterdir():
-        if entry.name != "lock":
-            entry.unlink()
-    temporary = folder / f"plan.{os.getpid()}"
-    temporary.write_bytes(plan)
-    temporary.replace(path)
-    return False
+        if entry.is_dir() and entry != place:
+            shutil.rmtree(entry, ignore_errors=True)
+    place.mkdir(exist_ok=True)
+    return place
 
 
 def remove(folder: Path) -> None:

@@ -7,10 +7,11 @@ Exit codes: 0 done, 1 the answer is no (something is wrong that was asked about)
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 
-from strata.cli import listings, replay, serve
+from strata.cli import audit, demo, doctor, index, listings, replay, serve, validate
 from strata.cli.common import Unreachable, say_error
 from strata.errors import StrataError
 
@@ -22,8 +23,9 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(serve.serve)
-for command in (
+COMMANDS: tuple[Callable[..., None], ...] = (
+    serve.serve,
+    demo.demo,
     listings.status,
     listings.workers,
     listings.datasets,
@@ -32,9 +34,14 @@ for command in (
     listings.recoveries,
     listings.tasks,
     listings.logs,
-):
+    replay.replay,
+    audit.audit,
+    index.index,
+    validate.validate,
+    doctor.doctor,
+)
+for command in COMMANDS:
     app.command()(command)
-app.command()(replay.replay)
 
 
 def main() -> None:

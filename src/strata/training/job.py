@@ -132,7 +132,10 @@ class ElasticJob:
         self._preemption = Preemption(deadline_s=self.options.preemption_deadline_s)
         self._data.set_world(self.rank, self.world_size)
         self._link = open_link(
-            self._coordinator, job=self.name, rank=self.rank, metadata={"restarts": self._restarts}
+            self._coordinator,
+            job=self.name,
+            rank=self.rank,
+            metadata={"restarts": self._restarts, "pid": str(os.getpid())},
         )
         self._tell("recovering" if self._restarts != "0" else "loading")
         if self._keeps_state:
@@ -290,6 +293,7 @@ class ElasticJob:
         )
         if lasting:
             self._lasting = handle
+        self._tell("training")
 
     def _last_save_failed(self) -> bool:
         """Whether the last lasting save came to nothing; asked once about each."""

@@ -21,8 +21,12 @@ LEVELS = ("debug", "info", "warn", "error")
 _LEVEL_NAMES = {"warning": "warn", "critical": "error", "fatal": "error", "trace": "debug"}
 MESSAGE_LIMIT = 8_192
 ENTRIES_KEPT = 20_000
+CHARACTERS_KEPT = 16_000_000
 LINES_PER_SECOND = 500
-"""What one worker may send on average; bursts of ten times that are taken."""
+"""What one worker may send on average."""
+BURST_LINES = 10.0 * LINES_PER_SECOND
+LATEST_S = 1e11
+"""Far beyond any clock that is merely wrong; a line that claims a later time is given the present."""
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -72,9 +76,13 @@ class LogFilter:
 
 
 class LogStore:
-    def __init__(self, *, entries_kept: int = ENTRIES_KEPT) -> None:
-        self._entries: deque[LogView] = deque(maxlen=entries_kept)
-        self._next = 1
+    def __init__(self, *, entries_kept: int = ENTRIES_KEPT, characters_kept: int = CHARACTERS_KEPT) -> None:
+        self._entries_kept = entries_kept
+        self._characters_kept = characters_kept
+        self._characters = 0
+        self._entries: deque[LogView] = deque()
+        self._next = time.time_ns() // 1_000
+        """Ids grow over restarts too, so that whoever follows the log does not wait for numbers to come round."""
         self._budgets: dict[str, _Budget] = {}
         self.dropped_total = 0
         self.on_entries: Callable[[list[LogView]], None] = lambda entries: None
@@ -95,42 +103,36 @@ class LogStore:
     def add_from_worker(
         self, worker_id: str, lines: Iterable[tuple[float, str, str, str, str]], *, dropped: int = 0
     ) -> None:
-        """Lines of (at_s, level, message, source, task_id), within the worker's budget."""
-        budget = self._budgets.get(worker_id)
-        now_mono_s = time.monotonic()
-        if budget is None:
-            budget = self._budgets[worker_id] = _Budget(10.0 * LINES_PER_SECOND, now_mono_s)
-        refill = (now_mono_s - budget.filled_mono_s) * LINES_PER_SECOND
-        budget.tokens = min(10.0 * LINES_PER_SECOND, budget.tokens + refill)
-        budget.filled_mono_s = now_mono_s
+        """Lines of (at_s, level, message, source, task_id), within the worker's budget; `dropped` it lost itself."""
+        budget = self._refilled(worker_id)
         accepted = []
         for at_s, level, message, source, task_id in lines:
             if budget.tokens < 1.0:
-                budget.dropped += 1
+                dropped += 1
                 continue
             budget.tokens -= 1.0
             accepted.append(self._entry(level, message, source, at_s, task_id or None, worker_id))
         self.dropped_total += dropped
         budget.dropped += dropped
-        if budget.dropped and budget.tokens >= 1.0:
-            accepted.append(
-                self._entry(
-                    "warn",
-                    f"{budget.dropped:,} log lines of '{worker_id}' were dropped: it sent more than "
-                    f"{LINES_PER_SECOND} a second",
-                    "coordinator",
-                    time.time(),
-                    None,
-                    worker_id,
-                )
-            )
-            self.dropped_total += budget.dropped - dropped
-            budget.dropped = 0
         if accepted:
             self.on_entries(accepted)
 
-    def forget(self, worker_id: str) -> None:
-        self._budgets.pop(worker_id, None)
+    def report_drops(self) -> None:
+        """Called about once a second: says in the log itself what is missing from it."""
+        for worker_id in list(self._budgets):
+            budget = self._refilled(worker_id)
+            if budget.dropped:
+                self.add(
+                    level="warn",
+                    message=f"{budget.dropped:,} log lines of '{worker_id}' were dropped: more came than the "
+                    f"{LINES_PER_SECOND} a second that are kept",
+                    source="coordinator",
+                    at_s=time.time(),
+                    worker_id=worker_id,
+                )
+                budget.dropped = 0
+            elif budget.tokens >= BURST_LINES:
+                del self._budgets[worker_id]  # Quiet for long enough to begin anew.
 
     def newest(self, limit: int, wanted: LogFilter) -> list[LogView]:
         """Newest first, at most `limit`, all of them wanted."""
@@ -146,6 +148,16 @@ class LogStore:
     def __iter__(self) -> Iterator[LogView]:
         return iter(self._entries)
 
+    def _refilled(self, worker_id: str) -> _Budget:
+        now_mono_s = time.monotonic()
+        budget = self._budgets.get(worker_id)
+        if budget is None:
+            budget = self._budgets[worker_id] = _Budget(BURST_LINES, now_mono_s)
+        refill = (now_mono_s - budget.filled_mono_s) * LINES_PER_SECOND
+        budget.tokens = min(BURST_LINES, budget.tokens + refill)
+        budget.filled_mono_s = now_mono_s
+        return budget
+
     def _entry(
         self,
         level: str,
@@ -157,15 +169,18 @@ class LogStore:
     ) -> LogView:
         entry = LogView(
             id=f"log_{self._next:08x}",
-            timestamp=at_s,
+            timestamp=at_s if 0.0 <= at_s <= LATEST_S else time.time(),
             level=level_of(level),
             message=clean(message),
             source=clean(source)[:64] or "worker",
-            task_id=task_id,
+            task_id=clean(task_id)[:256] if task_id is not None else None,
             worker_id=worker_id,
         )
         self._next += 1
         self._entries.append(entry)
+        self._characters += len(entry.message)
+        while len(self._entries) > self._entries_kept or self._characters > self._characters_kept:
+            self._characters -= len(self._entries.popleft().message)
         return entry
 
 

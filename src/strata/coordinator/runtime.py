@@ -64,6 +64,7 @@ class Runtime:
     def pulse(self) -> None:
         """Once a second: what changes all the time is measured and published together."""
         self.metrics.sample()
+        self.logs.report_drops()
         if self.feed.readers:
             self.feed.publish("metrics", self._metrics(self.engine.cluster))
 

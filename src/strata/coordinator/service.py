@@ -166,7 +166,6 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: pb.DeregisterWorkerRequest, context: Context
     ) -> pb.DeregisterWorkerResponse:
         await self.engine.submit(wire.deregister_worker(request))
-        self.logs.forget(request.worker_id)
         return pb.DeregisterWorkerResponse(acknowledged=True)
 
     def _heard(self, beat: pb.HeartbeatRequest) -> int:

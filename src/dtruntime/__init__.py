@@ -1,1 +1,27 @@
 """The runtime's names as existing scripts import them. Everything lives in `strata`."""
+
+from __future__ import annotations
+
+from strata.checkpoint import CheckpointInfo, CheckpointManager, SaveHandle
+from strata.data.registry import DatasetRegistry
+from strata.data.shards import Shard
+from strata.worker.orchestrator import (
+    BarrierResult,
+    CheckpointRecord,
+    ShardAssignment,
+    TrainingOrchestrator,
+    WorkerConfig,
+)
+
+__all__ = [
+    "BarrierResult",
+    "CheckpointInfo",
+    "CheckpointManager",
+    "CheckpointRecord",
+    "DatasetRegistry",
+    "SaveHandle",
+    "Shard",
+    "ShardAssignment",
+    "TrainingOrchestrator",
+    "WorkerConfig",
+]

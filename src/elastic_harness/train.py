@@ -55,7 +55,7 @@ class Trainer:
         self.world = world
         self.device = _device(config, world)
         _seed_everything(config.training.seed, deterministic=config.training.deterministic)
-        tokens = _open_tokens(config)
+        self.tokens = tokens = _open_tokens(config)
         self.model = self._build_model(tokens)
         self.ddp = self._wrap(self.model)
         self.optimizer = self._build_optimizer()
@@ -171,6 +171,9 @@ class Trainer:
             coordinator=coordinator_address(self.config),
             stem=step_stem,
             tracer=tracer,
+            data_path=str(self.tokens.index.path),
+            data_format="tokens",
+            data_metadata={"seq_length": str(self.config.model.seq_length)},
             on_restored=self._on_restored,
             options=ElasticOptions(
                 save_every=saving.checkpoint_interval,

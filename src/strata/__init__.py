@@ -14,8 +14,11 @@ _HOMES = {
     "StrataError": "strata.errors",
     "AsyncCheckpointWriter": "strata.checkpoint",
     "CheckpointManager": "strata.checkpoint",
+    "DatasetRegistry": "strata.data.registry",
     "ElasticLoader": "strata.data.loader",
     "ElasticSampler": "strata.data.sampler",
+    "ShardManager": "strata.data.shards",
+    "StorageBackend": "strata.stores",
     "TrainingOrchestrator": "strata.worker.orchestrator",
     "audit": "strata.data.history",
     "elastic": "strata.training",
@@ -42,7 +45,10 @@ if TYPE_CHECKING:
     from strata.checkpoint import CheckpointManager as CheckpointManager
     from strata.data.history import audit as audit
     from strata.data.loader import ElasticLoader as ElasticLoader
+    from strata.data.registry import DatasetRegistry as DatasetRegistry
     from strata.data.sampler import ElasticSampler as ElasticSampler
+    from strata.data.shards import ShardManager as ShardManager
     from strata.errors import StrataError as StrataError
+    from strata.stores import StorageBackend as StorageBackend
     from strata.training import elastic as elastic
     from strata.worker.orchestrator import TrainingOrchestrator as TrainingOrchestrator

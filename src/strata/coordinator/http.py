@@ -22,7 +22,7 @@ from strata.coordinator.auth import Forbidden, Gatekeeper
 from strata.coordinator.logs import LogFilter
 from strata.coordinator.pages import Page
 from strata.coordinator.runtime import Runtime
-from strata.coordinator.sampling import count_samples
+from strata.coordinator.sampling import Previews, PreviewView, count_samples
 from strata.core import checks, views
 from strata.core.messages import (
     CreateTask,
@@ -36,6 +36,7 @@ from strata.core.messages import (
     TaskId,
     TaskSpec,
     Unknown,
+    WorkerId,
 )
 from strata.errors import StrataError
 
@@ -130,6 +131,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         redoc_url=None,
     )
     engine, pages, logs = runtime.engine, runtime.pages, runtime.logs
+    previews = Previews()
 
     async def page(name: str, request: Request) -> Response:
         return _page_response(await pages.get(name), request)
@@ -196,6 +198,18 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
                 hint="A plan exists once a worker has joined, and for the last epochs workers asked for.",
             )
         return _json(views.shard_plan(cluster, key))
+
+    @app.get(
+        "/api/datasets/{dataset_id}/preview", response_model=PreviewView, responses=_NOT_FOUND, tags=["data"]
+    )
+    async def preview(
+        dataset_id: NameInPath, worker_id: Words = None, limit: Annotated[int, Query(ge=1, le=20)] = 5
+    ) -> Response:
+        """Real samples: those `worker_id` reads now, or the first of the dataset."""
+        cluster = await engine.settled()
+        spec = cluster.datasets.get(DatasetId(dataset_id))
+        worker = WorkerId(worker_id) if worker_id is not None else None
+        return _json(await previews.show(cluster, spec, worker, limit))
 
     @app.get("/api/checkpoints", response_model=list[views.CheckpointView], tags=["checkpoints"])
     async def checkpoints(request: Request) -> Response:

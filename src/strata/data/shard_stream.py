@@ -68,9 +68,7 @@ class ShardStream:
         return records
 
     def _read(self, shard: Shard, done: int, count: int) -> ShardBatch:
-        order = EpochOrder(
-            total=len(shard), seed=_shard_seed(self._seed, shard.id), epoch=shard.epoch, shuffle=self._shuffle
-        )
+        order = shard_order(shard.id, len(shard), seed=self._seed, epoch=shard.epoch, shuffle=self._shuffle)
         ids = (order[done : done + count] + shard.start).tolist()
         many = getattr(self._samples, "__getitems__", None)
         data = many(ids) if many else [self._samples[i] for i in ids]
@@ -86,6 +84,6 @@ class ShardStream:
         self.progress[shard.id] = batch.stop - shard.start
 
 
-def _shard_seed(seed: int, shard: int) -> int:
-    """A seed of its own for every shard, the same on every machine."""
-    return seed * 1_000_003 + shard
+def shard_order(shard_id: int, size: int, *, seed: int, epoch: int, shuffle: bool) -> EpochOrder:
+    """The order in which a shard's samples are read: its own for every shard, the same on every machine."""
+    return EpochOrder(total=size, seed=seed * 1_000_003 + shard_id, epoch=epoch, shuffle=shuffle)

@@ -88,6 +88,9 @@ class ElasticJob:
         coordinator: str | None = None,
         stem: Stem = unique_stem,
         tracer: Tracer | None = None,
+        data_path: str = "",
+        data_format: str = "samples",
+        data_metadata: Mapping[str, str] | None = None,
         on_restored: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         if epochs is None and max_steps is None:
@@ -103,6 +106,7 @@ class ElasticJob:
         self.metrics: dict[str, float] = {}
         """Shown with this worker everywhere; `report` adds to it."""
         self._data = data
+        self._data_place = (data_path or data.dataset, data_format, dict(data_metadata or {}))
         self._epochs = epochs
         self._max_steps = max_steps
         self._state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
@@ -137,6 +141,9 @@ class ElasticJob:
             rank=self.rank,
             metadata={"restarts": self._restarts, "pid": str(os.getpid())},
         )
+        if self._link is not None and self.rank == 0:
+            path, kind, metadata = self._data_place
+            self._link.describe_data(self._data.sampler, path, kind, metadata)
         self._tell("recovering" if self._restarts != "0" else "loading")
         if self._keeps_state:
             self._manager = CheckpointManager(
@@ -226,6 +233,7 @@ class ElasticJob:
         if self._steps_here == 1:
             self._first_step()
         self.metrics["step_time_s"] = self._step_s
+        self.metrics["data_position"] = float(self._data.position)
         self._tell("training")
         self._agree()
         options = self.options

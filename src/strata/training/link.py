@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from strata.checkpoint.events import CheckpointInfo, Started
+from strata.data.sampler import ElasticSampler
 from strata.errors import StrataError
 from strata.training.trace import Recovery
 from strata.worker.errors import CoordinatorUnavailable, StaleWorker
@@ -26,6 +27,7 @@ log = logging.getLogger("strata.training")
 
 NOTICES_KEPT = 256
 JOIN_TIMEOUT_S = 3.0
+SHARDS_SHOWN = 256
 
 
 class CoordinatorLink:
@@ -50,6 +52,25 @@ class CoordinatorLink:
     ) -> None:
         with suppress(StaleWorker):  # The notice thread registers anew.
             self._orchestrator.heartbeat(step, epoch, state=state, metrics=metrics)
+
+    def describe_data(
+        self, sampler: ElasticSampler, path: str, data_format: str, metadata: Mapping[str, str]
+    ) -> None:
+        """So that everyone can see which data this is, how far it has come and what is being read."""
+
+        def register() -> None:
+            self._orchestrator.register_dataset(
+                sampler.dataset,
+                path,
+                data_format,
+                sampler.total,
+                -(-sampler.total // SHARDS_SHOWN),
+                sampler.shuffle,
+                sampler.seed,
+                metadata,
+            )
+
+        self._put(register)
 
     def recovered(self, recovery: Recovery) -> None:
         self._put(

@@ -33,6 +33,7 @@ class CheckpointInfo:
     generation: int = 0
     author: str = ""
     parent: CheckpointId | None = None
+    lasting_parent: CheckpointId | None = None
 
     @classmethod
     def of(
@@ -57,6 +58,7 @@ class CheckpointInfo:
             generation=manifest.generation,
             author=manifest.author,
             parent=manifest.parent,
+            lasting_parent=manifest.lasting_parent,
         )
 
 

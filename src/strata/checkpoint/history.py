@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from strata.checkpoint.events import MEMORY
+from strata.checkpoint.events import MEMORY, CheckpointInfo
 from strata.checkpoint.manifest import CheckpointId, Manifest
 from strata.checkpoint.restore import Source
 
@@ -17,21 +17,20 @@ class Line:
     sequence: int = 0
     generation: int = 0
     parent: CheckpointId | None = None
-    """Always one in a lasting tier: what is only in memory comes and goes."""
+    lasting_parent: CheckpointId | None = None
 
     @classmethod
     def read(cls, sources: Iterable[Source]) -> Line:
         """What there is in all tiers. Raises where a tier cannot be read: a checkpoint that did not know what came
         before it would be taken for older than it is."""
         line = cls()
-        newest: Manifest | None = None
-        for source in sources:
-            for entry in source.list(fresh=False).entries:
-                line.sequence = max(line.sequence, entry.manifest.sequence)
-                line.generation = max(line.generation, entry.manifest.generation)
-                if source.tier != MEMORY and (newest is None or newest.order < entry.manifest.order):
-                    newest = entry.manifest
-        line.parent = newest.checkpoint_id if newest else None
+        manifests = {source: [e.manifest for e in source.list(fresh=False).entries] for source in sources}
+        everything = [manifest for found in manifests.values() for manifest in found]
+        lasting = [m for source, found in manifests.items() if source.tier != MEMORY for m in found]
+        line.sequence = max((manifest.sequence for manifest in everything), default=0)
+        line.generation = max((manifest.generation for manifest in everything), default=0)
+        line.parent = _newest(everything)
+        line.lasting_parent = _newest(lasting)
         return line
 
     def extend(self, draft: Manifest, *, lasting: bool) -> Manifest:
@@ -39,12 +38,32 @@ class Line:
         coordinator that lost its count cannot make new checkpoints look old."""
         self.sequence += 1
         self.generation = max(self.generation, draft.generation)
-        placed = replace(draft, sequence=self.sequence, generation=self.generation, parent=self.parent)
+        placed = replace(
+            draft,
+            sequence=self.sequence,
+            generation=self.generation,
+            parent=self.parent,
+            lasting_parent=self.lasting_parent,
+        )
+        self.parent = placed.checkpoint_id
         if lasting:
-            self.parent = placed.checkpoint_id
+            self.lasting_parent = placed.checkpoint_id
         return placed
 
-    def retract(self, placed: Manifest) -> None:
-        """The newest checkpoint did not come to be: go on from the one before."""
-        if self.parent == placed.checkpoint_id:
+    def go_back_to(self, info: CheckpointInfo) -> None:
+        """Training goes on from this checkpoint."""
+        is_lasting = any(tier != MEMORY for tier in info.tiers)
+        self.parent = info.checkpoint_id
+        self.lasting_parent = info.checkpoint_id if is_lasting else info.lasting_parent
+
+    def retract(self, placed: Manifest, *, tiers: Collection[str]) -> None:
+        """The newest checkpoint reached these tiers only: where it did not come to be, the one before counts."""
+        if self.lasting_parent == placed.checkpoint_id and all(tier == MEMORY for tier in tiers):
+            self.lasting_parent = placed.lasting_parent
+        if self.parent == placed.checkpoint_id and not tiers:
             self.parent = placed.parent
+
+
+def _newest(manifests: Iterable[Manifest]) -> CheckpointId | None:
+    newest = max(manifests, key=lambda manifest: manifest.order, default=None)
+    return newest.checkpoint_id if newest else None

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from strata.checkpoint.catalog import Catalog
 from strata.checkpoint.cleaning import remove_orphans, remove_superseded
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
-from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
+from strata.checkpoint.events import CheckpointInfo, Observer, SaveHandle
 from strata.checkpoint.history import Line
 from strata.checkpoint.identity import this_process
 from strata.checkpoint.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
@@ -274,10 +274,8 @@ class CheckpointManager:
         """`load`, to go on training from: what is saved next continues this checkpoint's line, and newer
         checkpoints of another line are given up in favour of it."""
         restored = self._load(step, checkpoint_id, into, trusted_source)
-        is_lasting = any(tier != MEMORY for tier in restored.info.tiers)
         with self._lock:
-            line = self._look_around()
-            line.parent = restored.info.checkpoint_id if is_lasting else restored.info.parent
+            self._look_around().go_back_to(restored.info)
         return restored
 
     # Ending
@@ -459,8 +457,8 @@ class CheckpointManager:
     def _ended(self, save: Save, error: SaveFailed | None) -> None:
         with self._lock:
             self._pending.pop(save.draft.checkpoint_id, None)
-            if self._line is not None and all(tier == MEMORY for tier, _ in save.places):
-                self._line.retract(save.draft)
+            if self._line is not None:
+                self._line.retract(save.draft, tiers=[tier for tier, _ in save.places])
             if error is not None and self._policy.on_error != "warn":
                 self._failed = self._failed or error
 

@@ -74,6 +74,9 @@ class Manifest:
     sequence: int = 0
     author: str = ""
     parent: CheckpointId | None = None
+    """The checkpoint training had reached or was restored from before this one, in whatever tier."""
+    lasting_parent: CheckpointId | None = None
+    """The nearest such one that was to outlive the job; the parent itself may have been in memory only."""
 
     @property
     def size_bytes(self) -> int:
@@ -132,6 +135,7 @@ class Manifest:
             "sequence": self.sequence,
             "author": self.author,
             "parent": self.parent,
+            "lasting_parent": self.lasting_parent,
         }
         return _seal(_canonical(body))
 
@@ -183,6 +187,7 @@ def decode(raw: bytes, *, path: str) -> Manifest:
             sequence=body["sequence"],
             author=body["author"],
             parent=body["parent"],
+            lasting_parent=body["lasting_parent"],
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(path=path, reason=f"the manifest is not readable ({type(error).__name__})") from error

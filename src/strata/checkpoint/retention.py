@@ -60,14 +60,13 @@ def removals(
 
 
 def _follow(ordered: Sequence[Manifest]) -> Iterator[Manifest]:
-    """From the newest along parents. A parent that is not there (it was only in memory, or is damaged, or went
-    already) is passed over to the newest one older than the child."""
+    """From the newest along parents. Where a parent is not there (it was only in memory, or is damaged, or went
+    already) its nearest lasting one is next, and where that is not there either, the newest one that is older."""
     known = {manifest.checkpoint_id: manifest for manifest in ordered}
     current = ordered[0] if ordered else None
     while current is not None:
         yield current
-        child = current
-        parent = known.get(child.parent) if child.parent is not None else None
-        if parent is None or parent.order >= child.order:
-            parent = next((other for other in ordered if other.order < child.order), None)
-        current = parent
+        named = [known[name] for name in (current.parent, current.lasting_parent) if name in known]
+        older = [other for other in named if other.order < current.order]
+        older += [other for other in ordered if other.order < current.order][:1]
+        current = older[0] if older else None

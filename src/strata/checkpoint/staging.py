@@ -12,6 +12,7 @@ Room is allocated before it is written to, so a full /dev/shm is an error and ne
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import mmap
 import os
@@ -20,6 +21,7 @@ import shutil
 import stat
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ SHARED_MEMORY = Path("/dev/shm")
 MARK_NAME = "mark.json"
 OWNER_NAME = "owner"
 GRACE_S = 600.0
+_numbers = itertools.count()  # Two managers of one process have images of their own.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,9 @@ class ImageBuffer:
         self.unmark()
         self._unmap()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.path.unlink(
+            missing_ok=True
+        )  # A new file: who still has the old one mapped must not see it shrink.
         placement = plan.lay_out(str(self.path))
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -125,7 +131,8 @@ class ImageBuffer:
             copier.copy(self.copying, self._targets, self.plan.sources(prepared.tensors), self._groups)
         except BaseException as error:
             self.copying.fail(error)
-            raise
+            if not isinstance(error, Exception):
+                raise
 
     def mark(self, manifest: Manifest) -> None:
         """Make the image a checkpoint of the memory tier."""
@@ -147,7 +154,8 @@ class ImageBuffer:
         self._is_page_locked = False
         self._bytes = None
         if self._map is not None:
-            self._map.close()
+            with contextlib.suppress(BufferError):  # A traceback may hold a view; the map goes with it.
+                self._map.close()
             self._map = None
 
     def close(self) -> None:
@@ -198,7 +206,7 @@ class Staging:
         self._images = images
         self._root = root
         self._process = this_process()
-        self._folder = job_folder(job, root=root) / self._process.token
+        self._folder = job_folder(job, root=root) / f"{self._process.token}.{next(_numbers)}"
         self._buffers: list[ImageBuffer] = []
         self._changed = threading.Condition()
         self._is_open = False
@@ -277,7 +285,9 @@ class Staging:
                 return  # A forked child holds nothing.
             for buffer in self._buffers:
                 buffer.close()
-            if not keep:
+            if keep and self._folder.exists():
+                self._folder.rename(self._folder.with_name(f"left-{uuid.uuid4().hex}"))
+            else:
                 remove_tree(self._folder)
                 _remove_if_empty(self._folder.parent)
             self._buffers = []
@@ -399,9 +409,9 @@ def _job_is_dead(job: Path, grace_s: float) -> bool:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether the process that a folder is named after is gone."""
+    """Whether nobody holds a folder: the process it is named after is gone, or has let go of it."""
     try:
-        return Process.parse(folder.name).is_gone()
+        return Process.parse(folder.name.partition(".")[0]).is_gone()
     except ValueError:
         return True
 

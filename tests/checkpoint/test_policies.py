@@ -1,0 +1,334 @@
+"""Errors and full pipelines: by policy, never silent, and older checkpoints stay loadable."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.checkpoint import (
+    CheckpointInfo,
+    CheckpointManager,
+    Memory,
+    Policy,
+    SaveFailed,
+    SaveSkipped,
+    Started,
+)
+from strata.stores import BlobWriter, NoSpace, Store, Unavailable, open_store
+from strata.stores.faulty import Fault, FaultyStore, Operation
+from strata.stores.protocol import Buffer
+from tests.checkpoint.states import assert_is_step, small_state
+from tests.stores.mounts import small_tmpfs
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def on_started(self, save: Started) -> None:
+        self.events.append(("started", save.step, save.tiers))
+
+    def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None:
+        assert size_bytes > 0
+        assert seconds > 0
+        self.events.append(("tier", save.step, tier))
+
+    def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None:
+        self.events.append(("completed", save.step, info.tiers))
+
+    def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None:
+        self.events.append(("failed", save.step, str(error)))
+
+
+class SlowStore:
+    """A store that waits for permission before it makes a payload visible."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.may_write = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def open_write(self, key: str, **options: Any) -> BlobWriter:
+        assert self.may_write.wait(60)
+        return self._inner.open_write(key, **options)
+
+
+def failing(
+    inner: Store, fault: Fault, *, times: int = 10**6, after: int = 0, operation: str = "write"
+) -> FaultyStore:
+    """Payload operations fail `times` times, after letting `after` of them pass."""
+    counted = iter(range(10**9))
+
+    def choose(found: Operation, chance: object) -> Fault | None:
+        if found.name != operation or not found.key.endswith((".pt", ".bin")):
+            return None
+        return fault if after <= next(counted) < after + times else None
+
+    return FaultyStore(inner, choose=choose)
+
+
+def test_an_observer_hears_of_every_stage(folder: Path, memory: Memory) -> None:
+    seen = Recorder()
+    with CheckpointManager(folder, memory=memory, observer=seen) as manager:
+        manager.save(small_state(1), step=1).result(30)
+    assert seen.events[0] == ("started", 1, ("NVME",))
+    assert {event[2] for event in seen.events if event[0] == "tier"} == {"MEMORY", "NVME"}
+    assert seen.events[-1][:2] == ("completed", 1)
+
+
+def test_an_observer_that_fails_does_no_harm(
+    folder: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Recorder):
+        def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None:
+            raise RuntimeError("no network")
+
+    with CheckpointManager(folder, memory=memory, observer=Broken()) as manager:
+        assert manager.save(small_state(1), step=1).result(30).step == 1
+    assert "no network" in caplog.text
+
+
+def test_with_fail_the_next_call_raises_what_happened(folder: Path, memory: Memory) -> None:
+    seen = Recorder()
+    store = failing(open_store(folder), Fault.DEVICE_ERROR, times=1)
+    with CheckpointManager(store, memory=memory, policy=Policy(on_error="fail"), observer=seen) as manager:
+        handle = manager.save(small_state(1), step=1)
+        with pytest.raises(
+            SaveFailed, match=r"\[NVME\] Failed to save checkpoint to '.*': Input/output error"
+        ) as caught:
+            handle.result(30)
+        assert (caught.value.tier, caught.value.step) == ("NVME", 1)
+        with pytest.raises(SaveFailed):
+            manager.save(small_state(2), step=2)
+        assert_is_step(manager.load(manager.save(small_state(3), step=3).result(30).step), 3)
+    assert ("failed", 1, str(caught.value)) in seen.events
+
+
+def test_with_warn_training_goes_on_and_the_log_says_why(
+    folder: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = failing(open_store(folder), Fault.DEVICE_ERROR, times=2, after=1)
+    with (
+        CheckpointManager(store, memory=memory, policy=Policy(on_error="warn")) as manager,
+        caplog.at_level(logging.WARNING),
+    ):
+        for step in range(1, 5):
+            manager.save(small_state(step), step=step)
+        assert manager.wait_pending(30)
+        durable = [info.step for info in manager.all_checkpoints() if "NVME" in info.tiers]
+    assert durable == [4, 1]
+    assert caplog.text.count("Failed to save checkpoint") == 2
+
+
+def test_with_retry_a_passing_fault_is_overcome(
+    folder: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = failing(open_store(folder), Fault.REFUSED, times=2)
+    policy = Policy(on_error="retry", retries=2, retry_delay_s=0.01)
+    with CheckpointManager(store, memory=memory, policy=policy) as manager, caplog.at_level(logging.WARNING):
+        assert manager.save(small_state(1), step=1).result(30).tiers == ("MEMORY", "NVME")
+    assert caplog.text.count("Trying again") == 2
+
+
+def test_with_retry_a_lasting_fault_is_raised_in_the_end(folder: Path, memory: Memory) -> None:
+    store = failing(open_store(folder), Fault.REFUSED)
+    policy = Policy(on_error="retry", retries=2, retry_delay_s=0.01)
+    with CheckpointManager(store, memory=memory, policy=policy) as manager:
+        handle = manager.save(small_state(1), step=1)
+        with pytest.raises(SaveFailed):
+            handle.result(30)
+        with pytest.raises(SaveFailed):
+            manager.wait_pending()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".manifest.json"])
+def test_a_lost_reply_is_not_a_lost_checkpoint(folder: Path, memory: Memory, suffix: str) -> None:
+    lost = iter([True])
+
+    def choose(found: Operation, chance: object) -> Fault | None:
+        if found.name == "commit" and found.key.endswith(suffix) and next(lost, False):
+            return Fault.LOST_REPLY
+        return None
+
+    policy = Policy(on_error="retry", retries=1, retry_delay_s=0.0)
+    with CheckpointManager(
+        FaultyStore(open_store(folder), choose=choose), memory=memory, policy=policy
+    ) as manager:
+        manager.save(small_state(1), step=1).result(30)
+        assert [info.step for info in manager.all_checkpoints()] == [1]
+        assert_is_step(manager.load(), 1)
+    assert len(list(folder.glob("*.pt"))) == len(list(folder.glob("*.manifest.json"))) == 1
+
+
+def test_a_store_that_lies_about_its_writes_is_found_out_on_load(
+    tmp_path: Path, memory: Memory, job: str
+) -> None:
+    near = failing(open_store(tmp_path / "near"), Fault.SHORT_WRITE, times=1)
+    with CheckpointManager([near, tmp_path / "far"], memory=memory) as manager:
+        manager.save(small_state(1), step=1).result(30)
+    with CheckpointManager([tmp_path / "near", tmp_path / "far"], memory=memory) as manager:
+        restored = manager.restore()
+    assert_is_step(restored.state, 1)
+    assert "its manifest says" in restored.reasons[0]
+
+
+def test_one_tier_may_fail_and_the_other_has_it(tmp_path: Path, memory: Memory) -> None:
+    near = failing(open_store(tmp_path / "near"), Fault.DEVICE_ERROR)
+    with CheckpointManager(
+        [near, tmp_path / "far"], memory=memory, policy=Policy(on_error="warn")
+    ) as manager:
+        info = manager.save(small_state(1), step=1).result(30)
+    assert info.path.startswith(str(tmp_path / "far"))
+    assert len(info.failures) == 1
+    assert "Input/output error" in info.failures[0]
+
+
+@pytest.fixture
+def slow(folder: Path) -> Iterator[SlowStore]:
+    store = SlowStore(open_store(folder))
+    yield store
+    store.may_write.set()
+
+
+def test_a_full_pipeline_skips_with_a_reason_when_told_to(
+    slow: SlowStore, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(slow, memory=memory, policy=Policy(when_full="skip")) as manager:
+        handles = [manager.save(small_state(step), step=step) for step in range(1, 5)]
+        with pytest.raises(SaveSkipped, match="still being written"):
+            handles[3].result(0)
+        slow.may_write.set()
+        assert manager.wait_pending(30)
+        assert [info.step for info in manager.all_checkpoints() if "NVME" in info.tiers] == [2, 1]
+    assert "skipped" in caplog.text
+
+
+def test_a_full_pipeline_makes_the_next_save_wait_otherwise(slow: SlowStore, memory: Memory) -> None:
+    with CheckpointManager(slow, memory=memory) as manager:
+        for step in (1, 2):
+            manager.save(small_state(step), step=step)
+        third = threading.Thread(target=manager.save, args=(small_state(3),), kwargs={"step": 3})
+        third.start()
+        third.join(0.1)
+        assert third.is_alive()
+        slow.may_write.set()
+        third.join(30)
+        assert not third.is_alive()
+        assert manager.wait_pending(30)
+        assert [info.step for info in manager.all_checkpoints()] == [3, 2, 1]
+
+
+def test_a_save_to_memory_alone_touches_no_store(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(small_state(1), step=1).result(30)
+        assert manager.save(small_state(2), step=2, tiers=["MEMORY"]).result(30).tiers == ("MEMORY",)
+        manager.save(small_state(3), step=3).result(30)
+        assert [info.step for info in manager.all_checkpoints()] == [3, 2, 1]
+    with CheckpointManager(folder, memory=memory) as manager:
+        assert [info.step for info in manager.all_checkpoints()] == [3, 1]
+
+
+def test_the_last_save_of_a_script_is_not_lost(folder: Path, memory: Memory, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import sys\nfrom strata.checkpoint import CheckpointManager, Memory\n"
+        "from tests.checkpoint.states import small_state\n"
+        f"manager = CheckpointManager({str(folder)!r}, memory=Memory(job={memory.job!r}))\n"
+        "manager.save(small_state(5), step=5)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    with CheckpointManager(folder, memory=memory) as manager:
+        assert_is_step(manager.load(), 5)
+
+
+def test_no_room_is_noticed_before_a_save_begins(tmp_path: Path, memory: Memory) -> None:
+    with (
+        small_tmpfs(tmp_path / "small", size_bytes=4 << 20) as at,
+        CheckpointManager(at, memory=memory, policy=Policy(on_error="warn")) as manager,
+    ):
+        manager.save(small_state(1), step=1).result(30)
+        handle = manager.save(small_state(2, elements=1_000_000), step=2)
+        with pytest.raises(
+            SaveFailed, match=r"\[NVME\] Failed to save checkpoint to '.*': No space left on device"
+        ) as caught:
+            handle.result(0)
+        assert isinstance(caught.value.__cause__, NoSpace)
+        assert len(list(at.glob("*.pt"))) == 1
+        manager.save(small_state(3), step=3).result(30)
+        assert_is_step(manager.load(step=1), 1)
+
+
+class BlindStore:
+    """A store that does not know how much room it has."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def free_bytes(self) -> int:
+        return 1 << 40
+
+    def open_write(self, key: str, **options: Any) -> BlobWriter:
+        options.pop("size_hint_bytes", None)
+        return self._inner.open_write(key, **options)
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        with self.open_write(key, if_absent=if_absent) as writer:
+            writer.write(data)
+            writer.commit()
+
+
+@pytest.mark.parametrize("room_bytes", [64 << 10, 300 << 10, 700 << 10])
+def test_a_disk_that_fills_up_half_way_costs_one_save_and_nothing_else(
+    tmp_path: Path, memory: Memory, room_bytes: int
+) -> None:
+    """Room for one checkpoint and some bytes: the second one hits the end of the device while it is written."""
+    first = small_state(1)
+    with small_tmpfs(
+        tmp_path / "small", size_bytes=400 << 10 if room_bytes < 100 << 10 else (400 << 10) + room_bytes
+    ) as at:
+        with CheckpointManager(
+            BlindStore(open_store(at)), memory=memory, policy=Policy(on_error="warn")
+        ) as manager:
+            manager.save(first, step=1).result(30)
+            handle = manager.save(small_state(2, elements=300_000), step=2)
+            with pytest.raises(SaveFailed, match="No space left on device"):
+                handle.result(30)
+            assert_is_step(manager.load(step=1), 1)
+            manager.save(b"small", step=3).result(30)
+        left = sorted(path.name for path in at.rglob("*") if path.is_file())
+        assert len(left) == 4, left  # Two payloads, two manifests, nothing temporary.
+        with CheckpointManager(at, memory=memory) as manager:
+            assert manager.load() == b"small"
+            assert_is_step(manager.load(step=1), 1)
+
+
+def test_history_that_cannot_be_read_stops_a_save_and_not_the_training(folder: Path, memory: Memory) -> None:
+    def choose(found: Operation, chance: object) -> Fault | None:
+        return Fault.REFUSED if found.name == "list" else None
+
+    store = FaultyStore(open_store(folder), choose=choose)
+    with CheckpointManager(store, memory=memory, policy=Policy(on_error="warn")) as manager:
+        with pytest.raises(SaveFailed) as caught:
+            manager.save(small_state(1), step=1).result(30)
+    assert isinstance(caught.value.__cause__, Unavailable)
+
+
+def test_policies_are_checked() -> None:
+    with pytest.raises(ValueError, match="on_error"):
+        Policy(on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="when_full"):
+        Policy(when_full="drop")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="negative"):
+        Policy(retries=-1)

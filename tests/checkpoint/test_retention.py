@@ -1,0 +1,162 @@
+"""Retention keeps what a recovery could need, whatever the history looks like."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata.checkpoint.manifest import BYTES, CheckpointId, Manifest
+from strata.checkpoint.retention import line, removals
+
+
+def checkpoint(
+    sequence: int,
+    *,
+    step: int | None = None,
+    parent: int | None = None,
+    generation: int = 0,
+    created_at: float = 0.0,
+) -> Manifest:
+    return Manifest(
+        checkpoint_id=CheckpointId(f"c{sequence}"),
+        step=sequence * 10 if step is None else step,
+        epoch=0,
+        created_at=created_at,
+        format=BYTES,
+        parts=(),
+        generation=generation,
+        sequence=sequence,
+        parent=CheckpointId(f"c{parent}") if parent is not None else None,
+    )
+
+
+def straight(count: int) -> list[Manifest]:
+    return [checkpoint(n, parent=n - 1 if n > 1 else None) for n in range(1, count + 1)]
+
+
+def names(manifests: list[Manifest]) -> list[str]:
+    return [manifest.checkpoint_id for manifest in manifests]
+
+
+def removed(manifests: list[Manifest], **options: object) -> list[str]:
+    return [removal.manifest.checkpoint_id for removal in removals(manifests, **options)]  # type: ignore[arg-type]
+
+
+def test_the_newest_few_of_a_straight_history_stay() -> None:
+    assert removed(straight(5), keep_count=2) == ["c1", "c2", "c3"]
+    assert removed(straight(2), keep_count=2) == []
+
+
+def test_after_going_back_the_line_counts_and_not_the_step() -> None:
+    # Steps 10 to 50, back to 20, then 30 and 40 again: what matters now is 40', 30', 20, 10.
+    history = [*straight(5), checkpoint(6, step=30, parent=2), checkpoint(7, step=40, parent=6)]
+    assert names(line(history))[:4] == ["c7", "c6", "c2", "c1"]
+    assert removed(history, keep_count=3) == ["c1", "c3", "c4", "c5"]
+    reasons = {removal.manifest.checkpoint_id: removal.reason for removal in removals(history, keep_count=3)}
+    assert "another line" in reasons["c5"]
+    assert "newer" in reasons["c1"]
+
+
+def test_what_is_read_or_written_stays() -> None:
+    assert removed(straight(5), keep_count=1, in_use={CheckpointId("c2")}) == ["c1", "c3", "c4"]
+
+
+def test_damaged_ones_do_not_count_and_go_when_there_is_a_good_one() -> None:
+    damaged = {CheckpointId("c5"), CheckpointId("c4")}
+    assert removed(straight(5), keep_count=2, damaged=damaged) == ["c1", "c4", "c5"]
+
+
+def test_when_all_are_damaged_none_is_given_up() -> None:
+    history = straight(3)
+    assert removed(history, keep_count=1, damaged={manifest.checkpoint_id for manifest in history}) == []
+
+
+def test_a_parent_that_is_not_there_is_passed_over() -> None:
+    history = [checkpoint(1), checkpoint(2, parent=1), checkpoint(5, parent=4)]
+    assert names(line(history)) == ["c5", "c2", "c1"]
+
+
+def test_a_parent_in_memory_leads_on_to_its_lasting_one() -> None:
+    # Back from c3 to c1; then c4 in memory only, which a store does not have, and c5.
+    history = [*straight(3), replace(checkpoint(5, parent=4), lasting_parent=CheckpointId("c1"))]
+    assert names(line(history)) == ["c5", "c1", "c3", "c2"]
+    assert removed(history, keep_count=2) == ["c2", "c3"]
+
+
+def test_neither_clock_nor_step_decides_what_is_newer() -> None:
+    early = checkpoint(1, step=900, created_at=2_000_000.0)
+    late = checkpoint(2, step=100, parent=1, created_at=1_000_000.0)
+    assert names(line([early, late])) == ["c2", "c1"]
+
+
+def test_a_writer_of_an_older_generation_is_not_newest_however_long_it_goes_on() -> None:
+    zombie = [checkpoint(n, parent=n - 1, generation=3) for n in range(5, 9)]
+    successor = checkpoint(4, generation=4)
+    assert line([*zombie, successor])[0] is successor
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Manifest]:
+    """Any history: parents may be any earlier one, missing, or nonsense."""
+    count = draw(st.integers(1, 12))
+    made = []
+    for sequence in range(1, count + 1):
+        parent = draw(st.one_of(st.none(), st.integers(0, count + 2)))
+        generation = draw(st.integers(0, 2))
+        made.append(checkpoint(sequence, parent=parent, generation=generation))
+    kept = draw(st.sets(st.sampled_from(range(count)), min_size=1))
+    return [made[n] for n in sorted(kept)]
+
+
+@given(
+    history=histories(),
+    keep_count=st.integers(1, 5),
+    in_use=st.sets(st.integers(1, 12)),
+    damaged=st.sets(st.integers(1, 12)),
+)
+def test_what_a_recovery_could_need_is_never_removed(
+    history: list[Manifest], keep_count: int, in_use: set[int], damaged: set[int]
+) -> None:
+    used = {CheckpointId(f"c{n}") for n in in_use}
+    broken = {CheckpointId(f"c{n}") for n in damaged}
+    gone = set(removed(history, keep_count=keep_count, in_use=used, damaged=broken))
+    assert not gone & used
+    good = [manifest for manifest in history if manifest.checkpoint_id not in broken]
+    if not good:
+        assert not gone
+        return
+    newest = max(good, key=lambda manifest: manifest.order)
+    assert newest.checkpoint_id not in gone
+    # What stays is what was asked for, and of it the recovery's first choice comes first.
+    left = {manifest.checkpoint_id for manifest in good} - gone
+    assert len(left - used) <= keep_count
+    assert line(good)[0].checkpoint_id in left
+    # Once removed, nothing more has to go.
+    assert (
+        removed(
+            [m for m in history if m.checkpoint_id not in gone],
+            keep_count=keep_count,
+            in_use=used,
+            damaged=broken,
+        )
+        == []
+    )
+
+
+@given(count=st.integers(1, 30), keep_count=st.integers(1, 30))
+def test_a_straight_history_keeps_exactly_the_newest(count: int, keep_count: int) -> None:
+    assert (
+        removed(straight(count), keep_count=keep_count)
+        == names(straight(count))[: max(0, count - keep_count)]
+    )
+
+
+@given(history=histories())
+def test_every_checkpoint_is_in_the_order_exactly_once_and_newest_first_on_its_line(
+    history: list[Manifest],
+) -> None:
+    ordered = line(history)
+    assert sorted(names(ordered)) == sorted(names(history))
+    assert ordered[0] == max(history, key=lambda manifest: manifest.order)

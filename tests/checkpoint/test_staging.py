@@ -1,0 +1,248 @@
+"""Images in shared memory: reused, bounded, taken over from the dead, and given back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from strata.checkpoint import CheckpointError, CheckpointManager, Memory, MemoryLimitExceeded, SaveFailed
+from strata.checkpoint.identity import Process, this_process
+from strata.checkpoint.image import prepare
+from strata.checkpoint.staging import (
+    Staging,
+    find_snapshots,
+    job_folder,
+    remove_dead_jobs,
+    remove_tree,
+)
+from tests.checkpoint.states import assert_is_step, small_state
+
+TRAINER = """
+import sys, time
+from strata.checkpoint import CheckpointManager, Memory
+from tests.checkpoint.states import small_state
+manager = CheckpointManager([], memory=Memory(job=sys.argv[1]))
+for step in range(1, 4):
+    manager.save(small_state(step), step=step).result(30)
+print("saved", flush=True)
+time.sleep(60)
+"""
+
+
+def killed_trainer(job: str) -> None:
+    """A process that has made snapshots of steps 1 to 3 in memory, killed."""
+    with subprocess.Popen([sys.executable, "-c", TRAINER, job], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saved\n"
+        process.send_signal(signal.SIGKILL)
+
+
+def test_after_a_kill_the_next_process_finds_the_newest_snapshot(job: str, memory: Memory) -> None:
+    killed_trainer(job)
+    assert [snapshot.manifest.step for snapshot in find_snapshots(job)] == [3, 2]
+    with CheckpointManager([], memory=memory) as manager:
+        restored = manager.restore()
+        assert restored.tier == "MEMORY"
+        assert_is_step(restored.state, 3)
+        manager.save(small_state(4), step=4).result(30)
+        assert [info.step for info in manager.all_checkpoints()] == [4, 3]
+
+
+def test_a_running_process_keeps_its_images_to_itself(job: str, memory: Memory) -> None:
+    with subprocess.Popen([sys.executable, "-c", TRAINER, job], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saved\n"
+        with CheckpointManager([], memory=memory) as manager:
+            assert manager.get_latest() is None
+            manager.save(small_state(9), step=9).result(30)
+        assert [snapshot.manifest.step for snapshot in find_snapshots(job)] == [3, 2]
+        process.kill()
+    remove_tree(job_folder(job))
+
+
+def test_two_managers_of_one_process_have_images_of_their_own(job: str) -> None:
+    with (
+        CheckpointManager([], memory=Memory(job=job)) as one,
+        CheckpointManager([], memory=Memory(job=job)) as other,
+    ):
+        one.save(small_state(1), step=1).result(30)
+        other.save(small_state(2), step=2).result(30)
+        assert_is_step(one.load(), 1)
+        assert_is_step(other.load(), 2)
+
+
+def test_images_are_gone_after_close(job: str, memory: Memory) -> None:
+    manager = CheckpointManager([], memory=memory)
+    manager.save(small_state(1), step=1).result(30)
+    assert job_folder(job).exists()
+    manager.close()
+    assert not job_folder(job).exists()
+
+
+def test_images_stay_after_close_when_asked_to(job: str, memory: Memory) -> None:
+    manager = CheckpointManager([], memory=memory)
+    manager.save(small_state(1), step=1).result(30)
+    manager.close(keep_memory=True)
+    with CheckpointManager([], memory=memory) as again:
+        assert_is_step(again.load(), 1)
+
+
+def test_there_are_never_more_than_two_images(folder: Path, job: str, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        for step in range(6):
+            manager.save(small_state(step), step=step)
+            assert len(list(job_folder(job).rglob("archive.pt"))) <= 2
+        manager.wait_pending(30)
+
+
+def test_pages_are_reused_from_save_to_save(job: str, memory: Memory) -> None:
+    with CheckpointManager([], memory=memory) as manager:
+        for step in range(2):
+            manager.save(small_state(step), step=step).result(30)
+        before = {path: path.stat().st_ino for path in job_folder(job).rglob("archive.pt")}
+        for step in range(2, 6):
+            manager.save(small_state(step), step=step).result(30)
+        assert {path: path.stat().st_ino for path in job_folder(job).rglob("archive.pt")} == before
+
+
+def test_the_newest_snapshot_stays_whole_while_the_next_one_is_made(job: str, memory: Memory) -> None:
+    with CheckpointManager([], memory=memory) as manager:
+        for step in (1, 2):
+            manager.save(small_state(step), step=step).result(30)
+        staging = manager._images()
+        buffer = staging.acquire(prepare(small_state(3), None).plan, timeout_s=0)
+        assert buffer is not None
+        buffer.begin()
+        assert [snapshot.manifest.step for snapshot in find_snapshots(job)] == [2]
+        staging.release(buffer)
+
+
+def test_a_state_larger_than_the_budget_is_refused_and_what_was_kept_stays(job: str) -> None:
+    memory = Memory(job=job, budget_bytes=1 << 20)
+    with CheckpointManager([], memory=memory) as manager:
+        manager.save(small_state(1, elements=1000), step=1).result(30)
+        handle = manager.save(small_state(2, elements=1_000_000), step=2)
+        with pytest.raises(
+            SaveFailed, match=r"Cannot save snapshot: 15\.\dMB required, but only 0\.\dMB available"
+        ):
+            handle.result(30)
+        assert isinstance(handle.exception().__cause__, MemoryLimitExceeded)  # type: ignore[union-attr]
+        with pytest.raises(SaveFailed):
+            manager.wait_pending()
+        assert_is_step(manager.load(), 1)
+
+
+def test_the_budget_is_for_all_images_together(job: str) -> None:
+    size = prepare(small_state(1), None).plan.bound_bytes
+    staging = Staging(job, budget_bytes=size + size // 2)
+    plan = prepare(small_state(1), None).plan
+    first = staging.acquire(plan, timeout_s=0)
+    assert first is not None
+    with pytest.raises(MemoryLimitExceeded):
+        staging.acquire(plan, timeout_s=0)
+    staging.release(first)
+    staging.close()
+
+
+def test_an_image_under_way_is_waited_for(job: str) -> None:
+    staging = Staging(job, images=1)
+    plan = prepare(small_state(1), None).plan
+    buffer = staging.acquire(plan, timeout_s=0)
+    assert buffer is not None
+    assert staging.acquire(plan, timeout_s=0.01) is None
+    threading.Timer(0.05, staging.release, [buffer]).start()
+    assert staging.acquire(plan, timeout_s=30) is buffer
+    staging.release(buffer)
+    staging.close()
+
+
+def test_a_dead_jobs_images_are_removed_after_a_grace_and_not_before(job: str) -> None:
+    killed_trainer(job)
+    assert remove_dead_jobs() == []
+    assert find_snapshots(job)
+    assert job in remove_dead_jobs(grace_s=0.0)
+    assert not job_folder(job).exists()
+
+
+def test_the_images_of_a_job_whose_launcher_lives_are_kept(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")  # The owner is then the parent: this test.
+    killed_trainer(job)
+    assert job not in remove_dead_jobs(grace_s=0.0)
+    assert find_snapshots(job)
+    remove_tree(job_folder(job))
+
+
+def test_a_forked_child_does_not_remove_its_parents_images(job: str, memory: Memory) -> None:
+    with CheckpointManager([], memory=memory) as manager:
+        manager.save(small_state(1), step=1).result(30)
+        child = multiprocessing.get_context("fork").Process(target=manager._images().close)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        assert_is_step(manager.load(), 1)
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    staging = Staging("x", root=tmp_path)
+    base = job_folder("x", root=tmp_path).parent
+    base.mkdir()
+    os.chown(base, 12345, 12345)
+    with pytest.raises(CheckpointError, match="another user"):
+        staging.open()
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 101])
+def test_a_job_name_cannot_lead_elsewhere(name: str) -> None:
+    with pytest.raises(ValueError, match="job"):
+        job_folder(name)
+
+
+def test_a_process_that_is_gone_is_told_from_one_that_is_not() -> None:
+    mine = this_process()
+    assert Process.parse(mine.token) == mine
+    assert not mine.is_gone()
+    recycled = Process(machine=mine.machine, pid=mine.pid, started_ticks=mine.started_ticks - 1)
+    assert recycled.is_gone()
+    elsewhere = Process(machine="ffffff", pid=1, started_ticks=1)
+    assert not elsewhere.is_gone()
+
+
+def test_a_zombie_counts_as_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        status = Path(f"/proc/{process.pid}/stat").read_text()
+        child = Process(
+            machine=this_process().machine,
+            pid=process.pid,
+            started_ticks=int(status.rpartition(")")[2].split()[19]),
+        )
+        assert not child.is_gone()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # Dead, and not yet waited for.
+        assert child.is_gone()
+
+
+def test_a_failed_copy_ends_in_the_handle_and_leaves_the_engine_usable(
+    folder: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(small_state(1), step=1).result(30)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_foreach_copy_", fail)
+            handle = manager.save(small_state(2), step=2)
+        with pytest.raises(SaveFailed, match="device lost"):
+            handle.result(30)
+        with pytest.raises(SaveFailed, match="device lost"):
+            manager.save(small_state(3), step=3)  # Told once more, at the next call.
+        manager.save(small_state(3), step=3).result(30)
+        assert [info.step for info in manager.all_checkpoints()] == [3, 1]

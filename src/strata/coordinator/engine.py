@@ -23,7 +23,6 @@ from strata.core.messages import (
     Command,
     Event,
     Instant,
-    Overloaded,
     Rebalance,
     Refused,
     Reply,
@@ -52,6 +51,12 @@ class Listener(Protocol):
     """Told of every batch after it is durable. Must not block."""
 
     def __call__(self, events: Sequence[Event]) -> None: ...
+
+
+class Unavailable(StrataError):
+    """Not now: the command was not looked at, and the same one may be right in a second."""
+
+    code = "unavailable"
 
 
 class InternalError(StrataError):
@@ -95,7 +100,8 @@ class Engine:
     def post(self, command: Command, answered: Answered) -> None:
         """Take a command in, without waiting for its answer."""
         if len(self._queue) >= MAX_QUEUED or self._stopping:
-            raise Overloaded("The coordinator has too much to do.", hint="Try again in a second.")
+            what = "is stopping" if self._stopping else "has too much to do"
+            raise Unavailable(f"The coordinator {what}.", hint="Try again in a second.")
         self._queue.append((command, answered))
         self._wake.set()
 

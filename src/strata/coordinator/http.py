@@ -6,6 +6,8 @@ happened and a `hint` that says what to do; no input gives a traceback. Changing
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
 from typing import Annotated, Any, Literal, cast
 
@@ -41,12 +43,14 @@ from strata.core.messages import (
 from strata.errors import StrataError
 
 BODY_LIMIT_BYTES = 1 << 20
+BODY_TIMEOUT_S = 20.0
 _STATUSES = {
     "invalid_argument": 422,
     "not_found": 404,
     "conflict": 409,
     "stale": 409,
     "overloaded": 503,
+    "unavailable": 503,
     "missing_dependency": 501,
     "data_error": 422,
 }
@@ -104,7 +108,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": meaning}
     for status, meaning in {
         400: "The request is not well-formed",
+        401: "A token is required",
         403: "Not allowed",
+        408: "The body came too slowly",
         413: "The body is too large",
         422: "A value cannot be right",
         503: "Too much to do; try again",
@@ -252,9 +258,12 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     @app.post("/api/tasks", status_code=201, responses={**_NOT_FOUND, **_CONFLICT}, tags=["tasks"])
     async def create_task(body: CreateTaskBody) -> TaskCreatedBody:
         try:
+            json.dumps(body.config, allow_nan=False)  # orjson would make null of it.
             config_json = orjson.dumps(body.config).decode()
-        except (orjson.JSONEncodeError, RecursionError):
-            raise InvalidArgument("config", "cannot be written as JSON.", hint="Use plain values.") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InvalidArgument(
+                "config", f"cannot be written as JSON: {error}.", hint="Use plain, finite values."
+            ) from None
         spec = TaskSpec(
             task_id=TaskId(f"task-{secrets.token_hex(6)}"),
             name=body.name,
@@ -327,12 +336,20 @@ class Door:
         if not length.isdecimal() or int(length) > BODY_LIMIT_BYTES:
             await _too_large()(scope, receive, send)
             return
-        taken = 0
+        taken, complete = 0, False
+        until_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
 
         async def limited() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(until_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408) from None
             taken += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
             if taken > BODY_LIMIT_BYTES:
                 raise HTTPException(413)
             return message
@@ -369,6 +386,8 @@ def _install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code == 413:
             return _too_large()
+        if error.status_code == 408:
+            return _too_slow()
         codes = {404: "not_found", 405: "method_not_allowed", 400: "malformed"}
         body = ErrorBody(
             code=codes.get(error.status_code, "http_error"),
@@ -396,7 +415,16 @@ def _too_large() -> Response:
         message=f"The body is larger than {BODY_LIMIT_BYTES // 1024} KiB.",
         hint="Send less: the API takes descriptions, not data.",
     )
-    return _json(body.model_dump(), status=413)
+    return _json(body.model_dump(), status=413, headers={"Connection": "close"})
+
+
+def _too_slow() -> Response:
+    body = ErrorBody(
+        code="too_slow",
+        message=f"The body did not come within {BODY_TIMEOUT_S:.0f} s.",
+        hint="Send it in one go.",
+    )
+    return _json(body.model_dump(), status=408, headers={"Connection": "close"})
 
 
 def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from strata.coordinator.auth import Gatekeeper, GrpcGate
+from strata.coordinator.connections import HttpConnection
 from strata.coordinator.http import create_app
 from strata.coordinator.journal import SqliteJournal
 from strata.coordinator.logs import LogStoreHandler
@@ -59,6 +61,7 @@ class Server:
         self.http_port = 0
         self._grpc: grpc.aio.Server | None = None
         self._http: uvicorn.Server | None = None
+        self._log_handler: LogStoreHandler | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -68,7 +71,7 @@ class Server:
         self.http_port = listener.getsockname()[1]
         gatekeeper = Gatekeeper(settings.secrets, hosts=_host_names(settings.host))
         self._grpc = await self._start_grpc(gatekeeper)
-        runtime.address = f"{settings.host}:{self.grpc_port}"
+        runtime.address = f"{settings.url_host}:{self.grpc_port}"
         loop = asyncio.get_running_loop()
         self._log_handler = LogStoreHandler(runtime.logs, loop.call_soon_threadsafe)
         logging.getLogger("strata").addHandler(self._log_handler)
@@ -81,11 +84,10 @@ class Server:
         await _until(lambda: http.started, self._tasks)
         self._write_address()
         log.info(
-            "serving: gRPC %s:%d, API and dashboard http://%s:%d (%d events replayed)",
-            settings.host,
+            "serving: gRPC on port %d, API and dashboard on port %d of %s (%d events replayed)",
             self.grpc_port,
-            settings.host,
             self.http_port,
+            settings.host,
             replayed,
         )
 
@@ -97,20 +99,21 @@ class Server:
 
     async def stop(self) -> None:
         """Say goodbye to everyone, write a snapshot, leave nothing behind."""
+        self.runtime.engine.stop()  # First, so that nobody is failed for a connection that we close.
         self.runtime.sessions.end_all("the coordinator is stopping")
         if self._grpc is not None:
             await self._grpc.stop(0.2)
         if self._http is not None:
             self._http.should_exit = True
             self._http.force_exit = True
-        self.runtime.engine.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_S):
                 await asyncio.gather(*self._tasks[:2], return_exceptions=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        logging.getLogger("strata").removeHandler(self._log_handler)
+        if self._log_handler is not None:
+            logging.getLogger("strata").removeHandler(self._log_handler)
         self.runtime.engine.close()
         with suppress(FileNotFoundError):
             self.address_file.unlink()
@@ -126,6 +129,7 @@ class Server:
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
                 ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
+                ("grpc.max_allowed_incoming_connections", settings.max_workers + settings.max_connections),
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", ping_timeout_ms),
@@ -148,7 +152,7 @@ class Server:
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-        address = f"{settings.host}:{settings.grpc_port}"
+        address = f"{settings.url_host}:{settings.grpc_port}"
         try:
             credentials = _grpc_credentials(settings)
             if credentials is None:
@@ -178,7 +182,8 @@ class Server:
         text = json.dumps(
             {"pid": os.getpid(), "host": self._settings.host, "grpc": self.grpc_port, "http": self.http_port}
         )
-        self.address_file.write_text(text)
+        with suppress(OSError):  # A convenience: a full disk is the journal's to complain about.
+            self.address_file.write_text(text)
 
 
 async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None:
@@ -190,8 +195,11 @@ async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None
         gc.freeze()  # What is loaded now stays: no need to look through it again.
         gc.set_threshold(YOUNG_OBJECTS)
         if announce:
-            print(f"Strata is serving. Dashboard: http://{settings.host}:{server.http_port}", flush=True)
-            print(f"Workers join at {settings.host}:{server.grpc_port} (gRPC). Ctrl-C stops.", flush=True)
+            scheme = "https" if settings.tls_cert is not None else "http"
+            print(
+                f"Strata is serving. Dashboard: {scheme}://{settings.url_host}:{server.http_port}", flush=True
+            )
+            print(f"Workers join at {settings.url_host}:{server.grpc_port} (gRPC). Ctrl-C stops.", flush=True)
         stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -208,6 +216,7 @@ async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None
 
 def run(settings: CoordinatorSettings) -> None:
     """`serve` on the fastest event loop there is. Raises `StrataError` for what a user can mend."""
+    _allow_many_connections()
     try:
         import uvloop
     except ImportError:
@@ -216,7 +225,15 @@ def run(settings: CoordinatorSettings) -> None:
         uvloop.run(serve(settings))
 
 
+def _allow_many_connections() -> None:
+    """Every worker and browser is an open file, and the usual soft limit is a thousand."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _listen(name: str, host: str, port: int) -> socket.socket:
+    host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -232,7 +249,9 @@ def _listen(name: str, host: str, port: int) -> socket.socket:
 def _http_server(app: object, settings: CoordinatorSettings) -> uvicorn.Server:
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
+        http=HttpConnection,
         log_config=None,
+        log_level="error",
         access_log=False,
         lifespan="off",
         ws="none",

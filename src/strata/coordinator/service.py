@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import grpc
 import grpc.aio
 
-from strata.coordinator.engine import Engine, InternalError
+from strata.coordinator.engine import Engine, InternalError, Unavailable
 from strata.coordinator.logs import LogStore
 from strata.coordinator.metrics import CoordinatorMetrics
 from strata.coordinator.sampling import count_samples
@@ -66,6 +66,8 @@ _STATUSES: dict[type[StrataError], grpc.StatusCode] = {
     Conflict: grpc.StatusCode.ALREADY_EXISTS,
     Stale: grpc.StatusCode.FAILED_PRECONDITION,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    InternalError: grpc.StatusCode.INTERNAL,
 }
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -94,8 +96,6 @@ def _call(
 
 async def refuse(context: Context, error: StrataError) -> NoReturn:
     status = _STATUSES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION)
-    if isinstance(error, InternalError):
-        status = grpc.StatusCode.INTERNAL
     trailers = (("strata-code", error.code), ("strata-hint-bin", error.hint.encode()))
     await context.abort(status, str(error), trailers)
     raise AssertionError("abort always raises")
@@ -467,8 +467,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             return
         try:
             self.engine.post(wire.arrive(request), answered)
-        except Overloaded as refusal:
-            answered(refusal)
+        except Unavailable as refusal:
+            wait.close()
+            session.end(str(refusal))  # The worker comes back and arrives again.
 
     def _progress(self, session: WorkerSession, progress: pb.Progress) -> None:
         membership = self.engine.cluster.membership

@@ -86,6 +86,12 @@ class CoordinatorSettings:
         )
 
     @property
+    def url_host(self) -> str:
+        """The host as addresses write it: IPv6 in brackets."""
+        host = self.host.strip("[]")
+        return f"[{host}]" if ":" in host else host
+
+    @property
     def secrets(self) -> dict[str, str]:
         """Role by token."""
         by_token = {token: role for role, token in self.tokens.items()}

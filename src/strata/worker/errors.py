@@ -72,6 +72,8 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> StrataError:
         named = trailers.get("strata-missing-bin", b"")
         names = named.decode() if isinstance(named, bytes) else str(named)
         return BarrierBroken(text, missing=tuple(filter(None, names.split("\n"))))
+    if code == "unavailable":
+        return CoordinatorUnavailable(address, text.rstrip("."))
     if code == "stale":
         return StaleWorker(code, text, hint=hint)
     if code:

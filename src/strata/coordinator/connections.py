@@ -1,0 +1,105 @@
+"""One HTTP connection, with limits that hold before there is a request to refuse.
+
+How many connections there may be, how long and how large a request's head may be; whatever is wrong with a
+request that never reaches the application is answered like every other error: JSON with a code, a message and a
+hint. Uvicorn's protocol does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+HEAD_LIMIT_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 15.0
+
+
+class HttpConnection(HttpToolsProtocol):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most, self.limit_concurrency = self.limit_concurrency, None
+        self._head_bytes = 0
+        self._reading_head = True
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_head()
+        if self._most is not None and len(self.connections) > self._most:
+            self._refuse(
+                503,
+                "overloaded",
+                f"There are {self._most:,} connections already, which is the limit.",
+                "Close some, try again later, or raise max_connections.",
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._reading_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._reading_head and self._head_bytes > HEAD_LIMIT_BYTES and not self._refused:
+            self._refuse(
+                431,
+                "too_large",
+                f"The request's head is larger than {HEAD_LIMIT_BYTES // 1024} KiB.",
+                "Send a shorter address and fewer headers.",
+            )
+
+    def on_message_begin(self) -> None:
+        self._begin_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(
+            400, "malformed", "This is not a request that HTTP/1.1 knows.", "GET /docs lists every call."
+        )
+
+    def _begin_head(self) -> None:
+        if not self._reading_head or self._head_timer is None:
+            self._reading_head = True
+            self._head_bytes = 0
+            self._end_timer()
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+
+    def _end_head(self) -> None:
+        self._reading_head = False
+        self._end_timer()
+
+    def _end_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _too_slow(self) -> None:
+        self._refuse(
+            408,
+            "too_slow",
+            f"The request's head did not come within {HEAD_TIMEOUT_S:.0f} s.",
+            "Send it in one go.",
+        )
+
+    def _refuse(self, status: int, code: str, message: str, hint: str) -> None:
+        self._refused = True
+        self._end_timer()
+        if self.transport.is_closing():
+            return
+        body = orjson.dumps({"code": code, "message": message, "hint": hint, "details": []})
+        self.transport.write(
+            b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+            % (STATUS_LINE[status], len(body), body)
+        )
+        self.transport.close()

@@ -39,6 +39,9 @@ class Place:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+SOAK = int(os.environ.get("STRATA_SOAK", "1"))
+"""How many times longer than usual the random tests run; their seed is `STRATA_SEED`."""
+
 UGLY_KEYS = [
     "a b",
     "ü/é",
@@ -459,9 +462,11 @@ class StoreConformance:
         assert store.read("k") == actor.value_of(7, self.large_bytes)
 
     def test_killed_at_any_point_a_put_happened_or_did_not(self, store: Store, place: Place) -> None:
-        chance = random.Random(11)
+        seed = int(os.environ.get("STRATA_SEED", "11"))
+        print(f"STRATA_SEED={seed}")
+        chance = random.Random(seed)
         size_bytes = self.large_bytes // 4
-        for _ in range(self.kill_rounds):
+        for _ in range(self.kill_rounds * SOAK):
             child = actor.start("keep_putting", place.url, place.options, key="k", size_bytes=size_bytes)
             try:
                 assert child.stdout is not None
@@ -510,7 +515,7 @@ class StoreConformance:
         run_state_machine_as_test(
             Machine,
             settings=settings(
-                max_examples=self.machine_examples,
+                max_examples=self.machine_examples * SOAK,
                 stateful_step_count=25,
                 deadline=None,
                 database=None,

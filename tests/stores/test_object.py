@@ -1,7 +1,13 @@
-"""The object store keeps every promise of a store, on a real S3 server."""
+"""The object store keeps every promise of a store, on a real S3 server.
+
+Any other place can be held to the same suite: `STRATA_CONFORMANCE_URL=az://container` and, as JSON,
+`STRATA_CONFORMANCE_OPTIONS='{"account_name": …}'`. Azure's emulator has passed it that way.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import uuid
 
 import pytest
@@ -10,9 +16,8 @@ from strata.stores import open_store
 from tests.stores.conformance import Place, StoreConformance
 from tests.support_seaweed import Seaweed
 
-pytestmark = pytest.mark.s3
 
-
+@pytest.mark.s3
 class TestObjectStoreOnS3(StoreConformance):
     large_bytes = 12 << 20
     kill_rounds = 5
@@ -25,3 +30,14 @@ class TestObjectStoreOnS3(StoreConformance):
         options = s3_server.options(part_bytes=5 << 20)
         open_store("s3://conformance/made", **options).put("k", b"the bucket exists now")
         return Place(url=f"s3://conformance/{uuid.uuid4().hex[:12]}", options=options)
+
+
+@pytest.mark.skipif(
+    "STRATA_CONFORMANCE_URL" not in os.environ, reason="STRATA_CONFORMANCE_URL names no other store"
+)
+class TestObjectStoreElsewhere(TestObjectStoreOnS3):
+    @pytest.fixture
+    def place(self) -> Place:
+        options = json.loads(os.environ.get("STRATA_CONFORMANCE_OPTIONS", "{}"))
+        url = f"{os.environ['STRATA_CONFORMANCE_URL'].rstrip('/')}/{uuid.uuid4().hex[:12]}"
+        return Place(url=url, options={"part_bytes": 5 << 20, **options})

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 import uuid
@@ -26,6 +27,8 @@ from strata.stores.direct import DirectFile, read_into
 from strata.stores.keys import RESERVED, check_key, check_prefix
 from strata.stores.oserrors import store_error
 from strata.stores.protocol import AlreadyExists, Blob, Buffer, InvalidKey, NoSpace, NotFound, Truncated
+
+log = logging.getLogger("strata.stores")
 
 _PUBLISH_ATTEMPTS = 100
 _LARGEST_READ_BYTES = 1 << 30
@@ -155,6 +158,8 @@ class FileStore:
                         removed += 1
                     finally:
                         os.close(fd)
+        if removed:
+            log.info("%s: removed %d unfinished values of writers that are gone", self.url, removed)
         return removed
 
     # --- writing, for FileWriter ---

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ from strata.stores.files import FileStore
 from strata.stores.keys import RESERVED
 from strata.stores.oserrors import store_error
 from strata.stores.protocol import AccessDenied, StoreError
+
+log = logging.getLogger("strata.stores")
 
 SHM = "/dev/shm"
 ORPHAN_GRACE_S = 600.0
@@ -140,6 +143,7 @@ def reclaim_orphans(
                 if job != spare and _orphaned(home / job, grace_s):
                     _remove(home, job)
                     removed.append(job)
+                    log.info("memory://%s: reclaimed, its owners are gone", job)
     return removed
 
 

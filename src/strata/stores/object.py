@@ -13,6 +13,7 @@ uploads. Clients do not survive `fork`; open a new store there.
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ from strata.stores.protocol import (
     Unavailable,
 )
 from strata.stores.retry import RetryBudget
+
+log = logging.getLogger("strata.stores")
 
 PART_BYTES = 16 << 20
 MAX_CONCURRENCY = 4
@@ -234,7 +237,7 @@ class ObjectStore:
                 explained = self._explained(failure, key, "write")
                 if not isinstance(explained, Unavailable):
                     raise explained from failure
-            if not budget.wait():
+            if not budget.wait(f"writing '{key}' to {self.url}", failure):
                 self._settle(failure, key, path, mark)
                 return
 
@@ -244,6 +247,9 @@ class ObjectStore:
         if isinstance(explained, Unavailable | NotFound) or type(explained) is StoreError:
             with contextlib.suppress(StoreError):
                 if self._mark_of(key, path, self._client_without_retries) == mark:
+                    log.warning(
+                        "%s: the reply to writing '%s' was lost, but the value is there", self.url, key
+                    )
                     return
         if isinstance(explained, NotFound):  # The upload is gone, and the object is not there either.
             explained = Unavailable(
@@ -350,7 +356,9 @@ class ObjectStore:
                 failure = error
             # The client retries whole requests; an answer that breaks off in its middle is retried here.
             explained = self._explained(failure, key, "read")
-            if not isinstance(explained, Unavailable) or not budget.wait():
+            if not isinstance(explained, Unavailable) or not budget.wait(
+                f"reading '{key}' from {self.url}", failure
+            ):
                 raise explained from failure
 
     # --- words ---

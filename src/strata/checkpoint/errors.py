@@ -13,6 +13,18 @@ class CheckpointError(StrataError):
 
     code = "checkpoint_error"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Whole, with its fields: ranks tell each other what failed."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(
+    kind: type[CheckpointError], args: tuple[object, ...], fields: dict[str, object]
+) -> CheckpointError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
+
 
 class SaveFailed(CheckpointError):
     """A checkpoint did not reach a tier. Older checkpoints are untouched."""

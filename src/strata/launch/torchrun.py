@@ -1,0 +1,121 @@
+"""Torchrun agents of our own: started with the settings that make restarts clean and quick, ended without a trace.
+
+An agent stands for a machine: it runs `nproc` workers and starts them anew when one is lost. It has a session of its
+own, so a Ctrl-C in the terminal reaches it only through us, and ending it ends everything below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from strata.rendezvous import TORCHRUN_ENVIRONMENT, rdzv_conf
+
+LEAVE_S = 40.0
+"""A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchrunSpec:
+    """How one job's agents are launched."""
+
+    run_id: str
+    arguments: Sequence[str]
+    """A script with its arguments, or `-m module` with its own."""
+    nproc: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
+    rdzv_backend: str = "strata"
+    rdzv_endpoint: str = "127.0.0.1:50051"
+    rdzv_conf: Mapping[str, object] = field(default_factory=dict)
+    max_restarts: int = 1000
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self) -> list[str]:
+        nodes = (
+            str(self.min_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
+        )
+        return [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *(f"--nnodes={nodes}", f"--nproc-per-node={self.nproc}", f"--max-restarts={self.max_restarts}"),
+            *(f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}"),
+            *(f"--rdzv-id={self.run_id}", f"--rdzv-conf={rdzv_conf(self.rdzv_conf)}"),
+            *("--local-addr=127.0.0.1", "--monitor-interval=0.1"),
+            *self.arguments,
+        ]
+
+    def variables(self) -> dict[str, str]:
+        on_this_host = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **TORCHRUN_ENVIRONMENT, **on_this_host, **self.environment}
+
+
+class Agent:
+    """One running torchrun agent and its workers."""
+
+    def __init__(self, spec: TorchrunSpec, *, log: Path) -> None:
+        self.spec = spec
+        self.log = log
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(
+                spec.command(),
+                env=spec.variables(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def workers(self) -> list[int]:
+        """Process ids of the workers that live now, oldest first."""
+        try:
+            children = psutil.Process(self.process.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+        alive = []
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(
+                    child.cmdline()
+                ):
+                    alive.append(child)
+        return [child.pid for child in sorted(alive, key=lambda c: c.create_time())]
+
+    def stop(self, *, patience_s: float = LEAVE_S) -> int:
+        """SIGTERM, as a preempted machine would get it: workers save and leave. Nothing is left after it."""
+        if self.is_running:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                return self.process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                pass
+        return self.kill()
+
+    def kill(self) -> int:
+        """SIGKILL for the agent and everything it started: a machine that is gone."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = psutil.Process(self.process.pid).children(recursive=True)
+            self._kill_group()
+            for process in below:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        self._kill_group()
+        return self.process.wait(10)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

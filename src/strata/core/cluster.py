@@ -232,6 +232,7 @@ class Cluster:
             case CountersRestored():
                 self.membership.apply(event, now)
                 self.values.version = event.value_version
+                self.datasets.dirty_jobs.update(event.jobs)
             case DatasetRegistered():
                 self.datasets.apply(event)
                 self.datasets.dirty_jobs.update(self.membership.jobs())

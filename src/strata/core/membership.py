@@ -150,7 +150,7 @@ class Membership:
             raise Unknown("worker", worker_id, hint=REGISTER_HINT)
         if incarnation and incarnation != member.incarnation:
             raise Stale(
-                f"Incarnation {incarnation} of worker '{worker_id}' is over; incarnation {member.incarnation} "
+                f"Incarnation {checks.number(incarnation)} of worker '{worker_id}' is over; incarnation {member.incarnation} "
                 f"replaced it.",
                 hint="Stop this process, or register anew.",
             )
@@ -159,7 +159,8 @@ class Membership:
         current = self.job_generations[member.spec.job_id]
         if generation and generation != current:
             raise Stale(
-                f"Generation {generation} of job '{member.spec.job_id}' is over; the present one is {current}.",
+                f"Generation {checks.number(generation)} of job '{member.spec.job_id}' is over; the present one is "
+                f"{current}.",
                 hint="Take part in the present generation: re-read rank, world size and shards, then retry.",
             )
         return member

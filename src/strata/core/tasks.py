@@ -109,7 +109,7 @@ class Tasks:
             task_id=command.task_id,
             status=command.status,
             worker_ids=command.worker_ids,
-            reason=command.reason,
+            reason=command.reason or f"its launcher says that it is {command.status}",
             at_s=now.wall_s,
         )
 

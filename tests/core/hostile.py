@@ -1,0 +1,179 @@
+"""Commands that nobody sane would send, and many that are almost right: strategies for Hypothesis."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import strategies as st
+
+from strata.core.messages import (
+    AdvanceTask,
+    ArriveAtBarrier,
+    CheckpointId,
+    Command,
+    CreateTask,
+    DatasetId,
+    DatasetSpec,
+    DeregisterWorker,
+    FileSpan,
+    JobId,
+    NotifyCheckpoint,
+    PlanEpoch,
+    RegisterDataset,
+    RegisterWorker,
+    ReportRecovery,
+    StopTask,
+    SwapValue,
+    TaskId,
+    TaskSpec,
+    WorkerId,
+    WorkerSpec,
+)
+from tests.core.builders import data_json, trained
+
+HUGE = 10**5000
+
+plain_names = st.sampled_from(["a", "b", "d", "t"])
+bad_names = st.sampled_from(
+    ["", " ", "\0", "a\nb", "\x1b[31m", "\ud800", "a\udcff", "\u2028", "x" * 300, "x" * 1_000_000, "é" * 256]
+)
+names = st.one_of(plain_names, plain_names, plain_names, bad_names, st.text(max_size=20))
+texts = st.one_of(st.just(""), names, st.sampled_from(["x" * 5000, "two\nlines"]))
+counts = st.one_of(
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.sampled_from([-1, 7, 100, 65_536, 2**31, 2**53, 2**53 + 1, 2**63, 2**64, -(2**63), HUGE, -HUGE]),
+)
+seconds = st.one_of(
+    st.floats(0, 10), st.sampled_from([-1.0, 1e300, float("nan"), float("inf"), -float("inf"), 1e-300])
+)
+pairs = st.one_of(
+    st.just({}), st.dictionaries(names, texts, max_size=3), st.just({str(n): "" for n in range(100)})
+)
+configs = st.one_of(
+    st.just("{}"),
+    st.sampled_from(["", "[]", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', "[" * 50_000]),
+    st.integers(1, 400).map(lambda depth: '{"a":' * depth + "1" + "}" * depth),
+    texts,
+)
+positions = st.one_of(
+    st.just(""),
+    st.just(data_json(trained([(0, 15)]))),
+    st.sampled_from(["{}", "null", "[" * 50_000, data_json(trained([(0, 500)], total=10))]),
+    st.tuples(counts, counts, counts, counts).map(lambda run: json.dumps(_with_run(run))),
+)
+
+
+def _with_run(run: tuple[int, ...]) -> dict[str, Any]:
+    record = trained([(0, 15)]).to_json()
+    record["epochs"][0]["ranks"] = {"0": [[min(max(number, -(2**80)), 2**80) for number in run]]}
+    return record
+
+
+def built(kind: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(kind, **fields)
+
+
+workers = names.map(WorkerId)
+datasets = names.map(DatasetId)
+
+commands: st.SearchStrategy[Command] = st.one_of(
+    built(
+        RegisterWorker,
+        spec=built(
+            WorkerSpec,
+            worker_id=workers,
+            job_id=names.map(JobId),
+            hostname=texts,
+            port=counts,
+            gpu_count=counts,
+            memory_bytes=counts,
+            metadata=pairs,
+        ),
+        registration_id=texts,
+    ),
+    built(DeregisterWorker, worker_id=workers, incarnation=counts, reason=texts),
+    built(
+        RegisterDataset,
+        spec=built(
+            DatasetSpec,
+            dataset_id=datasets,
+            path=names,
+            format=names,
+            total_samples=counts,
+            shard_size=counts,
+            shuffle=st.booleans(),
+            seed=counts,
+            metadata=pairs,
+            files=st.lists(built(FileSpan, path=texts, samples=counts), max_size=2).map(tuple),
+        ),
+    ),
+    built(
+        ArriveAtBarrier,
+        worker_id=workers,
+        incarnation=counts,
+        generation=counts,
+        barrier_id=names,
+        step=counts,
+        expected=counts,
+        call_id=texts,
+        timeout_s=seconds,
+    ),
+    built(
+        NotifyCheckpoint,
+        worker_id=workers,
+        incarnation=counts,
+        generation=counts,
+        job_id=st.one_of(st.just(""), names).map(JobId),
+        checkpoint_id=names.map(CheckpointId),
+        step=counts,
+        epoch=counts,
+        path=texts,
+        size_bytes=counts,
+        status=st.sampled_from(["in_progress", "completed", "failed", "removed"]),
+        tiers=st.lists(names, max_size=3).map(tuple),
+        digest=texts,
+        duration_s=seconds,
+        parent_id=texts,
+        data_json=positions,
+        reason=texts,
+        metadata=pairs,
+    ),
+    built(
+        CreateTask,
+        spec=built(
+            TaskSpec,
+            task_id=names.map(TaskId),
+            name=names,
+            type=names,
+            dataset_id=st.one_of(st.none(), datasets),
+            worker_count=counts,
+            config_json=configs,
+        ),
+    ),
+    built(StopTask, task_id=names.map(TaskId), reason=texts),
+    built(
+        AdvanceTask,
+        task_id=names.map(TaskId),
+        status=st.sampled_from(["pending", "running", "completed", "failed", "stopped"]),
+        worker_ids=st.lists(workers, max_size=2).map(tuple),
+        reason=texts,
+    ),
+    built(
+        PlanEpoch, worker_id=workers, incarnation=counts, generation=counts, dataset_id=datasets, epoch=counts
+    ),
+    built(
+        ReportRecovery,
+        worker_id=workers,
+        incarnation=counts,
+        phases_s=st.dictionaries(names, seconds, max_size=3),
+        resumed_step=counts,
+        lost_steps=counts,
+        tier=texts,
+        world_before=counts,
+        world_after=counts,
+        reason=texts,
+    ),
+    built(SwapValue, key=names, body=st.sampled_from([b"", b"x", b"x" * 300_000]), expected_version=counts),
+)

@@ -50,22 +50,35 @@ def test_the_newest_few_of_a_straight_history_stay() -> None:
 
 
 def test_after_going_back_the_line_counts_and_not_the_step() -> None:
-    # Steps 10 to 50, back to 20, then 30 and 40 again: what matters now is 40', 30', 20, 10.
+    # Steps 10 to 50, back to 20, then 30, 40 and 50 again.
     history = [*straight(5), checkpoint(6, step=30, parent=2), checkpoint(7, step=40, parent=6)]
-    assert names(line(history))[:4] == ["c7", "c6", "c2", "c1"]
-    assert removed(history, keep_count=3) == ["c1", "c3", "c4", "c5"]
-    reasons = {removal.manifest.checkpoint_id: removal.reason for removal in removals(history, keep_count=3)}
-    assert "another line" in reasons["c5"]
-    assert "newer" in reasons["c1"]
+    assert names(line(history)) == ["c7", "c6", "c2", "c1", "c5", "c4", "c3"]
+    assert removed(history, keep_count=3) == ["c1"]  # c2 is what a recovery would fall back to, not c5.
+    history += [checkpoint(8, step=50, parent=7)]
+    assert removed(history, keep_count=3) == [
+        "c1",
+        "c2",
+        "c3",
+        "c4",
+        "c5",
+    ]  # The line has grown past what was left.
+
+
+def test_two_writers_at_once_do_not_remove_what_the_other_has_just_saved() -> None:
+    ours = [checkpoint(n, parent=n - 2) for n in range(1, 20, 2)]
+    theirs = [checkpoint(n, parent=n - 2) for n in range(2, 20, 2)]
+    left = {*names(ours), *names(theirs)} - set(removed([*ours, *theirs], keep_count=4))
+    assert left >= {"c19", "c17", "c15", "c13", "c18", "c16", "c14"}
 
 
 def test_what_is_read_or_written_stays() -> None:
     assert removed(straight(5), keep_count=1, in_use={CheckpointId("c2")}) == ["c1", "c3", "c4"]
+    assert removed(straight(5), keep_count=1, in_use={CheckpointId("c5")}) == ["c1", "c2", "c3", "c4"]
 
 
-def test_damaged_ones_do_not_count_and_go_when_there_is_a_good_one() -> None:
+def test_damaged_ones_do_not_count_as_kept() -> None:
     damaged = {CheckpointId("c5"), CheckpointId("c4")}
-    assert removed(straight(5), keep_count=2, damaged=damaged) == ["c1", "c4", "c5"]
+    assert removed(straight(5), keep_count=2, damaged=damaged) == ["c1"]
 
 
 def test_when_all_are_damaged_none_is_given_up() -> None:
@@ -82,7 +95,7 @@ def test_a_parent_in_memory_leads_on_to_its_lasting_one() -> None:
     # Back from c3 to c1; then c4 in memory only, which a store does not have, and c5.
     history = [*straight(3), replace(checkpoint(5, parent=4), lasting_parent=CheckpointId("c1"))]
     assert names(line(history)) == ["c5", "c1", "c3", "c2"]
-    assert removed(history, keep_count=2) == ["c2", "c3"]
+    assert removed([*history, checkpoint(6, parent=5)], keep_count=2) == ["c1", "c2", "c3"]
 
 
 def test_neither_clock_nor_step_decides_what_is_newer() -> None:
@@ -129,10 +142,8 @@ def test_what_a_recovery_could_need_is_never_removed(
         return
     newest = max(good, key=lambda manifest: manifest.order)
     assert newest.checkpoint_id not in gone
-    # What stays is what was asked for, and of it the recovery's first choice comes first.
-    left = {manifest.checkpoint_id for manifest in good} - gone
-    assert len(left - used) <= keep_count
-    assert line(good)[0].checkpoint_id in left
+    # The first `keep_count` a recovery would try are all there.
+    assert not gone & {manifest.checkpoint_id for manifest in line(good)[:keep_count]}
     # Once removed, nothing more has to go.
     assert (
         removed(

@@ -40,12 +40,15 @@ class Process:
 
 
 def this_process() -> Process:
-    pid = os.getpid()  # Asked every time: a fork changes it.
-    return Process(machine=machine_token(), pid=pid, started_ticks=_started_ticks(pid) or 0)
+    return _process(os.getpid())  # Asked every time: a fork changes it.
 
 
 def parent_process() -> Process:
-    pid = os.getppid()
+    return _process(os.getppid())
+
+
+@functools.lru_cache(maxsize=2)
+def _process(pid: int) -> Process:
     return Process(machine=machine_token(), pid=pid, started_ticks=_started_ticks(pid) or 0)
 
 

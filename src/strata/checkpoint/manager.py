@@ -35,7 +35,6 @@ from strata.checkpoint.cleaning import remove_orphans, remove_superseded
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import CheckpointInfo, Observer, SaveHandle
 from strata.checkpoint.history import Line
-from strata.checkpoint.identity import this_process
 from strata.checkpoint.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.naming import Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.payloads import ByteBudget, BytesPayload
@@ -112,13 +111,11 @@ class CheckpointManager:
         self._policy = policy or Policy()
         self._stem = stem
         self._catalogs = [Catalog(store) for store in stores]
-        self._process = this_process()
         self._lock = threading.RLock()
         self._pending: dict[CheckpointId, SaveHandle] = {}
         self._failed: SaveFailed | None = None
         self._reading: Counter[CheckpointId] = Counter()
         self._damaged: set[CheckpointId] = set()
-        self._count = 0
         self._line: Line | None = None
         self._staging: Staging | None = None
         self._plan: Plan | None = None
@@ -351,11 +348,8 @@ class CheckpointManager:
             plain_json(position, name="position")
         except ValueError as error:
             raise InvalidSave(f"{error}.") from error
-        with self._lock:
-            self._count += 1
-            checkpoint_id = new_id(step, self._process, self._count)
         return Manifest(
-            checkpoint_id=checkpoint_id,
+            checkpoint_id=new_id(step),
             step=step,
             epoch=epoch,
             created_at=time.time(),

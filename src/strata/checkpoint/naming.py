@@ -8,21 +8,23 @@ added, because a payload is never overwritten.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import TypeAlias
 
-from strata.checkpoint.identity import Process
+from strata.checkpoint.identity import Process, this_process
 from strata.checkpoint.manifest import BYTES, SUFFIX, CheckpointId
 
 Stem: TypeAlias = Callable[[int, CheckpointId], str]
 
+_numbers = itertools.count(1)
 _ID = re.compile(r"(\d{8,})-([0-9a-f]{6}-[0-9a-z]+-[0-9a-z]+)-([0-9a-z]+)")
 
 
-def new_id(step: int, writer: Process, number: int, *, kind: str = "") -> CheckpointId:
-    """Unique among all processes of all machines: the writer's token and its own count of this kind."""
-    return CheckpointId(f"{step:08d}-{writer.token}-{kind}{number:02d}")
+def new_id(step: int) -> CheckpointId:
+    """Unique among all saves of all processes of all machines: this process's token and its own count."""
+    return CheckpointId(f"{step:08d}-{this_process().token}-{next(_numbers):02d}")
 
 
 def writer_of(key: str) -> Process | None:

@@ -160,6 +160,7 @@ def restore(
         log.warning("passed over while looking for a checkpoint: %s", reason)
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="strata-verify") as pool:
         for candidate in wanted:
+            damaged = 0
             with reading(candidate.manifest.checkpoint_id):
                 for source, entry in candidate.copies:
                     try:
@@ -169,13 +170,15 @@ def restore(
                     except (StoreError, Damaged, LoadFailed) as error:
                         reason = f"step {candidate.manifest.step} in {source.tier}: {error.message}"
                         reasons.append(reason)
+                        damaged += isinstance(error, Damaged)
                         log.warning("did not load %s", reason)
                         continue
                     log.info("loaded checkpoint %s from %s", candidate.manifest.checkpoint_id, source.tier)
                     return Restored(
                         state=state, info=candidate.info, tier=source.tier, reasons=tuple(reasons)
                     )
-            on_damaged(candidate.manifest.checkpoint_id)
+            if damaged == len(candidate.copies):
+                on_damaged(candidate.manifest.checkpoint_id)
     asked = (
         f" of step {step}" if step is not None else f" '{checkpoint_id}'" if checkpoint_id is not None else ""
     )

@@ -1,9 +1,10 @@
 """Which checkpoints may go. Pure: manifests in, decisions out.
 
 The line of a checkpoint is itself, its parent, the parent's parent and so on: the history training would fall back
-along. The newest `keep_count` of the newest checkpoint's line are kept; what was left behind by going back to an
-older checkpoint is not. Damaged checkpoints do not count, and whatever else happens the newest undamaged one stays, and
-so does everything that somebody is reading or writing.
+along. The newest `keep_count` whole ones of the newest checkpoint's line are kept, and everything older than those may
+go, on that line or beside it. What is beside it and not older stays: it belongs to another writer, or was left behind
+by going back to an earlier checkpoint, and its time comes when the line has grown past it. So does everything that
+somebody is reading or writing.
 """
 
 from __future__ import annotations
@@ -36,27 +37,18 @@ def removals(
     in_use: Collection[CheckpointId] = (),
     damaged: Collection[CheckpointId] = (),
 ) -> list[Removal]:
-    """What to remove, oldest first."""
+    """What to remove, oldest first. Damaged ones do not count as kept."""
     if keep_count < 1:
         raise ValueError(f"keep_count ({keep_count}) must be at least 1")
     good = [manifest for manifest in manifests if manifest.checkpoint_id not in damaged]
     ordered = sorted(good, key=lambda manifest: manifest.order, reverse=True)
-    current = [manifest.checkpoint_id for manifest in _follow(ordered)]
-    kept = {*current[:keep_count], *in_use}
-    if not good:
-        return []  # Nothing is known to be whole: nothing is given up.
-    found = []
-    for manifest in sorted(manifests, key=lambda manifest: manifest.order):
-        if manifest.checkpoint_id in kept:
-            continue
-        if manifest.checkpoint_id in damaged:
-            reason = "it is damaged, and there is a good one"
-        elif manifest.checkpoint_id in current:
-            reason = f"there are {keep_count} newer ones"
-        else:
-            reason = "training went back to an earlier checkpoint and took another line"
-        found.append(Removal(manifest=manifest, reason=reason))
-    return found
+    kept = list(_follow(ordered))[:keep_count]
+    if len(kept) < keep_count:
+        return []
+    reason = f"there are {keep_count} newer ones"
+    older = [manifest for manifest in manifests if manifest.order < kept[-1].order]
+    older.sort(key=lambda manifest: manifest.order)
+    return [Removal(manifest=m, reason=reason) for m in older if m.checkpoint_id not in in_use]
 
 
 def _follow(ordered: Sequence[Manifest]) -> Iterator[Manifest]:

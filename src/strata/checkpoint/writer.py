@@ -27,7 +27,6 @@ from strata.checkpoint.digest import StreamingDigest
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed
 from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.history import Line
-from strata.checkpoint.identity import this_process
 from strata.checkpoint.manifest import BYTES, Json, Manifest, Part, plain_json
 from strata.checkpoint.naming import manifest_key, new_id, payload_key, unique_stem
 from strata.checkpoint.restore import StoreSource
@@ -38,9 +37,6 @@ _BUFFERS_UNDER_WAY = 2
 
 
 class AsyncCheckpointWriter:
-    _count = 0
-    _count_lock = threading.Lock()
-
     def __init__(
         self,
         path: str | os.PathLike[str] | Store,
@@ -55,13 +51,9 @@ class AsyncCheckpointWriter:
             raise InvalidSave(f"step ({step}), epoch ({epoch}), buffer_bytes ({buffer_bytes}): too small.")
         plain_json(metadata or {}, name="metadata")
         plain_json(position, name="position")
-        with AsyncCheckpointWriter._count_lock:
-            AsyncCheckpointWriter._count += 1
-            number = AsyncCheckpointWriter._count
         self._store = open_store(path) if isinstance(path, str | os.PathLike) else path
-        # 'w' keeps the ids apart from those of a manager in the same process.
         self._draft = Manifest(
-            checkpoint_id=new_id(step, this_process(), number, kind="w"),
+            checkpoint_id=new_id(step),
             step=step,
             epoch=epoch,
             created_at=time.time(),

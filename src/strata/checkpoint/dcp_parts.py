@@ -1,0 +1,179 @@
+"""The parts of a sharded checkpoint: one value per rank, written front to back, read in verified pieces.
+
+A part is the bytes of its items one after the other, each at a multiple of 64. It is durable when `PartWriter.finish`
+returns, and means nothing until a manifest names it. Its own name tells which process wrote it, so parts that never
+got a manifest can be told from those that still may. Reading fetches whole chunks and compares each with its digest
+before a byte of it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from strata.checkpoint.catalog import Catalog, where
+from strata.checkpoint.dcp_layout import Span
+from strata.checkpoint.digest import Digest, StreamingDigest
+from strata.checkpoint.errors import Damaged
+from strata.checkpoint.identity import this_process
+from strata.checkpoint.manifest import Part
+from strata.checkpoint.naming import new_id, writer_of
+from strata.stores.protocol import Store, StoreError
+
+log = logging.getLogger("strata.checkpoint")
+
+FOLDER = "parts"
+SUFFIX = ".part"
+ALIGNMENT_BYTES = 64
+_FOREIGN_ORPHAN_AGE_S = 24 * 3600.0
+
+_own_lock = threading.Lock()
+_own: dict[str, set[str]] = {}
+"""Parts this process wrote to each store, by URL, that no manifest was seen to name yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPart:
+    """A part that is durable. It travels from its rank to the coordinator."""
+
+    key: str
+    size_bytes: int
+    digest: Digest
+
+    @property
+    def part(self) -> Part:
+        return Part(key=self.key, size_bytes=self.size_bytes, digest=self.digest)
+
+
+class PartWriter:
+    def __init__(self, store: Store, step: int) -> None:
+        self._store = store
+        self.key = f"{FOLDER}/{new_id(step)}{SUFFIX}"
+        self._digest = StreamingDigest()
+        with _own_lock:
+            _own.setdefault(store.url, set()).add(self.key)
+        self._blob = store.open_write(self.key)
+
+    def add(self, data: memoryview) -> tuple[int, int]:
+        """Where the bytes have got: offset and length."""
+        offset_bytes = -(-self._digest.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        padding_bytes = offset_bytes - self._digest.size_bytes
+        for piece in (memoryview(bytes(padding_bytes)), data):
+            if len(piece):
+                self._digest.update(piece)
+                self._blob.write(piece)
+        return offset_bytes, len(data)
+
+    def finish(self) -> WrittenPart:
+        self._blob.commit()
+        return WrittenPart(key=self.key, size_bytes=self._digest.size_bytes, digest=self._digest.finish())
+
+    def abort(self) -> None:
+        self._blob.abort()
+        forget(self._store, [self.key])
+
+
+class PartReader:
+    """Verified bytes of one part. Items are best asked for in the order of their offsets."""
+
+    def __init__(self, store: Store, part: Part) -> None:
+        self._store = store
+        self._part = part
+        self._path = where(store, part.key)
+        self._start_bytes = 0
+        self._held = bytearray()
+        blob = store.stat(part.key)
+        if blob is None:
+            raise Damaged(path=self._path, reason="the part is missing")
+        if blob.size_bytes != part.size_bytes:
+            raise Damaged(
+                path=self._path,
+                reason=f"the part has {blob.size_bytes} bytes, its manifest says {part.size_bytes}",
+            )
+
+    def read(self, span: Span, *, name: str) -> memoryview:
+        """The bytes of a span; valid until the next call."""
+        if not self._start_bytes <= span.offset_bytes or span.end_bytes > self._start_bytes + len(self._held):
+            self._fetch(span, name)
+        first = span.offset_bytes - self._start_bytes
+        return memoryview(self._held)[first : first + span.size_bytes]
+
+    def tensor(self, span: Span, dtype: torch.dtype, shape: tuple[int, ...], *, name: str) -> torch.Tensor:
+        """The same as a tensor over that memory."""
+        if not span.size_bytes:
+            return torch.empty(shape, dtype=dtype)
+        flat = torch.frombuffer(self.read(span, name=name), dtype=torch.uint8)
+        return flat.view(dtype).reshape(shape)
+
+    def _fetch(self, span: Span, name: str) -> None:
+        chunk_bytes = self._part.digest.chunk_bytes
+        first = span.offset_bytes // chunk_bytes
+        end = -(-span.end_bytes // chunk_bytes)
+        start_bytes = first * chunk_bytes
+        held = bytearray(min(end * chunk_bytes, self._part.size_bytes) - start_bytes)
+        view = memoryview(held)
+        self._store.read_into(self._part.key, view, offset=start_bytes)
+        for number in range(first, end):
+            begin = (number - first) * chunk_bytes
+            chunk = view[begin : begin + chunk_bytes]
+            if self._part.digest.chunks[number : number + 1] != (xxhash.xxh3_128_hexdigest(chunk),):
+                raise Damaged(
+                    path=self._path,
+                    reason=f"bytes changed since they were saved, chunk {number} "
+                    f"of {len(self._part.digest.chunks)}",
+                    tensors=(name,),
+                )
+        self._start_bytes, self._held = start_bytes, held
+
+
+def forget(store: Store, keys: Iterable[str]) -> None:
+    """These parts are named by a manifest now, or gone."""
+    with _own_lock:
+        _own.get(store.url, set()).difference_update(keys)
+
+
+def remove_own_leftovers(catalog: Catalog) -> None:
+    """Remove the parts of this process's earlier saves that never came to be.
+
+    Called when a save begins: the ones before it in this process have ended.
+    """
+    with _own_lock:
+        mine = set(_own.get(catalog.store.url, ()))
+    if mine:
+        _remove_unnamed(catalog, mine)
+        forget(catalog.store, mine)
+
+
+def remove_orphans(catalog: Catalog) -> None:
+    """Remove the parts of dead writers that no manifest names."""
+    store = catalog.store
+    now_s, own = time.time(), this_process()
+    left = set()
+    for blob in store.list(f"{FOLDER}/"):
+        writer = writer_of(blob.key)
+        if not blob.key.endswith(SUFFIX) or writer is None or writer == own:
+            continue
+        if writer.is_gone() or now_s - blob.modified_s > _FOREIGN_ORPHAN_AGE_S:
+            left.add(blob.key)
+    if left:
+        _remove_unnamed(catalog, left)
+
+
+def _remove_unnamed(catalog: Catalog, keys: Iterable[str]) -> None:
+    listing = catalog.list(fresh=True)
+    if listing.problems:
+        return  # A manifest that cannot be read may name any of them.
+    named = {part.key for entry in listing.entries for part in entry.manifest.parts}
+    for key in sorted(set(keys) - named):
+        try:
+            catalog.store.delete(key)
+        except StoreError as error:
+            log.warning("could not remove %s, which belongs to no checkpoint: %s", key, error)
+        else:
+            log.info("removed %s: its save was never finished", key)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import typer
 
-from strata.cli import audit, demo, doctor, index, listings, replay, serve, validate
+from strata.cli import audit, chaos, demo, doctor, index, listings, replay, serve, validate
 from strata.cli.common import Unreachable, say_error
 from strata.errors import StrataError
 
@@ -39,6 +39,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     index.index,
     validate.validate,
     doctor.doctor,
+    chaos.chaos,
 )
 for command in COMMANDS:
     app.command()(command)

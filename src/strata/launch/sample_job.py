@@ -68,6 +68,7 @@ class SampleJob:
                 "batch_size": max(1, self.global_batch // self.workers),
                 "max_steps": self.steps,
                 "warmup_steps": 20,
+                "min_lr_ratio": 1.0,  # No decay: runs of different length can be compared step by step.
                 "device": "cpu",
                 "backend": "gloo",
                 "log_interval": 5,

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from strata.rendezvous import SECONDS_NOT_MINUTES, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasClient, CasStore
+from strata.training.trace import note_rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,13 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
     _server_lost = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        deadline_s = time.monotonic() + self.settings.timeout.join.total_seconds()
+        began_s = time.monotonic()
+        deadline_s = began_s + self.settings.timeout.join.total_seconds()
         while True:
             try:
-                return super().next_rendezvous()
+                met = super().next_rendezvous()
+                note_rendezvous(self.settings.run_id, began_s, time.monotonic())
+                return met
             except RendezvousTimeoutError as error:
                 raise RendezvousTimeoutError(self._timeout_text()) from error
             except RendezvousClosedError as error:

@@ -182,7 +182,8 @@ class ElasticJob:
             self._link.close(leave=ended_well)
         self._footprints.close()
         if kind is None and self._local_rank == 0:
-            clear_run(self.name)
+            for run in {self.name, os.environ.get("TORCHELASTIC_RUN_ID", self.name)}:
+                clear_run(run)
 
     @property
     def footprint_before(self) -> Footprint | None:

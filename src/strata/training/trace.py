@@ -19,7 +19,9 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
 PHASES = ("detect", "rendezvous", "spawn", "load", "first_step")
-_FOOTPRINT = struct.Struct("<dqq")  # monotonic seconds, step, world size
+_FOOTPRINT = struct.Struct(
+    "<ddqq"
+)  # of the step, of the process's start (monotonic seconds); step; world size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,8 @@ def clear_run(job: str) -> None:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     mono_s: float
+    born_mono_s: float
+    """When the process that made the step began."""
     step: int
     world_size: int
 
@@ -79,25 +83,31 @@ class Footprints:
         with open(path, "w+b") as file:
             file.truncate(_FOOTPRINT.size)
             self._map = mmap(file.fileno(), _FOOTPRINT.size)
+        self._born_mono_s = process_start_mono_s()
 
     def leave(self, step: int, world_size: int) -> None:
-        _FOOTPRINT.pack_into(self._map, 0, time.monotonic(), step, world_size)
+        _FOOTPRINT.pack_into(self._map, 0, time.monotonic(), self._born_mono_s, step, world_size)
 
     def close(self) -> None:
         self._map.close()
 
 
-def last_footprint(job: str) -> Footprint | None:
-    """The newest step any rank of this run made on this machine, before this process came."""
-    newest = None
+def footprints(job: str) -> list[Footprint]:
+    """The last step of every rank that this run has, or had, on this machine."""
+    found = []
     with suppress(OSError):
         for path in run_folder(job).glob("rank-*"):
             data = path.read_bytes()
             if len(data) == _FOOTPRINT.size:
-                found = Footprint(*_FOOTPRINT.unpack(data))
-                if found.mono_s and (newest is None or found.mono_s > newest.mono_s):
-                    newest = found
-    return newest
+                footprint = Footprint(*_FOOTPRINT.unpack(data))
+                if footprint.mono_s:
+                    found.append(footprint)
+    return found
+
+
+def last_footprint(job: str) -> Footprint | None:
+    """The newest step any rank of this run made on this machine."""
+    return max(footprints(job), key=lambda footprint: footprint.mono_s, default=None)
 
 
 def note_rendezvous(job: str, began_mono_s: float, ended_mono_s: float) -> None:
@@ -158,7 +168,8 @@ class Tracer:
 
     def _rendezvous(self) -> tuple[float, float] | None:
         try:
-            began, ended = json.loads((run_folder(self.job) / "rendezvous").read_text())
+            run = os.environ.get("TORCHELASTIC_RUN_ID", self.job)
+            began, ended = json.loads((run_folder(run) / "rendezvous").read_text())
             return float(began), float(ended)
         except (OSError, ValueError, TypeError):
             return None

@@ -1,0 +1,32 @@
+"""The loss of a trained sample job on text of its own data: how two runs of it are compared."""
+
+from __future__ import annotations
+
+import importlib
+
+from strata.chaos.run import final_parameters
+from strata.launch.sample_job import SampleJob
+
+SEQUENCES = 64
+
+
+def loss_of(job: SampleJob) -> float:
+    """Mean loss of the newest checkpoint over the first sequences of the data."""
+    import numpy as np
+    import torch
+
+    from strata.data.tokens.index import TokenIndex
+    from strata.data.tokens.sequences import SequenceReader
+
+    # The model belongs to the harness, which knows us; by name, so that we do not know it.
+    harness = importlib.import_module("elastic_harness.model")
+    settings = job.settings()["model"]
+    parameters = final_parameters(job.checkpoints)
+    vocabulary = parameters["tokens.weight"].shape[0]  # type: ignore[attr-defined]
+    model = harness.GPT(harness.GPTConfig(vocab_size=vocabulary, **settings))
+    model.load_state_dict(parameters)
+    model.eval()
+    reader = SequenceReader(TokenIndex(job.index), int(str(settings["seq_length"])))
+    inputs, labels = reader.read(np.arange(min(SEQUENCES, reader.full)))
+    with torch.no_grad():
+        return float(model(torch.from_numpy(inputs), torch.from_numpy(labels)))

@@ -1,0 +1,93 @@
+"""What a chaos run measured, and whether it is good enough."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from strata.chaos.run import Injury
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    name: str
+    passed: bool
+    found: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosReport:
+    injuries: tuple[Injury, ...]
+    verdicts: tuple[Verdict, ...]
+    steps: int
+    duration_s: float
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+    def to_json(self) -> dict[str, Any]:
+        times = [i.recovery_s for i in self.injuries if i.recovery_s is not None]
+        return {
+            "passed": self.passed,
+            "steps": self.steps,
+            "duration_s": self.duration_s,
+            "recovery_s": {
+                "count": len(times),
+                "median": median(times) if times else None,
+                "worst": max(times, default=None),
+            },
+            "injuries": [asdict(injury) for injury in self.injuries],
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+        }
+
+
+def judge_recoveries(injuries: tuple[Injury, ...], threshold_s: float) -> Verdict:
+    times = [i.recovery_s for i in injuries if i.recovery_s is not None]
+    slow = [t for t in times if t > threshold_s]
+    failed = len(injuries) - len(times)
+    worst = f"worst {max(times):.2f} s of {threshold_s:g} s allowed" if times else "nothing was hurt"
+    return Verdict(
+        name="recovery time",
+        passed=not slow and not failed and bool(injuries),
+        found=f"{len(times)} recoveries, {worst}" + (f", {failed} without a new step" if failed else ""),
+    )
+
+
+def judge_ledger(checkpoints: Path, dataset: str) -> Verdict:
+    from strata.data.history import audit_epochs
+
+    reports = audit_epochs(checkpoints, dataset)
+    bad = [report for report in reports if not report.clean]
+    return Verdict(name="samples", passed=not bad, found=(bad or reports)[-1].reason)
+
+
+def judge_checkpoints(checkpoints: Path) -> Verdict:
+    """Loads every checkpoint that is listed: what is complete must be whole."""
+    from strata.checkpoint.manager import CheckpointManager
+    from strata.errors import StrataError
+
+    with CheckpointManager(checkpoints) as manager:
+        found = manager.all_checkpoints()
+        damaged = []
+        for info in found:
+            try:
+                manager.load(checkpoint_id=info.checkpoint_id)
+            except StrataError as error:
+                damaged.append(f"step {info.step}: {error}")
+    return Verdict(
+        name="checkpoints",
+        passed=bool(found) and not damaged,
+        found="; ".join(damaged) or f"{len(found)} loaded and verified",
+    )
+
+
+def judge_loss(disturbed: float, undisturbed: float, *, tolerance: float = 0.01) -> Verdict:
+    off = abs(disturbed - undisturbed) / abs(undisturbed)
+    return Verdict(
+        name="loss",
+        passed=off <= tolerance,
+        found=f"{disturbed:.4f} against {undisturbed:.4f} undisturbed ({off:.2%} off, {tolerance:.0%} allowed)",
+    )

@@ -1,0 +1,166 @@
+"""`strata chaos`: hurt a job of our own at intervals, and say whether it got over it."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.text import Text
+
+from strata.cli.common import console, print_json, print_table
+from strata.errors import StrataError
+
+if TYPE_CHECKING:
+    from strata.chaos.report import ChaosReport, Verdict
+    from strata.chaos.run import ChaosRun
+
+
+def chaos(
+    interval: Annotated[float, typer.Option(min=0.0, help="Seconds of peace between two faults.")] = 15.0,
+    duration: Annotated[float, typer.Option(min=1.0, help="Seconds to go on hurting.")] = 60.0,
+    rto_threshold: Annotated[
+        float, typer.Option(min=0.1, help="The longest recovery, in seconds, that passes.")
+    ] = 30.0,
+    single_kill: Annotated[bool, typer.Option("--single-kill", help="One SIGKILL, then let it end.")] = False,
+    kinds: Annotated[
+        str, typer.Option(help="Faults to choose from: kill, stop, agent, coordinator.")
+    ] = "kill",
+    workers: Annotated[int, typer.Option(min=1, max=64)] = 2,
+    agents: Annotated[int, typer.Option(min=1, max=16, help="Agents, each standing for a machine.")] = 1,
+    seed: Annotated[int, typer.Option(help="Chooses faults and victims.")] = 0,
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Also train undisturbed and compare the loss.")
+    ] = True,
+    output: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Kill, stop and cut off workers of a job started for this, and measure the way back. Exit 0: it passed."""
+    chosen = _kinds("kill" if single_kill else kinds)
+    if workers % agents:
+        raise typer.BadParameter(f"{workers} workers cannot be divided among {agents} agents")
+
+    def say(text: str) -> None:
+        if not json:
+            console.print(Text(text))
+
+    with tempfile.TemporaryDirectory(prefix="strata-chaos-") as folder:
+        report = _run(
+            Path(folder),
+            chosen,
+            workers=workers,
+            agents=agents,
+            seed=seed,
+            interval_s=interval,
+            duration_s=0.0 if single_kill else duration,
+            threshold_s=rto_threshold,
+            compare=compare,
+            say=say,
+        )
+    if output is not None:
+        output.write_text(jsonlib.dumps(report.to_json(), indent=2) + "\n")
+    if json:
+        print_json(report.to_json())
+    else:
+        rows = [
+            (Text("pass", "green") if v.passed else Text("FAIL", "bold red"), v.name, v.found)
+            for v in report.verdicts
+        ]
+        print_table(("", "CHECK", "FOUND"), rows, empty="")
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _kinds(text: str) -> list[str]:
+    from strata.chaos.run import FAULTS
+
+    chosen = [kind.strip() for kind in text.split(",") if kind.strip()]
+    unknown = [kind for kind in chosen if kind not in FAULTS]
+    if unknown or not chosen:
+        raise typer.BadParameter(f"faults are {', '.join(FAULTS)}; not {', '.join(unknown) or 'nothing'}")
+    return chosen
+
+
+def _run(
+    folder: Path,
+    kinds: list[str],
+    *,
+    workers: int,
+    agents: int,
+    seed: int,
+    interval_s: float,
+    duration_s: float,
+    threshold_s: float,
+    compare: bool,
+    say: Callable[[str], None],
+) -> ChaosReport:
+    from strata.chaos.report import ChaosReport, judge_checkpoints, judge_ledger, judge_recoveries
+    from strata.chaos.run import ChaosRun, Fault
+    from strata.launch.coordinator import CoordinatorProcess
+    from strata.launch.sample_job import DATASET, SampleJob
+
+    coordinator = CoordinatorProcess(folder / "coordinator").start()
+    hang_s = 10.0 if "stop" in kinds else 0.0
+    job = SampleJob(
+        folder=folder,
+        name=f"chaos-{os.getpid()}",
+        workers=workers,
+        agents=agents,
+        steps=10_000_000,
+        hang_timeout_s=hang_s,
+    )
+    run = ChaosRun(job, coordinator, seed=seed, tell=say)
+    try:
+        run.start()
+        began_s = time.monotonic()
+        while True:
+            run.train_for(interval_s)
+            run.hurt(cast("list[Fault]", kinds), patience_s=max(60.0, 3 * threshold_s))
+            if time.monotonic() - began_s >= duration_s:
+                break
+        run.train_for(min(interval_s, 5.0))
+        steps, took_s = run.step, time.monotonic() - began_s
+        for agent in run.agents:
+            agent.stop()
+        if not run.injuries:
+            raise StrataError("Nothing was hurt.", hint="Use a longer --duration.")
+        verdicts = [
+            judge_recoveries(tuple(run.injuries), threshold_s),
+            judge_ledger(job.checkpoints, DATASET),
+            judge_checkpoints(job.checkpoints),
+        ]
+        if compare:
+            verdicts.append(_compare(run, folder, say))
+        return ChaosReport(
+            injuries=tuple(run.injuries), verdicts=tuple(verdicts), steps=steps, duration_s=took_s
+        )
+    finally:
+        run.close()
+        coordinator.stop()
+
+
+def _compare(run: ChaosRun, folder: Path, say: Callable[[str], None]) -> Verdict:
+    """Train the same steps again in peace, and evaluate both models on the same text."""
+    from dataclasses import replace
+
+    from strata.chaos.evaluate import loss_of
+    from strata.chaos.report import judge_loss
+    from strata.chaos.run import ChaosRun
+    from strata.checkpoint.manager import CheckpointManager
+
+    with CheckpointManager(run.job.checkpoints) as manager:
+        latest = manager.get_latest()
+    assert latest is not None
+    say(f"training {latest.step} steps again, undisturbed, to compare")
+    peace = replace(run.job, name=f"{run.job.name}-peace", steps=latest.step)
+    undisturbed = ChaosRun(peace, run.coordinator)
+    try:
+        undisturbed.start()
+        undisturbed.wait(600.0)
+    finally:
+        undisturbed.close()
+    return judge_loss(loss_of(run.job), loss_of(peace))

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import mmap
 import os
-import pickle
+import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -93,19 +93,29 @@ def verify(
         )
 
 
-def open_image(path: str | Path, manifest: Manifest | None = None, *, trusted_source: bool = False) -> Any:
-    """The state in a `.pt` file; arrays come back as the kind they were saved as, where a manifest tells."""
+def open_image(
+    path: str | Path,
+    manifest: Manifest | None = None,
+    *,
+    trusted_source: bool = False,
+    name: str | None = None,
+) -> Any:
+    """The state in a `.pt` file; arrays come back as the kind they were saved as, where a manifest tells. `name` is what
+    the file is called in messages."""
     import torch
 
     from strata.checkpoint.state import TENSOR, rebuild, restore_kind
 
+    name = name or str(path)
     if trusted_source:
-        log.warning(SECURITY_WARNING, path)
+        log.warning(SECURITY_WARNING, name)
     try:
         state = torch.load(path, map_location="cpu", weights_only=not trusted_source, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+    except Exception as error:  # A file made to do harm can make the unpickler fail in any way.
+        refused = re.search(r"(Unsupported|Trying to|Can only)[^.]*", str(error))
+        why = refused[0] if refused else str(error).partition("\n")[0]
         raise LoadFailed(
-            f"'{path}' could not be opened safely: {str(error).splitlines()[0]}",
+            f"'{name}' could not be opened safely: {why}.",
             hint="If it is your own and holds more than tensors, load it with trusted_source=True.",
         ) from error
     if manifest is None or all(entry.kind == TENSOR for entry in manifest.tensors):

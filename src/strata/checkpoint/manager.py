@@ -25,7 +25,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -241,6 +241,15 @@ class CheckpointManager:
             log.warning("passed over while listing checkpoints: %s", problem)
         return [each.info for each in found]
 
+    def snapshots(self) -> list[CheckpointInfo]:
+        """The checkpoints in memory, newest first."""
+        return [each.info for each in gather([MemorySource(self._images())])[0]] if self._has_memory() else []
+
+    def drop_snapshots(self, checkpoint_ids: Collection[CheckpointId] | None = None) -> None:
+        """Give up these checkpoints in memory, or all of them, and the memory they hold."""
+        if self._has_memory():
+            self._images().drop(checkpoint_ids)
+
     def load(
         self,
         step: int | None = None,
@@ -248,12 +257,13 @@ class CheckpointManager:
         *,
         into: Any = None,
         trusted_source: bool = False,
+        tiers: Sequence[str] | None = None,
     ) -> Any:
         """The state or bytes of a checkpoint: of the newest whole one, or of the one asked for.
 
-        `into` is a state whose tensors receive the loaded values in place.
+        `into` is a state whose tensors receive the loaded values in place. `tiers` limits where to look, by name.
         """
-        return self._load(step, checkpoint_id, into, trusted_source).state
+        return self._load(step, checkpoint_id, into, trusted_source, tiers).state
 
     async def load_async(
         self, step: int | None = None, checkpoint_id: str | None = None, **options: Any
@@ -267,10 +277,11 @@ class CheckpointManager:
         *,
         into: Any = None,
         trusted_source: bool = False,
+        tiers: Sequence[str] | None = None,
     ) -> Restored:
         """`load`, to go on training from: what is saved next continues this checkpoint's line, and newer
         checkpoints of another line are given up in favour of it."""
-        restored = self._load(step, checkpoint_id, into, trusted_source)
+        restored = self._load(step, checkpoint_id, into, trusted_source, tiers)
         with self._lock:
             self._look_around().go_back_to(restored.info)
         return restored
@@ -419,10 +430,17 @@ class CheckpointManager:
                 )
             return self._staging
 
-    def _load(self, step: int | None, checkpoint_id: str | None, into: Any, trusted_source: bool) -> Restored:
+    def _load(
+        self,
+        step: int | None,
+        checkpoint_id: str | None,
+        into: Any,
+        trusted_source: bool,
+        tiers: Sequence[str] | None,
+    ) -> Restored:
         self._check_open()
         return restore(
-            self._sources(),
+            [source for source in self._sources() if tiers is None or source.tier in tiers],
             step=step,
             checkpoint_id=checkpoint_id,
             into=into,

@@ -22,7 +22,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from strata.checkpoint.copying import Copier, Copying, any_on_cuda, page_lock, p
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
-from strata.checkpoint.manifest import Manifest, TensorEntry, decode
+from strata.checkpoint.manifest import CheckpointId, Manifest, TensorEntry, decode
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -158,6 +158,12 @@ class ImageBuffer:
                 self._map.close()
             self._map = None
 
+    def discard(self) -> None:
+        """Give up the snapshot and its memory."""
+        self.unmark()
+        self._unmap()
+        self.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         self._unmap()
 
@@ -198,8 +204,8 @@ class Staging:
     def __init__(
         self, job: str, *, images: int = 2, budget_bytes: int | None = None, root: Path = SHARED_MEMORY
     ) -> None:
-        if not 1 <= images <= 2:
-            raise ValueError(f"images ({images}) must be 1 or 2")
+        if images < 1:
+            raise ValueError(f"images ({images}) must be at least 1")
         self.job = job
         self.budget_bytes = budget_bytes
         self.copier = Copier()
@@ -277,6 +283,16 @@ class Staging:
             found = [Snapshot(manifest=b.marked, path=b.path) for b in self._buffers if b.marked is not None]
         return sorted(found, key=lambda snapshot: snapshot.manifest.order, reverse=True)
 
+    def drop(self, chosen: Collection[CheckpointId] | None = None) -> None:
+        """Give up these snapshots, or all, and their memory. One that is being written or read stays."""
+        self.snapshots()
+        with self._changed:
+            for buffer in self._buffers:
+                if buffer.marked is None or buffer.is_busy:
+                    continue
+                if chosen is None or buffer.marked.checkpoint_id in chosen:
+                    buffer.discard()
+
     def close(self, *, keep: bool = False) -> None:
         """Let go of the images; they are removed unless `keep`, which leaves them to the job's next process."""
         self.copier.close()
@@ -299,7 +315,10 @@ class Staging:
             marked = [buffer for buffer in self._buffers if buffer.marked is not None]
             newest = max(marked, key=lambda b: b.marked.order, default=None)  # type: ignore[union-attr]
             free = [buffer for buffer in free if buffer is not newest]
-        return max(free, key=lambda buffer: buffer.plan is plan, default=None)
+        # The oldest snapshot makes room; of images that hold none, one that is laid out already is the quickest.
+        return min(
+            free, key=lambda b: (b.marked.order if b.marked else (-1,), b.plan is not plan), default=None
+        )
 
     def _check_room(self, buffer: ImageBuffer, plan: Plan) -> None:
         held_bytes = buffer.size_bytes

@@ -44,6 +44,7 @@ DATASET_HINT = "Register it first: POST /api/datasets, or DatasetRegistry(...).r
 
 PlanKey = tuple[JobId, DatasetId, int]
 Done = NDArray[np.int64]
+_NO_SHARDS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +64,15 @@ class PlanEntry:
         self.plan = plan
         self.moved = moved
         """What changed hands with this version."""
-        self._by_owner: NDArray[np.int64] | None = None
-        self._bounds: NDArray[np.int64] | None = None
+        self._shards: dict[str, NDArray[np.int64]] | None = None
 
     def shards_of(self, worker_id: str) -> NDArray[np.int64]:
-        if worker_id not in self.plan.workers:
-            return np.empty(0, np.int64)
-        if self._by_owner is None or self._bounds is None:
-            self._by_owner = np.argsort(self.plan.owners, kind="stable")
-            ranks = np.arange(len(self.plan.workers) + 1)
-            self._bounds = np.searchsorted(self.plan.owners[self._by_owner], ranks)
-        index = self.plan.workers.index(worker_id)
-        return self._by_owner[self._bounds[index] : self._bounds[index + 1]]
+        if self._shards is None:
+            by_owner = np.argsort(self.plan.owners, kind="stable")
+            bounds = np.searchsorted(self.plan.owners[by_owner], np.arange(len(self.plan.workers) + 1))
+            groups = np.split(by_owner, bounds)[1:-1]
+            self._shards = dict(zip(self.plan.workers, groups, strict=True))
+        return self._shards.get(worker_id, _NO_SHARDS)
 
 
 class Datasets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from strata.data import index_cache
+from strata.data import index_cache, sources
 from strata.data.errors import DataError
 from strata.data.reader import DatasetReader, discover
 from strata.data.readers.crc32c import crc32c, masked_crc32c
@@ -200,24 +202,50 @@ lines = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(lines, st.sampled_from([b"\n", b"\r\n"]), st.booleans(), st.booleans(), st.data())
-def test_line_ends_marks_and_blank_lines_do_not_matter(
+@settings(max_examples=80, deadline=None)
+@given(
+    lines,
+    st.sampled_from([b"\n", b"\r\n"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 7, 64, 1_000, 2**20]),
+    st.data(),
+)
+def test_line_ends_marks_blank_lines_and_chunks_do_not_matter(
     tmp_path_factory: pytest.TempPathFactory,
     content: list[bytes],
     end: bytes,
     mark: bool,
     last_end: bool,
+    chunk_bytes: int,
     data: st.DataObject,
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
     path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + end.join(content) + (end if last_end else b""))
     expected = [json.loads(line) for line in content if line.strip()]
-    for on_bad in ("raise", "skip"):
-        reader = DatasetReader(path, on_bad=on_bad)
-        assert len(reader) == len(expected)
-        wanted = data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=20)) if expected else []
-        assert reader.read(wanted) == [expected[i] for i in wanted]
+    with patch.object(sources, "CHUNK_BYTES", chunk_bytes):
+        for on_bad in ("raise", "skip"):
+            reader = DatasetReader(path, on_bad=on_bad)
+            assert len(reader) == len(expected)
+            wanted = data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=20)) if expected else []
+            assert reader.read(wanted) == [expected[i] for i in wanted]
+
+
+fields = st.text('ab ,"\n\r', max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(fields, fields), min_size=1, max_size=70), st.sampled_from([1, 5, 100, 2**20]))
+def test_quoted_fields_hold_anything_wherever_chunks_end(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], chunk_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("csv") / "x.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerows([("first", "second"), *(("x" + a, "y" + b) for a, b in rows)])
+    with patch.object(sources, "CHUNK_BYTES", chunk_bytes):
+        reader = DatasetReader(path)
+        assert reader.read(range(len(reader))) == [{"first": "x" + a, "second": "y" + b} for a, b in rows]
 
 
 @settings(max_examples=40, deadline=None)

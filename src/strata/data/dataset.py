@@ -31,6 +31,10 @@ class ElasticDataset:
         self.reader = DatasetReader(path, format, **options)
         self._transform = transform
 
+    @property
+    def is_remote(self) -> bool:
+        return self.reader.is_remote
+
     def __len__(self) -> int:
         return len(self.reader)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from strata.data.readers.base import FileIndex, ReadOptions
-from strata.data.sources import FileRef
+from strata.data.sources import FileRef, is_remote
 
 log = logging.getLogger("strata.data")
 
@@ -66,7 +66,7 @@ def cache_dir() -> Path:
 
 
 def _entry(ref: FileRef, format: str, options: ReadOptions) -> Path:
-    place = ref.path if "://" in ref.path else os.path.abspath(ref.path)
+    place = ref.path if is_remote(ref.path) else os.path.abspath(ref.path)
     identity = (
         VERSION,
         place,

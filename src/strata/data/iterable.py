@@ -50,6 +50,10 @@ class ElasticIterableDataset(IterableDataset[Batch]):
     def world_size(self) -> int:
         return self.sampler.world_size
 
+    @property
+    def is_remote(self) -> bool:
+        return bool(getattr(self._samples, "is_remote", False))
+
     def publish(self) -> None:
         """Let the next iteration begin at the committed position, in every loader process."""
         self._version = self._beginning[0] + 1

@@ -51,6 +51,10 @@ class ElasticLoader:
         # DataLoader draws a seed at every iteration; from the global generator, a resumed run would see other
         # random numbers than an undisturbed one.
         dataloader_options.setdefault("generator", torch.Generator())
+        if dataloader_options.get("num_workers") and getattr(dataset, "is_remote", False):
+            dataloader_options.setdefault(
+                "multiprocessing_context", "forkserver"
+            )  # Clients do not survive a fork.
         self._explicit = commit == "explicit"
         self._iterable = dataset if isinstance(dataset, ElasticIterableDataset) else None
         self._loader: DataLoader[Any]

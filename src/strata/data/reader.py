@@ -24,7 +24,7 @@ from strata.data.errors import DataError
 from strata.data.formats import ALL_SUFFIXES, format_named, format_of
 from strata.data.index_cache import load_index, save_index
 from strata.data.readers.base import Cache, FileIndex, OnBad, OpenFile, ReadOptions, Row, group_rows
-from strata.data.sources import FileRef, find, open_source
+from strata.data.sources import FileRef, find, is_remote, open_source
 
 log = logging.getLogger("strata.data")
 
@@ -120,6 +120,11 @@ class DatasetReader:
     def bad(self) -> int:
         """Records that were skipped."""
         return self.found.bad
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is read through a client that does not survive a fork."""
+        return any(is_remote(file.path) for file in self.files)
 
     def __len__(self) -> int:
         return int(self._first[-1])

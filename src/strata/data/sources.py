@@ -12,13 +12,14 @@ import functools
 import glob
 import io
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from strata.data.errors import DataError
-from strata.stores import Store, StoreError, open_store
+from strata.stores import InvalidStoreURL, Store, StoreError, open_store
 
 CHUNK_BYTES = 4 * 2**20
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
@@ -82,10 +83,9 @@ class StoredSource:
 
     def __init__(self, url: str) -> None:
         self.path = url
-        bucket, key = _split_url(url)
-        self._store, self._key = _store_of(bucket, os.getpid()), key
+        self._store, self._key = _client(url)
         try:
-            blob = self._store.stat(key)
+            blob = self._store.stat(self._key)
         except StoreError as error:
             raise DataError.at(url, error.message, hint=error.hint) from error
         if blob is None:
@@ -105,15 +105,19 @@ class StoredSource:
         pass
 
 
+def is_remote(path: str) -> bool:
+    return "://" in path
+
+
 def open_source(path: str) -> Source:
-    return StoredSource(path) if "://" in path else LocalSource(path)
+    return StoredSource(path) if is_remote(path) else LocalSource(path)
 
 
 def find(path: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> list[FileRef]:
     """The files that `path` names, sorted by path. A directory or prefix gives those with one of `suffixes`,
     at any depth, without hidden ones. Raises `DataError` where there is none."""
     text = os.fspath(path).removeprefix("file://")
-    found = sorted(_find_stored(text) if "://" in text else _find_local(text), key=lambda ref: ref.path)
+    found = sorted(_find_stored(text) if is_remote(text) else _find_local(text), key=lambda ref: ref.path)
     if len(found) == 1 and found[0].path == text:
         return found  # Named outright: whatever its suffix.
     matching = [ref for ref in found if not suffixes or ref.path.lower().endswith(suffixes)]
@@ -200,26 +204,55 @@ def _find_local(text: str) -> Iterator[FileRef]:
 
 
 def _find_stored(url: str) -> Iterator[FileRef]:
-    bucket, key = _split_url(url)
+    store, key = _client(url)
     fixed = key
     for magic in "*?[":
         fixed = fixed.split(magic)[0]
-    store = _store_of(bucket, os.getpid())
     try:
         for blob in store.list(fixed):
             inside = blob.key == key or blob.key.startswith(key.rstrip("/") + "/" if key else "")
             if fnmatch.fnmatchcase(blob.key, key) if _has_magic(key) else inside:
                 yield FileRef(
-                    path=f"{bucket}/{blob.key}", size_bytes=blob.size_bytes, modified_s=blob.modified_s
+                    path=f"{_split_url(url)[0]}/{blob.key}",
+                    size_bytes=blob.size_bytes,
+                    modified_s=blob.modified_s,
                 )
     except StoreError as error:
         raise DataError.at(url, error.message, hint=error.hint) from error
 
 
+def _client(url: str) -> tuple[Store, str]:
+    """The store that holds a URL, and the key there."""
+    if _FORKED_WITH_CLIENT:
+        raise DataError.at(
+            url,
+            "this process was forked from one that uses object storage, whose client does not survive a fork",
+            hint="Give the loader multiprocessing_context='forkserver'; ElasticLoader does so by itself.",
+        )
+    bucket, key = _split_url(url)
+    try:
+        return _store_of(bucket), key
+    except InvalidStoreURL as error:
+        raise DataError.at(
+            url, "no store of this kind is known", hint="Use a path, or s3://, gs:// or az://."
+        ) from error
+
+
 @functools.lru_cache(maxsize=16)
-def _store_of(bucket: str, pid: int) -> Store:
-    """One client per process: its threads do not survive a fork, hence the process number in the key."""
+def _store_of(bucket: str) -> Store:
     return open_store(bucket)
+
+
+_FORKED_WITH_CLIENT = False
+
+
+def _note_fork() -> None:
+    """A request of an inherited client would wait for ever: its threads stayed in the parent."""
+    global _FORKED_WITH_CLIENT
+    _FORKED_WITH_CLIENT = "obstore" in sys.modules
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def _split_url(url: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from strata.data.sources import Source, chunks, refuse_compressed
 BLOCK_ROWS = 32
 BLOCK_BYTES = 256 * 1024
 _NEWLINE, _QUOTE, _SPACE = 0x0A, 0x22, 0x20
-_BLANK = bytes(range(_SPACE + 1))  # The same bytes that `_records` does not see.
+_BLANK = bytes(range(_SPACE + 1))
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -48,38 +48,57 @@ def scan(source: Source, options: ReadOptions, *, quoted: bool = False) -> FileI
 
 def _records(source: Source, *, quoted: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Start and length of every record that is not blank."""
-    begin = data_start(source)
-    line_start, content, open_quote = begin, 0, 0  # The line that a chunk ends in goes on in the next.
+    line_start = data_start(source)
+    has_content, quotes = False, 0  # Of the line that a chunk ends in: it goes on in the next.
     starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for offset, chunk in chunks(source, begin):
-        data = np.frombuffer(chunk, np.uint8)
-        is_end = data == _NEWLINE
-        if quoted:
-            quotes = (np.cumsum(data == _QUOTE) + open_quote) & 1
-            is_end &= quotes == 0
-            open_quote = int(quotes[-1])
-        ends = np.flatnonzero(is_end)
-        visible = np.r_[0, np.cumsum(data > _SPACE)]
-        if not len(ends):
-            content += int(visible[-1])
-            continue
-        seen = np.diff(visible[np.r_[0, ends + 1]])
-        seen[0] += content
-        line_starts = np.r_[line_start, offset + ends[:-1] + 1]
-        keep = seen > 0
-        starts.append(line_starts[keep])
-        lengths.append((offset + ends + 1 - line_starts)[keep])
-        line_start, content = offset + int(ends[-1]) + 1, int(visible[-1] - visible[ends[-1] + 1])
-    if open_quote:
+    for offset, chunk in chunks(source, line_start):
+        ends, quotes = _line_ends(chunk, quotes if quoted else None)
+        if len(ends):
+            first = bool(has_content or _visible(chunk[: ends[0]]))
+            keep = _not_blank(chunk, ends, first=first)
+            line_starts = np.r_[line_start, offset + ends[:-1]]
+            starts.append(line_starts[keep])
+            lengths.append((offset + ends - line_starts)[keep])
+            line_start, has_content = offset + int(ends[-1]), False
+            chunk = chunk[ends[-1] :]
+        has_content = has_content or _visible(chunk)
+    if quotes % 2:
         raise DataError.at(
             source.path,
             "a quoted field is never closed",
             hint="Escape quotes inside fields by doubling them.",
         )
-    if content:
+    if has_content:
         starts.append(np.array([line_start]))
         lengths.append(np.array([source.size_bytes - line_start]))
     return np.concatenate(starts), np.concatenate(lengths)
+
+
+def _line_ends(chunk: bytes, quotes: int | None) -> tuple[NDArray[np.int64], int]:
+    """Offsets after each newline, and the number of quotes so far. With `quotes`, how many came before this chunk, a
+    newline between quotes ends nothing."""
+    data = np.frombuffer(chunk, np.uint8)
+    ends = np.flatnonzero(data == _NEWLINE) + 1
+    if quotes is None:
+        return ends, 0
+    marks = np.flatnonzero(data == _QUOTE)
+    before = np.searchsorted(marks, ends) + quotes
+    return ends[before % 2 == 0], quotes + len(marks)
+
+
+def _not_blank(chunk: bytes, ends: NDArray[np.int64], *, first: bool) -> NDArray[np.bool_]:
+    """Which lines of a chunk hold anything; the first may have begun before it."""
+    keep = np.ones(len(ends), np.bool_)
+    keep[0] = first
+    begins = ends[:-1]
+    suspects = np.flatnonzero(np.frombuffer(chunk, np.uint8)[begins] <= _SPACE) + 1
+    for line in suspects.tolist():
+        keep[line] = _visible(chunk[ends[line - 1] : ends[line]])
+    return keep
+
+
+def _visible(text: bytes) -> bool:
+    return bool(text.translate(None, _BLANK))
 
 
 def _blocks(starts: NDArray[np.int64], bad: NDArray[np.int64]) -> FileIndex:
@@ -138,7 +157,7 @@ class Blocks:
         low, high = np.searchsorted(self._bad[:, 0], [start, stop])
         for bad_start, bad_stop in [*self._bad[low:high].tolist(), (stop, stop)]:
             for line in _split(self.source.read(start, bad_start - start), quoted=self._quoted):
-                if line.translate(None, _BLANK):
+                if _visible(line):
                     yield start, line
                 start += len(line)
             start = bad_stop
@@ -152,12 +171,8 @@ class Blocks:
 
 def _split(data: bytes, *, quoted: bool) -> list[bytes]:
     """Lines with their ends; the last may have none."""
-    codes = np.frombuffer(data, np.uint8)
-    is_end = codes == _NEWLINE
-    if quoted:
-        is_end &= np.cumsum(codes == _QUOTE) % 2 == 0
-    edges = [0, *(np.flatnonzero(is_end) + 1).tolist(), len(data)]
-    return [data[a:b] for a, b in pairwise(edges) if b > a]
+    ends, _ = _line_ends(data, 0 if quoted else None)
+    return [data[a:b] for a, b in pairwise([0, *ends.tolist(), len(data)]) if b > a]
 
 
 def data_start(source: Source) -> int:

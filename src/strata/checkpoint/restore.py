@@ -88,7 +88,7 @@ class StoreSource:
         with fetched(self._catalog.store, manifest.parts[0], manifest, pool=pool) as held:
             if manifest.format == BYTES:
                 return bytes(held.view)
-            return _opened(held.path, manifest, into=into, trusted_source=trusted_source)
+            return _opened(held.path, self.path(entry), manifest, into, trusted_source)
 
 
 class MemorySource:
@@ -113,12 +113,12 @@ class MemorySource:
         with self._staging.held(self._snapshots[manifest.checkpoint_id]), _mapped(entry.key) as view:
             verify(view, manifest.parts[0], manifest, path=entry.key, pool=pool)
             if into is not None:
-                return _opened(entry.key, manifest, into=into, trusted_source=trusted_source)
+                return _opened(entry.key, entry.key, manifest, into, trusted_source)
             # The image will be overwritten by a later save, so the caller gets memory of its own.
             with contextlib.closing(Held(len(view))) as held:
                 with held.view as target:
                     target[:] = view
-                return _opened(held.path, manifest, into=None, trusted_source=trusted_source)
+                return _opened(held.path, entry.key, manifest, None, trusted_source)
 
 
 def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Found], list[str]]:
@@ -187,8 +187,8 @@ def restore(
     raise CheckpointNotFound(f"There is no checkpoint{asked}.", reasons=reasons)
 
 
-def _opened(path: str, manifest: Manifest, *, into: Any, trusted_source: bool) -> Any:
-    state = open_image(path, manifest, trusted_source=trusted_source)
+def _opened(path: str, name: str, manifest: Manifest, into: Any, trusted_source: bool) -> Any:
+    state = open_image(path, manifest, trusted_source=trusted_source, name=name)
     if into is None:
         return state
     from strata.checkpoint.state import load_into

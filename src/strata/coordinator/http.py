@@ -1,26 +1,25 @@
 """The HTTP face: the API of the contract, its OpenAPI document, live events and Prometheus metrics.
 
-Listings come from ready-made pages. Every error is JSON with a stable `code`, a `message` that says what
-happened and a `hint` that says what to do; no input gives a traceback. Changing calls check Host and Origin.
+Listings come from ready-made pages. Who may call, how much they may send and what a refusal looks like is the
+door's business.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
+from dataclasses import fields
 from typing import Annotated, Any, Literal, cast
 
 import orjson
 from fastapi import FastAPI, Path, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 import strata
-from strata.coordinator.auth import Forbidden, Gatekeeper
+from strata.coordinator.auth import Gatekeeper
+from strata.coordinator.door import Door, ErrorBody, install_error_handlers, json_response
 from strata.coordinator.logs import LogFilter
 from strata.coordinator.pages import Page
 from strata.coordinator.runtime import Runtime
@@ -40,29 +39,6 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
-from strata.errors import StrataError
-
-BODY_LIMIT_BYTES = 1 << 20
-BODY_TIMEOUT_S = 20.0
-_STATUSES = {
-    "invalid_argument": 422,
-    "not_found": 404,
-    "conflict": 409,
-    "stale": 409,
-    "overloaded": 503,
-    "unavailable": 503,
-    "missing_dependency": 501,
-    "data_error": 422,
-}
-
-
-class ErrorBody(BaseModel):
-    """What every refused call answers."""
-
-    code: str = Field(description="Stable, for programs", examples=["invalid_argument"])
-    message: str = Field(description="What happened")
-    hint: str = Field(description="What to do next")
-    details: list[dict[str, str]] = Field(default=[], description="One entry for each wrong field")
 
 
 class RegisterDatasetBody(BaseModel):
@@ -180,7 +156,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         )
         reply = cast(DatasetAccepted, await engine.submit(RegisterDataset(spec=spec)))
         cluster = await engine.settled()
-        return _json(views.dataset(cluster, reply.spec), status=201 if reply.created else 200)
+        return json_response(views.dataset(cluster, reply.spec), status=201 if reply.created else 200)
 
     @app.get(
         "/api/datasets/{dataset_id}/shards",
@@ -192,7 +168,10 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         dataset_id: NameInPath,
         epoch: Annotated[int | None, Query(ge=0, le=checks.SAMPLES_LIMIT)] = None,
         job_id: Words = None,
+        offset: Annotated[int, Query(ge=0, le=checks.SHARDS_LIMIT)] = 0,
+        limit: Limit = 10_000,
     ) -> Response:
+        """Who holds which range, ten thousand shards at a time."""
         cluster = await engine.settled()
         spec = cluster.datasets.get(DatasetId(dataset_id))
         job = JobId(job_id) if job_id is not None else None
@@ -203,7 +182,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
                 dataset_id,
                 hint="A plan exists once a worker has joined, and for the last epochs workers asked for.",
             )
-        return _json(views.shard_plan(cluster, key))
+        return json_response(views.shard_plan(cluster, key, offset=offset, limit=limit))
 
     @app.get(
         "/api/datasets/{dataset_id}/preview", response_model=PreviewView, responses=_NOT_FOUND, tags=["data"]
@@ -215,7 +194,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         cluster = await engine.settled()
         spec = cluster.datasets.get(DatasetId(dataset_id))
         worker = WorkerId(worker_id) if worker_id is not None else None
-        return _json(await previews.show(cluster, spec, worker, limit))
+        return json_response(await previews.show(cluster, spec, worker, limit))
 
     @app.get("/api/checkpoints", response_model=list[views.CheckpointView], tags=["checkpoints"])
     async def checkpoints(request: Request) -> Response:
@@ -249,7 +228,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         after: AfterId = None,
     ) -> Response:
         wanted = LogFilter(level=level, task_id=task_id, worker_id=worker_id, text=q, after=after)
-        return _json(logs.newest(limit, wanted))
+        return json_response(logs.newest(limit, wanted))
 
     @app.get("/api/tasks", response_model=list[views.TaskView], tags=["tasks"])
     async def tasks(request: Request) -> Response:
@@ -286,7 +265,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     )
     async def task_logs(task_id: NameInPath, limit: Limit = 100, after: AfterId = None) -> Response:
         (await engine.settled()).tasks.get(TaskId(task_id))
-        return _json(logs.newest(limit, LogFilter(task_id=task_id, after=after)))
+        return json_response(logs.newest(limit, LogFilter(task_id=task_id, after=after)))
 
     @app.get("/api/dashboard", response_model=views.DashboardView, tags=["coordinator"])
     async def dashboard(request: Request) -> Response:
@@ -304,132 +283,23 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(runtime.feed.follow(last), media_type="text/event-stream", headers=headers)
 
-    _install_error_handlers(app)
+    install_error_handlers(app)
+    _document_units(app)
     return Door(app, gatekeeper)
 
 
-class Door:
-    """The outermost layer: who may come in, and how much they may carry."""
+def _document_units(app: FastAPI) -> None:
+    """The unit of every figure stands in the document, beside its name."""
+    generate = app.openapi
 
-    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper) -> None:
-        self._app = app
-        self._gatekeeper = gatekeeper
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        properties = document["components"]["schemas"]["MetricsView"]["properties"]
+        for f in fields(views.MetricsView):
+            properties[f.name]["description"] = f"In {f.metadata['unit']}."
+        return document
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        changes = scope["method"] not in ("GET", "HEAD", "OPTIONS")
-        try:
-            if scope["path"] != "/api/health":
-                self._gatekeeper.check_role(
-                    headers.get("authorization", ""), "operator" if changes else "viewer"
-                )
-            if changes:
-                self._gatekeeper.check_browser(headers.get("host", ""), headers.get("origin", ""))
-        except Forbidden as refusal:
-            response = _json(_error_body(refusal), status=refusal.status)
-            await response(scope, receive, send)
-            return
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > BODY_LIMIT_BYTES:
-            await _too_large()(scope, receive, send)
-            return
-        taken, complete = 0, False
-        until_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
-
-        async def limited() -> Message:
-            nonlocal taken, complete
-            if complete:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(until_s):
-                    message = await receive()
-            except TimeoutError:
-                raise HTTPException(408) from None
-            taken += len(message.get("body", b""))
-            complete = not message.get("more_body", False)
-            if taken > BODY_LIMIT_BYTES:
-                raise HTTPException(413)
-            return message
-
-        await self._app(scope, limited, send)
-
-
-def _install_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(StrataError)
-    async def strata_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, StrataError)
-        return _json(_error_body(error), status=_STATUSES.get(error.code, 500))
-
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        details = [
-            {"field": ".".join(str(part)[:80] for part in e["loc"]), "message": str(e["msg"])[:300]}
-            for e in error.errors()[:50]
-        ]
-        malformed = any(e["type"] == "json_invalid" for e in error.errors())
-        body = ErrorBody(
-            code="malformed" if malformed else "invalid_argument",
-            message="The body is not valid JSON."
-            if malformed
-            else "; ".join(f"{d['field']}: {d['message']}" for d in details[:5]),
-            hint="GET /docs shows what this call takes.",
-            details=details,
-        )
-        return _json(body.model_dump(), status=400 if malformed else 422)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        if error.status_code == 413:
-            return _too_large()
-        if error.status_code == 408:
-            return _too_slow()
-        codes = {404: "not_found", 405: "method_not_allowed", 400: "malformed"}
-        body = ErrorBody(
-            code=codes.get(error.status_code, "http_error"),
-            message=f"{request.method} {request.url.path[:200]}: {error.detail}",
-            hint="GET /docs lists every call.",
-        )
-        headers = dict(error.headers) if error.headers else None
-        return _json(body.model_dump(), status=error.status_code, headers=headers)
-
-    @app.exception_handler(RecursionError)
-    async def too_deep(request: Request, error: Exception) -> Response:
-        body = ErrorBody(
-            code="malformed", message="The body is nested too deeply.", hint="Send plainer JSON."
-        )
-        return _json(body.model_dump(), status=400)
-
-
-def _error_body(error: StrataError) -> dict[str, Any]:
-    return ErrorBody(code=error.code, message=error.message, hint=error.hint).model_dump()
-
-
-def _too_large() -> Response:
-    body = ErrorBody(
-        code="too_large",
-        message=f"The body is larger than {BODY_LIMIT_BYTES // 1024} KiB.",
-        hint="Send less: the API takes descriptions, not data.",
-    )
-    return _json(body.model_dump(), status=413, headers={"Connection": "close"})
-
-
-def _too_slow() -> Response:
-    body = ErrorBody(
-        code="too_slow",
-        message=f"The body did not come within {BODY_TIMEOUT_S:.0f} s.",
-        hint="Send it in one go.",
-    )
-    return _json(body.model_dump(), status=408, headers={"Connection": "close"})
-
-
-def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _page_response(page: Page, request: Request) -> Response:

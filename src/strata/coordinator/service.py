@@ -51,6 +51,7 @@ MESSAGES_PER_SECOND = 2_000
 """What one session may send on average; it is read more slowly beyond that."""
 LOG_LINES_PER_BATCH = 2_000
 SHARDS_PER_PROGRESS = 10_000
+SHARDS_AT_A_TIME = 1_000
 ITEMS_PER_MESSAGE = 20
 """So many log lines or shards in one message weigh as much as a message."""
 LAST_WORDS_S = 1.0
@@ -228,13 +229,16 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             cluster = await self.engine.settled()
         datasets = cluster.datasets
         plan = datasets.plans[key].plan
+        generation = cluster.membership.job_generations[member.spec.job_id]
+        shards = []
+        for number, shard in enumerate(datasets.shards_of(worker_id, key), 1):
+            shards.append(wire.shard(shard, spec, key[2], datasets.files_of(spec, shard)))
+            if number % SHARDS_AT_A_TIME == 0:
+                await asyncio.sleep(0)  # A worker with a hundred thousand shards is not the only one here.
         return pb.GetDataShardResponse(
-            shards=[
-                wire.shard(shard, spec, key[2], datasets.files_of(spec, shard))
-                for shard in datasets.shards_of(worker_id, key)
-            ],
+            shards=shards,
             plan_version=plan.version,
-            generation=cluster.membership.job_generations[member.spec.job_id],
+            generation=generation,
             reason=plan.reason,
         )
 

@@ -22,7 +22,7 @@ PAIRS_LIMIT = 64
 SAMPLES_LIMIT = 2**53  # beyond this JSON numbers lose digits
 METRICS_LIMIT = 32
 PERCENT_LIMIT = 1e6  # of one core, so that thousands of cores fit
-SHARDS_LIMIT = 5_000_000
+SHARDS_LIMIT = 1_000_000  # a plan of so many is still made in well under a second
 FILES_LIMIT = 100_000
 DEPTH_LIMIT = 32
 

@@ -97,7 +97,9 @@ class ShardPlanView:
     reason: str
     samples_done: int
     total_samples: int
+    shard_count: int
     shards: list[ShardView]
+    """Those that were asked for, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,14 +292,16 @@ def dataset(cluster: Cluster, spec: DatasetSpec) -> DatasetView:
     )
 
 
-def shard_plan(cluster: Cluster, key: PlanKey) -> ShardPlanView:
+def shard_plan(cluster: Cluster, key: PlanKey, *, offset: int = 0, limit: int | None = None) -> ShardPlanView:
+    """The plan, with its shards from `offset` on, at most `limit` of them."""
     datasets = cluster.datasets
     spec, entry, done = datasets.specs[key[1]], datasets.plans[key], datasets.done(key)
     names = (*entry.plan.workers, *entry.plan.former, None)  # index -1 is nobody
     reported = datasets.reported.get(key, {})
     moved = {shard for ids in entry.moved.values() for shard in ids}
+    shown = entry.plan.owners[offset:] if limit is None else entry.plan.owners[offset : offset + limit]
     shards = []
-    for shard_id, owner in enumerate(entry.plan.owners.tolist()):
+    for shard_id, owner in enumerate(shown.tolist(), offset):
         shard = shard_at(spec, shard_id, int(done[shard_id]) if done is not None else 0)
         shards.append(
             ShardView(
@@ -318,6 +322,7 @@ def shard_plan(cluster: Cluster, key: PlanKey) -> ShardPlanView:
         reason=entry.plan.reason,
         samples_done=int(done.sum()) if done is not None else 0,
         total_samples=spec.total_samples,
+        shard_count=spec.shard_count,
         shards=shards,
     )
 

@@ -8,6 +8,8 @@ import pytest
 
 from strata.checkpoint import Memory
 from strata.checkpoint.staging import job_folder, remove_tree
+from strata.stores import Store, open_store
+from tests.support_seaweed import Seaweed, seaweed
 
 
 @pytest.fixture
@@ -29,3 +31,17 @@ def memory(job: str) -> Memory:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: Seaweed) -> Store:
+    """A place of its own on a real S3 server."""
+    options = s3_server.options(part_bytes=5 << 20)
+    open_store("s3://checkpoints/made", **options).put("k", b"the bucket exists now")
+    return open_store(f"s3://checkpoints/{uuid.uuid4().hex[:12]}", **options)

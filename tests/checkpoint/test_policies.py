@@ -19,7 +19,7 @@ from strata.checkpoint import (
     SaveSkipped,
     Started,
 )
-from strata.stores import BlobWriter, NoSpace, Store, Unavailable, open_store
+from strata.stores import BlobWriter, NoSpace, Store, open_store
 from strata.stores.faulty import Fault, FaultyStore, Operation
 from strata.stores.protocol import Buffer
 from tests.checkpoint.states import assert_is_step, small_state
@@ -314,15 +314,23 @@ def test_a_disk_that_fills_up_half_way_costs_one_save_and_nothing_else(
             assert_is_step(manager.load(step=1), 1)
 
 
-def test_history_that_cannot_be_read_stops_a_save_and_not_the_training(folder: Path, memory: Memory) -> None:
+def test_a_tier_whose_history_cannot_be_read_does_not_make_new_checkpoints_look_old(
+    tmp_path: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    with CheckpointManager(far, memory=memory) as manager:
+        for step in range(1, 5):
+            manager.save(small_state(step), step=step).result(30)
+
     def choose(found: Operation, chance: object) -> Fault | None:
         return Fault.REFUSED if found.name == "list" else None
 
-    store = FaultyStore(open_store(folder), choose=choose)
-    with CheckpointManager(store, memory=memory, policy=Policy(on_error="warn")) as manager:
-        with pytest.raises(SaveFailed) as caught:
-            manager.save(small_state(1), step=1).result(30)
-    assert isinstance(caught.value.__cause__, Unavailable)
+    blind = FaultyStore(open_store(far), choose=choose)
+    with CheckpointManager([near, blind], memory=memory, policy=Policy(on_error="warn")) as manager:
+        manager.save(small_state(9), step=9).result(30)
+    assert "going on without the history" in caplog.text
+    with CheckpointManager([near, far], memory=memory) as manager:
+        assert_is_step(manager.load(), 9)
 
 
 def test_policies_are_checked() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from strata.checkpoint.events import MEMORY, CheckpointInfo
 from strata.checkpoint.manifest import CheckpointId, Manifest
 from strata.checkpoint.restore import Source
+from strata.stores.protocol import StoreError
+
+log = logging.getLogger("strata.checkpoint")
 
 
 @dataclass(slots=True)
@@ -21,12 +25,19 @@ class Line:
 
     @classmethod
     def read(cls, sources: Iterable[Source]) -> Line:
-        """What there is in all tiers. Raises where a tier cannot be read: a checkpoint that did not know what came
-        before it would be taken for older than it is."""
+        """What there is in all tiers. One that cannot be read is left out, with a warning: the clock still makes what
+        is saved next newer than what is there."""
         line = cls()
-        manifests = {source: [e.manifest for e in source.list(fresh=False).entries] for source in sources}
-        everything = [manifest for found in manifests.values() for manifest in found]
-        lasting = [m for source, found in manifests.items() if source.tier != MEMORY for m in found]
+        everything: list[Manifest] = []
+        lasting: list[Manifest] = []
+        for source in sources:
+            try:
+                found = [entry.manifest for entry in source.list(fresh=False).entries]
+            except StoreError as error:
+                log.warning("going on without the history in %s: %s", source.tier, error)
+                continue
+            everything += found
+            lasting += [] if source.tier == MEMORY else found
         line.sequence = max((manifest.sequence for manifest in everything), default=0)
         line.generation = max((manifest.generation for manifest in everything), default=0)
         line.parent = _newest(everything)
@@ -34,9 +45,13 @@ class Line:
         return line
 
     def extend(self, draft: Manifest, *, lasting: bool) -> Manifest:
-        """The draft with its place in the history, and the line extended by it. A generation never goes back, so a
-        coordinator that lost its count cannot make new checkpoints look old."""
-        self.sequence += 1
+        """The draft with its place in the history, and the line extended by it.
+
+        The sequence counts on from the highest that was seen, and is at least the time in milliseconds, for the case
+        that something was not seen. A generation never goes back, so a coordinator that lost its count cannot make
+        new checkpoints look old.
+        """
+        self.sequence = max(self.sequence + 1, int(draft.created_at * 1000))
         self.generation = max(self.generation, draft.generation)
         placed = replace(
             draft,

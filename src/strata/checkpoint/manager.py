@@ -42,7 +42,7 @@ from strata.checkpoint.pipeline import Payload, Pipeline, Policy, Save
 from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, restore
 from strata.errors import MissingDependency, StrataError
 from strata.stores import open_store, store_from_env
-from strata.stores.protocol import NoSpace, Store
+from strata.stores.protocol import NoSpace, Store, StoreError
 
 if TYPE_CHECKING:
     import torch
@@ -406,7 +406,8 @@ class CheckpointManager:
         if self._line is None:
             self._line = Line.read(self._sources())
             for catalog in self._catalogs:
-                remove_orphans(catalog)
+                with contextlib.suppress(StoreError):  # The next process will try again.
+                    remove_orphans(catalog)
         return self._line
 
     # The parts of loading and ending

@@ -5,7 +5,7 @@ consumed, who wrote it and after which checkpoint. It ends with a digest of itse
 form, so that any changed bit is noticed. Manifests are never changed, only published and deleted.
 
 Order in time is `order`: the generation, then a sequence number that each author counts on from the highest it has
-seen. It is neither the step, which goes back when training does, nor the clock, which machines disagree about.
+seen. It is not the step, which goes back when training does, and not the clock alone, which machines disagree about.
 """
 
 from __future__ import annotations

@@ -155,6 +155,8 @@ class ElasticJob:
                 stem=self._stem,
                 observer=self._link if self.rank == 0 else None,
             )
+            if isinstance(self._state.optimizer, torch.optim.Optimizer):
+                self._manager.guard(self._state.optimizer)
         self._restore()
         self._tracer.mark("loaded")
         self._footprints = Footprints(self.name, self.rank)

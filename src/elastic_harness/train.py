@@ -179,7 +179,10 @@ class Trainer:
                 save_every=saving.checkpoint_interval,
                 snapshot_every=saving.memory_snapshot_interval,
                 keep_count=saving.keep_last_n,
-                on_error=saving.async_save_policy,
+                on_error=saving.async_save_policy,  # type: ignore[arg-type]
+                retries=saving.async_save_retries,
+                retry_delay_s=saving.async_save_retry_delay,
+                snapshot_limit_bytes=int(saving.max_memory_mb * 2**20) if saving.max_memory_mb else None,
                 preemption_deadline_s=elastic.shutdown_timeout,
                 hang_timeout_s=elastic.hang_timeout,
                 hang_policy="restart",

@@ -62,7 +62,7 @@ class ChaosRun:
     def start(self) -> None:
         self.job.prepare()
         for number in range(self.job.agents):
-            self._start_agent(number)
+            self.start_agent(number)
         self._await_first_step()
         self._began_s = time.monotonic()
         self._random = random.Random(self.seed)
@@ -142,7 +142,7 @@ class ChaosRun:
             case "agent":
                 number = self._random.choice([n for n, a in enumerate(self.agents) if a.is_running])
                 self.agents[number].kill()
-                return f"agent {number} and its workers", lambda: self._start_agent(number)
+                return f"agent {number} and its workers", lambda: self.start_agent(number)
             case "coordinator":
                 self.coordinator.kill()
                 self.coordinator.start()
@@ -154,7 +154,8 @@ class ChaosRun:
             raise ChaosError("There is no worker to hurt.")
         return found
 
-    def _start_agent(self, number: int) -> None:
+    def start_agent(self, number: int) -> None:
+        """A machine comes, or comes back."""
         log = self.job.folder / f"{self.job.name}-agent{number}.log"
         agent = Agent(self.spec(), log=log)
         if number < len(self.agents):

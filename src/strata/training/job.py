@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,12 +36,14 @@ from strata.training import rng
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
 from strata.training.link import CoordinatorLink, open_link
 from strata.training.preemption import Preemption
-from strata.training.state import Stateful, TrainingState
+from strata.training.state import Stateful, TrainingState, tensor_bytes
 from strata.training.trace import Footprint, Footprints, Recovery, Tracer, clear_run
 from strata.training.watchdog import Policy as HangPolicy
 from strata.training.watchdog import Watchdog
 
 log = logging.getLogger("strata.training")
+
+OnError = Literal["warn", "fail", "retry"]
 
 AGREE_EVERY_S = 0.5
 
@@ -55,8 +57,12 @@ class ElasticOptions:
     snapshot_every: int = 50
     """Steps between snapshots in shared memory: at most this much work is lost. 0 makes none."""
     keep_count: int = 3
-    on_error: str = "warn"
+    snapshot_limit_bytes: int | None = None
+    """A state larger than this makes no snapshots between its lasting checkpoints."""
+    on_error: OnError = "warn"
     """What a failed save does to training: warn, fail or retry."""
+    retries: int = 3
+    retry_delay_s: float = 5.0
     preemption_deadline_s: float = 25.0
     """Time between SIGTERM and the end, final checkpoint included."""
     hang_timeout_s: float = 0.0
@@ -150,7 +156,12 @@ class ElasticJob:
                 self._checkpoints if self.rank == 0 else [],
                 self.options.keep_count,
                 memory=Memory(job=_image_name(self.name)),
-                policy=Policy(on_error=self.options.on_error),
+                policy=Policy(
+                    on_error=self.options.on_error,
+                    retries=self.options.retries,
+                    retry_delay_s=self.options.retry_delay_s,
+                    when_full="skip",  # A slow disk costs a snapshot, with a reason, and never a step.
+                ),
                 author=Author(worker=f"{self.name}-rank{self.rank}", world_size=self.world_size),
                 stem=self._stem,
                 observer=self._link if self.rank == 0 else None,
@@ -240,7 +251,9 @@ class ElasticJob:
         self._tell("training")
         self._agree()
         options = self.options
-        if self._leaving or self.step % options.save_every == 0:
+        if self._leaving:
+            self._save_finally()
+        elif self.step % options.save_every == 0:
             self._save(lasting=True)
         elif options.snapshot_every and self.step % options.snapshot_every == 0:
             self._save(lasting=False)
@@ -265,7 +278,7 @@ class ElasticJob:
 
     def _finish(self) -> None:
         if self._saved_step != self.step:
-            self._save(lasting=True)
+            self._save_finally()
         if self._manager is not None:
             self._manager.wait_pending()
         self._tell("idle")
@@ -278,6 +291,12 @@ class ElasticJob:
         log.info("%s", self.recovery)
         if self._link is not None:
             self._link.recovered(self.recovery)
+
+    def _save_finally(self) -> None:
+        """The last save of this process waits for those before it, so that it is never skipped."""
+        if self._manager is not None:
+            self._manager.wait_pending(self.options.preemption_deadline_s)
+        self._save(lasting=True)
 
     # --- saving and restoring -------------------------------------------------------------------------------
 
@@ -295,6 +314,8 @@ class ElasticJob:
         state = self._state.capture(
             step=self.step, epoch=self._data.epoch, rng_states=rng_states, world_size=self.world_size
         )
+        if not lasting and not self._fits(state):
+            return
         handle = self._manager.save(
             state,
             self.step,
@@ -305,6 +326,19 @@ class ElasticJob:
         if lasting:
             self._lasting = handle
         self._tell("training")
+
+    def _fits(self, state: Mapping[str, Any]) -> bool:
+        limit_bytes = self.options.snapshot_limit_bytes
+        if limit_bytes is None:
+            return True
+        needed_bytes = tensor_bytes(state)
+        if needed_bytes > limit_bytes:
+            log.warning(
+                "Cannot save snapshot: %.1fMB required, but only %.1fMB available; only lasting checkpoints are made",
+                needed_bytes / 2**20,
+                limit_bytes / 2**20,
+            )
+        return needed_bytes <= limit_bytes
 
     def _last_save_failed(self) -> bool:
         """Whether the last lasting save came to nothing; asked once about each."""

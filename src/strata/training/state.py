@@ -32,6 +32,17 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         model = inner
 
 
+def tensor_bytes(state: Any) -> int:
+    """What a state's tensors take, which is nearly all of it."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(tensor_bytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(tensor_bytes(value) for value in state)
+    return 0
+
+
 def _is_wrapper(model: torch.nn.Module) -> bool:
     return type(model).__name__ in ("DistributedDataParallel", "DataParallel")
 

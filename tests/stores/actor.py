@@ -44,8 +44,9 @@ def keep_putting(store: Store, *, key: str, size_bytes: int) -> None:
     number = 0
     while True:
         number += 1
+        value = value_of(number, size_bytes)
         say(f"writing {number}")
-        store.put(key, value_of(number, size_bytes))
+        store.put(key, value)
         say(f"wrote {number}")
 
 

@@ -84,6 +84,8 @@ class StoreConformance:
     threads_in_race = 8
     processes_in_race = 4
     machine_examples = 25
+    shows_half_writes = False
+    """Whether `leftovers` can be seen, and enough writers are killed to be sure of one."""
 
     @pytest.fixture
     def place(self) -> Place:
@@ -466,14 +468,20 @@ class StoreConformance:
         print(f"STRATA_SEED={seed}")
         chance = random.Random(seed)
         size_bytes = self.large_bytes // 4
+        caught_half_way = 0
         for _ in range(self.kill_rounds * SOAK):
             child = actor.start("keep_putting", place.url, place.options, key="k", size_bytes=size_bytes)
             try:
                 assert child.stdout is not None
-                said = [child.stdout.readline() for _ in range(chance.randrange(1, 6))]
+                said = [child.stdout.readline()]
+                for _ in range(chance.randrange(1, 3)):
+                    began_s = time.monotonic()
+                    said.append(child.stdout.readline())  # It wrote one,
+                    took_s = time.monotonic() - began_s
+                    said.append(child.stdout.readline())  # and is writing the next.
                 threading.Event().wait(
-                    chance.random() * 0.02
-                )  # Any point will do; the seed only spreads them.
+                    chance.random() * took_s * 1.2
+                )  # Any point of that is as good as another.
                 child.kill()
                 said += child.stdout.read().splitlines(keepends=True)
                 child.wait(30)
@@ -485,6 +493,7 @@ class StoreConformance:
             attempted = [
                 int(line.split()[1]) for line in said if line.startswith("writing") and line.endswith("\n")
             ]
+            caught_half_way += bool(self.leftovers(place))
             reopened = self.open(place)
             if acknowledged:
                 value = reopened.read("k")
@@ -493,6 +502,8 @@ class StoreConformance:
             assert [blob.key for blob in reopened.list()] in ([], ["k"])
             assert self.leftovers(place) == []
             store.delete("k")
+        if self.shows_half_writes:
+            assert caught_half_way, "no write was killed half-way: this test saw nothing"
 
     # --- the rest ---
 

@@ -239,7 +239,7 @@ def test_a_server_that_never_answers_costs_no_more_than_the_budget(
         with pytest.raises(Unavailable):
             call()
         assert time.monotonic() - began_s < 20
-    assert 3 < len(proxy.spoilt) < 20  # Retried, and not for ever.
+    assert 9 <= len(proxy.spoilt) <= 12  # Two retries each, and a last look for what was written.
     assert plain.read("k") == b"old"
 
 

@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from strata.checkpoint import CheckpointManager, CheckpointNotFound, InvalidSave, ManagerClosed, Memory
-from tests.checkpoint.states import assert_is_step, assert_same, every_kind, small_state
+from strata.checkpoint import (
+    CheckpointManager,
+    CheckpointNotFound,
+    InvalidSave,
+    ManagerClosed,
+    Memory,
+    StateMismatch,
+)
+from tests.checkpoint.states import assert_is_step, assert_same, every_kind, same_bits, small_state
 
 
 def test_a_state_comes_back_bit_for_bit_from_memory_and_from_disk(folder: Path, memory: Memory) -> None:
@@ -120,7 +127,8 @@ async def test_saving_and_loading_can_be_awaited(folder: Path, memory: Memory) -
         assert_is_step(await manager.load_async(), 4)
 
 
-def test_loading_into_a_state_fills_its_tensors_in_place(folder: Path, memory: Memory) -> None:
+@pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
+def test_loading_into_a_state_fills_its_tensors_in_place(folder: Path, memory: Memory, tier: str) -> None:
     model = torch.nn.Linear(5, 3)
     with CheckpointManager(folder, memory=memory) as manager:
         wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -128,7 +136,51 @@ def test_loading_into_a_state_fills_its_tensors_in_place(folder: Path, memory: M
         place = model.weight.data_ptr()
         with torch.no_grad():
             model.weight.zero_()
-        loaded = manager.load(into={"model": model.state_dict()})
+        loaded = manager.load(into={"model": model.state_dict()}, tiers=[tier])
     assert loaded["step"] == 8
     assert model.weight.data_ptr() == place == loaded["model"]["weight"].data_ptr()
     assert torch.equal(model.weight, wanted["weight"])
+
+
+@pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
+def test_every_kind_of_tensor_is_filled_in_place(folder: Path, memory: Memory, tier: str) -> None:
+    state = every_kind()
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(state, step=1).result(30)
+        target = {
+            "model": {name: torch.zeros_like(tensor).detach() for name, tensor in state["model"].items()}
+        }
+        loaded = manager.load(into=target, tiers=[tier])
+    for name, tensor in state["model"].items():
+        assert same_bits(target["model"][name], tensor), name
+        assert any(loaded["model"][name] is filled for filled in target["model"].values())
+    loaded["model"] = state["model"]
+    assert_same(loaded, state)
+
+
+def test_what_is_returned_beside_the_target_does_not_change_with_later_saves(
+    job: str, memory: Memory
+) -> None:
+    with CheckpointManager([], memory=memory) as manager:
+        manager.save(small_state(1), step=1).result(30)
+        target = small_state(0)
+        rest = target["model"].popitem()[0]
+        loaded = manager.load(into=target)
+        whole = manager.load()
+        for step in range(2, 6):
+            manager.save(small_state(step), step=step).result(30)
+    assert_is_step(loaded, 1)
+    assert_is_step(whole, 1)
+    assert rest in loaded["model"]
+
+
+def test_a_target_that_does_not_fit_is_named_and_left_alone(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(small_state(1), step=1).result(30)
+        target = small_state(0)
+        target["model"]["layer3.weight"] = torch.zeros(7)
+        with pytest.raises(StateMismatch, match=r"model\.layer3\.weight"):
+            manager.load(into=target)
+        with pytest.raises(StateMismatch, match=r"'model\.extra' is not in the checkpoint"):
+            manager.load(into={"model": {"extra": torch.zeros(1)}})
+    assert bool((target["model"]["layer0.weight"] == 0).all())

@@ -56,6 +56,20 @@ def test_after_a_kill_the_next_process_finds_the_newest_snapshot(job: str, memor
         assert [info.step for info in manager.all_checkpoints()] == [4, 3]
 
 
+def test_pages_of_a_killed_process_are_used_again_for_the_same_structure(job: str, memory: Memory) -> None:
+    killed_trainer(job)
+    before = {path.stat().st_ino for path in job_folder(job).rglob("archive.pt")}
+    with CheckpointManager([], memory=memory) as manager:
+        manager.restore()
+        for step in (4, 5):
+            manager.save(small_state(step), step=step).result(30)
+            assert_is_step(manager.load(), step)
+        assert {path.stat().st_ino for path in job_folder(job).rglob("archive.pt")} == before
+        manager.save(small_state(6, tensors=2), step=6).result(30)
+        assert_is_step(manager.load(), 6)
+        assert {path.stat().st_ino for path in job_folder(job).rglob("archive.pt")} != before
+
+
 def test_a_running_process_keeps_its_images_to_itself(job: str, memory: Memory) -> None:
     with subprocess.Popen([sys.executable, "-c", TRAINER, job], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

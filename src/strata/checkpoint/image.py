@@ -17,7 +17,7 @@ writes true ones for other zip tools.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -99,6 +99,15 @@ class Plan:
             body_room_bytes=self.pickle_room_bytes - len(self.prefix.program),
             slot_offsets_bytes=tuple(reader.get_record_offset(f"data/{n}") for n in range(len(self.slots))),
         )
+
+    def frame(self, placement: Placement) -> Iterator[tuple[int, int]]:
+        """The spans of the file that are the same in every image of this plan: all but pickle body and tensor bytes."""
+        yield 0, placement.body_offset_bytes
+        start = placement.body_offset_bytes + placement.body_room_bytes
+        for offset_bytes, slot in zip(placement.slot_offsets_bytes, self.slots, strict=True):
+            yield start, offset_bytes
+            start = offset_bytes + slot.size_bytes
+        yield start, placement.size_bytes
 
     def entries(self, placement: Placement) -> tuple[TensorEntry, ...]:
         """The tensor table of the manifest."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -88,7 +87,12 @@ class StoreSource:
         with fetched(self._catalog.store, manifest.parts[0], manifest, pool=pool) as held:
             if manifest.format == BYTES:
                 return bytes(held.view)
-            return _opened(held.path, self.path(entry), manifest, into, trusted_source)
+            name = self.path(entry)
+            if into is None:
+                return open_image(held.path, manifest, trusted_source=trusted_source, name=name)
+            state = open_image(held.path, trusted_source=trusted_source, name=name)
+            with held.view as view:
+                return _load_into(state, into, view, manifest)
 
 
 class MemorySource:
@@ -110,15 +114,26 @@ class MemorySource:
 
     def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any:
         manifest = entry.manifest
-        with self._staging.held(self._snapshots[manifest.checkpoint_id]), _mapped(entry.key) as view:
-            verify(view, manifest.parts[0], manifest, path=entry.key, pool=pool)
+        with self._staging.held(self._snapshots[manifest.checkpoint_id]) as buffer:
+            image = buffer.mapped()
+            size_bytes = manifest.parts[0].size_bytes
+            if len(image) != size_bytes:
+                raise Damaged(
+                    path=entry.key, reason=f"the image has {len(image)} bytes, its mark says {size_bytes}"
+                )
+            verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
             if into is not None:
-                return _opened(entry.key, entry.key, manifest, into, trusted_source)
+                from strata.checkpoint.into import load_into
+
+                state = open_image(entry.key, trusted_source=trusted_source)
+                return load_into(
+                    state, into, image, manifest.tensors, page_lock=buffer.page_locked, is_lent=True
+                )
             # The image will be overwritten by a later save, so the caller gets memory of its own.
-            with contextlib.closing(Held(len(view))) as held:
+            with contextlib.closing(Held(size_bytes)) as held:
                 with held.view as target:
-                    target[:] = view
-                return _opened(held.path, entry.key, manifest, None, trusted_source)
+                    target[:] = buffer.view
+                return open_image(held.path, manifest, trusted_source=trusted_source, name=entry.key)
 
 
 def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Found], list[str]]:
@@ -187,17 +202,23 @@ def restore(
     raise CheckpointNotFound(f"There is no checkpoint{asked}.", reasons=reasons)
 
 
-def _opened(path: str, name: str, manifest: Manifest, into: Any, trusted_source: bool) -> Any:
-    state = open_image(path, manifest, trusted_source=trusted_source, name=name)
-    if into is None:
-        return state
-    from strata.checkpoint.state import load_into
+def _load_into(state: Any, into: Any, view: memoryview, manifest: Manifest) -> Any:
+    import torch
 
-    return load_into(state, into)
+    from strata.checkpoint.copying import page_lock, page_unlock
+    from strata.checkpoint.into import load_into
 
-
-@contextlib.contextmanager
-def _mapped(path: str) -> Any:
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        with memoryview(mapped) as view:
-            yield view
+    image = torch.frombuffer(view, dtype=torch.uint8)
+    locked = []
+    try:
+        return load_into(
+            state,
+            into,
+            image,
+            manifest.tensors,
+            page_lock=lambda: locked.append(page_lock(image)),
+            is_lent=False,
+        )
+    finally:
+        if any(locked):
+            page_unlock(image)

@@ -80,32 +80,64 @@ class ImageBuffer:
         return memoryview(self._map)
 
     def prepare_for(self, plan: Plan) -> None:
-        """Lay the file out for `plan` and fault its pages in; nothing to do when it is the plan of before."""
+        """Lay the file out for `plan` and fault its pages in; nothing to do when it is laid out for it already."""
         if self.plan is plan:
             return
         self.unmark()
-        self._unmap()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path.unlink(
-            missing_ok=True
-        )  # A new file: who still has the old one mapped must not see it shrink.
-        placement = plan.lay_out(str(self.path))
-        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, placement.size_bytes)
-            self._map = mmap.mmap(fd, placement.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except OSError:
-            self.path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._targets = plan.targets(self._bytes, placement)
+        placement = self._placement_if_same(plan)
+        self._body_bytes = placement.body_room_bytes if placement else 0
+        if placement is None:
+            self._unmap()
+            self.path.unlink(missing_ok=True)  # Who still has the old file mapped must not see it shrink.
+            placement = plan.lay_out(str(self.path))
+        image = self.mapped()
+        self._targets = plan.targets(image, placement)
         self._groups = plan.groups(placement)
         self._placement = placement
-        self._body_bytes = 0
         self.entries = plan.entries(placement)
         self.plan = plan
+
+    def mapped(self) -> torch.Tensor:
+        """The bytes of the file as it is, in memory that is there to stay."""
+        if self._bytes is None:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                size_bytes = os.fstat(fd).st_size
+                os.posix_fallocate(fd, 0, size_bytes)
+                self._map = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            except OSError:
+                self.path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(fd)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        return self._bytes
+
+    def page_locked(self) -> torch.Tensor:
+        """`mapped`, page-locked for copies to and from the device where the driver allows it."""
+        image = self.mapped()
+        if not self._is_page_locked:
+            self._is_page_locked = page_lock(image)
+        return image
+
+    def _placement_if_same(self, plan: Plan) -> Placement | None:
+        """Where a process that is gone laid the file out for the same structure, its pages can be used as they are."""
+        if self.plan is not None or not self.path.exists():
+            return None
+        fresh = self.folder / "layout" / FILE_NAME
+        fresh.parent.mkdir(exist_ok=True)
+        try:
+            placement = plan.lay_out(str(fresh))
+            with fresh.open("rb", buffering=0) as wanted, self.path.open("rb", buffering=0) as found:
+                same = os.fstat(found.fileno()).st_size == placement.size_bytes and all(
+                    os.pread(wanted.fileno(), end - start, start)
+                    == os.pread(found.fileno(), end - start, start)
+                    for start, end in plan.frame(placement)
+                )
+        finally:
+            remove_tree(fresh.parent)
+        return placement if same else None
 
     def begin(self) -> Copying:
         """Announce a copy: there is no mark from here until `mark`, and `copying` tells how far it has come."""
@@ -119,15 +151,14 @@ class ImageBuffer:
         assert self.plan is prepared.plan
         assert self._placement is not None
         assert self._map is not None
-        assert self._bytes is not None
         assert self.copying is not None
         try:
             start, length = self._placement.body_offset_bytes, len(prepared.body)
             stale_bytes = max(0, self._body_bytes - length)
             self._map[start : start + length + stale_bytes] = prepared.body + bytes(stale_bytes)
             self._body_bytes = length
-            if not self._is_page_locked and any_on_cuda(prepared.tensors):
-                self._is_page_locked = page_lock(self._bytes)
+            if any_on_cuda(prepared.tensors):
+                self.page_locked()
             copier.copy(self.copying, self._targets, self.plan.sources(prepared.tensors), self._groups)
         except BaseException as error:
             self.copying.fail(error)
@@ -259,8 +290,8 @@ class Staging:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def held(self, snapshot: Snapshot) -> Iterator[None]:
-        """Keep a snapshot from being overwritten while it is read. Raises `Damaged` if it has been already."""
+    def held(self, snapshot: Snapshot) -> Iterator[ImageBuffer]:
+        """The image of a snapshot, kept from being overwritten while it is read. Raises `Damaged` if it has been."""
         with self._changed:
             buffer = next((b for b in self._buffers if b.path == snapshot.path), None)
             if buffer is None or buffer.marked is None or buffer.marked.order != snapshot.manifest.order:
@@ -269,7 +300,7 @@ class Staging:
                 )
             was_busy, buffer.is_busy = buffer.is_busy, True
         try:
-            yield
+            yield buffer
         finally:
             if not was_busy:
                 self.release(buffer)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from strata.checkpoint.errors import StateMismatch, UnsupportedState
+from strata.checkpoint.errors import UnsupportedState
 
 TENSOR, NUMPY, NUMPY_SCALAR, JAX = "tensor", "numpy", "numpy_scalar", "jax"
 
@@ -181,45 +181,6 @@ def restore_kind(tensor: torch.Tensor, kind: str) -> object:
     if kind == JAX and "jax" in sys.modules:
         return sys.modules["jax"].numpy.asarray(array)
     return array
-
-
-def load_into(loaded: Any, into: Any) -> Any:
-    """Copy the loaded tensors into those of `into`, and return the loaded state with `into`'s tensors in their place.
-
-    What `into` has no tensor for (numbers, state of an optimizer that has not stepped yet) is returned as loaded.
-    Raises `StateMismatch` where the two do not fit; nothing has been copied then.
-    """
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    place: dict[int, torch.Tensor] = {}
-    for target, source in _pairs(loaded, into, ""):
-        targets.append(target)
-        sources.append(source)
-        place.setdefault(id(source), target)
-    with torch.no_grad():
-        if targets:
-            torch._foreach_copy_(targets, sources)
-    return rebuild(loaded, lambda _, tensor: place.get(id(tensor), tensor))
-
-
-def _pairs(loaded: Any, into: Any, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if isinstance(into, torch.Tensor):
-        if not isinstance(loaded, torch.Tensor) or loaded.shape != into.shape:
-            found = tuple(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded).__name__
-            raise StateMismatch(
-                f"'{name}' is {found} in the checkpoint, but {tuple(into.shape)} in the target."
-            )
-        yield into, loaded
-    elif isinstance(into, Mapping) and isinstance(loaded, Mapping):
-        for key, target in into.items():
-            inner = f"{name}.{key}" if name else str(key)
-            if key in loaded:
-                yield from _pairs(loaded[key], target, inner)
-            elif isinstance(target, torch.Tensor):
-                raise StateMismatch(f"'{inner}' is not in the checkpoint.")
-    elif isinstance(into, list | tuple) and isinstance(loaded, list | tuple):
-        for number, (source, target) in enumerate(zip(loaded, into, strict=False)):
-            yield from _pairs(source, target, f"{name}.{number}" if name else str(number))
 
 
 def _as_tensor(node: object, state: object) -> torch.Tensor:

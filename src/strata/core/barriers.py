@@ -46,6 +46,8 @@ class BarrierLimits:
     timeout_s: float = 1800.0
     """How long a barrier waits when its callers name no time."""
     max_open: int = 10_000
+    max_open_per_worker: int = 100
+    """So that one worker cannot take up the places of all."""
     ended_kept: int = 2_000
     arrivals_kept: int = 200_000
     """Over all outcomes that are kept: large barriers are remembered for fewer of them."""
@@ -181,6 +183,13 @@ class Barriers:
         if len(self.open) >= self.limits.max_open:
             raise Overloaded(
                 f"{len(self.open):,} barriers are open already, which is the limit.",
+                hint="Let some finish first, or use fewer barrier names.",
+            )
+        most = self.limits.max_open_per_worker
+        if len(self.open) >= most and sum(command.worker_id in b.arrived for b in self.open.values()) >= most:
+            raise Overloaded(
+                f"Worker '{command.worker_id}' has arrived at {most:,} barriers that are still open, which is "
+                f"the limit.",
                 hint="Let some finish first, or use fewer barrier names.",
             )
         ended = self.ended.get(key)

@@ -1,0 +1,225 @@
+"""Limits hold, and whoever floods or stalls slows nobody but itself."""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from strata import TrainingOrchestrator
+from strata.rpc import coordinator_pb2 as pb
+from tests.service.clients import EventStream, RawSession, channel, refusal, stub
+from tests.service.flood import flooding
+from tests.support import Coordinator, eventually
+
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+SLOWER_AT_MOST = 40
+"""Times as slow as undisturbed. Two busy cores alone can make it ten."""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Coordinator]:
+    limits = {"STRATA_MAX_CONNECTIONS": "6", "STRATA_MAX_WORKERS": "3"}
+    server = Coordinator(tmp_path / "coordinator", env=limits).start()
+    yield server
+    server.stop()
+
+
+def test_connections_over_the_limit_are_told_so_and_freed_ones_serve_again(small: Coordinator) -> None:
+    held = [_connect(small.http_port) for _ in range(6)]
+    with _connect(small.http_port) as one_more:
+        answer = one_more.recv(65_536)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["code"] == "overloaded"
+    for wire in held[:3]:
+        wire.close()
+    eventually(lambda: _served(small), within_s=10, what="freed connections serve again")
+    for wire in held:
+        wire.close()
+
+    # 6 + 3 connections over gRPC
+    wires = [_connect(small.grpc_port, HTTP2_HELLO) for _ in range(9)]
+    assert all(wire.recv(9) for wire in wires)
+    with _connect(small.grpc_port, HTTP2_HELLO) as one_more:
+        assert _closed(one_more)
+    for wire in wires:
+        wire.close()
+    with stub(small.address) as calls:
+        for name in ("a", "b", "c"):
+            calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id=name), timeout=20, wait_for_ready=True)
+        status, code, message, hint = refusal(
+            lambda: calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="d"), timeout=10)
+        )
+        assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+        assert "3 workers" in message
+        assert "max_workers" in hint
+        again = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="a"), timeout=10)
+        assert again.world_size == 3, "a worker that comes back needs no new place"
+
+
+def test_request_that_never_ends_is_given_up(shared: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's time is fifteen seconds; waiting for it is for the slow tests."""
+    with _connect(shared.http_port, b"GET /api/health HTTP/1.1\r\nHost:") as wire:
+        with _connect(shared.http_port, b"GET /api/health HTTP/1.1\r\nHost: x\r\n\r\n") as other:
+            assert other.recv(100).startswith(b"HTTP/1.1 200 ")
+        wire.sendall(b" x\r\n\r\n")
+        assert wire.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.slow
+def test_stalled_requests_are_given_up_in_time(shared: Coordinator) -> None:
+    head = b"POST /api/tasks HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with (
+        _connect(shared.http_port) as silent,
+        _connect(shared.http_port, b"GET /api/hea") as cut,
+        _connect(shared.http_port, head + b"Content-Length: 50\r\n\r\n{") as no_body,
+    ):
+        for wire, code in ((silent, b"408"), (cut, b"408"), (no_body, b"408")):
+            wire.settimeout(40)
+            assert wire.recv(100).split()[1] == code
+            assert _closed(wire)
+
+
+@pytest.mark.parametrize("kind", ["heartbeats", "logs", "unary", "deaf"])
+def test_flood_does_not_slow_the_others(
+    shared: Coordinator, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = TrainingOrchestrator(shared.address, job_id="calm")
+    try:
+        worker.register_worker("calm")
+        assert worker.wait_connected(10)
+        measures: dict[str, Callable[[int], object]] = {
+            "barrier": lambda n: worker.barrier(f"{kind}-{time.monotonic_ns()}", participants=1),
+            "HTTP": lambda n: shared.get("/api/health"),
+        }
+        calm_s = {name: _median_s(call) for name, call in measures.items()}
+        with flooding(shared.address, kind):
+            time.sleep(0.5)
+            flooded_s = {name: _median_s(call) for name, call in measures.items()}
+        worker.deregister()
+    finally:
+        worker.close()
+    ratios = {name: flooded_s[name] / calm_s[name] for name in measures}
+    with capsys.disabled():
+        text = ", ".join(
+            f"{name} {calm_s[name] * 1000:.1f} → {flooded_s[name] * 1000:.1f} ms" for name in measures
+        )
+        print(f"\n{kind}: {text}", end=" ")
+    assert max(ratios.values()) < SLOWER_AT_MOST, ratios
+
+
+def test_one_worker_cannot_take_up_every_barrier(shared: Coordinator) -> None:
+    with stub(shared.address) as calls:
+        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="opener", job_id="opener"))
+        refused = 0
+        for number in range(130):
+            request = pb.WaitBarrierRequest(
+                worker_id="opener", barrier_id=f"open-{number}", expected_participants=2, timeout_ms=5_000
+            )
+            wait = calls.WaitBarrier.future(request)
+            try:
+                wait.result(0.02)
+            except grpc.FutureTimeoutError:
+                wait.cancel()  # Its caller is gone, but it has arrived.
+            except grpc.RpcError as error:
+                assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                refused += 1
+        assert refused >= 20
+        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="other", job_id="other"))
+        free = pb.WaitBarrierRequest(worker_id="other", barrier_id="b", expected_participants=1)
+        assert calls.WaitBarrier(free, timeout=10).released
+
+
+def test_session_that_does_not_read_is_ended_and_its_worker_failed(shared: Coordinator) -> None:
+    with EventStream(shared.http_port) as events:
+        with flooding(shared.address, "deaf"):
+            failed = events.wait_for("worker_failed", lambda e: e["worker_id"] == "flood", within_s=20)
+    assert failed.data["reason"]
+
+
+def test_flood_of_log_lines_is_dropped_counted_and_reported(shared: Coordinator) -> None:
+    before = _metric(shared, "strata_log_lines_dropped")
+    batch = pb.LogBatch(entries=[pb.LogEntry(timestamp=time.time(), message="again")] * 2_000)
+    with stub(shared.address) as calls, channel(shared.address) as own:
+        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="chatty", job_id="chatty"))
+        session = RawSession(own).hello("chatty")
+        for _ in range(6):
+            session.send(logs=batch)
+        eventually(lambda: _metric(shared, "strata_log_lines_dropped") - before > 5_000, within_s=15)
+        told = eventually(
+            lambda: [
+                e for e in shared.get("/api/logs?worker_id=chatty&level=warn") if "dropped" in e["message"]
+            ],
+            within_s=15,
+        )
+        assert told[0]["source"] == "coordinator"
+        session.close()
+
+
+def test_readers_of_events_that_do_not_read_cost_little(shared: Coordinator) -> None:
+    request = b"GET /api/events HTTP/1.1\r\nHost: x\r\n\r\n"
+    stalled = [_connect(shared.http_port, request, receive_buffer_bytes=4096) for _ in range(20)]
+    process = psutil.Process(shared.pid)
+    before_bytes = process.memory_info().rss
+    with stub(shared.address) as calls, EventStream(shared.http_port) as reader:
+        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="noisy", job_id="noisy"))
+        for number in range(3_000):
+            request_ = pb.WaitBarrierRequest(
+                worker_id="noisy", barrier_id=f"{number}-{'x' * 200}", expected_participants=1
+            )
+            calls.WaitBarrier(request_, timeout=30)
+        reader.wait_for("barrier_released", lambda e: e["barrier_id"].startswith("2999-"), within_s=20)
+    grown_bytes = process.memory_info().rss - before_bytes
+    for wire in stalled:
+        wire.close()
+    assert grown_bytes < 60_000_000, f"{grown_bytes / 1e6:.0f} MB for twenty stalled readers"
+
+
+def _connect(port: int, data: bytes = b"", *, receive_buffer_bytes: int = 0) -> socket.socket:
+    wire = socket.socket()
+    if receive_buffer_bytes:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    wire.settimeout(10)
+    wire.connect(("127.0.0.1", port))
+    wire.sendall(data)
+    return wire
+
+
+def _closed(wire: socket.socket) -> bool:
+    try:
+        while wire.recv(65_536):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def _served(coordinator: Coordinator) -> bool:
+    with _connect(coordinator.http_port, b"GET /api/health HTTP/1.1\r\nHost: x\r\n\r\n") as wire:
+        return wire.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def _median_s(call: Callable[[int], Any], *, times: int = 40) -> float:
+    taken = []
+    for n in range(times):
+        began_s = time.perf_counter()
+        call(n)
+        taken.append(time.perf_counter() - began_s)
+    return statistics.median(taken)
+
+
+def _metric(coordinator: Coordinator, name: str) -> float:
+    with urllib.request.urlopen(coordinator.url + "/metrics", timeout=10) as answer:
+        for line in answer.read().decode().splitlines():
+            if line.startswith(name + " "):
+                return float(line.split()[1])
+    raise AssertionError(f"{name} is not measured")

@@ -1,8 +1,9 @@
 """Ready-made answers for the questions everybody asks all the time.
 
 A page is serialized once and handed to every reader until it is old: at once when a durable batch changed
-something, and otherwise after a moment, since heartbeats change soft state all the time. So two hundred
-browsers cost little more than one.
+something, and otherwise after a moment, since heartbeats change soft state all the time. A page that is dear to
+make is made for no more than a third of the time, however much happens; whoever asks in between waits for the
+next one, so nobody reads what was true before they asked. So two hundred browsers cost little more than one.
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
+import msgspec
 
 from strata.coordinator.engine import Engine
 from strata.core.cluster import Cluster
 
 SOFT_AGE_S = 0.25
+REST = 3
+"""How many times as long as it takes to make a page must pass until it is made anew."""
+
+# Three times as fast as orjson on dataclasses.
+_ENCODER = msgspec.json.Encoder()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Page:
     revision: int
     made_mono_s: float
+    took_s: float
     body: bytes
     _gzip: bytes | None = None
 
@@ -47,12 +54,23 @@ class Pages:
         self._makers[name] = make
 
     async def get(self, name: str) -> Page:
-        cluster = await self._engine.settled()
-        page = self._pages.get(name)
-        now_s = time.monotonic()
-        if page is None or page.revision != self._engine.revision or now_s - page.made_mono_s > SOFT_AGE_S:
-            # Built and serialized in one go: nothing changes the state in between.
-            body = orjson.dumps(self._makers[name](cluster), option=orjson.OPT_SERIALIZE_NUMPY)
-            page = self._pages[name] = Page(self._engine.revision, now_s, body)
-            await asyncio.sleep(0)
+        asked_s = time.monotonic()
+        while True:
+            cluster = await self._engine.settled()
+            page, now_s = self._pages.get(name), time.monotonic()
+            if page is None:
+                break
+            same = page.revision == self._engine.revision and now_s - page.made_mono_s <= SOFT_AGE_S
+            if same or page.made_mono_s >= asked_s:
+                return page
+            rest_s = page.made_mono_s + REST * page.took_s - now_s
+            if rest_s <= 0:
+                break
+            await asyncio.sleep(rest_s)
+        # Built and serialized in one go: nothing changes the state in between.
+        body = _ENCODER.encode(self._makers[name](cluster))
+        page = self._pages[name] = Page(
+            revision=self._engine.revision, made_mono_s=now_s, took_s=time.monotonic() - now_s, body=body
+        )
+        await asyncio.sleep(0)
         return page

@@ -1,0 +1,108 @@
+"""The peer: a plain DDP loop with `torch.save`, as people write it; and the same loop timed with and without a job.
+
+torchrun --nproc-per-node=2 -m strata.bench.plain_loop CHECKPOINT NAME
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from strata.data.steps import Batch
+from strata.training.trace import Footprints
+
+SAVE_EVERY = 10
+ROUND = 60
+
+
+def build(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def train(checkpoint: str, name: str) -> None:
+    """Runs until it is killed. Leaves footprints, so that its steps can be watched like ours."""
+    distributed.init_process_group("gloo")
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(build(96))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = 0
+    if os.path.exists(checkpoint):
+        state = torch.load(checkpoint, weights_only=True)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = int(state["step"])
+    moments = Footprints(name, rank)
+    while True:
+        x = torch.randn(64, 96)
+        nn.functional.mse_loss(model(x), x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        moments.leave(step, world_size)
+        if step % SAVE_EVERY == 0 and rank == 0:
+            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, checkpoint + ".new")
+            os.replace(checkpoint + ".new", checkpoint)
+        time.sleep(0.02)
+
+
+def compare_overhead(steps: int, *, width: int = 512, batch: int = 256) -> tuple[float, float]:
+    """Seconds of a step, median over rounds: the plain loop, and the same in an `ElasticJob` that snapshots as it does by default."""
+    from strata.data.loader import ElasticLoader
+    from strata.data.sampler import ElasticSampler
+    from strata.training.job import ElasticJob, ElasticOptions
+
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(20_000, width))
+    model = build(width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def loader() -> ElasticLoader:
+        return ElasticLoader(dataset, ElasticSampler(len(dataset), global_batch_size=batch, dataset="bench"))
+
+    def step(x: torch.Tensor) -> None:
+        nn.functional.mse_loss(model(x), x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain: list[float] = []
+    elastic: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
+        for number in range(max(1, steps // ROUND)):
+            plain.append(_seconds_per_step(iter(loader()), step))
+            job = ElasticJob(
+                model=model,
+                optimizer=optimizer,
+                data=loader(),
+                checkpoints=[f"{folder}/{number}"],
+                max_steps=ROUND + 10,
+                options=ElasticOptions(save_every=1_000_000, snapshot_every=50),
+                job=f"overhead-{os.getpid()}-{number}",
+            )
+            with job:
+                elastic.append(_seconds_per_step(iter(job), step))
+    return statistics.median(plain), statistics.median(elastic)
+
+
+def _seconds_per_step(batches: Iterator[Batch], step: Callable[[torch.Tensor], None]) -> float:
+    """The mean over one round, after a few steps to warm up."""
+    for _ in range(5):
+        step(next(batches).data[0])
+    began_s = time.perf_counter()
+    for _ in range(ROUND):
+        step(next(batches).data[0])
+    return (time.perf_counter() - began_s) / ROUND
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], sys.argv[2])

@@ -1,0 +1,228 @@
+"""How quickly a job is back, and what the harness costs when nothing goes wrong.
+
+A small real job (`strata.launch.sample_job`) is killed again and again. Peers in the same run: the same model and data
+in a plain DDP loop that saves with `torch.save`, under torchrun as it is and with its rendezvous tuned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from strata.bench.table import Row, report
+from strata.chaos.run import ChaosRun
+from strata.launch.coordinator import CoordinatorProcess
+from strata.launch.sample_job import SampleJob
+from strata.launch.torchrun import Agent, TorchrunSpec
+from strata.training.trace import footprints
+
+PATIENCE_S = 180.0
+
+
+def run(*, quick: bool = False) -> Iterator[Row]:
+    kills, peace_s = (3, 3.0) if quick else (15, 4.0)
+    with tempfile.TemporaryDirectory(prefix="strata-bench-") as name:
+        folder = Path(name)
+        coordinator = CoordinatorProcess(folder / "coordinator").start()
+        try:
+            yield from _crashes(folder, coordinator, kills, peace_s)
+            yield from _lost_agent(folder, coordinator, 1 if quick else 4, peace_s)
+            if not quick:
+                yield from _kill_a_minute(folder, coordinator)
+            yield from _plain_torchrun(folder, 1 if quick else 4)
+            yield from _overhead(60 if quick else 600)
+        finally:
+            coordinator.stop()
+
+
+def _crashes(folder: Path, coordinator: CoordinatorProcess, kills: int, peace_s: float) -> Iterator[Row]:
+    job = SampleJob(folder=folder, name=f"crash-{os.getpid()}", steps=10_000_000)
+    with _running(job, coordinator) as run:
+        times, lost = [], []
+        for _ in range(kills):
+            run.train_for(peace_s)
+            injury = run.hurt(["kill"], patience_s=PATIENCE_S)
+            if injury.recovery_s is not None:
+                times.append(injury.recovery_s)
+        from strata.cli.common import get
+
+        found = [r for r in get(coordinator.api, "/api/recoveries") if r["job_id"] == job.name]
+        lost = [int(r["lost_steps"]) for r in found]
+        phases = {
+            p: statistics.median(r["phases_s"].get(p, 0.0) for r in found)
+            for p in ("detect", "rendezvous", "spawn", "load", "first_step")
+        }
+    note = "median by phase: " + ", ".join(f"{p} {s:.2f} s" for p, s in phases.items())
+    yield Row(
+        name="process crash → next new step, p50",
+        measured=statistics.median(times),
+        unit="s",
+        target=4.0,
+        better="lower",
+        note=f"{len(times)} kills, {min(times):.2f} to {max(times):.2f} s; {note}",
+    )
+    yield Row(
+        name="process crash → next new step, p99",
+        measured=max(times),
+        unit="s",
+        target=8.0,
+        better="lower",
+        note=f"the worst of {len(times)}",
+    )
+    yield Row(
+        name="steps lost in a crash, worst",
+        measured=float(max(lost)),
+        unit="steps",
+        target=float(job.snapshot_every),
+        better="lower",
+        note=f"a snapshot every {job.snapshot_every} steps",
+    )
+
+
+def _lost_agent(folder: Path, coordinator: CoordinatorProcess, losses: int, peace_s: float) -> Iterator[Row]:
+    job = SampleJob(folder=folder, name=f"agents-{os.getpid()}", agents=2, steps=10_000_000)
+    with _running(job, coordinator) as run:
+        times, ratios = [], []
+        _until_world(run, 2)
+        for _ in range(losses):
+            full = _rate(run, peace_s)
+            injury = run.hurt(["agent"], patience_s=PATIENCE_S)  # The agent is started again afterwards.
+            if injury.recovery_s is not None:
+                times.append(injury.recovery_s)
+            _until_world(run, 2)
+            ratios.append(_rate(run, peace_s) / full)
+    yield Row(
+        name="lost agent → next new step",
+        measured=max(times),
+        unit="s",
+        target=10.0,
+        better="lower",
+        note=f"the worst of {len(times)}; median {statistics.median(times):.2f} s",
+    )
+    yield Row(
+        name="throughput after 2→1→2 workers, beside before",
+        measured=100 * statistics.median(ratios),
+        unit="%",
+        target=95.0,
+        note=f"{min(ratios):.0%} to {max(ratios):.0%}",
+    )
+
+
+def _kill_a_minute(folder: Path, coordinator: CoordinatorProcess) -> Iterator[Row]:
+    job = SampleJob(folder=folder, name=f"minute-{os.getpid()}", steps=10_000_000)
+    with _running(job, coordinator) as run:
+        rate = _rate(run, 10.0)
+        before, began_s = run.step, time.monotonic()
+        for minute in (1, 2):
+            run.train_for(30.0)
+            run.hurt(["kill"], patience_s=PATIENCE_S)
+            run.train_for(began_s + 60.0 * minute - time.monotonic())
+        made, took_s = run.step - before, time.monotonic() - began_s
+    yield Row(
+        name="effective training time, one kill a minute",
+        measured=100 * made / (rate * took_s),
+        unit="%",
+        target=95.0,
+        note=f"{made} steps in {took_s:.0f} s with 2 kills, at {rate:.1f} steps/s undisturbed",
+    )
+
+
+def _plain_torchrun(folder: Path, kills: int) -> Iterator[Row]:
+    """What the same crash costs without us: a plain loop, `torch.save` every 10 steps."""
+    defaults = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3, "last_call_timeout": 30}
+    for label, conf in (("torchrun as it is", defaults), ("torchrun, tuned rendezvous", {})):
+        name = f"plain-{os.getpid()}-{len(conf)}"
+        checkpoint = folder / f"{name}.pt"
+        spec = TorchrunSpec(
+            run_id=name,
+            arguments=["-m", "strata.bench.plain_loop", str(checkpoint), name],
+            nproc=2,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            rdzv_conf=conf,
+        )
+        agent = Agent(spec, log=folder / f"{name}.log")
+        try:
+            times = [seconds for _ in range(kills) if (seconds := _kill_plain(agent, name)) is not None]
+        finally:
+            agent.kill()
+        if times:
+            yield Row(
+                name=f"peer: {label}, crash → next new step",
+                measured=statistics.median(times),
+                unit="s",
+                note=f"{len(times)} kills of one of two workers on one node",
+            )
+
+
+def _kill_plain(agent: Agent, name: str) -> float | None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not footprints(name) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    time.sleep(3.0)
+    step = max(f.step for f in footprints(name))
+    at_s = time.monotonic()
+    os.kill(agent.workers()[-1], signal.SIGKILL)
+    while time.monotonic() < deadline_s:
+        for footprint in footprints(name):
+            if footprint.born_mono_s <= at_s:
+                step = max(step, footprint.step)
+            elif footprint.step > step:
+                return footprint.mono_s - at_s
+        time.sleep(0.01)
+    return None
+
+
+def _overhead(steps: int) -> Iterator[Row]:
+    from strata.bench.plain_loop import compare_overhead
+
+    plain_s, with_us_s = compare_overhead(steps)
+    yield Row(
+        name="harness overhead of a step",
+        measured=100 * (with_us_s / plain_s - 1),
+        unit="%",
+        target=1.0,
+        better="lower",
+        note=f"step {plain_s * 1e3:.2f} ms plain, {with_us_s * 1e3:.2f} ms elastic with its snapshots, in alternating rounds",
+    )
+
+
+@contextlib.contextmanager
+def _running(job: SampleJob, coordinator: CoordinatorProcess) -> Iterator[ChaosRun]:
+    run = ChaosRun(job, coordinator)
+    try:
+        run.start()
+        yield run
+    finally:
+        run.close()
+
+
+def _rate(run: ChaosRun, seconds: float) -> float:
+    """Steps per second over a while."""
+    before, began_s = run.step, time.monotonic()
+    time.sleep(seconds)
+    return max(1e-9, (run.step - before) / (time.monotonic() - began_s))
+
+
+def _until_world(run: ChaosRun, workers: int) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        newest = max(footprints(run.job.name), key=lambda f: f.mono_s, default=None)
+        if newest is not None and newest.world_size == workers:
+            return
+        time.sleep(0.02)
+
+
+def main(*, as_json: bool = False, quick: bool = False) -> None:
+    report("Recovery", run(quick=quick), as_json=as_json)
+
+
+if __name__ == "__main__":
+    main(as_json="--json" in sys.argv, quick="--quick" in sys.argv)

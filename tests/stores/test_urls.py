@@ -32,6 +32,18 @@ def test_a_relative_directory_is_made_absolute(tmp_path: Path, monkeypatch: pyte
     assert open_store("checkpoints").url == f"file://{tmp_path}/checkpoints"
 
 
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/checkpoints").url == f"file://{tmp_path}/checkpoints"
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "50%", "a#b", "what?", "é"])
+def test_the_url_of_a_store_opens_the_same_store(tmp_path: Path, name: str) -> None:
+    store = open_store(tmp_path / name)
+    store.put("k", b"x")
+    assert open_store(store.url).read("k") == b"x"
+
+
 def test_escapes_in_a_file_url_are_undone(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/with%20space")
     store.put("k", b"x")

@@ -53,7 +53,8 @@ class FileStore:
 
     @property
     def url(self) -> str:
-        return f"file://{self.root}"
+        # Only what would end the path of a URL, or be taken for an escape, is escaped: the rest stays readable.
+        return "file://" + str(self.root).replace("%", "%25").replace("#", "%23").replace("?", "%3F")
 
     def path_of(self, key: str) -> Path:
         """Where `key` is, or would be, on this machine."""
@@ -69,7 +70,7 @@ class FileStore:
         self, key: str, *, size_hint_bytes: int | None = None, if_absent: bool = False
     ) -> FileWriter:
         path = self.path_of(key)
-        if if_absent and path.exists():
+        if if_absent and os.path.exists(path):
             raise self._exists(key, path)
         return FileWriter(self, key, path, size_hint_bytes=size_hint_bytes or 0, if_absent=if_absent)
 
@@ -135,7 +136,7 @@ class FileStore:
 
     def free_bytes(self) -> int:
         folder = self.root
-        while not folder.exists() and folder != folder.parent:
+        while not os.path.exists(folder) and folder != folder.parent:
             folder = folder.parent
         try:
             room = os.statvfs(folder)
@@ -208,7 +209,10 @@ class FileStore:
                     path.unlink(missing_ok=True)
                 raise
         if if_absent:
-            os.unlink(temporary)
+            with contextlib.suppress(
+                OSError
+            ):  # It is published; a second name that stays is only a leftover.
+                os.unlink(temporary)
 
     # --- inside ---
 
@@ -243,7 +247,7 @@ class FileStore:
             )
 
     def _exists(self, key: str, path: Path) -> AlreadyExists | InvalidKey:
-        if path.is_dir():
+        if os.path.isdir(path):
             return InvalidKey(
                 f"'{key}' is a folder of other values in {self.root}.",
                 tier=self.tier,

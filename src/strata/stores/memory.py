@@ -87,9 +87,9 @@ class MemoryStore(FileStore):
 
     def free_bytes(self) -> int:
         free_bytes = super().free_bytes()
-        return (
-            free_bytes if self.limit_bytes is None else min(free_bytes, self.limit_bytes - self._used_bytes())
-        )
+        if self.limit_bytes is None:
+            return free_bytes
+        return max(0, min(free_bytes, self.limit_bytes - self._used_bytes()))
 
     def reserve(self, fd: int, key: str, size_bytes: int) -> None:
         if self.limit_bytes is None:

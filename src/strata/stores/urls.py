@@ -37,7 +37,7 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
     if not text or "\0" in text:
         raise InvalidStoreURL(text, "it is empty" if not text else "it contains a NUL character")
     if "://" not in text:
-        return _open_local(text, text, options)
+        return _open_local(text, os.path.expanduser(text), options)
     try:
         parts = urlsplit(text)
     except ValueError as error:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from strata.core.audit import Commit, audit
 from strata.core.ledger import DataCommit
@@ -58,7 +57,6 @@ def flat(batches: Iterator[Batch] | list[Batch]) -> list[int]:
 
 
 kinds = pytest.mark.parametrize("kind", ["map", "iterable"])
-torchdata_on_this_torch = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 workers = pytest.mark.parametrize(
     "options",
     [
@@ -231,43 +229,6 @@ def test_pinned_memory_goes_through() -> None:
     for kind in ("map", "iterable"):
         batch = next(iter(make_loader(kind, sampler(), num_workers=1, pin_memory=True)))
         assert batch.data.is_pinned()
-
-
-@torchdata_on_this_torch
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_stateful_dataloader_resumes_a_map_style_dataset_in_any_world(num_workers: int) -> None:
-    loader = StatefulDataLoader(Numbers(), batch_sampler=sampler(), num_workers=num_workers)
-    reading = iter(loader)
-    taken = [next(reading) for _ in range(4)]
-    state = loader.state_dict()
-
-    rest = []
-    for rank in range(3):
-        again = StatefulDataLoader(
-            Numbers(), batch_sampler=sampler(rank=rank, world_size=3), num_workers=num_workers
-        )
-        again.load_state_dict(state)
-        rest.append([batch.tolist() for batch in again])
-    seen = [s for batch in taken for s in batch.tolist()]
-    for ranks in zip(*rest, strict=True):
-        seen += [s for ids in ranks for s in ids]
-    assert seen[:TOTAL] == calm()
-    assert len(seen) == TOTAL
-
-
-@torchdata_on_this_torch
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_stateful_dataloader_resumes_the_iterable_dataset(num_workers: int) -> None:
-    def build() -> StatefulDataLoader:
-        dataset = ElasticIterableDataset(Numbers(), sampler())
-        return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
-
-    loader = build()
-    reading = iter(loader)
-    taken = [next(reading) for _ in range(5)]
-    again = build()
-    again.load_state_dict(loader.state_dict())
-    assert flat(taken) + flat(list(again)) == calm()
 
 
 def test_a_plain_dataloader_works_with_commits_by_count() -> None:

@@ -1,0 +1,253 @@
+"""Resuming data measured: samples lost and repeated when the world changes mid-epoch, and what resuming costs.
+
+    python -m strata.bench.data_resume [--json] [--peers]
+
+The same schedules of world sizes go through Strata and through the samplers of other projects, each driven as its
+documentation says. torchdata is installed; with `--peers`, DLRover and MosaicML Streaming are installed into
+environments of their own in the cache directory. Strata's numbers are counted from the samples its ranks were given,
+and must agree with its audit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import venv
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from strata.bench.resume_peers import BATCH, Numbers, phases
+from strata.bench.table import Row, report
+from strata.core.audit import Commit, audit
+from strata.core.ledger import DataCommit
+from strata.core.order import EpochOrder
+from strata.data.index_cache import cache_dir
+from strata.data.readers.base import ReadOptions
+from strata.data.readers.lines import scan
+from strata.data.sampler import ElasticSampler
+from strata.data.sources import LocalSource
+
+SCHEDULES = ([4, 3], [4, 3, 2], [2, 4, 2], [8, 6, 8], [4, 7])
+TOTAL = 1_003
+REQUIREMENTS = {"dlrover": "dlrover==0.6.1", "streaming": "mosaicml-streaming==0.13.0"}
+NAMES = {"torchdata": "torchdata", "dlrover": "DLRover", "streaming": "MosaicML Streaming"}
+
+
+def run(*, peers: bool = False) -> Iterator[Row]:
+    pythons = {"torchdata": Path(sys.executable)}
+    if peers:
+        pythons |= {name: _environment(name) for name in REQUIREMENTS}
+    for schedule in SCHEDULES:
+        yield _schedule(schedule, pythons)
+    yield _resume_cost()
+    yield _order()
+    yield _find_lines()
+
+
+# Lost and repeated ----------------------------------------------------------------------------------------
+
+
+def _schedule(schedule: list[int], pythons: dict[str, Path]) -> Row:
+    wrong = [strata_run(TOTAL, schedule, constant=constant) for constant in (True, False)]
+    others = ", ".join(
+        f"{NAMES[peer]} {_told(_peer(peer, python, schedule))}" for peer, python in pythons.items()
+    )
+    return Row(
+        name=f"{'→'.join(map(str, schedule))} workers",
+        measured=max(lost + repeated for lost, repeated in wrong),
+        unit=f"of {TOTAL:,} lost or repeated",
+        target=0,
+        better="lower",
+        peer=others,
+        note="the worse of a constant global batch and a constant batch per rank; the audit agrees",
+    )
+
+
+def strata_run(total: int, schedule: Sequence[int], *, constant: bool) -> tuple[int, int]:
+    """Samples lost and repeated, counted from what the ranks were given; the audit must say the same."""
+    batch: dict[str, int] = {"global_batch_size": BATCH * schedule[0]} if constant else {"batch_size": BATCH}
+    seen: Counter[int] = Counter()
+    commits: list[Commit] = []
+    data = DataCommit()
+    state: dict[str, Any] | None = None
+    for number, (world, steps) in enumerate(phases(list(schedule))):
+        ranks = [ElasticSampler(total, rank=rank, world_size=world, seed=1, **batch) for rank in range(world)]  # type: ignore[arg-type]
+        for sampler in ranks:
+            if state is not None:
+                sampler.load_state_dict(state)
+            for done, (step, ids) in enumerate(sampler.batches(), start=1):
+                seen.update(ids if len(step) else [])
+                sampler.commit(step)
+                if done == steps:
+                    break
+        state = ranks[0].state_dict()
+        data = data.next([r for sampler in ranks for r in sampler.records()], world_size=world)
+        commits.append(Commit(checkpoint_id=str(number), parent_id=str(number - 1), step=number, data=data))
+    lost, repeated = total - len(seen), sum(seen.values()) - len(seen)
+    report = audit(commits, "data", 0)
+    assert (report.lost.size, bool(report.repeated)) == (lost, bool(repeated)), (
+        "the audit disagrees with the count"
+    )
+    return lost, repeated
+
+
+def _peer(peer: str, python: Path, schedule: list[int]) -> dict[str, Any]:
+    script = Path(__file__).with_name("resume_peers.py")
+    question = json.dumps({"total": TOTAL, "schedule": schedule})
+    done = subprocess.run(
+        [str(python), str(script), peer, question], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1:] or ["no reason given"]}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _told(answer: dict[str, Any]) -> str:
+    if "lost" in answer:
+        return f"{answer['lost']} lost + {answer['repeated']} repeated"
+    return "refuses" if "refused" in answer else f"does not run ({answer['failed'][0]})"
+
+
+def _environment(peer: str) -> Path:
+    """A virtual environment with the peer, which sees this one's torch and NumPy behind its own packages."""
+    folder = cache_dir() / "bench" / peer
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "-q", "--no-deps", REQUIREMENTS[peer]],
+            check=True,
+            stdout=sys.stderr,
+        )
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        (folder / "lib" / version / "site-packages" / "host.pth").write_text(
+            sysconfig.get_path("purelib") + "\n"
+        )
+        (folder / "ready").touch()
+    return python
+
+
+# Costs ----------------------------------------------------------------------------------------------------
+
+
+def _resume_cost(total: int = 1_000_000) -> Row:
+    """From a saved position to the first batch, at the beginning and near the end of an epoch."""
+
+    def ours(position: int) -> None:
+        sampler = ElasticSampler(total, global_batch_size=256, seed=1)
+        sampler.load_state_dict({**sampler.state_dict(), "position": position})
+        next(sampler.batches())
+
+    early, late = _interleaved(lambda: ours(0), lambda: ours(total * 99 // 100))
+    peer_early, peer_late = _torchdata_resume(total)
+    return Row(
+        name="resume at 99 % / at 0 %",
+        measured=late / early,
+        unit="times the cost",
+        target=1.25,
+        better="lower",
+        peer=f"torchdata: {peer_late / peer_early:.1f} times ({peer_late * 1e3:.0f} ms at 99 %)",
+        note=f"{late * 1e3:.2f} ms to the first batch of {total:,} samples; median of alternating runs",
+    )
+
+
+def _torchdata_resume(total: int) -> tuple[float, float]:
+    """The same with StatefulDataLoader over DistributedSampler, which walks through what was read already."""
+    import warnings
+
+    from torch.utils.data import DistributedSampler
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def loader() -> Any:
+        sampler: Any = DistributedSampler(Numbers(total), num_replicas=1, rank=0, seed=1)  # type: ignore[arg-type]
+        return StatefulDataLoader(Numbers(total), batch_size=256, sampler=sampler)
+
+    def resume(state: dict[str, Any]) -> None:
+        again = loader()
+        again.load_state_dict(state)
+        next(iter(again))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        states = []
+        for batches in (1, total // 256 * 99 // 100):
+            reading = iter(first := loader())
+            for _ in range(batches):
+                next(reading)
+            states.append(first.state_dict())
+        early, late = _interleaved(lambda: resume(states[0]), lambda: resume(states[1]), rounds=3)
+    return early, late
+
+
+def _order(total: int = 10**10, count: int = 1_000_000) -> Row:
+    order = EpochOrder(total=total, seed=1)
+    (took,) = _interleaved(lambda: order[total - count : total], rounds=5)
+    return Row(
+        name="order of 10¹⁰ samples",
+        measured=count / took / 1e6,
+        unit="M samples/s",
+        peer="torch.randperm would need 80 GB",
+        note="computed at the very end of the epoch, with no table",
+    )
+
+
+def _find_lines(size_bytes: int = 200_000_000) -> Row:
+    line = (
+        json.dumps({"id": 12345, "text": "the quick brown fox jumps over the lazy dog " * 8}).encode() + b"\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
+        path = Path(folder) / "lines.jsonl"
+        path.write_bytes(line * (size_bytes // len(line)))
+        source = LocalSource(str(path))
+        ours, counting = _interleaved(
+            lambda: scan(source, ReadOptions()), lambda: _count_newlines(path), rounds=5
+        )
+        source.close()
+    return Row(
+        name="index JSON lines",
+        measured=size_bytes / ours / 1e6,
+        unit="MB/s",
+        peer=f"only counting newlines: {size_bytes / counting / 1e6:,.0f} MB/s",
+        note="one core, from the page cache",
+    )
+
+
+def _count_newlines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(4 * 2**20), b""))
+
+
+def _interleaved(*works: Callable[[], object], rounds: int = 15) -> list[float]:
+    """Median seconds of each; they take turns, so that a noisy moment does not hit one alone."""
+    for work in works:
+        work()
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(rounds):
+        for work, seconds in zip(works, times, strict=True):
+            began_s = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began_s)
+    return [statistics.median(seconds) for seconds in times]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m strata.bench.data_resume", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--peers", action="store_true", help="also install and run DLRover and MosaicML Streaming"
+    )
+    arguments = parser.parse_args(argv)
+    report("Resuming data", run(peers=arguments.peers), as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -340,3 +340,29 @@ def test_policies_are_checked() -> None:
         Policy(when_full="drop")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="negative"):
         Policy(retries=-1)
+
+
+def test_a_slow_far_tier_keeps_no_image_from_the_next_save(tmp_path: Path, memory: Memory) -> None:
+    far = SlowStore(open_store(tmp_path / "far"))
+    near = CheckpointManager(
+        [open_store(tmp_path / "near"), far],  # type: ignore[list-item]
+        memory=memory,
+        policy=Policy(when_full="skip"),
+    )
+    with near as manager:
+        arrived = []
+        for step in range(1, 6):
+            handle = manager.save(small_state(step), step)
+            path = tmp_path / "near"
+            deadline = threading.Event()
+            while not any(
+                f"-{step:08d}-" in p.name or f"{step:08d}" in p.name for p in path.glob("*.manifest.json")
+            ):
+                assert not handle.done(), handle.exception()
+                deadline.wait(0.01)
+            arrived.append(step)
+        assert arrived == [1, 2, 3, 4, 5]
+        far.may_write.set()
+        assert manager.wait_pending(60)
+    with CheckpointManager(tmp_path / "far", memory=memory) as manager:
+        assert_is_step(manager.load(), 5)

@@ -44,7 +44,7 @@ def train(checkpoint: str, name: str) -> None:
     moments = Footprints(name, rank)
     while True:
         x = torch.randn(64, 96)
-        nn.functional.mse_loss(model(x), x).backward()
+        nn.functional.mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         step += 1
@@ -71,7 +71,7 @@ def compare_overhead(steps: int, *, width: int = 512, batch: int = 256) -> tuple
         return ElasticLoader(dataset, ElasticSampler(len(dataset), global_batch_size=batch, dataset="bench"))
 
     def step(x: torch.Tensor) -> None:
-        nn.functional.mse_loss(model(x), x).backward()
+        nn.functional.mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,10 +1,12 @@
-"""Bytes given by the caller, on their way through the pipeline, and how many of them there may be at once."""
+"""What moves through the pipeline besides images: bytes given by the caller, and copies that are on a local disk."""
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from strata.checkpoint.manifest import Manifest, TensorEntry
 
@@ -33,6 +35,29 @@ class BytesPayload:
     def release(self) -> None:
         self._data = b""
         self._on_release()
+
+
+class FilePayload:
+    """A copy that has arrived on a local disk, on its way to the next tier: the image is free for the next save."""
+
+    def __init__(self, path: str, tensors: tuple[TensorEntry, ...]) -> None:
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.tensors = tensors
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._map)
+
+    def wait(self, upto_bytes: int | None = None) -> None:
+        """It is all there."""
+
+    def keep(self, manifest: Manifest) -> str | None:
+        return None
+
+    def release(self) -> None:
+        with suppress(BufferError):  # A view that an error still holds; the mapping goes with it.
+            self._map.close()
 
 
 class ByteBudget:

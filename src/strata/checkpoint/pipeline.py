@@ -24,6 +24,7 @@ from strata.checkpoint.errors import SaveFailed
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle, Started
 from strata.checkpoint.manifest import Manifest, Part, TensorEntry
 from strata.checkpoint.naming import Stem
+from strata.checkpoint.payloads import FilePayload
 from strata.checkpoint.publish import publish
 from strata.stores.protocol import Store
 
@@ -196,11 +197,29 @@ class Pipeline:
                 self._stopping.wait(self._policy.retry_delay_s)
             else:
                 break
-        self._arrived(save, store.tier, where(store, entry.manifest.parts[0].key))
+        path = where(store, entry.manifest.parts[0].key)
+        self._arrived(save, store.tier, path)
+        if store is not save.stores[-1]:
+            self._hand_over(save, path)
         try:
             self._on_published(store)
         except Exception:
             log.exception("cleaning up after a save failed; the save itself is complete")
+
+    def _hand_over(self, save: Save, path: str) -> None:
+        """Let the tiers after a local disk read from there, so that a slow one never keeps an image from the next
+        save. The copy is read back and must be the image, or the image serves on."""
+        assert save.payload is not None
+        try:
+            copy = FilePayload(path, save.payload.tensors)
+        except (OSError, ValueError):
+            return  # Not a local file.
+        if digest_of(copy.view) != save.hashed.result():
+            copy.release()
+            log.warning("%s does not hold what was written to it; the next tier gets the original", path)
+            return
+        save.payload.release()
+        save.payload = copy
 
     def _end(self, save: Save) -> None:
         digest = self._digest_of(save)

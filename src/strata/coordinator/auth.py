@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import grpc
@@ -65,7 +65,7 @@ class Gatekeeper:
                 status=403,
                 hint="Use the address it was started with.",
             )
-        if origin and origin != "null" and urlsplit(origin).netloc != host:
+        if origin and urlsplit(origin).netloc != host:  # 'null' too: that is what a sandboxed page says.
             raise Forbidden(
                 "Calls that change something must come from this coordinator's own pages.",
                 status=403,
@@ -95,6 +95,9 @@ class GrpcGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = cast("grpc.RpcMethodHandler[Any, Any] | None", await continuation(details))
+        if handler is None:
+            return handler  # type: ignore[return-value]  # gRPC answers that there is no such method.
         metadata = dict(details.invocation_metadata or ())
         try:
             self._gatekeeper.check_role(str(metadata.get("authorization", "")), "worker")
@@ -105,12 +108,12 @@ class GrpcGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 else grpc.StatusCode.PERMISSION_DENIED
             )
             message = str(refusal)
+            trailers = (("strata-code", refusal.code), ("strata-hint-bin", refusal.hint.encode()))
 
             async def deny(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-                await context.abort(status, message)
+                await context.abort(status, message, trailers)
 
-            handler = await continuation(details)
             if handler.request_streaming:
                 return grpc.stream_stream_rpc_method_handler(deny)
             return grpc.unary_unary_rpc_method_handler(deny)
-        return await continuation(details)
+        return handler

@@ -9,6 +9,7 @@ import grpc
 
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc
+from strata.rpc.tls import channel_credentials
 
 
 class CoordinatorCasClient:
@@ -16,7 +17,11 @@ class CoordinatorCasClient:
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
         options = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 100)]
-        self._channel = grpc.insecure_channel(address, options=options)
+        credentials = channel_credentials(secure=False)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=options)
         self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
         self._timeout_s = timeout_s
         token = os.environ.get("STRATA_TOKEN")

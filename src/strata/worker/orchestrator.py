@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from strata.rpc import coordinator_pb2 as pb
+from strata.rpc.tls import channel_credentials
 from strata.rpc.wire import STATUS_NUMBERS
-from strata.worker.address import coordinator_address
+from strata.worker.address import coordinator_address, is_secure
 from strata.worker.errors import NotRegistered, StaleWorker
 from strata.worker.outbox import ShippingHandler
 from strata.worker.session import SessionThread, Topology
@@ -84,7 +85,7 @@ class TrainingOrchestrator:
     """A worker's link to its coordinator. Use it as a context manager, or call `close`.
 
     `coordinator_url` is 'http://host:50051' or 'host:50051'; without it COORDINATOR_ADDR or COORDINATOR_URL are
-    read. `ship_logs` sends this process's `logging` records to the coordinator as well.
+    read. 'https://' or STRATA_TLS_CA asks for TLS. `ship_logs` sends this process's `logging` records to the coordinator as well.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class TrainingOrchestrator:
         self._session = SessionThread(
             coordinator_address(coordinator_url),
             token=os.environ.get("STRATA_TOKEN", ""),
+            credentials=channel_credentials(secure=is_secure(coordinator_url)),
             call_timeout_s=timeout_s,
         )
         if on_topology is not None:

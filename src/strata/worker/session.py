@@ -47,6 +47,18 @@ ANSWER_MARGIN_S = 5.0
 """How long after a barrier's time-out the coordinator may take to say so."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # How long one attempt may take.
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.enable_retries", 0),
+]
+
 T = TypeVar("T")
 
 
@@ -61,7 +73,14 @@ class Topology:
 
 
 class SessionThread:
-    def __init__(self, address: str, *, token: str = "", call_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        credentials: grpc.ChannelCredentials | None = None,
+        call_timeout_s: float = 30.0,
+    ) -> None:
         self.address = address
         self.call_timeout_s = call_timeout_s
         self.logs = LogOutbox()
@@ -73,6 +92,7 @@ class SessionThread:
         self.on_plan: Callable[[str, int], None] = lambda dataset_id, version: None
         self.on_stale: Callable[[str], None] = lambda reason: None
         self.connected = threading.Event()
+        self._credentials = credentials
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._pid = os.getpid()
         self._waiting: dict[bytes, tuple[pb.WaitBarrierRequest, asyncio.Future[pb.BarrierOutcome]]] = {}
@@ -349,20 +369,10 @@ class SessionThread:
     async def _open(self) -> None:
         self._wake = asyncio.Event()
         self._logs_sent = asyncio.Event()
-        self._channel = grpc.aio.insecure_channel(
-            self.address,
-            options=[
-                ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
-                ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
-                ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.min_reconnect_backoff_ms", 2_000),  # How long one attempt may take.
-                ("grpc.max_reconnect_backoff_ms", 500),
-                ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 5_000),
-                ("grpc.http2.ping_timeout_ms", 5_000),
-                ("grpc.enable_retries", 0),
-            ],
-        )
+        if self._credentials is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(self.address, self._credentials, options=CHANNEL_OPTIONS)
         self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def _end_session(self) -> None:

@@ -12,8 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from strata.core.ledger import RankRecord
-from strata.data.sampler import ElasticSampler
+from strata.data.sampler import ElasticSampler, WithSampler
 from strata.data.steps import Batch, Step
 from strata.errors import MissingDependency
 
@@ -23,7 +22,7 @@ except ImportError as error:
     raise MissingDependency("torch", extra="torch", feature="ElasticIterableDataset") from error
 
 
-class ElasticIterableDataset(IterableDataset[Batch]):
+class ElasticIterableDataset(WithSampler, IterableDataset[Batch]):
     """Batches of a map-style dataset, chosen and ordered by an `ElasticSampler`."""
 
     def __init__(
@@ -43,14 +42,6 @@ class ElasticIterableDataset(IterableDataset[Batch]):
         self.publish()
 
     @property
-    def dataset(self) -> str:
-        return self.sampler.dataset
-
-    @property
-    def world_size(self) -> int:
-        return self.sampler.world_size
-
-    @property
     def is_remote(self) -> bool:
         return bool(getattr(self._samples, "is_remote", False))
 
@@ -61,11 +52,11 @@ class ElasticIterableDataset(IterableDataset[Batch]):
         self._beginning[:] = [self._version, s.epoch, s.position, s.rank, s.world_size]
 
     def set_world(self, rank: int, world_size: int) -> None:
-        self.sampler.set_world(rank, world_size)
+        super().set_world(rank, world_size)
         self.publish()
 
     def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
+        super().set_epoch(epoch)
         self.publish()
 
     def commit(self, batch: Batch) -> None:
@@ -75,14 +66,8 @@ class ElasticIterableDataset(IterableDataset[Batch]):
         if self.sampler.epoch != epoch:
             self.publish()
 
-    def records(self) -> list[RankRecord]:
-        return self.sampler.records()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.sampler.state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.sampler.load_state_dict(state)
+        super().load_state_dict(state)
         if get_worker_info() is None:  # A loader process that is restored speaks for itself alone.
             self.publish()
 

@@ -14,12 +14,11 @@ nobody took are read again after a resume, and are nowhere in the ledger.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from strata.core.ledger import RankRecord
 from strata.data.iterable import ElasticIterableDataset
-from strata.data.sampler import ElasticSampler
+from strata.data.sampler import ElasticSampler, WithSampler
 from strata.data.steps import Batch, Step
 from strata.errors import MissingDependency
 
@@ -30,7 +29,7 @@ except ImportError as error:
     raise MissingDependency("torch", extra="torch", feature="ElasticLoader") from error
 
 
-class ElasticLoader:
+class ElasticLoader(WithSampler):
     """Batches of one rank from the committed position to the end of the epoch; then the next epoch."""
 
     def __init__(
@@ -51,10 +50,9 @@ class ElasticLoader:
         # DataLoader draws a seed at every iteration; from the global generator, a resumed run would see other
         # random numbers than an undisturbed one.
         dataloader_options.setdefault("generator", torch.Generator())
+        # A client of object storage does not survive a fork.
         if dataloader_options.get("num_workers") and getattr(dataset, "is_remote", False):
-            dataloader_options.setdefault(
-                "multiprocessing_context", "forkserver"
-            )  # Clients do not survive a fork.
+            dataloader_options.setdefault("multiprocessing_context", "forkserver")
         self._explicit = commit == "explicit"
         self._iterable = dataset if isinstance(dataset, ElasticIterableDataset) else None
         self._loader: DataLoader[Any]
@@ -69,22 +67,6 @@ class ElasticLoader:
             self.sampler = sampler
             self._tagged = _Tagged(sampler)
             self._loader = DataLoader(dataset, batch_sampler=self._tagged, **dataloader_options)
-
-    @property
-    def dataset(self) -> str:
-        return self.sampler.dataset
-
-    @property
-    def epoch(self) -> int:
-        return self.sampler.epoch
-
-    @property
-    def position(self) -> int:
-        return self.sampler.position
-
-    @property
-    def world_size(self) -> int:
-        return self.sampler.world_size
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -111,22 +93,6 @@ class ElasticLoader:
         """This batch is trained. With `commit="explicit"`, nothing else moves the position."""
         if self._explicit:
             self.sampler.commit(batch.step)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
-
-    def set_world(self, rank: int, world_size: int) -> None:
-        """Take part as another rank, or in another world, from the next iteration on."""
-        self.sampler.set_world(rank, world_size)
-
-    def records(self) -> list[RankRecord]:
-        return self.sampler.records()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.sampler.load_state_dict(state)
 
 
 class _Tagged:

@@ -207,6 +207,44 @@ class ElasticSampler:
         self._records[key] = change(known)
 
 
+class WithSampler:
+    """What everything that reads through a sampler tells of it: all that `DataLedger` asks for."""
+
+    sampler: ElasticSampler
+
+    @property
+    def dataset(self) -> str:
+        return self.sampler.dataset
+
+    @property
+    def epoch(self) -> int:
+        return self.sampler.epoch
+
+    @property
+    def position(self) -> int:
+        return self.sampler.position
+
+    @property
+    def world_size(self) -> int:
+        return self.sampler.world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def set_world(self, rank: int, world_size: int) -> None:
+        """Take part as another rank, or in another world, from the next iteration on."""
+        self.sampler.set_world(rank, world_size)
+
+    def records(self) -> list[RankRecord]:
+        return self.sampler.records()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
+
+
 class _Ids:
     """Lists of ids, and where the next one begins: what `StatefulDataLoader` keeps while it reads ahead."""
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 
+from strata.bench.serving import HOST
 from strata.errors import StrataError
 
 
 class Browser:
     """One keep-alive connection for requests; `watch` opens a second one for events."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host = host
+    def __init__(self, port: int) -> None:
         self._port = port
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def get(self, path: str) -> bytes:
         if self._reader is None or self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+            self._reader, self._writer = await asyncio.open_connection(HOST, self._port)
         self._writer.write(self._request(path))
         head = await self._reader.readuntil(b"\r\n\r\n")
         status, *headers = head.decode("latin-1").lower().split("\r\n")
@@ -30,7 +30,7 @@ class Browser:
 
     async def watch(self) -> None:
         """Read the event stream until cancelled."""
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+        reader, writer = await asyncio.open_connection(HOST, self._port)
         try:
             writer.write(self._request("/api/events"))
             while await reader.read(1 << 16):
@@ -53,4 +53,4 @@ class Browser:
             self._writer.close()
 
     def _request(self, path: str) -> bytes:
-        return f"GET {path} HTTP/1.1\r\nHost: {self._host}\r\nAccept-Encoding: gzip\r\n\r\n".encode()
+        return f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nAccept-Encoding: gzip\r\n\r\n".encode()

@@ -7,11 +7,7 @@ tells how far the repetitions lie apart. Nothing here needs a quiet machine to r
 from __future__ import annotations
 
 import asyncio
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,15 +16,16 @@ from statistics import median
 from strata.bench import tcpstore
 from strata.bench.browsers import Browser
 from strata.bench.fleet import Fleet, heartbeat
-from strata.bench.serving import Cost, ServedCoordinator
-from strata.bench.swarm import SERVICE, Connection, framed
+from strata.bench.serving import Served, bare_grpc_server, served_coordinator
 from strata.bench.table import Row, number, report
+from strata.bench.unary import calls_per_second, driver
 from strata.core.sharding import ShardPlan, first_plan, moves_between, replan
-from strata.errors import StrataError
+from strata.data.shards import ShardManager
 from strata.rpc import coordinator_pb2 as pb
 
 TITLE = "Coordinator"
 DATASET = "bench"
+SHARDS_EACH = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +41,6 @@ class Load:
     plans: Sequence[tuple[int, float]] = ((10_000, 10.0), (100_000, 60.0))
     """Shards, and the milliseconds that a plan for them may take."""
     plan_repeats: int = 15
-    planned_workers: int = 1_000
     fleet: int = 1_000
     browsers: int = 200
     watch_s: float = 15.0
@@ -54,12 +50,11 @@ class Load:
 QUICK = Load(
     beating_workers=10,
     beats_per_worker=20,
-    unary_calls=200,
+    unary_calls=500,
     repeats=1,
     barriers=((10, 5, 25.0),),
     plans=((1_000, 10.0),),
     plan_repeats=3,
-    planned_workers=50,
     fleet=20,
     browsers=5,
     watch_s=1.0,
@@ -67,13 +62,14 @@ QUICK = Load(
 )
 
 
-def main(json: bool, quick: bool) -> None:
-    report(TITLE, rows(QUICK if quick else Load()), as_json=json)
+def main(*, json: bool = False, quick: bool = False) -> None:
+    report(TITLE, run(QUICK if quick else Load()), as_json=json)
 
 
-def rows(load: Load) -> Iterator[Row]:
-    yield from plan_rows(load)
-    yield from asyncio.run(_heartbeat_rows(load))
+def run(load: Load) -> Iterator[Row]:
+    yield from _plan_rows(load)
+    yield _lookup_row(load)
+    yield asyncio.run(_heartbeat_row(load))
     yield from asyncio.run(_unary_rows(load))
     for workers, rounds, target_ms in load.barriers:
         yield asyncio.run(_barrier_row(workers, rounds, target_ms, load.peer_rounds))
@@ -83,9 +79,9 @@ def rows(load: Load) -> Iterator[Row]:
 # --- shard plans ----------------------------------------------------------------------------------------------
 
 
-def plan_rows(load: Load) -> Iterator[Row]:
+def _plan_rows(load: Load) -> Iterator[Row]:
     """Time of the slowest kind of plan; balance and movement of all of them."""
-    names = [f"worker-{place:04}" for place in range(load.planned_workers)]
+    names = _worker_names(load.fleet)
     for shards, target_ms in load.plans:
         plan = first_plan(names, shards, salt=DATASET)
         makers: dict[str, Callable[[], ShardPlan]] = {
@@ -101,10 +97,10 @@ def plan_rows(load: Load) -> Iterator[Row]:
             unit="ms",
             target=target_ms,
             better="lower",
-            note="median; "
+            note="median of the slowest; "
             + ", ".join(f"{kind} {median(t):.1f} (worst {max(t):.1f})" for kind, t in times_ms.items()),
         )
-        made = [make() for make in makers.values()]
+        _, left, joined = made = [make() for make in makers.values()]
         yield Row(
             name=f"{what}: max − min",
             measured=max(int(p.counts().max() - p.counts().min()) for p in made),
@@ -112,35 +108,58 @@ def plan_rows(load: Load) -> Iterator[Row]:
             target=1,
             better="lower",
         )
-        _, left, joined = made
-        needed = int(plan.counts()[0]) + int(joined.counts().min())
-        moved = len(moves_between(plan, left)) + len(moves_between(plan, joined))
         yield Row(
             name=f"{what}: moved by a leave and a join",
-            measured=moved,
+            measured=len(moves_between(plan, left)) + len(moves_between(plan, joined)),
             unit="shards",
-            target=needed,
+            target=int(plan.counts()[0]) + int(joined.counts().min()),
             better="lower",
             note="the target is the minimum: what the leaver had, and the joiner's share",
         )
 
 
-def _times_ms(make: Callable[[], ShardPlan], repeats: int) -> list[float]:
+def _times_ms(work: Callable[[], object], repeats: int) -> list[float]:
     times = []
     for _ in range(repeats):
         began_s = time.perf_counter()
-        make()
+        work()
         times.append((time.perf_counter() - began_s) * 1000)
     return times
+
+
+def _lookup_row(load: Load) -> Row:
+    names = _worker_names(load.fleet)
+    shards = ShardManager()
+    shards.register_dataset_params(DATASET, load.fleet * SHARDS_EACH * 100, 100)
+    for name in names:
+        shards.add_worker(name)
+
+    def look_up_all() -> None:
+        for name in names:
+            shards.get_shard_for_worker(DATASET, name, 0)
+
+    look_up_all()
+    rates = [len(names) / ms * 1000 for ms in _times_ms(look_up_all, load.repeats)]
+    return Row(
+        name=f"shard look-ups in a process, {load.fleet:,} workers × {SHARDS_EACH} shards",
+        measured=median(rates),
+        unit="per s",
+        target=8_900,
+        note=_spread(rates),
+    )
+
+
+def _worker_names(count: int) -> list[str]:
+    return [f"worker-{place:04}" for place in range(count)]
 
 
 # --- heartbeats and unary calls -------------------------------------------------------------------------------
 
 
-async def _heartbeat_rows(load: Load) -> list[Row]:
+async def _heartbeat_row(load: Load) -> Row:
     """Every session sends as fast as it is read; a barrier behind the heartbeats proves that they were taken."""
     total = load.beating_workers * load.beats_per_worker
-    with ServedCoordinator() as coordinator:
+    with served_coordinator() as coordinator:
         async with Fleet(coordinator, load.beating_workers) as fleet:
             await fleet.barrier("warm-up", 0, beats_before=load.beats_per_worker // 10)
             before = coordinator.cost()
@@ -148,9 +167,9 @@ async def _heartbeat_rows(load: Load) -> list[Row]:
                 total / await fleet.barrier("beats", step, beats_before=load.beats_per_worker)
                 for step in range(load.repeats)
             ]
-            cpu_us = (coordinator.cost().cpu_s - before.cpu_s) / total / load.repeats * 1e6
+            cpu_us = coordinator.cost().cpu_since_s(before) / total / load.repeats * 1e6
     peer = tcpstore.sets_per_second(clients=8, sets=total // 8)
-    row = Row(
+    return Row(
         name=f"heartbeats over {load.beating_workers} sessions",
         measured=median(rates),
         unit="per s",
@@ -158,16 +177,26 @@ async def _heartbeat_rows(load: Load) -> list[Row]:
         peer=f"TCPStore set(): {number(peer)} per s",
         note=f"{_spread(rates)}; {cpu_us:.0f} µs of coordinator CPU each",
     )
-    return [row]
 
 
 async def _unary_rows(load: Load) -> list[Row]:
-    with ServedCoordinator() as coordinator:
-        async with Fleet(coordinator, load.fleet) as fleet:
-            beating = asyncio.create_task(fleet.beat_at_1_hz())
+    """Beside a server that does nothing, on the same framework and driven the same way: the limit."""
+    with bare_grpc_server() as port:
+        limit = median(
+            [
+                await calls_per_second(port, "Nothing", b"\0" * 100, calls=load.unary_calls)
+                for _ in range(load.repeats)
+            ]
+        )
+    workers = 8
+    with served_coordinator() as coordinator:
+        async with Fleet(coordinator, workers) as fleet:
             worker = fleet.workers[0]
             dataset = pb.RegisterDatasetRequest(
-                dataset_id=DATASET, path="/data/bench", format="bin", total_samples=100_000_000
+                dataset_id=DATASET,
+                path="/data/bench",
+                format="bin",
+                total_samples=workers * SHARDS_EACH * 10_000,
             )
             await worker.connection.unary("RegisterDataset", dataset.SerializeToString())
             beat = heartbeat(1)
@@ -175,82 +204,42 @@ async def _unary_rows(load: Load) -> list[Row]:
             shards = pb.GetDataShardRequest(
                 worker_id=worker.worker_id, dataset_id=DATASET, incarnation=worker.incarnation
             )
-            rows = [
-                await _unary_row(coordinator, "Heartbeat", beat.SerializeToString(), 5_000, load),
-                await _unary_row(coordinator, "GetDataShard", shards.SerializeToString(), 8_900, load),
-            ]
-            beating.cancel()
+            calls = (("Heartbeat", beat.SerializeToString()), ("GetDataShard", shards.SerializeToString()))
+            targets = {"Heartbeat": 5_000, "GetDataShard": 8_900}
+            rows = []
+            for method, request in calls:
+                await worker.connection.unary(method, request)  # A refusal would be counted as an answer.
+                before = coordinator.cost()
+                rates = [
+                    await calls_per_second(coordinator.grpc_port, method, request, calls=load.unary_calls)
+                    for _ in range(load.repeats)
+                ]
+                cpu_us = coordinator.cost().cpu_since_s(before) / load.unary_calls / load.repeats * 1e6
+                rows.append(
+                    Row(
+                        name=f"unary {method}",
+                        measured=median(rates),
+                        unit="per s",
+                        target=targets[method],
+                        peer=f"grpc.aio answering nothing: {number(limit)} per s",
+                        note=f"{_spread(rates)}; {cpu_us:.0f} µs of coordinator CPU each; "
+                        f"driven by {driver()}",
+                    )
+                )
     return rows
-
-
-async def _unary_row(
-    coordinator: ServedCoordinator, method: str, request: bytes, target: float, load: Load
-) -> Row:
-    h2load = shutil.which("h2load")
-    rates = []
-    before = coordinator.cost()
-    for _ in range(load.repeats):
-        if h2load:
-            rates.append(await _h2load_rate(h2load, coordinator, method, request, load.unary_calls))
-        else:
-            rates.append(await _swarm_rate(coordinator, method, request, load.unary_calls))
-    cpu_us = (coordinator.cost().cpu_s - before.cpu_s) / load.unary_calls / load.repeats * 1e6
-    return Row(
-        name=f"unary {method}, {load.fleet:,} workers connected",
-        measured=median(rates),
-        unit="per s",
-        target=target,
-        note=f"{_spread(rates)}; {cpu_us:.0f} µs of coordinator CPU each; "
-        f"driven by {'h2load' if h2load else 'the swarm client'}",
-    )
-
-
-async def _h2load_rate(
-    h2load: str, coordinator: ServedCoordinator, method: str, request: bytes, calls: int
-) -> float:
-    with tempfile.NamedTemporaryFile() as body:
-        body.write(framed(request))
-        body.flush()
-        command = [h2load, "--requests", str(calls), "--clients", "8", "--max-concurrent-streams", "16"]
-        command += ["--data", body.name, "--header", "te: trailers"]
-        command += ["--header", "content-type: application/grpc"]
-        command.append(f"http://{coordinator.host}:{coordinator.grpc_port}{SERVICE}{method}")
-        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-        said = (await process.communicate())[0].decode()
-    rate = re.search(r"([\d.]+) req/s", said)
-    answered = re.search(r"(\d+) 2xx", said)
-    if rate is None or answered is None or int(answered[1]) != calls:
-        raise StrataError(f"h2load did not get {calls} answers from {method}: {said}")
-    return float(rate[1])
-
-
-async def _swarm_rate(coordinator: ServedCoordinator, method: str, request: bytes, calls: int) -> float:
-    left = iter(range(calls))
-    connections = [await Connection.open(coordinator.host, coordinator.grpc_port) for _ in range(8)]
-
-    async def ask(connection: Connection) -> None:
-        for _ in left:
-            await connection.unary(method, request)
-
-    began_s = time.perf_counter()
-    await asyncio.gather(*(ask(connection) for connection in connections for _ in range(16)))
-    took_s = time.perf_counter() - began_s
-    for connection in connections:
-        connection.close()
-    return calls / took_s
 
 
 # --- barriers -------------------------------------------------------------------------------------------------
 
 
 async def _barrier_row(workers: int, rounds: int, target_ms: float, peer_rounds: int) -> Row:
-    with ServedCoordinator() as coordinator:
+    with served_coordinator() as coordinator:
         async with Fleet(coordinator, workers) as fleet:
             for step in range(3):
                 await fleet.barrier("warm-up", step)
             before = coordinator.cost()
             times_ms = [await fleet.barrier("bench", step) * 1000 for step in range(rounds)]
-            cpu_ms = (coordinator.cost().cpu_s - before.cpu_s) / rounds * 1000
+            cpu_ms = coordinator.cost().cpu_since_s(before) / rounds * 1000
     peer_ms = [seconds * 1000 for seconds in tcpstore.barriers_s(clients=workers, rounds=peer_rounds)]
     return Row(
         name=f"barrier of {workers:,} workers, first arrival to last release, p99",
@@ -268,7 +257,7 @@ async def _barrier_row(workers: int, rounds: int, target_ms: float, peer_rounds:
 
 
 async def _fleet_rows(load: Load) -> list[Row]:
-    with ServedCoordinator() as coordinator:
+    with served_coordinator() as coordinator:
         async with Fleet(coordinator, load.fleet) as fleet:
             beating = asyncio.create_task(fleet.beat_at_1_hz())
             await asyncio.sleep(min(2.0, load.watch_s))
@@ -302,38 +291,29 @@ async def _fleet_rows(load: Load) -> list[Row]:
     ]
 
 
-async def _watched(
-    coordinator: ServedCoordinator, *, browsers: int, for_s: float
-) -> tuple[float, list[float]]:
+async def _watched(coordinator: Served, *, browsers: int, for_s: float) -> tuple[float, list[float]]:
     """Per cent of a core that the coordinator used meanwhile, and how long each dashboard took."""
-    taken_s: list[float] = []
     every_s = 0.1 if browsers == 1 else 2.0
-    watching = [Browser(coordinator.host, coordinator.http_port) for _ in range(browsers)]
-    tasks = []
+    watching = [Browser(coordinator.http_port) for _ in range(browsers)]
+    taken_s: list[float] = []
+    tasks = [asyncio.create_task(browser.watch()) for browser in watching]
     for place, browser in enumerate(watching):
-        tasks.append(asyncio.create_task(browser.watch()))
-        tasks.append(
-            asyncio.create_task(
-                browser.poll(
-                    "/api/dashboard",
-                    every_s=every_s,
-                    first_after_s=every_s * place / browsers,
-                    taken_s=taken_s,
-                )
-            )
+        first_after_s = every_s * place / browsers
+        polling = browser.poll(
+            "/api/dashboard", every_s=every_s, first_after_s=first_after_s, taken_s=taken_s
         )
+        tasks.append(asyncio.create_task(polling))
     before = coordinator.cost()
     await asyncio.sleep(for_s)
     after = coordinator.cost()
-    failed = [task for task in tasks if task.done()]
     for task in tasks:
+        if task.done():
+            task.result()  # None ends by itself: this says why it did.
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     for browser in watching:
         browser.close()
-    if failed:
-        failed[0].result()
-    return _percent(before, after), taken_s
+    return after.percent_since(before), taken_s
 
 
 def _latency_row(name: str, taken_s: Sequence[float]) -> Row:
@@ -346,10 +326,6 @@ def _latency_row(name: str, taken_s: Sequence[float]) -> Row:
         better="lower",
         note=f"{len(times_ms)} answers, median {median(times_ms):.1f}, worst {max(times_ms):.1f}",
     )
-
-
-def _percent(before: Cost, after: Cost) -> float:
-    return (after.cpu_s - before.cpu_s) / (after.at_mono_s - before.at_mono_s) * 100
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:

@@ -10,7 +10,7 @@ import asyncio
 import time
 from types import TracebackType
 
-from strata.bench.serving import ServedCoordinator
+from strata.bench.serving import HOST, Served
 from strata.bench.swarm import CallFailed, Connection, Stream, framed
 from strata.rpc import coordinator_pb2 as pb
 
@@ -18,23 +18,24 @@ ROUND_TIMEOUT_S = 60.0
 OPENING_AT_A_TIME = 100
 
 
-def heartbeat(step: int) -> pb.HeartbeatRequest:
-    """What a worker with one GPU says about itself."""
+def heartbeat(step: int, *, worker: int = 0) -> pb.HeartbeatRequest:
+    """What a worker with one GPU says about itself: no two of them, and no two steps, the same."""
+    salt = (worker * 7919 + step * 104_729) % 1_000_003
     return pb.HeartbeatRequest(
         timestamp_ms=time.time_ns() // 1_000_000,
         status=pb.WorkerStatus(state="training", current_step=step, current_epoch=2, current_task="pretrain"),
         resources=pb.ResourceUsage(
-            cpu_percent=87.5,
-            memory_used_bytes=21_474_836_480,
-            disk_read_bytes=1_234_567_890,
-            disk_write_bytes=987_654_321,
-            network_rx_bytes=55_555_555_555,
-            network_tx_bytes=44_444_444_444,
+            cpu_percent=50 + salt % 500 / 10,
+            memory_used_bytes=20_000_000_000 + salt * 4096,
+            disk_read_bytes=1_234_567_890 + salt * 512,
+            disk_write_bytes=987_654_321 + salt * 512,
+            network_rx_bytes=55_555_555_555 + salt * 97,
+            network_tx_bytes=44_444_444_444 + salt * 89,
             gpu_usage=[
                 pb.GpuUsage(
                     index=0,
-                    utilization_percent=97.0,
-                    memory_used_bytes=68_719_476_736,
+                    utilization_percent=90 + salt % 100 / 10,
+                    memory_used_bytes=68_000_000_000 + salt * 1024,
                     memory_total_bytes=85_899_345_920,
                 )
             ],
@@ -56,7 +57,7 @@ class FleetWorker:
 class Fleet:
     """Open with `async with`; every worker is connected once that returns."""
 
-    def __init__(self, coordinator: ServedCoordinator, size: int) -> None:
+    def __init__(self, coordinator: Served, size: int) -> None:
         self._coordinator = coordinator
         self.size = size
         self.workers: list[FleetWorker] = []
@@ -80,7 +81,7 @@ class Fleet:
         await asyncio.sleep(0)
 
     async def _join(self, worker_id: str) -> FleetWorker:
-        connection = await Connection.open(self._coordinator.host, self._coordinator.grpc_port)
+        connection = await Connection.open(HOST, self._coordinator.grpc_port)
         request = pb.RegisterWorkerRequest(
             worker_id=worker_id, hostname="10.0.0.1", port=29500, gpu_count=1, memory_bytes=1 << 36
         )
@@ -157,9 +158,9 @@ class Fleet:
         slices = 100
         began_s, turn = time.monotonic(), 0
         while True:
-            message = pb.WorkerMessage(heartbeat=heartbeat(1_000 + turn // slices))
-            for worker in self.workers[turn % slices :: slices]:
-                worker.say(message)
+            step = 1_000 + turn // slices
+            for place in range(turn % slices, self.size, slices):
+                self.workers[place].say(pb.WorkerMessage(heartbeat=heartbeat(step, worker=place)))
             turn += 1
             await asyncio.sleep(max(0.0, began_s + turn / slices - time.monotonic()))
 

@@ -1,23 +1,23 @@
-"""A coordinator in a process of its own, for benchmarks: free ports, a throw-away journal, and what it costs."""
+"""Servers to be measured, each in a process of its own: the coordinator, and gRPC with nothing behind it."""
 
 from __future__ import annotations
 
-import json
-import os
+import asyncio
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import psutil
 
-from strata.errors import StrataError
+from strata.launch.coordinator import CoordinatorProcess
 
-START_S = 60.0
-STOP_S = 20.0
+HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,59 +26,76 @@ class Cost:
     rss_bytes: int
     at_mono_s: float
 
+    def cpu_since_s(self, before: Cost) -> float:
+        return self.cpu_s - before.cpu_s
 
-class ServedCoordinator:
-    """`strata serve`, as a user starts it. Use as a context manager."""
+    def percent_since(self, before: Cost) -> float:
+        """Of one core."""
+        return self.cpu_since_s(before) / (self.at_mono_s - before.at_mono_s) * 100
 
-    host = "127.0.0.1"
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="strata-bench-")
-        self._data_dir = Path(self._folder.name) / "coordinator"
-        command = [sys.executable, "-m", "strata.cli.main", "serve", "--data-dir", str(self._data_dir)]
-        command += ["--host", self.host, "--grpc-port", "0", "--http-port", "0"]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATA_")}
-        self._log = (Path(self._folder.name) / "log").open("w+")
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environ)
-        self._watched = psutil.Process(self._process.pid)
-        self.grpc_port, self.http_port = self._ports()
+class Served:
+    """A coordinator under measurement."""
+
+    def __init__(self, coordinator: CoordinatorProcess) -> None:
+        assert coordinator.process is not None
+        self.grpc_port = coordinator.grpc_port
+        self.http_port = coordinator.http_port
+        self._process = psutil.Process(coordinator.process.pid)
 
     def cost(self) -> Cost:
-        times = self._watched.cpu_times()
+        times = self._process.cpu_times()
         return Cost(
             cpu_s=times.user + times.system,
-            rss_bytes=self._watched.memory_info().rss,
+            rss_bytes=self._process.memory_info().rss,
             at_mono_s=time.monotonic(),
         )
 
-    def close(self) -> None:
-        self._process.terminate()
+
+@contextmanager
+def served_coordinator() -> Iterator[Served]:
+    """`strata serve`, as a user starts it, with a journal on disk that is thrown away."""
+    with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
+        coordinator = CoordinatorProcess(Path(folder) / "coordinator")
         try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
-        self._folder.cleanup()
+            yield Served(coordinator.start())
+        finally:
+            coordinator.stop()
 
-    def __enter__(self) -> ServedCoordinator:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+@contextmanager
+def bare_grpc_server() -> Iterator[int]:
+    """The port of a grpc.aio server that answers one unary method, `Nothing`, with one byte: the limit of any service on it."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
+    finally:
+        server.communicate()  # Its standard input ends, and with it the server.
 
-    def _ports(self) -> tuple[int, int]:
-        """It writes them down once it serves."""
-        deadline_s = time.monotonic() + START_S
-        while time.monotonic() < deadline_s and self._process.poll() is None:
-            try:
-                ports = json.loads((self._data_dir / "serving.json").read_text())
-                return ports["grpc"], ports["http"]
-            except (FileNotFoundError, ValueError):
-                time.sleep(0.02)
-        self._log.seek(0)
-        said = self._log.read()[-2_000:]
-        self.close()
-        raise StrataError(f"The coordinator to measure did not start: {said}")
+
+async def _serve_nothing() -> None:
+    import grpc
+    import grpc.aio
+
+    async def answer(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        return b"\0"
+
+    handler = grpc.unary_unary_rpc_method_handler(answer)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("coordinator.Coordinator", {"Nothing": handler}),)
+    )
+    port = server.add_insecure_port(f"{HOST}:0")
+    await server.start()
+    print(port, flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await server.stop(0)
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    uvloop.run(_serve_nothing())

@@ -19,6 +19,9 @@ _LEVELS = {
 }
 
 
+_ALIASES = {"storage": "stores"}  # As users know it.
+
+
 def parse_levels(text: str) -> dict[str, int]:
     """Level by component; the empty name is everything else."""
     levels: dict[str, int] = {}
@@ -50,4 +53,4 @@ def configure(text: str | None = None) -> None:
         root.propagate = False
     root.setLevel(levels.pop("", logging.INFO))
     for component, level in levels.items():
-        logging.getLogger(f"strata.{component}").setLevel(level)
+        logging.getLogger(f"strata.{_ALIASES.get(component, component)}").setLevel(level)

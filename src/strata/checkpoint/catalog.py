@@ -59,4 +59,5 @@ class Catalog:
 
 def where(store: Store, key: str) -> str:
     """A key as a user would write it: a path on disk, or a URL."""
-    return f"{store.url.removeprefix('file://').rstrip('/')}/{key}"
+    path_of = getattr(store, "path_of", None)
+    return str(path_of(key)) if path_of is not None else f"{store.url.rstrip('/')}/{key}"

@@ -9,17 +9,17 @@ before a byte of it is used.
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 import xxhash
 
 from strata.checkpoint.catalog import Catalog, where
 from strata.checkpoint.dcp_layout import Span
-from strata.checkpoint.digest import Digest, StreamingDigest
+from strata.checkpoint.digest import CHUNK_BYTES, Digest, StreamingDigest
 from strata.checkpoint.errors import Damaged
 from strata.checkpoint.identity import this_process
 from strata.checkpoint.manifest import Part
@@ -80,14 +80,15 @@ class PartWriter:
 
 
 class PartReader:
-    """Verified bytes of one part. Items are best asked for in the order of their offsets."""
+    """Verified bytes of one part. Spans are best asked for in the order of their offsets."""
 
-    def __init__(self, store: Store, part: Part) -> None:
+    def __init__(self, store: Store, part: Part, buffer: WindowBuffer) -> None:
         self._store = store
         self._part = part
+        self._buffer = buffer
         self._path = where(store, part.key)
-        self._start_bytes = 0
-        self._held = bytearray()
+        self._first = self._end = 0
+        """The chunks in the buffer."""
         blob = store.stat(part.key)
         if blob is None:
             raise Damaged(path=self._path, reason="the part is missing")
@@ -97,39 +98,61 @@ class PartReader:
                 reason=f"the part has {blob.size_bytes} bytes, its manifest says {part.size_bytes}",
             )
 
-    def read(self, span: Span, *, name: str) -> memoryview:
-        """The bytes of a span; valid until the next call."""
-        if not self._start_bytes <= span.offset_bytes or span.end_bytes > self._start_bytes + len(self._held):
-            self._fetch(span, name)
-        first = span.offset_bytes - self._start_bytes
-        return memoryview(self._held)[first : first + span.size_bytes]
-
-    def tensor(self, span: Span, dtype: torch.dtype, shape: tuple[int, ...], *, name: str) -> torch.Tensor:
-        """The same as a tensor over that memory."""
-        if not span.size_bytes:
-            return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(self.read(span, name=name), dtype=torch.uint8)
-        return flat.view(dtype).reshape(shape)
-
-    def _fetch(self, span: Span, name: str) -> None:
+    def pieces(self, span: Span, *, name: str) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of a span, front to back: how far into it each piece begins, and the piece. A piece is valid until
+        the next is asked for."""
         chunk_bytes = self._part.digest.chunk_bytes
-        first = span.offset_bytes // chunk_bytes
-        end = -(-span.end_bytes // chunk_bytes)
-        start_bytes = first * chunk_bytes
-        held = bytearray(min(end * chunk_bytes, self._part.size_bytes) - start_bytes)
-        view = memoryview(held)
+        at_bytes = span.offset_bytes
+        while at_bytes < span.end_bytes:
+            chunk = at_bytes // chunk_bytes
+            if not self._first <= chunk < self._end:
+                self._fetch(chunk, -(-span.end_bytes // chunk_bytes), name)
+            window_bytes = self._first * chunk_bytes
+            upto_bytes = min(span.end_bytes, self._end * chunk_bytes)
+            yield (
+                at_bytes - span.offset_bytes,
+                self._buffer.view[at_bytes - window_bytes : upto_bytes - window_bytes],
+            )
+            at_bytes = upto_bytes
+
+    def read(self, span: Span, *, name: str) -> bytearray:
+        """The bytes of a span, all at once."""
+        found = bytearray(span.size_bytes)
+        for start, piece in self.pieces(span, name=name):
+            found[start : start + len(piece)] = piece
+        return found
+
+    def _fetch(self, first: int, wanted_end: int, name: str) -> None:
+        """Bring chunks from `first` on into the buffer, as many as are wanted and fit."""
+        digest = self._part.digest
+        self._first = self._end = first
+        end = min(wanted_end, first + max(1, len(self._buffer.view) // digest.chunk_bytes))
+        start_bytes = first * digest.chunk_bytes
+        size_bytes = min(end * digest.chunk_bytes, self._part.size_bytes) - start_bytes
+        view = self._buffer.room(size_bytes)
         self._store.read_into(self._part.key, view, offset=start_bytes)
         for number in range(first, end):
-            begin = (number - first) * chunk_bytes
-            chunk = view[begin : begin + chunk_bytes]
-            if self._part.digest.chunks[number : number + 1] != (xxhash.xxh3_128_hexdigest(chunk),):
+            begin = (number - first) * digest.chunk_bytes
+            chunk = view[begin : begin + digest.chunk_bytes]
+            if digest.chunks[number : number + 1] != (xxhash.xxh3_128_hexdigest(chunk),):
                 raise Damaged(
                     path=self._path,
-                    reason=f"bytes changed since they were saved, chunk {number} "
-                    f"of {len(self._part.digest.chunks)}",
+                    reason=f"bytes changed since they were saved, chunk {number} of {len(digest.chunks)}",
                     tensors=(name,),
                 )
-        self._start_bytes, self._held = start_bytes, held
+        self._end = end
+
+
+class WindowBuffer:
+    """Memory that reading goes through, used again and again: fresh pages are slow."""
+
+    def __init__(self, size_bytes: int = 4 * CHUNK_BYTES) -> None:
+        self.view = memoryview(mmap.mmap(-1, size_bytes))
+
+    def room(self, size_bytes: int) -> memoryview:
+        if size_bytes > len(self.view):
+            self.view = memoryview(mmap.mmap(-1, size_bytes))
+        return self.view[:size_bytes]
 
 
 def forget(store: Store, keys: Iterable[str]) -> None:

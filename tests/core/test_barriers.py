@@ -344,6 +344,43 @@ def test_a_barrier_may_wait_for_workers_that_have_yet_to_register() -> None:
     assert released(decision) is not None
 
 
+# --- generations --------------------------------------------------------------------------------------------
+
+
+def test_an_arrival_that_names_its_generation_is_not_left_behind_by_a_join(fleet: Fleet) -> None:
+    old = fleet.generation()
+    fleet.arrive("a", generation=old)
+    fleet.join("d")
+    end = [event for event in fleet.journal if isinstance(event, BarrierBroken)][-1]
+    assert (end.arrived, end.missing) == (("a",), ("b", "c"))
+    assert f"generation {old} is over ('d' is new)" in end.reason
+    with pytest.raises(Stale):
+        fleet.arrive("b", generation=old)
+
+
+def test_one_arrival_with_a_generation_binds_the_barrier(fleet: Fleet) -> None:
+    fleet.arrive("a")
+    fleet.arrive("b", generation=fleet.generation())
+    fleet.join("d")
+    assert waiting(fleet) == []
+
+
+def test_a_barrier_of_one_generation_ends_with_any_loss(fleet: Fleet) -> None:
+    fleet.join("d")
+    fleet.arrive("a", expected=2, generation=fleet.generation())
+    assert broken(fleet.lose("d")).missing == ("d", "b", "c")
+
+
+def test_a_barrier_of_one_generation_releases_within_it(fleet: Fleet) -> None:
+    for worker in ("a", "b"):
+        fleet.arrive(worker, generation=fleet.generation())
+    fleet.join("x", job="other")
+    _, decision = fleet.arrive("c", generation=fleet.generation())
+    end = released(decision)
+    assert end is not None
+    assert end.generation == fleet.generation()
+
+
 # --- time ---------------------------------------------------------------------------------------------------
 
 

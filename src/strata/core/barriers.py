@@ -4,7 +4,8 @@ A barrier is keyed by job, name and step, and runs in rounds. It expects a numbe
 everyone: all who are members when it opens, and any newcomer from the moment it comes. Each round ends exactly
 once: **released** when all of them have arrived, **broken** when it times out or when one it needs is gone
 (failed, left, or replaced by a newer incarnation). The reason names who is missing and how long they have been
-silent.
+silent. An arrival that names its generation binds the barrier to it: any change of the members breaks it then,
+since those who have yet to come belong to another.
 
 A retried arrival (same `call_id`) counts once, and one that comes back after the end learns the outcome, also
 when the next round is open already; a new `call_id` from someone who was in the last round opens the next. A
@@ -57,6 +58,8 @@ class BarrierLimits:
 class OpenBarrier:
     key: BarrierKey
     round: int
+    generation: int
+    """The one it is bound to; 0: none, joins do not matter."""
     expected: int
     last_seat: int | None
     """For a barrier of everyone: the newest seat when it opened. Who sat down later is awaited once it comes."""
@@ -119,13 +122,12 @@ class Barriers:
         )
         if not fresh and barrier.arrived[worker] == command.call_id:
             return [], ticket  # A retried call must not count twice.
-        generation = membership.job_generations[job]
         arrival = BarrierArrived(
             job_id=job,
             barrier_id=command.barrier_id,
             step=command.step,
             round=barrier.round,
-            generation=generation,
+            generation=command.generation or barrier.generation,
             worker_id=worker,
             call_id=command.call_id,
             expected=expected,
@@ -137,22 +139,23 @@ class Barriers:
         )
         if order + 1 < expected or not fresh:
             return [arrival], ticket
-        return [arrival, _release(barrier, arrival, now)], ticket
+        return [arrival, _release(barrier, arrival, membership.job_generations[job], now)], ticket
 
-    def decide_gone(
-        self, gone: Member, reason: str, membership: Membership, now: Instant
+    def decide_change(
+        self, job: JobId, reason: str, membership: Membership, now: Instant, *, gone: Member | None = None
     ) -> Iterator[BarrierBroken]:
-        """Barriers that needed a member who has failed, left or been replaced, which has been applied already."""
-        job, worker = gone.spec.job_id, gone.spec.worker_id
-        present = membership.roster(job)
+        """Barriers that end because the members of a job have changed, which has been applied already.
+
+        `gone` is who has failed, left or been replaced, if somebody has.
+        """
         for barrier in [b for key, b in self.open.items() if key[0] == job]:
-            if barrier.last_seat is None:
-                needed = len(present) < barrier.expected
-            else:
-                needed = worker not in present and barrier.awaits(gone)
-            if needed or worker in barrier.arrived:
+            if gone is not None and (barrier.generation or _needs(barrier, gone, membership)):
+                worker = gone.spec.worker_id
                 why = f"'{worker}' was lost ({reason})"
                 yield self._break(barrier, membership, now, why, gone=worker)
+            elif barrier.generation:
+                why = f"generation {barrier.generation} is over ({reason})"
+                yield self._break(barrier, membership, now, why)
 
     def decide_tick(self, membership: Membership, now: Instant) -> Iterator[BarrierBroken]:
         for barrier in [b for b in self.open.values() if now.mono_s >= b.deadline_mono_s]:
@@ -196,6 +199,7 @@ class Barriers:
         return OpenBarrier(
             key=key,
             round=ended.last.round + 1 if ended is not None else 0,
+            generation=command.generation,
             expected=command.expected or len(membership.roster(key[0])),
             last_seat=None if command.expected else membership.incarnation,
             opened=now,
@@ -241,11 +245,13 @@ class Barriers:
                 barrier = self.open[key] = OpenBarrier(
                     key=key,
                     round=event.round,
+                    generation=event.generation,
                     expected=event.expected,
                     last_seat=event.last_seat,
                     opened=event.opened,
                     deadline_mono_s=event.deadline_mono_s,
                 )
+            barrier.generation = event.generation
             barrier.expected = event.expected
             barrier.deadline_mono_s = event.deadline_mono_s
             barrier.arrived[event.worker_id] = event.call_id
@@ -280,14 +286,23 @@ def _deadline(barrier: OpenBarrier, command: ArriveAtBarrier, now: Instant) -> f
     return min(barrier.deadline_mono_s, now.mono_s + command.timeout_s)
 
 
-def _release(barrier: OpenBarrier, last: BarrierArrived, now: Instant) -> BarrierReleased:
+def _needs(barrier: OpenBarrier, gone: Member, membership: Membership) -> bool:
+    worker, present = gone.spec.worker_id, membership.roster(gone.spec.job_id)
+    if worker in barrier.arrived:
+        return True
+    if barrier.last_seat is None:
+        return len(present) < barrier.expected
+    return worker not in present and barrier.awaits(gone)
+
+
+def _release(barrier: OpenBarrier, last: BarrierArrived, generation: int, now: Instant) -> BarrierReleased:
     waited_s = now.mono_s - barrier.opened.mono_s
     return BarrierReleased(
         job_id=last.job_id,
         barrier_id=last.barrier_id,
         step=last.step,
         round=last.round,
-        generation=last.generation,
+        generation=generation,
         arrived=(*barrier.arrived, last.worker_id),
         call_ids=(*barrier.arrived.values(), last.call_id),
         opened_at_s=barrier.opened.wall_s,

@@ -175,16 +175,19 @@ class Cluster:
                 self._lose(left, now, fact)
                 joined = self.membership.decide_register(command, now)
                 assert isinstance(joined, WorkerJoined)
-            replaced = self.membership.members.get(command.spec.worker_id)
+            replaced = self.membership.members[command.spec.worker_id] if joined.superseded else None
             fact(joined)
-            if joined.superseded and replaced is not None:
-                _each(fact, self.barriers.decide_gone(replaced, joined.reason, self.membership, now))
+            broken = self.barriers.decide_change(
+                joined.spec.job_id, joined.reason, self.membership, now, gone=replaced
+            )
+            _each(fact, broken)
         return Registered(worker_id=command.spec.worker_id, incarnation=joined.incarnation)
 
     def _lose(self, loss: WorkerFailed | WorkerLeft, now: Instant, fact: Callable[[Event], None]) -> None:
         lost = self.membership.members[loss.worker_id]
         fact(loss)
-        _each(fact, self.barriers.decide_gone(lost, loss.reason, self.membership, now))
+        broken = self.barriers.decide_change(loss.job_id, loss.reason, self.membership, now, gone=lost)
+        _each(fact, broken)
 
     def _value(self, key: str, *, made: bool) -> Swapped:
         value = self.values.values.get(key)

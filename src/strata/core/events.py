@@ -92,7 +92,7 @@ class BarrierArrived:
     barrier_id: str
     step: int
     round: int
-    generation: int
+    generation: int  # the one the barrier is bound to; 0: none
     worker_id: WorkerId
     call_id: str
     expected: int

@@ -11,7 +11,7 @@ import difflib
 import os
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -41,12 +41,13 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     choices: tuple[str, ...] = (),
+    secret: bool = False,
 ) -> Any:
-    """A configuration field with what it means and what it may be."""
+    """A configuration field with what it means and what it may be; a secret one is never printed."""
     about = {"doc": doc, "env": env, "least": least, "most": most, "choices": choices}
     if callable(default):
-        return field(default_factory=default, metadata=about)
-    return field(default=default, metadata=about)
+        return field(default_factory=default, metadata=about, repr=not secret)
+    return field(default=default, metadata=about, repr=not secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,12 @@ def read_config(
     file: Path | None = None,
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
+    check: Callable[[T], list[str]] | None = None,
 ) -> T:
-    """Build `kind` (a frozen dataclass of `setting`s) or raise one `ConfigError` that lists everything."""
+    """Build `kind` (a frozen dataclass of `setting`s) or raise one `ConfigError` that lists everything.
+
+    `check` finds what is wrong between settings; values that are wrong by themselves stand at their defaults there.
+    """
     problems: list[str] = []
     known = {f.name: f for f in fields(cast(Any, kind))}
     given: dict[str, _Given] = {}
@@ -75,7 +80,7 @@ def read_config(
                 given[key] = _Given(value, f"{section}.{key} in {file}")
             else:
                 problems.append(_unknown(f"{section}.{key} in {file}", key, known))
-    variables = _environment(environ)
+    variables = _environment(problems) if environ is None else environ
     for name, about in known.items():
         variable = about.metadata.get("env")
         if variable and variables.get(variable):
@@ -90,17 +95,31 @@ def read_config(
             values[name] = _convert(item.value, hints[name], known[name])
         except ValueError as error:
             problems.append(f"{item.where}: {error}")
+    built = kind(**values)
+    if check is not None:
+        problems += check(built)
     if problems:
         raise ConfigError(problems)
-    return kind(**values)
+    return built
 
 
-def _environment(environ: Mapping[str, str] | None) -> Mapping[str, str]:
-    if environ is not None:
-        return environ
+def environment() -> Mapping[str, str]:
+    """The environment, and below it what a `.env` in the working directory says."""
+    problems: list[str] = []
+    found = _environment(problems)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _environment(problems: list[str]) -> Mapping[str, str]:
     from dotenv import dotenv_values
 
-    from_file = {k: v for k, v in dotenv_values(".env").items() if v is not None}
+    try:
+        from_file = {k: v for k, v in dotenv_values(".env").items() if v is not None}
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"{Path('.env').absolute()} cannot be read: {error}")
+        return os.environ
     return {**from_file, **os.environ}
 
 
@@ -115,6 +134,10 @@ def _read_section(file: Path, section: str, problems: list[str]) -> dict[str, An
         problems.append(f"{file} is not valid TOML: {error}")
     else:
         part = document.get(section, {})
+        if section not in document:
+            near = difflib.get_close_matches(section, document, n=1, cutoff=0.8)
+            if near:
+                problems.append(f"[{near[0]}] in {file} is not a known table; did you mean [{section}]?")
         if isinstance(part, dict):
             return part
         problems.append(f"{section} in {file} must be a table: [{section}]")
@@ -138,26 +161,37 @@ def _convert(value: Any, hint: Any, about: Field[Any]) -> Any:
             if value is None:
                 raise ValueError("must be true or false")
     elif hint in (int, float):
-        if isinstance(value, bool):
-            raise ValueError(f"must be a number, not {value}")
-        try:
-            value = hint(value)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"must be a number, not {str(value)[:80]!r}") from None
+        value = _number(value, hint)
     elif hint is Path:
-        value = Path(str(value)).expanduser()
+        if not isinstance(value, str | Path):
+            raise ValueError(f"must be a path, not {value!r}")
+        value = Path(value).expanduser()
     elif get_origin(hint) is dict:
         if not isinstance(value, dict):
             raise ValueError("must be a table")
-        value = {str(k): str(v) for k, v in value.items()}
-    else:
-        value = str(value)
+        for key, item in value.items():
+            if not isinstance(item, str):
+                raise ValueError(f"{about.name}.{key} must be text, not {item!r}")
+    elif not isinstance(value, str):
+        raise ValueError(f"must be text, not {value!r}")
     least, most, choices = meta.get("least"), meta.get("most"), meta.get("choices")
     if (least is not None and not value >= least) or (most is not None and not value <= most):
         raise ValueError(f"must be {_range(least, most)}, not {value}")
     if choices and value not in choices:
         raise ValueError(f"must be one of {', '.join(choices)}, not {value!r}")
     return value
+
+
+def _number(value: Any, hint: type[int] | type[float]) -> int | float:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {value}")
+    try:
+        number = hint(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"must be a number, not {str(value)[:80]!r}") from None
+    if isinstance(value, float) and number != value and hint is int:
+        raise ValueError(f"must be a whole number, not {value}")
+    return number
 
 
 def _range(least: float | None, most: float | None) -> str:

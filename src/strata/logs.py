@@ -20,6 +20,8 @@ _LEVELS = {
 
 
 _ALIASES = {"storage": "stores"}  # As users know it.
+_PACKAGES = {"storage": "stores"}
+"""Components that are packages of another name."""
 
 
 def parse_levels(text: str) -> dict[str, int]:
@@ -27,9 +29,9 @@ def parse_levels(text: str) -> dict[str, int]:
     levels: dict[str, int] = {}
     problems = []
     for item in filter(None, (part.strip() for part in text.split(","))):
-        component, _, level = item.rpartition("=")
-        if level.lower() in _LEVELS:
-            levels[component.strip()] = _LEVELS[level.lower()]
+        component, equals, level = (part.strip() for part in item.rpartition("="))
+        if level.lower() in _LEVELS and bool(component) == bool(equals):
+            levels[component] = _LEVELS[level.lower()]
         else:
             problems.append(
                 f"STRATA_LOG: '{item}' is not understood; write a level ({', '.join(_LEVELS)}) "

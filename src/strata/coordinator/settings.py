@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from strata.config import ConfigError, read_config, setting
+from strata.config import read_config, setting
 from strata.core.barriers import BarrierLimits
 from strata.core.cluster import Limits
 from strata.core.membership import MembershipLimits
@@ -63,10 +64,10 @@ class CoordinatorSettings:
         most=1_000_000,
     )
     token: str = setting(
-        "", "Shared secret that callers must present; grants everything.", env="STRATA_TOKEN"
+        "", "Shared secret that callers must present; grants everything.", env="STRATA_TOKEN", secret=True
     )
     tokens: dict[str, str] = setting(
-        dict, "Further secrets, as role = token (viewer, worker, operator, admin)."
+        dict, "Further secrets, as role = token (viewer, worker, operator, admin).", secret=True
     )
     tls_cert: Path | None = setting(None, "Server certificate (PEM).", env="STRATA_TLS_CERT")
     tls_key: Path | None = setting(None, "Key of the server certificate (PEM).", env="STRATA_TLS_KEY")
@@ -104,11 +105,14 @@ def read_settings(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> CoordinatorSettings:
-    settings = read_config(CoordinatorSettings, section=SECTION, file=file, flags=flags, environ=environ)
-    problems = _contradictions(settings)
-    if problems:
-        raise ConfigError(problems)
-    return settings
+    return read_config(
+        CoordinatorSettings,
+        section=SECTION,
+        file=file,
+        flags=flags,
+        environ=environ,
+        check=_contradictions,
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -121,7 +125,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _contradictions(s: CoordinatorSettings) -> list[str]:
-    problems = []
+    problems = [] if s.host else ["host must not be empty; 127.0.0.1 is this machine alone"]
     if s.heartbeat_timeout <= s.heartbeat_interval:
         problems.append(
             f"heartbeat_timeout ({s.heartbeat_timeout:g}) must be longer than heartbeat_interval "
@@ -135,11 +139,19 @@ def _contradictions(s: CoordinatorSettings) -> list[str]:
         for role in s.tokens
         if role not in roles
     ]
+    problems += [
+        f"tokens.{role} is empty; a token must be something" for role, t in s.tokens.items() if not t
+    ]
+    problems += [
+        f"{one} and {other} share one token; give each role its own"
+        for one, other in combinations([*s.tokens, *(["token"] if s.token else [])], 2)
+        if s.tokens[one] and s.tokens[one] == s.tokens.get(other, s.token)
+    ]
     if (s.tls_cert is None) != (s.tls_key is None):
         problems.append("tls_cert and tls_key belong together; set both or neither")
     if s.tls_client_ca is not None and s.tls_cert is None:
         problems.append("tls_client_ca needs tls_cert and tls_key as well")
-    if not is_loopback(s.host) and not s.secrets and s.tls_client_ca is None:
+    if s.host and not is_loopback(s.host) and not s.secrets and s.tls_client_ca is None:
         problems.append(
             f"host {s.host} can be reached from other machines: set a token (STRATA_TOKEN) or mutual TLS "
             f"(tls_client_ca), or listen on 127.0.0.1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -184,7 +185,7 @@ def test_the_plan_is_the_same_in_another_process() -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONHASHSEED": "7"},
+        env={**os.environ, "PYTHONHASHSEED": "7"},
     )
     assert json.loads(out.stdout) == plan.owners.tolist()
 

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import re
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -98,19 +99,21 @@ def open_image(
     manifest: Manifest | None = None,
     *,
     trusted_source: bool = False,
+    warn: bool = True,
     name: str | None = None,
 ) -> Any:
     """The state in a `.pt` file; arrays come back as the kind they were saved as, where a manifest tells. `name` is what
-    the file is called in messages."""
+    the file is called in messages; without `warn`, a trusted source is not warned about."""
     import torch
 
     from strata.checkpoint.state import TENSOR, rebuild, restore_kind
 
     name = name or str(path)
-    if trusted_source:
+    if trusted_source and warn:
         log.warning(SECURITY_WARNING, name)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=not trusted_source, mmap=True)
+        is_mappable = zipfile.is_zipfile(path)  # Files of old versions of torch are not.
+        state = torch.load(path, map_location="cpu", weights_only=not trusted_source, mmap=is_mappable)
     except Exception as error:  # A file made to do harm can make the unpickler fail in any way.
         refused = re.search(r"(Unsupported|Trying to|Can only)[^.]*", str(error))
         why = refused[0] if refused else str(error).partition("\n")[0]

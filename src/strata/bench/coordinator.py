@@ -26,6 +26,7 @@ from strata.rpc import coordinator_pb2 as pb
 TITLE = "Coordinator"
 DATASET = "bench"
 SHARDS_EACH = 10
+NO_PEER = "TCPStore: torch is not installed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +169,15 @@ async def _heartbeat_row(load: Load) -> Row:
                 for step in range(load.repeats)
             ]
             cpu_us = coordinator.cost().cpu_since_s(before) / total / load.repeats * 1e6
-    peer = tcpstore.sets_per_second(clients=8, sets=total // 8)
+    peer = NO_PEER
+    if tcpstore.installed():
+        peer = f"TCPStore set(): {number(tcpstore.sets_per_second(clients=8, sets=total // 8))} per s"
     return Row(
         name=f"heartbeats over {load.beating_workers} sessions",
         measured=median(rates),
         unit="per s",
         target=12_000,
-        peer=f"TCPStore set(): {number(peer)} per s",
+        peer=peer,
         note=f"{_spread(rates)}; {cpu_us:.0f} µs of coordinator CPU each",
     )
 
@@ -240,14 +243,17 @@ async def _barrier_row(workers: int, rounds: int, target_ms: float, peer_rounds:
             before = coordinator.cost()
             times_ms = [await fleet.barrier("bench", step) * 1000 for step in range(rounds)]
             cpu_ms = coordinator.cost().cpu_since_s(before) / rounds * 1000
-    peer_ms = [seconds * 1000 for seconds in tcpstore.barriers_s(clients=workers, rounds=peer_rounds)]
+    peer = NO_PEER
+    if tcpstore.installed():
+        peer_ms = [seconds * 1000 for seconds in tcpstore.barriers_s(clients=workers, rounds=peer_rounds)]
+        peer = f"TCPStore add and wait: median {median(peer_ms):.0f} ms, worst {max(peer_ms):.0f} ms"
     return Row(
         name=f"barrier of {workers:,} workers, first arrival to last release, p99",
         measured=_percentile(times_ms, 99),
         unit="ms",
         target=target_ms,
         better="lower",
-        peer=f"TCPStore add and wait: median {median(peer_ms):.0f} ms, worst {max(peer_ms):.0f} ms",
+        peer=peer,
         note=f"{rounds} rounds, median {median(times_ms):.1f}, worst {max(times_ms):.1f}; "
         f"{cpu_ms:.1f} ms of coordinator CPU a round",
     )

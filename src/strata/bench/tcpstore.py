@@ -7,6 +7,7 @@ Run as a module (it is started by the functions here) it prints one JSON list of
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -17,6 +18,10 @@ from typing import Any
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 240.0
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def sets_per_second(*, clients: int, sets: int) -> float:

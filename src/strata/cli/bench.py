@@ -1,0 +1,54 @@
+"""`strata bench`: each figure beside its target and its peers, measured here and now."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Annotated
+
+import typer
+
+from strata.cli.common import AsJson
+
+app = typer.Typer(
+    name="bench",
+    help="Measure this machine: every figure beside its target, and beside its peers or the hardware's limit.",
+    no_args_is_help=True,
+)
+
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Small and fast: shows that it runs, its figures prove nothing.")
+]
+
+
+@app.command()
+def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
+    """Heartbeats, barriers, shard plans, and a fleet of 1,000 with people watching. Takes about five minutes."""
+    from strata.bench import coordinator
+
+    coordinator.main(json=as_json, quick=quick)
+
+
+@app.command()
+def data(as_json: AsJson = False, quick: Quick = False) -> None:
+    """Token indices and their reading, and what a resumed epoch loses or repeats."""
+    from strata.bench import data_resume, data_tokens
+    from strata.bench.table import report
+
+    tokens = data_tokens.run(tokens=5_000_000, text_mb=2) if quick else data_tokens.run()
+    report("Data", chain(tokens, data_resume.run()), as_json=as_json)
+
+
+@app.command()
+def checkpoint(as_json: AsJson = False, quick: Quick = False) -> None:
+    """Saving, staging, restoring and cleaning, beside the disk's own speed and other savers."""
+    from strata.bench import checkpoint
+
+    checkpoint.main(json=as_json, quick=quick)
+
+
+@app.command()
+def recovery(as_json: AsJson = False, quick: Quick = False) -> None:
+    """From the loss of a process or a node to the first step after it, beside plain torchrun."""
+    from strata.bench import recovery
+
+    recovery.main(as_json=as_json, quick=quick)

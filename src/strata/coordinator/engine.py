@@ -91,7 +91,14 @@ class Engine:
         count = 0
         epoch = Instant(mono_s=0.0, wall_s=0.0)
         for event in self._journal.load():
-            self.cluster.apply(event, epoch)
+            try:
+                self.cluster.apply(event, epoch)
+            except (LookupError, ValueError, AssertionError) as error:
+                raise JournalError(
+                    f"The journal {self._journal} tells of a {type(event).__name__} that does not follow from "
+                    f"what came before it ({error!r}).",
+                    hint="Restore it from a copy, or start with another --data-dir.",
+                ) from error
             count += 1
         self.cluster.membership.resume_clock(self.clock.now())
         self._since_snapshot = count

@@ -14,9 +14,11 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import quote
 
 import msgspec
 
@@ -49,6 +51,10 @@ class Entry:
 class Journal(Protocol):
     """Where the engine keeps its history. SQLite here; anything that appends in order and survives will do."""
 
+    def __str__(self) -> str:
+        """Where it is, for messages."""
+        ...
+
     def load(self) -> Iterator[Event]:
         """The newest snapshot, then everything after it, in order."""
         ...
@@ -75,20 +81,30 @@ class SqliteJournal:
             self._db.executescript(_SCHEMA)
             self._check_schema()
             row = self._db.execute("SELECT max(seq) FROM events").fetchone()
-        except sqlite3.DatabaseError as error:
+            self._seq = max(row[0] or 0, self._snapshot_seq())
+        except (sqlite3.DatabaseError, ValueError) as error:
             os.close(self._lock)
-            raise JournalError(
-                f"The journal {self.path} cannot be opened: {error}.",
-                hint="Restore it from a copy, or start with another --data-dir.",
-            ) from error
-        self._seq = max(row[0] or 0, self._snapshot_seq())
+            raise _damaged(self.path, f"cannot be opened: {error}") from error
+        except JournalError:
+            os.close(self._lock)
+            raise
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     def load(self) -> Iterator[Event]:
-        for kind, body in self._db.execute("SELECT kind, body FROM snapshot ORDER BY position"):
-            yield _decode(self.path, kind, body)
-        query = "SELECT kind, body FROM events WHERE seq > ? ORDER BY seq"
-        for kind, body in self._db.execute(query, (self._snapshot_seq(),)):
-            yield _decode(self.path, kind, body)
+        try:
+            for kind, body in self._db.execute("SELECT kind, body FROM snapshot ORDER BY position"):
+                yield _decode(self.path, kind, body)
+            last = self._snapshot_seq()
+            query = "SELECT seq, kind, body FROM events WHERE seq > ? ORDER BY seq"
+            for seq, kind, body in self._db.execute(query, (last,)):
+                if seq != last + 1:
+                    raise _damaged(self.path, f"has lost events: after {last} comes {seq}")
+                last = seq
+                yield _decode(self.path, kind, body)
+        except sqlite3.DatabaseError as error:
+            raise _damaged(self.path, f"cannot be read: {error}") from error
 
     def append(self, events: Sequence[Event]) -> None:
         rows = [
@@ -131,7 +147,7 @@ class SqliteJournal:
         row = self._db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
         if row is None:
             self._db.execute("INSERT INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
-        elif int(row[0]) != SCHEMA_VERSION:
+        elif row[0] != str(SCHEMA_VERSION):
             raise JournalError(
                 f"The journal {self.path} has format {row[0]}; this version of Strata writes format "
                 f"{SCHEMA_VERSION}.",
@@ -147,12 +163,17 @@ def read_story(data_dir: Path) -> Iterator[Entry]:
             f"There is no journal in {data_dir}.", hint="Pass the --data-dir that `strata serve` was given."
         )
     try:
-        db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-        for seq, kind, body in db.execute("SELECT seq, kind, body FROM events ORDER BY seq"):
-            yield Entry(seq=seq, event=_decode(path, kind, body))
-        db.close()
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as db:
+            for seq, kind, body in db.execute("SELECT seq, kind, body FROM events ORDER BY seq"):
+                yield Entry(seq=seq, event=_decode(path, kind, body))
     except sqlite3.DatabaseError as error:
-        raise JournalError(f"The journal {path} cannot be read: {error}.") from error
+        raise _damaged(path, f"cannot be read: {error}") from error
+
+
+def _damaged(path: Path, what: str) -> JournalError:
+    return JournalError(
+        f"The journal {path} {what}.", hint="Restore it from a copy, or start with another --data-dir."
+    )
 
 
 def _decode(path: Path, kind: str, body: bytes) -> Event:

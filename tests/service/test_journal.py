@@ -1,0 +1,265 @@
+"""The journal keeps what was acknowledged, and says clearly when it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from strata.coordinator.engine import Engine, SystemClock
+from strata.coordinator.journal import JournalError, SqliteJournal, read_story
+from strata.core.cluster import Cluster
+from strata.core.messages import (
+    DatasetId,
+    DatasetRegistered,
+    DatasetSpec,
+    Event,
+    JobId,
+    WorkerFailed,
+    WorkerId,
+)
+from strata.rpc import coordinator_pb2 as pb
+from tests.service.clients import refusal, stub
+from tests.support import Coordinator
+
+
+def event(number: int) -> Event:
+    spec = DatasetSpec(
+        dataset_id=DatasetId(f"d{number}"),
+        path="/d",
+        format="f",
+        total_samples=10,
+        shard_size=1,
+        shuffle=False,
+        seed=0,
+    )
+    return DatasetRegistered(spec=spec, reason="test", at_s=float(number))
+
+
+def written(folder: Path, count: int = 300) -> Path:
+    journal = SqliteJournal(folder)
+    for number in range(count):
+        journal.append([event(number)])
+    journal.close()
+    return folder / "journal.sqlite"
+
+
+def serve(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`strata serve` that is expected to refuse."""
+    command = [sys.executable, "-m", "strata.cli.main", "serve", "--grpc-port", "0", "--http-port", "0"]
+    return subprocess.run(
+        [*command, "--data-dir", str(data_dir), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_everything_appended_is_loaded_in_order(tmp_path: Path) -> None:
+    written(tmp_path, 5)
+    journal = SqliteJournal(tmp_path)
+    assert list(journal.load()) == [event(n) for n in range(5)]
+    journal.append([event(5), event(6)])
+    assert [e.at_s for e in journal.load()] == [0, 1, 2, 3, 4, 5, 6]
+    journal.close()
+
+
+def test_snapshot_takes_the_place_of_what_it_sums_up_and_the_story_stays(tmp_path: Path) -> None:
+    written(tmp_path, 5)
+    journal = SqliteJournal(tmp_path)
+    journal.snapshot([event(100)])
+    journal.append([event(6)])
+    journal.close()
+    journal = SqliteJournal(tmp_path)
+    assert list(journal.load()) == [event(100), event(6)]
+    journal.close()
+    assert [entry.event for entry in read_story(tmp_path)] == [*(event(n) for n in range(5)), event(6)]
+
+
+def test_second_coordinator_is_refused(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    with pytest.raises(JournalError, match="Another coordinator"):
+        SqliteJournal(tmp_path)
+    journal.close()
+    SqliteJournal(tmp_path).close()
+
+
+def test_odd_names_of_directories_are_no_trouble(tmp_path: Path) -> None:
+    folder = tmp_path / "odd #1 ?mode=rw&x=%41 ü"
+    written(folder, 3)
+    assert len(list(read_story(folder))) == 3
+
+
+def damaged(folder: Path, kind: str) -> None:
+    path = written(folder)
+    size = path.stat().st_size
+    match kind:
+        case "garbage":
+            path.write_bytes(os.urandom(10_000))
+        case "text":
+            path.write_text("this is not a journal\n" * 100)
+        case "truncated":
+            os.truncate(path, size // 2)
+        case "zeroed pages":
+            with path.open("r+b") as file:
+                file.seek(8_192)
+                file.write(b"\0" * (size - 8_192))
+        case "noise in the middle":
+            with path.open("r+b") as file:
+                file.seek(4_096)
+                file.write(os.urandom(size - 8_192))
+        case "missing events":
+            _edit(path, "DELETE FROM events WHERE seq BETWEEN 100 AND 120")
+        case "unknown kind":
+            _edit(path, "UPDATE events SET kind = 'WorkerDanced' WHERE seq = 7")
+        case "body of another kind":
+            _edit(path, "UPDATE events SET kind = 'WorkerFailed' WHERE seq = 7")
+        case "fact about nobody":
+            journal = SqliteJournal(folder)
+            journal.append(
+                [
+                    WorkerFailed(
+                        worker_id=WorkerId("ghost"),
+                        job_id=JobId("j"),
+                        incarnation=1,
+                        generation=1,
+                        reason="never joined",
+                        at_s=0.0,
+                    )
+                ]
+            )
+            journal.close()
+        case "newer format":
+            _edit(path, "UPDATE meta SET value = '99' WHERE key = 'schema'")
+        case "format that is no number":
+            _edit(path, "UPDATE meta SET value = 'new' WHERE key = 'schema'")
+        case "a directory":
+            path.unlink()
+            path.mkdir()
+
+
+DAMAGES = [
+    "garbage",
+    "text",
+    "truncated",
+    "zeroed pages",
+    "noise in the middle",
+    "missing events",
+    "unknown kind",
+    "body of another kind",
+    "fact about nobody",
+    "newer format",
+    "format that is no number",
+    "a directory",
+]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_journal_is_a_clear_error_and_never_a_partial_history(tmp_path: Path, kind: str) -> None:
+    damaged(tmp_path, kind)
+    with pytest.raises(JournalError) as caught:
+        replay(tmp_path)
+    assert str(tmp_path) in caught.value.message
+    assert caught.value.hint
+
+
+def replay(folder: Path) -> None:
+    with closing(SqliteJournal(folder)) as journal:
+        Engine(Cluster(), journal, SystemClock()).replay()
+
+
+def test_coordinator_with_a_damaged_journal_says_so_and_stops(tmp_path: Path) -> None:
+    damaged(tmp_path, "missing events")
+    done = serve(tmp_path)
+    assert done.returncode == 1
+    assert "has lost events: after 99 comes 121" in done.stderr
+    assert "what to do:" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_directory_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/strata")):
+        with pytest.raises(JournalError, match="cannot be used") as caught:
+            SqliteJournal(place)
+        assert "--data-dir" in caught.value.hint
+    done = serve(tmp_path / "file")
+    assert done.returncode == 1
+    assert f"The data directory {tmp_path / 'file'} cannot be used" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes."""
+    place = tmp_path / "tiny"
+    place.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("a file system of its own needs root and mount")
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.decode()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_full_disk_stops_the_coordinator_with_everything_acknowledged_intact(tiny_disk: Path) -> None:
+    coordinator = Coordinator(tiny_disk / "data").start()
+    acknowledged = []
+    ballast = tiny_disk / "ballast"
+    with stub(coordinator.address) as calls:
+        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="w"))
+        ballast.write_bytes(b"\0" * 1_000_000)
+
+        def notify(number: int) -> None:
+            name = f"c{number}"
+            calls.NotifyCheckpoint(
+                pb.NotifyCheckpointRequest(
+                    worker_id="w", checkpoint_id=name, step=number, path="/c" + "x" * 3_000
+                ),
+                timeout=20,
+            )
+            acknowledged.append(name)
+
+        def until_full() -> None:
+            for number in range(10_000):
+                notify(number)
+
+        status, *_ = refusal(until_full)
+        assert status.name in ("UNAVAILABLE", "CANCELLED", "UNKNOWN")
+    assert coordinator.process is not None
+    assert coordinator.process.wait(20) == 1
+    output = "".join(coordinator.output)
+    assert "cannot be written" in output
+    assert "full" in output
+    assert "Free some disk space" in output
+    assert "Traceback" not in output
+    assert len(acknowledged) > 10
+
+    ballast.unlink()
+    coordinator.start()
+    try:
+        found = {c["id"] for c in coordinator.get("/api/checkpoints")}
+        assert set(acknowledged) <= found
+        with stub(coordinator.address) as calls:
+            calls.NotifyCheckpoint(
+                pb.NotifyCheckpointRequest(worker_id="w", checkpoint_id="after", step=1, path="/c"),
+                timeout=20,
+                wait_for_ready=True,
+            )
+    finally:
+        coordinator.stop()
+
+
+def _edit(path: Path, statement: str) -> None:
+    db = sqlite3.connect(path)
+    with db:
+        db.execute(statement)
+    db.close()

@@ -157,7 +157,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(
     total=st.integers(0, 300),
     batch=st.integers(1, 70),

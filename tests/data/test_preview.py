@@ -125,7 +125,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.text(max_size=8), anything, max_size=4), max_size=4))
 def test_a_preview_is_always_json_and_always_bounded(samples: list[dict[str, Any]]) -> None:
     shown = preview(samples * 10, Limits(text_chars=50, items=8))

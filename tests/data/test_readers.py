@@ -31,13 +31,6 @@ from strata.data.readers.crc32c import crc32c, masked_crc32c
 N = 100
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("STRATA_CACHE_DIR", str(folder))
-    return folder
-
-
 def row(i: int) -> dict[str, Any]:
     return {"id": i, "text": f"sample {i}, with a comma and “quotes”"}
 
@@ -202,7 +195,7 @@ lines = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     lines,
     st.sampled_from([b"\n", b"\r\n"]),
@@ -234,7 +227,7 @@ def test_line_ends_marks_blank_lines_and_chunks_do_not_matter(
 fields = st.text('ab ,"\n\r', max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(fields, fields), min_size=1, max_size=70), st.sampled_from([1, 5, 100, 2**20]))
 def test_quoted_fields_hold_anything_wherever_chunks_end(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], chunk_bytes: int
@@ -248,7 +241,7 @@ def test_quoted_fields_hold_anything_wherever_chunks_end(
         assert reader.read(range(len(reader))) == [{"first": "x" + a, "second": "y" + b} for a, b in rows]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.booleans(), max_size=120), st.data())
 def test_skipped_records_leave_the_good_ones_in_order(
     tmp_path_factory: pytest.TempPathFactory, good: list[bool], data: st.DataObject
@@ -365,7 +358,7 @@ def test_crc32c_matches_published_values() -> None:
 
 
 @given(st.binary(max_size=5_000))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_crc32c_agrees_with_the_bitwise_definition(data: bytes) -> None:
     crc = 0xFFFFFFFF
     for byte in data:

@@ -213,7 +213,7 @@ class Numbers:
         return i
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     total=st.integers(1, 200),
     size=st.integers(1, 40),

@@ -7,7 +7,6 @@ import json
 import tarfile
 from collections.abc import Iterator
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -32,9 +31,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
 
 
 @pytest.fixture
-def bucket(server: Seaweed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def bucket(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> str:
     """Two JSON-lines files, a parquet file and a tar, below one prefix each."""
-    monkeypatch.setenv("STRATA_CACHE_DIR", str(tmp_path))
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     sources._store_of.cache_clear()

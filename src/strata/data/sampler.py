@@ -23,7 +23,7 @@ from strata.data.errors import StateMismatch
 from strata.data.steps import Step, StepPlan
 
 STATE_VERSION = 1
-_CHUNK_SAMPLES = 16_384  # Ids are computed this many at a time: NumPy's overhead is per call.
+_CHUNK = 32  # Micro-batches whose ids are computed together: NumPy's overhead is per call.
 
 
 class ElasticSampler:
@@ -112,19 +112,14 @@ class ElasticSampler:
         """
         plan, order = self.plan(), self._order
         numbers = range(first, len(plan), every)
-        per_chunk = max(1, _CHUNK_SAMPLES // max(1, len(plan.micro_batch(0)))) if numbers else 1
-        for chunk in range(0, len(numbers), per_chunk):
-            steps = [plan.micro_batch(number) for number in numbers[chunk : chunk + per_chunk]]
-            ranges = [
-                range(s.start, s.stop) if len(s) else range(s.batch_start, s.batch_start + 1) for s in steps
-            ]
-            ids = order.take(
-                np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in ranges])
-            ).tolist()
+        for chunk in range(0, len(numbers), _CHUNK):
+            steps = [plan.micro_batch(number) for number in numbers[chunk : chunk + _CHUNK]]
+            ranges = [(s.start, s.stop) if len(s) else (s.batch_start, s.batch_start + 1) for s in steps]
+            ids = order.take(np.concatenate([np.arange(start, stop) for start, stop in ranges])).tolist()
             taken = 0
-            for step, positions in zip(steps, ranges, strict=True):
-                yield step, ids[taken : taken + len(positions)]
-                taken += len(positions)
+            for step, (start, stop) in zip(steps, ranges, strict=True):
+                yield step, ids[taken : taken + stop - start]
+                taken += stop - start
 
     def __iter__(self) -> Iterator[list[int]]:
         return _Ids(self)

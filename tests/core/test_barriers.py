@@ -167,6 +167,15 @@ def test_a_late_retry_learns_its_own_round_after_others_met_again(fleet: Fleet) 
         assert isinstance(ticket.outcome, BarrierReleased)
 
 
+def test_a_message_that_was_long_under_way_counts_in_no_later_round(fleet: Fleet) -> None:
+    for number in (1, 2, 3):
+        run_round(fleet, number, "a", "b", "c")
+    run_round(fleet, 4, "b", "c")
+    for again in (fleet, fleet.compacted()):
+        ticket, decision = again.arrive("a", call_id="a-2")
+        assert (ticket.round, decision.events) == (1, ())
+
+
 def test_a_call_without_an_id_is_a_retry_of_the_release_it_was_part_of(fleet: Fleet) -> None:
     for worker in ("a", "b", "c"):
         fleet.arrive(worker, call_id="")

@@ -72,19 +72,15 @@ class OpenBarrier:
         return self.last_seat is None or member.seat <= self.last_seat
 
 
-@dataclass(slots=True, kw_only=True)
-class EndedBarrier:
-    last: BarrierOutcome
-    by_worker: dict[WorkerId, BarrierOutcome] = field(default_factory=dict)
-    """The last outcome that each worker was part of."""
-
-
 class Barriers:
     def __init__(self, limits: BarrierLimits) -> None:
         self.limits = limits
         self.open: dict[BarrierKey, OpenBarrier] = {}
-        self.ended: OrderedDict[BarrierKey, EndedBarrier] = OrderedDict()
-        self._arrivals_kept = 0
+        self.ended: OrderedDict[tuple[BarrierKey, int], BarrierOutcome] = OrderedDict()
+        """Every round that is remembered, in the order in which they ended."""
+        self._last: dict[BarrierKey, BarrierOutcome] = {}
+        self._calls: dict[tuple[BarrierKey, WorkerId, str], BarrierOutcome] = {}
+        """The round that each call was part of."""
 
     # --- decisions ------------------------------------------------------------------------------------------
 
@@ -164,18 +160,14 @@ class Barriers:
 
     def _outcome_for(self, key: BarrierKey, command: ArriveAtBarrier, member: Member) -> BarrierTicket | None:
         """The end of the round this call belongs to, if that round is over."""
-        ended = self.ended.get(key)
-        outcome = ended.by_worker.get(command.worker_id) if ended is not None else None
+        outcome = self._calls.get((key, command.worker_id, command.call_id))
         if outcome is None:
             return None
-        order = outcome.arrived.index(command.worker_id)
-        if command.call_id:
-            retried = outcome.call_ids[order] == command.call_id
-        else:
+        if not command.call_id:
             same_incarnation = member.generation <= outcome.generation
-            retried = key not in self.open and isinstance(outcome, BarrierReleased) and same_incarnation
-        if not retried:
-            return None
+            if key in self.open or isinstance(outcome, BarrierBroken) or not same_incarnation:
+                return None
+        order = outcome.arrived.index(command.worker_id)
         return BarrierTicket(
             job_id=key[0], barrier_id=key[1], step=key[2], round=outcome.round, order=order, outcome=outcome
         )
@@ -195,10 +187,10 @@ class Barriers:
                 f"the limit.",
                 hint="Let some finish first, or use fewer barrier names.",
             )
-        ended = self.ended.get(key)
+        last = self._last.get(key)
         return OpenBarrier(
             key=key,
-            round=ended.last.round + 1 if ended is not None else 0,
+            round=last.round + 1 if last is not None else 0,
             generation=command.generation,
             expected=command.expected or len(membership.roster(key[0])),
             last_seat=None if command.expected else membership.incarnation,
@@ -257,26 +249,29 @@ class Barriers:
             barrier.arrived[event.worker_id] = event.call_id
             return
         self.open.pop(key, None)
-        ended = self.ended.get(key)
-        if ended is None:
-            ended = self.ended[key] = EndedBarrier(last=event)
-        self.ended.move_to_end(key)
-        self._arrivals_kept -= len(ended.by_worker)
-        ended.last = event
-        ended.by_worker.update(dict.fromkeys(event.arrived, event))
-        self._arrivals_kept += len(ended.by_worker)
+        self.ended[key, event.round] = event
+        self._last[key] = event
+        for call in _calls_of(key, event):
+            self._calls[call] = event
         while len(self.ended) > self.limits.ended_kept or (
-            self._arrivals_kept > self.limits.arrivals_kept and len(self.ended) > 1
+            len(self._calls) > self.limits.arrivals_kept and len(self.ended) > 1
         ):
-            _, oldest = self.ended.popitem(last=False)
-            self._arrivals_kept -= len(oldest.by_worker)
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        (key, _), oldest = self.ended.popitem(last=False)
+        if self._last[key] is oldest:
+            del self._last[key]
+        for call in _calls_of(key, oldest):
+            if self._calls.get(call) is oldest:
+                del self._calls[call]
 
     def compact(self) -> list[Event]:
-        events: list[Event] = []
-        for ended in self.ended.values():
-            rounds = {outcome.round: outcome for outcome in (*ended.by_worker.values(), ended.last)}
-            events += (rounds[number] for number in sorted(rounds))
-        return events
+        return list(self.ended.values())
+
+
+def _calls_of(key: BarrierKey, outcome: BarrierOutcome) -> Iterator[tuple[BarrierKey, WorkerId, str]]:
+    return ((key, worker, call) for worker, call in zip(outcome.arrived, outcome.call_ids, strict=True))
 
 
 def _deadline(barrier: OpenBarrier, command: ArriveAtBarrier, now: Instant) -> float:

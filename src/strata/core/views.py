@@ -365,8 +365,7 @@ def barriers(cluster: Cluster, *, limit: int) -> Iterator[BarrierView]:
             missing=[str(worker) for worker in missing_members(barrier, cluster.membership)],
             reason=f"{len(barrier.arrived)} of {barrier.expected} have arrived",
         )
-    for ended in islice(reversed(cluster.barriers.ended.values()), limit):
-        outcome = ended.last
+    for outcome in islice(reversed(cluster.barriers.ended.values()), limit):
         released = isinstance(outcome, BarrierReleased)
         yield BarrierView(
             id=f"{outcome.job_id}/{outcome.barrier_id}@{outcome.step}#{outcome.round}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from strata.config import environment
 from strata.errors import StrataError
 
 TIMEOUT_S = 10.0
@@ -33,6 +35,13 @@ console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 
+def adopt_dotenv() -> None:
+    """What a `.env` in the working directory says about Strata counts, below the environment."""
+    for name, value in environment().items():
+        if name.startswith(("STRATA_", "COORDINATOR_")):
+            os.environ.setdefault(name, value)
+
+
 class Unreachable(StrataError):
     """The coordinator does not answer."""
 
@@ -48,42 +57,77 @@ class Answered(StrataError):
 
 
 def get(api: str, path: str) -> Any:
-    return _call(urllib.request.Request(api.rstrip("/") + path), api)
+    return _call(api, path)
+
+
+def get_rows(api: str, path: str) -> list[dict[str, Any]]:
+    """A listing: whatever answers otherwise is not a coordinator."""
+    found = get(api, path)
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise _not_a_coordinator(api)
+    return found
+
+
+def get_facts(api: str, path: str, *, having: str) -> dict[str, Any]:
+    """One record, known by a key it must have."""
+    found = get(api, path)
+    if not isinstance(found, dict) or having not in found:
+        raise _not_a_coordinator(api)
+    return found
 
 
 def post(api: str, path: str, body: object | None = None) -> Any:
-    request = urllib.request.Request(
-        api.rstrip("/") + path,
-        data=json.dumps(body if body is not None else {}).encode(),
-        headers={"Content-Type": "application/json"},
-        method="POST",
-    )
-    return _call(request, api)
+    return _call(api, path, data=json.dumps(body if body is not None else {}).encode())
 
 
-def _call(request: urllib.request.Request, api: str) -> Any:
-    token = os.environ.get("STRATA_TOKEN")
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
+def _call(api: str, path: str, data: bytes | None = None) -> Any:
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        request = urllib.request.Request(api.rstrip("/") + path, data=data)
+        if data is not None:
+            request.add_header("Content-Type", "application/json")
+        token = os.environ.get("STRATA_TOKEN")
+        if token:
+            request.add_header("Authorization", f"Bearer {token}")
+        context = None
+        if api.lower().startswith("https:"):
+            from strata.rpc.tls import ssl_context
+
+            context = ssl_context()
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        try:
-            body = json.load(error)
-            raise Answered(body["code"], body["message"], body["hint"]) from None
-        except (ValueError, KeyError, TypeError):
-            raise Answered("http_error", f"The coordinator answered {error.code}.", "") from None
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+        with error:
+            raise _refusal(error) from None
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise Unreachable(
-            f"No coordinator answers at {api}: {reason}.",
+            f"No coordinator answers at {api or 'an empty address'}: {printable(str(reason))}.",
             hint="Start one with `strata serve`, or pass its address with --api (or STRATA_API_URL).",
         ) from None
 
 
-def print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def _refusal(error: urllib.error.HTTPError) -> Answered:
+    try:
+        body = json.load(error)
+        return Answered(body["code"], body["message"], body["hint"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return Answered("http_error", f"The coordinator answered {error.code}.", "")
+
+
+def _not_a_coordinator(api: str) -> Unreachable:
+    return Unreachable(
+        f"What answers at {api} is not a coordinator.",
+        hint="Pass the address that `strata serve` printed with --api (or STRATA_API_URL).",
+    )
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Text from elsewhere, safe and short enough for a line of a message."""
+    return "".join(c if c.isprintable() else "�" for c in text[:limit])
+
+
+def print_json(value: object, *, in_one_line: bool = False) -> None:
+    sys.stdout.write(json.dumps(value, indent=None if in_one_line else 2, ensure_ascii=False) + "\n")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -13,10 +14,12 @@ from strata.cli.common import (
     DEFAULT_API,
     Api,
     AsJson,
+    Unreachable,
     ago,
     console,
     duration,
-    get,
+    get_facts,
+    get_rows,
     print_json,
     print_table,
     size,
@@ -28,7 +31,8 @@ LEVEL_STYLES = {"error": "bold red", "warn": "yellow", "info": "", "debug": "dim
 
 def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Is the coordinator there, and how is the fleet?"""
-    state, metrics = get(api, "/api/status"), get(api, "/api/metrics")
+    state = get_facts(api, "/api/status", having="generation")
+    metrics = get_facts(api, "/api/metrics", having="coordinator_rps")
     if json:
         print_json({**state, "metrics": metrics})
         return
@@ -46,7 +50,7 @@ def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Who is in the fleet, and how they are."""
-    found = get(api, "/api/workers")
+    found = get_rows(api, "/api/workers")
     if json:
         print_json(found)
         return
@@ -83,7 +87,7 @@ def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Which datasets are registered."""
-    found = get(api, "/api/datasets")
+    found = get_rows(api, "/api/datasets")
     if json:
         print_json(found)
         return
@@ -100,7 +104,7 @@ def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Which checkpoints there are, newest first."""
-    found = get(api, "/api/checkpoints")
+    found = get_rows(api, "/api/checkpoints")
     if json:
         print_json(found)
         return
@@ -125,7 +129,7 @@ def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Who waits for whom."""
-    found = get(api, "/api/barriers")
+    found = get_rows(api, "/api/barriers")
     if json:
         print_json(found)
         return
@@ -150,7 +154,7 @@ def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """What recoveries took, by phase, newest first."""
-    found = get(api, "/api/recoveries")
+    found = get_rows(api, "/api/recoveries")
     if json:
         print_json(found)
         return
@@ -183,7 +187,7 @@ def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Which tasks were submitted, newest first."""
-    found = get(api, "/api/tasks")
+    found = get_rows(api, "/api/tasks")
     if json:
         print_json(found)
         return
@@ -223,14 +227,21 @@ def logs(
     query = {key: value for key, value in wanted.items() if value is not None}
     after = ""
     while True:
-        found = get(api, "/api/logs?" + urlencode({**query, **({"after": after} if after else {})}))
+        try:
+            found = get_rows(api, "/api/logs?" + urlencode({**query, **({"after": after} if after else {})}))
+        except Unreachable:
+            if not after:
+                raise
+            time.sleep(1.0)  # It was there: whoever follows waits for it to come back.
+            continue
         if json and not follow:
             print_json(found)
             return
         for entry in reversed(found):
-            print_json(entry) if json else _print_log(entry)
+            print_json(entry, in_one_line=True) if json else _print_log(entry)
         if not follow:
             return
+        sys.stdout.flush()
         after = found[0]["id"] if found else after
         time.sleep(0.5)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import typer
 
 from strata.cli import audit, chaos, demo, doctor, index, listings, replay, serve, validate
-from strata.cli.common import Unreachable, say_error
+from strata.cli.common import Unreachable, adopt_dotenv, say_error
 from strata.errors import StrataError
 
 app = typer.Typer(
@@ -48,6 +48,7 @@ for command in COMMANDS:
 def main() -> None:
     """Entry point: an expected failure is a sentence and an exit code, never a traceback."""
     try:
+        adopt_dotenv()
         app()
     except Unreachable as error:
         say_error(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -95,6 +95,11 @@ class SaveHandle:
         self.checkpoint_id = checkpoint_id
         self.step = step
         self.future: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
+        self.copied: Callable[[], None] = lambda: None
+
+    def wait_copied(self) -> None:
+        """Return when the state has been copied, which on CUDA may be after `save` has returned."""
+        self.copied()
 
     def done(self) -> bool:
         return self.future.done()

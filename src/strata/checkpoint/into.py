@@ -7,30 +7,29 @@ is returned as loaded. Where the two do not fit, nothing has been copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from strata.checkpoint.copying import any_on_cuda
 from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.manifest import TensorEntry
 from strata.checkpoint.state import rebuild, restore_kind, scan
 
 
+def is_on_cuda(into: Any) -> bool:
+    """Whether any tensor of the target is: then the image should be page-locked before it is copied."""
+    return any_on_cuda(scan(into).tensors)
+
+
 def load_into(
-    loaded: Any,
-    into: Any,
-    image: torch.Tensor,
-    entries: Sequence[TensorEntry],
-    *,
-    page_lock: Callable[[], object],
-    is_lent: bool,
+    loaded: Any, into: Any, image: torch.Tensor, entries: Sequence[TensorEntry], *, is_lent: bool
 ) -> Any:
     """Fill the tensors of `into`, and return the loaded state with those tensors in their places.
 
-    `image` are the bytes, `entries` where each leaf of `loaded` lies in them. `page_lock` is called if there is
-    anything to copy to a device. `is_lent` says that the image will be overwritten, so what is not copied into a
-    target must be copied away from it.
+    `image` are the bytes, `entries` where each leaf of `loaded` lies in them. `is_lent` says that the image will be
+    overwritten, so what is not copied into a target must be copied away from it.
     """
     pairs = list(_pairs(loaded, into, ""))
     leaves = scan(loaded).tensors
@@ -38,8 +37,6 @@ def load_into(
     targets = [target for target, _ in pairs]
     sources = [_view(image, entries[numbers[id(leaf)]], leaf) for _, leaf in pairs]
     devices = {target.device for target in targets if target.is_cuda}
-    if devices:
-        page_lock()
     with torch.no_grad():
         if targets:
             torch._foreach_copy_(targets, sources, bool(devices))

@@ -179,6 +179,7 @@ class CheckpointManager:
         except (StrataError, OSError) as error:
             self._pipeline.give_up(save, error)
         else:
+            save.handle.copied = save.payload.wait
             save.size_bytes = len(save.payload.view)
             save.draft = replace(save.draft, tensors=save.payload.tensors)
             # The pipeline follows the copy, so the first bytes are on their way before the last are copied.

@@ -121,19 +121,27 @@ class MemorySource:
                 raise Damaged(
                     path=entry.key, reason=f"the image has {len(image)} bytes, its mark says {size_bytes}"
                 )
-            verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
-            if into is not None:
-                from strata.checkpoint.into import load_into
+            if into is None:
+                verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
+                return self._copy_out(buffer.view, manifest, entry.key, trusted_source)
+            from strata.checkpoint.into import is_on_cuda, load_into
 
-                state = open_image(entry.key, trusted_source=trusted_source)
-                return load_into(
-                    state, into, image, manifest.tensors, page_lock=buffer.page_locked, is_lent=True
-                )
-            # The image will be overwritten by a later save, so the caller gets memory of its own.
-            with contextlib.closing(Held(size_bytes)) as held:
-                with held.view as target:
-                    target[:] = buffer.view
-                return open_image(held.path, manifest, trusted_source=trusted_source, name=entry.key)
+            # Locking the pages takes as long as verifying them, so both happen at once.
+            locking = pool.submit(buffer.page_locked) if is_on_cuda(into) else None
+            try:
+                verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
+            finally:
+                if locking is not None:
+                    locking.result()
+            state = open_image(entry.key, trusted_source=trusted_source)
+            return load_into(state, into, image, manifest.tensors, is_lent=True)
+
+    def _copy_out(self, view: memoryview, manifest: Manifest, name: str, trusted_source: bool) -> Any:
+        """The image will be overwritten by a later save, so the caller gets memory of its own."""
+        with contextlib.closing(Held(len(view))) as held:
+            with held.view as target:
+                target[:] = view
+            return open_image(held.path, manifest, trusted_source=trusted_source, name=name)
 
 
 def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Found], list[str]]:
@@ -173,7 +181,7 @@ def restore(
     ]
     for reason in reasons:
         log.warning("passed over while looking for a checkpoint: %s", reason)
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="strata-verify") as pool:
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="strata-verify") as pool:
         for candidate in wanted:
             damaged = 0
             with reading(candidate.manifest.checkpoint_id):
@@ -206,19 +214,12 @@ def _load_into(state: Any, into: Any, view: memoryview, manifest: Manifest) -> A
     import torch
 
     from strata.checkpoint.copying import page_lock, page_unlock
-    from strata.checkpoint.into import load_into
+    from strata.checkpoint.into import is_on_cuda, load_into
 
     image = torch.frombuffer(view, dtype=torch.uint8)
-    locked = []
+    is_locked = is_on_cuda(into) and page_lock(image)
     try:
-        return load_into(
-            state,
-            into,
-            image,
-            manifest.tensors,
-            page_lock=lambda: locked.append(page_lock(image)),
-            is_lent=False,
-        )
+        return load_into(state, into, image, manifest.tensors, is_lent=False)
     finally:
-        if any(locked):
+        if is_locked:
             page_unlock(image)

@@ -91,21 +91,22 @@ class ImageBuffer:
             self._unmap()
             self.path.unlink(missing_ok=True)  # Who still has the old file mapped must not see it shrink.
             placement = plan.lay_out(str(self.path))
-        image = self.mapped()
+        image = self.mapped(populate=True)
         self._targets = plan.targets(image, placement)
         self._groups = plan.groups(placement)
         self._placement = placement
         self.entries = plan.entries(placement)
         self.plan = plan
 
-    def mapped(self) -> torch.Tensor:
-        """The bytes of the file as it is, in memory that is there to stay."""
+    def mapped(self, *, populate: bool = False) -> torch.Tensor:
+        """The bytes of the file as it is; with `populate`, every page of it is faulted in now."""
         if self._bytes is None:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 size_bytes = os.fstat(fd).st_size
                 os.posix_fallocate(fd, 0, size_bytes)
-                self._map = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+                self._map = mmap.mmap(fd, size_bytes, flags=flags)
             except OSError:
                 self.path.unlink(missing_ok=True)
                 raise

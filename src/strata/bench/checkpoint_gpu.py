@@ -1,0 +1,222 @@
+"""The CUDA part of the checkpoint benchmark: a real training loop that is saved while it runs, and restored.
+
+The model is a stack of linear layers in bfloat16 with AdamW, sized so that parameters and optimizer state together have the
+bytes that are asked for. Saves are as far apart as one needs to become durable, so none waits for an image.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from strata.bench.checkpoint_peers import BareWrite, clean, make_state, measure_peers
+from strata.bench.table import Row
+from strata.checkpoint import CheckpointManager, Memory
+
+if TYPE_CHECKING:
+    from strata.bench.checkpoint import Load
+
+GB = 1e9
+WIDTH = 4096
+_cuda: Any = torch.cuda
+
+
+class Training:
+    """A loop with the weights, gradients and optimizer state of a real one."""
+
+    def __init__(self, state_bytes: int) -> None:
+        parameters = state_bytes // 3 // 2  # Weights and two moments, two bytes each.
+        width = min(WIDTH, int((parameters / 8) ** 0.5) // 64 * 64)
+        layers = max(1, round(parameters / width**2))
+        made: list[torch.nn.Module] = []
+        for _ in range(layers):
+            made += [
+                torch.nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16),
+                torch.nn.GELU(),
+            ]
+        self.model = torch.nn.Sequential(*made)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self._inputs = torch.randn(4096, width, device="cuda", dtype=torch.bfloat16)
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model(self._inputs).float().square().mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def gpu_rows(load: Load, place: Path) -> Iterator[Row]:
+    yield from _copy_rows(load, place)
+    _cuda.empty_cache()
+    yield from _training_rows(load, place)
+    _cuda.empty_cache()
+    yield from _restore_rows(load)
+    yield from _peer_rows(load, place)
+
+
+def _copy_rows(load: Load, place: Path) -> Iterator[Row]:
+    state = make_state(load.gpu_tensors, load.gpu_bytes, device="cuda", dtype=torch.bfloat16)
+    bare_s = _bare_copy_s(state)
+    copied, durable, stalls = [], [], []
+    with clean(place / "copy") as folder, _manager(folder) as manager:
+        first_s = 0.0
+        for step in range(2 + load.rounds):
+            _cuda.synchronize()
+            begun_s = time.perf_counter()
+            handle = manager.save(state, step=step)
+            stall_s = time.perf_counter() - begun_s
+            handle.wait_copied()
+            copied_s = time.perf_counter() - begun_s
+            handle.result()
+            first_s = first_s or stall_s
+            if step >= 2:  # Both images have been laid out, faulted in and page-locked.
+                stalls.append(stall_s)
+                copied.append(copied_s)
+                durable.append(time.perf_counter() - begun_s)
+    write_s = min(BareWrite(place, load.gpu_bytes)() for _ in range(2))
+    yield Row(
+        name="copy, device to image",
+        measured=load.gpu_bytes / min(copied) / GB,
+        unit="GB/s",
+        target=50,
+        peer=f"bare copy to page-locked memory {load.gpu_bytes / bare_s / GB:.1f} GB/s",
+        note=f"{load.gpu_bytes / GB:.1f} GB in {load.gpu_tensors} tensors, from the call to the last byte",
+    )
+    yield Row(
+        name="to durable",
+        measured=load.gpu_bytes / min(durable) / GB,
+        unit="GB/s",
+        target=2,
+        peer=f"bare O_DIRECT write {load.gpu_bytes / write_s / GB:.2f} GB/s",
+        note="from the call; first bytes are written when the last has been copied",
+    )
+    yield Row(
+        name="first save: layout, pages, page-locking",
+        measured=first_s,
+        unit="s",
+        note=f"once per image; a later call takes {min(stalls) * 1e3:.2f} ms without a guard",
+    )
+
+
+def _bare_copy_s(state: dict[str, Any]) -> float:
+    sources = list(state["model"].values())
+    targets = [torch.empty(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
+    taken = []
+    for _ in range(3):
+        _cuda.synchronize()
+        begun_s = time.perf_counter()
+        torch._foreach_copy_(targets, sources, True)
+        _cuda.synchronize()
+        taken.append(time.perf_counter() - begun_s)
+    return min(taken)
+
+
+def _training_rows(load: Load, place: Path) -> Iterator[Row]:
+    training = Training(load.gpu_bytes)
+    state_bytes = sum(parameter.nbytes * 3 for parameter in training.model.parameters())
+    with clean(place / "training") as folder, _manager(folder) as manager:
+        manager.guard(training.optimizer)
+        durable_s = 0.0
+        for step in range(2):
+            begun_s = time.perf_counter()
+            manager.save(training.state(), step=step).result()
+            durable_s = time.perf_counter() - begun_s
+        alone_s = _steps_s(training, load.gpu_steps) / load.gpu_steps
+        interval = max(load.gpu_steps // 3, int(durable_s / alone_s * 1.2) + 2)
+        stalls: list[float] = []
+        beside, alone = [], [alone_s]
+        for round_number in range(3):
+            _cuda.synchronize()
+            begun_s = time.perf_counter()
+            for step in range(interval):
+                if step == 1:
+                    state = training.state()
+                    asked_s = time.perf_counter()
+                    manager.save(state, step=10 + round_number)
+                    stalls.append(time.perf_counter() - asked_s)
+                training.step()
+            _cuda.synchronize()
+            beside.append((time.perf_counter() - begun_s) / interval)
+            manager.wait_pending()
+            alone.append(_steps_s(training, load.gpu_steps) / load.gpu_steps)
+    yield Row(
+        name="stall of a running loop",
+        measured=min(stalls) * 1e3,
+        unit="ms per save",
+        target=2,
+        better="lower",
+        note=f"{state_bytes / GB:.1f} GB of state; {', '.join(f'{each * 1e3:.2f}' for each in stalls)} ms",
+    )
+    yield Row(
+        name="step time while saving",
+        measured=(min(beside) / min(alone) - 1) * 100,
+        unit="% longer",
+        target=2,
+        better="lower",
+        peer=f"{min(alone) * 1e3:.1f} ms alone",
+        note=f"{interval} steps around each save, the way to the disk included",
+    )
+
+
+def _steps_s(training: Training, steps: int) -> float:
+    _cuda.synchronize()
+    begun_s = time.perf_counter()
+    for _ in range(steps):
+        training.step()
+    _cuda.synchronize()
+    return time.perf_counter() - begun_s
+
+
+def _restore_rows(load: Load) -> Iterator[Row]:
+    from strata.bench.checkpoint import leave_snapshot
+
+    job = f"bench-{uuid.uuid4().hex[:12]}"
+    leave_snapshot(job, load.gpu_tensors, load.gpu_bytes, "bfloat16")
+    target = make_state(load.gpu_tensors, load.gpu_bytes, device="cuda", dtype=torch.bfloat16)
+    taken = []
+    with CheckpointManager([], memory=Memory(job=job)) as manager:
+        for _ in range(4):
+            for tensor in target["model"].values():
+                tensor.zero_()
+            _cuda.synchronize()
+            begun_s = time.perf_counter()
+            restored = manager.restore(into=target)
+            taken.append(time.perf_counter() - begun_s)
+            assert restored.tier == "MEMORY"
+            assert all(bool((t == n % 97).all()) for n, t in enumerate(target["model"].values()))
+    yield Row(
+        name="restore from the memory tier, image page-locked",
+        measured=load.gpu_bytes / min(taken[1:]) / GB,
+        unit="GB/s",
+        target=30,
+        note="verified and in place on the device",
+    )
+    yield Row(
+        name="restore after kill -9, page-locking included",
+        measured=load.gpu_bytes / taken[0] / GB,
+        unit="GB/s",
+        note=f"{taken[0]:.2f} s; the pages stay locked for the saves that follow",
+    )
+
+
+def _peer_rows(load: Load, place: Path) -> Iterator[Row]:
+    state = make_state(load.gpu_tensors, load.gpu_bytes, device="cuda", dtype=torch.bfloat16)
+    for name, timing in measure_peers(state, place, repeats=1).items():
+        yield Row(
+            name=name,
+            measured=load.gpu_bytes / timing.durable_s / GB,
+            unit="GB/s to durable",
+            peer=f"stall {timing.stall_s:.2f} s",
+        )
+
+
+def _manager(folder: Path) -> CheckpointManager:
+    return CheckpointManager(folder, keep_count=1, memory=Memory(job=f"bench-{uuid.uuid4().hex[:12]}"))

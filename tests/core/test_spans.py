@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +19,17 @@ rows = st.lists(
 
 def members(pairs: list[tuple[int, int]]) -> set[int]:
     return {p for start, stop in pairs for p in range(start, stop)}
+
+
+def members_of(pairs: Sequence[Sequence[int]]) -> list[int]:
+    """With repeats, in order."""
+    return [p for start, stop in pairs for p in range(start, stop)]
+
+
+def positions(run: Run) -> list[int]:
+    return members_of(
+        [(run.start + i * run.stride, run.start + i * run.stride + run.length) for i in range(run.count)]
+    )
 
 
 def as_set(spans: Spans) -> set[int]:
@@ -63,7 +76,8 @@ def test_runs_keep_every_span_in_order(a: list[tuple[int, int]]) -> None:
     runs: tuple[Run, ...] = ()
     for start, stop in a:
         runs = recorded(runs, start, stop)
-    assert expanded(runs).tolist() == [[start, stop] for start, stop in a if stop > start]
+    assert sorted(members_of(expanded(runs).tolist())) == sorted(members_of(a))
+    assert [p for run in runs for p in positions(run)] == members_of(a)
 
 
 def test_a_thousand_equal_steps_are_one_run() -> None:
@@ -73,9 +87,45 @@ def test_a_thousand_equal_steps_are_one_run() -> None:
     assert runs == (Run(start=7, length=4, stride=32, count=1_000),)
 
 
-def test_a_run_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a run of positions"):
-        Run(start=0, length=0)
+runs = st.lists(
+    st.builds(
+        Run,
+        start=st.integers(0, 30),
+        length=st.integers(1, 6),
+        stride=st.integers(0, 12),
+        count=st.integers(1, 6),
+    ),
+    max_size=8,
+)
+
+
+@given(runs, st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), max_size=3))
+def test_runs_side_by_side_hold_every_position_as_often_as_they_say(
+    found: list[Run], worlds: list[tuple[int, int]]
+) -> None:
+    for world, count in worlds:  # Ranks that divide batches among them, as trainers do.
+        found += [Run(start=3 * rank, length=3, stride=3 * world, count=count) for rank in range(world)]
+    expected = sorted(p for run in found for p in positions(run))
+    assert sorted(members_of(expanded(found).tolist())) == expected
+
+
+def test_a_thousand_ranks_of_a_million_steps_are_one_span() -> None:
+    ranks = [Run(start=8 * rank, length=8, stride=8_000, count=1_000_000) for rank in range(1_000)]
+    assert expanded(ranks).tolist() == [[0, 8_000_000_000]]
+
+
+def test_runs_that_cannot_be_are_refused() -> None:
+    for wrong in (
+        {"length": 0},
+        {"start": -1},
+        {"count": 0},
+        {"stride": -1},
+        {"count": 2**40, "stride": 2**40},
+    ):
+        with pytest.raises(ValueError, match="not a run of positions"):
+            Run(**{"start": 0, "length": 1, **wrong})
+    with pytest.raises(ValueError, match="separate spans"):
+        expanded([Run(start=0, length=1, stride=3, count=10**12)])
 
 
 def test_people_read_both_ends() -> None:

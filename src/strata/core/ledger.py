@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.core.spans import Run, Spans, expanded, overlaps, recorded
+from strata.core.spans import MAX_POSITION, Run, Spans, expanded, overlaps, recorded
 from strata.errors import StrataError
 
 SCHEMA = 1
@@ -90,9 +90,9 @@ class RankRecord:
         with _reading("rank record"):
             return cls(
                 dataset=str(record["dataset"]),
-                epoch=int(record["epoch"]),
-                total=int(record["total"]),
-                rank=int(record["rank"]),
+                epoch=_count_from_json(record["epoch"]),
+                total=_count_from_json(record["total"]),
+                rank=_count_from_json(record["rank"]),
                 runs=_runs_from_json(record["runs"]),
                 dropped=_spans_from_json(record["dropped"]),
                 closed=bool(record["closed"]),
@@ -140,14 +140,18 @@ class EpochCommit:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> EpochCommit:
+        ranks = {int(rank): _runs_from_json(runs) for rank, runs in record["ranks"].items()}
+        expanded(
+            run for runs in ranks.values() for run in runs
+        )  # Refused here, not when somebody adds it up.
         return cls(
             dataset=str(record["dataset"]),
-            epoch=int(record["epoch"]),
-            total=int(record["total"]),
+            epoch=_count_from_json(record["epoch"]),
+            total=_count_from_json(record["total"]),
             before=Coverage(
                 covered=_spans_from_json(record["covered"]), repeated=_spans_from_json(record["repeated"])
             ),
-            ranks={int(rank): _runs_from_json(runs) for rank, runs in record["ranks"].items()},
+            ranks=ranks,
             dropped=_spans_from_json(record["dropped"]),
             closed=bool(record["closed"]),
         )
@@ -247,6 +251,12 @@ def _runs_from_json(rows: Iterable[Sequence[int]]) -> tuple[Run, ...]:
         Run(start=int(start), length=int(length), stride=int(stride), count=int(count))
         for start, length, stride, count in rows
     )
+
+
+def _count_from_json(value: Any) -> int:
+    if not 0 <= int(value) <= MAX_POSITION:
+        raise ValueError(f"{value} is not a count")
+    return int(value)
 
 
 def _spans_from_json(rows: Sequence[Sequence[int]]) -> Spans:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+MAX_POSITION = 2**62
+MAX_ROWS = 10_000_000
+
 Bounds = NDArray[np.int64]
 """Rows of (start, stop); may overlap, in any order."""
 
@@ -90,8 +93,12 @@ class Run:
     count: int = 1
 
     def __post_init__(self) -> None:
-        if self.start < 0 or self.length < 1 or self.count < 1 or self.stride < 0:
+        if self.start < 0 or self.length < 1 or self.count < 1 or self.stride < 0 or self.stop > MAX_POSITION:
             raise ValueError(f"not a run of positions: {self}")
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.stride * (self.count - 1) + self.length
 
     def extended(self, start: int, stop: int) -> Run | None:
         """This run with one more span, or None where that span does not continue it."""
@@ -113,14 +120,29 @@ def recorded(runs: Sequence[Run], start: int, stop: int) -> tuple[Run, ...]:
 
 
 def expanded(runs: Iterable[Run]) -> Bounds:
-    """Every span of the runs, repeats included."""
-    rows = [np.empty(0, np.int64)]
-    lengths = [np.empty(0, np.int64)]
+    """Every span of the runs, repeats included.
+
+    Ranks that read side by side, step after step, leave no gap: their runs are one span, found without going
+    through the steps. Raises `ValueError` where runs are so irregular that they would take too much memory.
+    """
+    rows = [np.empty((0, 2), np.int64)]
+    room = MAX_ROWS
+    by_rhythm: dict[tuple[int, int], list[Run]] = {}
     for run in runs:
-        rows.append(run.start + run.stride * np.arange(run.count, dtype=np.int64))
-        lengths.append(np.full(run.count, run.length, np.int64))
-    starts = np.concatenate(rows)
-    return np.stack([starts, starts + np.concatenate(lengths)], axis=1)
+        by_rhythm.setdefault((run.stride, run.count), []).append(run)
+    for (stride, count), group in by_rhythm.items():
+        first = as_bounds([(run.start, run.start + run.length) for run in group])
+        merged = Spans(first)
+        if not overlaps(first) and len(merged.bounds) == 1 and merged.size == stride:
+            start = int(merged.bounds[0, 0])
+            rows.append(as_bounds([(start, start + stride * count)]))
+            continue
+        room -= len(first) * count
+        if room < 0:
+            raise ValueError(f"more than {MAX_ROWS:,} separate spans")
+        steps = stride * np.arange(count, dtype=np.int64)
+        rows.append((first[:, None, :] + steps[None, :, None]).reshape(-1, 2))
+    return np.concatenate(rows)
 
 
 def overlaps(bounds: ArrayLike) -> Spans:

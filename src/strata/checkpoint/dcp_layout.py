@@ -162,7 +162,7 @@ def _decode(layout: Any, parts: Sequence[Part], path: str) -> Metadata:
             _refuse(path, f"'{name}' is a {kind!r}")
     paths = layout["paths"]
     if paths is not None:
-        paths = {str(name): tuple(_key(key) for key in keys) for name, keys in paths}
+        paths = {str(name): _path(keys, limit=len(entries)) for name, keys in paths}
     return Metadata(state_dict_metadata=entries, planner_data=paths, storage_data=stored)
 
 
@@ -213,11 +213,13 @@ def _count(value: Any) -> int:
     return value
 
 
-def _key(key: Any) -> str | int:
-    if type(key) not in (str, int):
-        raise ValueError(f"{key!r} is not a key")
-    result: str | int = key
-    return result
+def _path(keys: Any, *, limit: int) -> tuple[str | int, ...]:
+    """Keys of dictionaries and places in lists, no longer than there can be."""
+    if not keys or any(type(key) not in (str, int) for key in keys):
+        raise ValueError(f"{keys!r} is no path")
+    if any(isinstance(key, int) and not 0 <= key < limit for key in keys):
+        raise ValueError(f"{keys!r} is beyond what there is")
+    return tuple(keys)
 
 
 def _refuse(path: str, reason: str) -> NoReturn:

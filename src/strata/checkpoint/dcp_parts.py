@@ -9,7 +9,6 @@ before a byte of it is used.
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -17,9 +16,10 @@ from dataclasses import dataclass
 
 import xxhash
 
+from strata.checkpoint.buffers import WindowBuffer
 from strata.checkpoint.catalog import Catalog, where
 from strata.checkpoint.dcp_layout import Span
-from strata.checkpoint.digest import CHUNK_BYTES, Digest, StreamingDigest
+from strata.checkpoint.digest import Digest, StreamingDigest
 from strata.checkpoint.errors import Damaged
 from strata.checkpoint.identity import this_process
 from strata.checkpoint.manifest import Part
@@ -141,18 +141,6 @@ class PartReader:
                     tensors=(name,),
                 )
         self._end = end
-
-
-class WindowBuffer:
-    """Memory that reading goes through, used again and again: fresh pages are slow."""
-
-    def __init__(self, size_bytes: int = 4 * CHUNK_BYTES) -> None:
-        self.view = memoryview(mmap.mmap(-1, size_bytes))
-
-    def room(self, size_bytes: int) -> memoryview:
-        if size_bytes > len(self.view):
-            self.view = memoryview(mmap.mmap(-1, size_bytes))
-        return self.view[:size_bytes]
 
 
 def forget(store: Store, keys: Iterable[str]) -> None:

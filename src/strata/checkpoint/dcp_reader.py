@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from strata.checkpoint.buffers import WindowBuffer
 from strata.checkpoint.catalog import Catalog, where
 from strata.checkpoint.dcp_layout import Span, Stored, decode
 from strata.checkpoint.dcp_listing import Place, info_of, opened, sharded
-from strata.checkpoint.dcp_parts import PartReader, WindowBuffer
+from strata.checkpoint.dcp_parts import PartReader
 from strata.checkpoint.errors import CheckpointNotFound, LoadFailed
 from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.loading import SECURITY_WARNING

@@ -14,7 +14,6 @@ from typing import Any
 
 from strata.checkpoint.catalog import where
 from strata.checkpoint.errors import Damaged, LoadFailed
-from strata.checkpoint.image import ALIGNMENT_BYTES
 from strata.checkpoint.loading import Held, open_image
 from strata.checkpoint.naming import claim_key, manifest_key
 from strata.stores.protocol import Blob, NotFound, Store
@@ -52,6 +51,8 @@ def verify_plain(store: Store, key: str) -> bool:
 def is_image(store: Store, key: str) -> bool:
     """Whether the file was laid out by the engine: then its manifest is missing, and with it all that could prove it
     whole."""
+    from strata.checkpoint.image import ALIGNMENT_BYTES
+
     with _held(store, key) as held:
         if not zipfile.is_zipfile(held.path):
             return False

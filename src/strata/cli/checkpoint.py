@@ -1,0 +1,257 @@
+"""`strata checkpoint`: what a folder or bucket holds, whether it is whole, copies in other formats, and removal.
+
+Exit status: 0 done, 1 the answer is no (damaged, refused), 2 the question could not be answered. With `--json` the
+answer, or `{"error", "code", "hint"}`, is the only thing on stdout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from strata.checkpoint.catalog import Catalog, Entry, where
+from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed
+from strata.checkpoint.export import FORMATS, export, find
+from strata.checkpoint.plain import plain_files
+from strata.checkpoint.removal import LastGood, remove_chosen
+from strata.checkpoint.verify import FILE, Verified, verify_file, verify_store
+from strata.cli.common import AsJson, ago, console, print_json, print_table, say_error, size
+from strata.errors import StrataError
+from strata.stores import open_store
+from strata.stores.protocol import Store
+
+DONE, NO, NO_ANSWER = 0, 1, 2
+
+app = typer.Typer(
+    name="checkpoint", help="Look at checkpoints, verify, export and remove them.", no_args_is_help=True
+)
+
+Place = Annotated[
+    str,
+    typer.Argument(
+        help="A folder, or a URL such as s3://bucket/prefix.",
+        envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET"],
+        show_default=False,
+    ),
+]
+Step = Annotated[int | None, typer.Option("--step", min=0, help="Of this step.")]
+Id = Annotated[str | None, typer.Option("--id", help="The one with this id.")]
+
+
+@app.command("ls")
+def ls(place: Place, json: AsJson = False) -> None:
+    """List the checkpoints, newest first, and files that have no manifest."""
+    with _answering(json):
+        store = _opened(place)
+        listing = Catalog(store).list()
+        rows = [_row(store, entry) for entry in listing.entries]
+        rows += [_file_row(store, blob.key, blob.size_bytes, blob.modified_s) for blob in plain_files(store)]
+        if json:
+            print_json({"checkpoints": rows, "problems": list(listing.problems)})
+            return
+        table = [
+            (
+                "-" if row["step"] is None else row["step"],
+                row["id"],
+                row["format"],
+                size(row["size_bytes"]),
+                row["world_size"],
+                row["generation"],
+                ago(row["created_at"]),
+                row["path"],
+            )
+            for row in rows
+        ]
+        columns = (">STEP", "ID", "FORMAT", ">SIZE", ">WORLD", ">GENERATION", ">MADE", "PATH")
+        print_table(columns, table, empty=f"There are no checkpoints in {place}.")
+        for problem in listing.problems:
+            say_error(StrataError(problem))
+
+
+@app.command("verify")
+def verify(place: Place, step: Step = None, id: Id = None, json: AsJson = False) -> None:
+    """Read everything again, and name each tensor that is damaged."""
+    with _answering(json):
+        results = []
+        for verified in _verified(place, step, id):
+            results.append(verified)
+            if not json:
+                _print_verified(verified)
+        is_whole = all(verified.is_whole for verified in results)
+        if json:
+            checkpoints = [{**asdict(each), "is_whole": each.is_whole} for each in results]
+            print_json({"is_whole": is_whole, "checkpoints": checkpoints})
+        elif not results:
+            console.print(f"There are no checkpoints in {place}.", markup=False, style="dim")
+    raise typer.Exit(DONE if is_whole else NO)
+
+
+@app.command("export")
+def export_command(
+    place: Annotated[
+        str, typer.Argument(help="A folder or URL with checkpoints, or one .pt file.", show_default=False)
+    ],
+    to: Annotated[
+        str, typer.Argument(help="What to write: a file, a folder for dcp, or a URL.", show_default=False)
+    ],
+    format: Annotated[
+        str | None, typer.Option("--format", "-f", help=f"{', '.join(FORMATS)}; by default as TO ends.")
+    ] = None,
+    step: Step = None,
+    id: Id = None,
+    key: Annotated[
+        str | None, typer.Option("--key", "-k", help="Only this part of the state: model_state_dict, say.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace TO if it is there.")] = False,
+    trusted_source: Annotated[
+        bool, typer.Option("--trusted-source", help="Let code in the checkpoint run while it is loaded.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Write a copy that other tools read: .pt, safetensors, or a DCP folder."""
+    with _answering(json):
+        _check_there(place)
+        made = export(
+            place,
+            to,
+            format=format,
+            step=step,
+            checkpoint_id=id,
+            key=key,
+            overwrite=force,
+            trusted_source=trusted_source,
+        )
+        if json:
+            print_json(asdict(made))
+            return
+        console.print(
+            f"wrote {made.path}: {made.tensors} tensors, {size(made.size_bytes)}, as {made.format}",
+            markup=False,
+        )
+        if made.left_out:
+            console.print(
+                f"left out, as {made.format} cannot hold it: {', '.join(made.left_out)}", markup=False
+            )
+
+
+@app.command("rm")
+def rm(
+    place: Place,
+    chosen: Annotated[
+        list[str],
+        typer.Argument(help="Steps, ids, or names of files without a manifest.", show_default=False),
+    ],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if nothing that is whole would be left.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove checkpoints; not the last one that is whole, unless forced."""
+    with _answering(json):
+        removed = remove_chosen(_opened(place), chosen, force=force)
+        if json:
+            print_json({"removed": [asdict(each) for each in removed]})
+            return
+        for each in removed:
+            step = "" if each.step is None else f"step {each.step}, "
+            console.print(f"removed {each.name} ({step}{size(each.size_bytes)})", markup=False)
+
+
+@contextmanager
+def _answering(as_json: bool) -> Iterator[None]:
+    """What goes wrong is a sentence and a status, never a traceback."""
+    try:
+        yield
+    except (StrataError, OSError, ValueError) as error:
+        told = error if isinstance(error, StrataError) else StrataError(str(error))
+        if as_json:
+            print_json({"error": told.message, "code": told.code, "hint": told.hint})
+        else:
+            say_error(told)
+        raise typer.Exit(_status(error)) from None
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, CheckpointNotFound):
+        return NO_ANSWER
+    return NO if isinstance(error, LastGood | Damaged | LoadFailed) else NO_ANSWER
+
+
+def _opened(place: str) -> Store:
+    _check_there(place)
+    return open_store(place)
+
+
+def _check_there(place: str) -> None:
+    """A folder that does not exist is a mistake, not an empty one."""
+    path = place.removeprefix("file://")
+    if "://" not in path and not os.path.exists(path):
+        raise StrataError(f"There is no '{place}'.", hint="Name the folder or URL where the checkpoints are.")
+
+
+def _verified(place: str, step: int | None, id: str | None) -> Iterator[Verified]:
+    _check_there(place)
+    if place.endswith(".pt") or step is not None or id is not None:
+        store, found = find(place, step=step, checkpoint_id=id)
+        if isinstance(found, str):
+            blob = store.stat(found)
+            assert blob is not None
+            yield verify_file(store, blob)
+        else:
+            yield from verify_store(store, [found])
+        return
+    yield from verify_store(open_store(place))
+
+
+def _print_verified(verified: Verified) -> None:
+    step = "" if verified.step is None else f"step {verified.step}, "
+    verdict = "whole" if verified.is_whole else "DAMAGED"
+    note = f" ({verified.note})" if verified.note else ""
+    console.print(f"{verdict}: {verified.name} ({step}{size(verified.size_bytes)}){note}", markup=False)
+    for damage in verified.damages:
+        console.print(f"  {damage}", markup=False)
+
+
+def _row(store: Store, entry: Entry) -> dict[str, Any]:
+    manifest = entry.manifest
+    return {
+        "id": manifest.checkpoint_id,
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "format": manifest.format,
+        "size_bytes": manifest.size_bytes,
+        "parts": len(manifest.parts),
+        "tensors": len(manifest.tensors),
+        "digest": manifest.digest,
+        "created_at": manifest.created_at,
+        "world_size": manifest.world_size,
+        "generation": manifest.generation,
+        "author": manifest.author,
+        "tier": store.tier,
+        "path": where(store, manifest.parts[0].key if len(manifest.parts) == 1 else entry.key),
+    }
+
+
+def _file_row(store: Store, key: str, size_bytes: int, modified_s: float) -> dict[str, Any]:
+    """The same facts of a file without a manifest, as far as they are known."""
+    return {
+        "id": key,
+        "step": None,
+        "epoch": None,
+        "format": FILE,
+        "size_bytes": size_bytes,
+        "parts": 1,
+        "tensors": None,
+        "digest": None,
+        "created_at": modified_s,
+        "world_size": None,
+        "generation": None,
+        "author": None,
+        "tier": store.tier,
+        "path": where(store, key),
+    }

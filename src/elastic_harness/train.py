@@ -42,6 +42,7 @@ from strata.data.sampler import ElasticSampler
 from strata.data.steps import Batch
 from strata.errors import StrataError
 from strata.training.job import ElasticJob, ElasticOptions
+from strata.training.startup import postpone_the_compiler
 from strata.training.trace import Tracer
 
 log = logging.getLogger("elastic_harness.train")
@@ -322,6 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for warning in warnings:
                 log.warning("configuration: %s", warning)
         _check_world(config, world, tracer)
+        if not config.model.compile:
+            postpone_the_compiler()
         Trainer(config, world, tracer).run()
     except ElasticTrainingError as error:
         _complain(error)

@@ -1,0 +1,61 @@
+"""Starting quickly, because every recovery starts processes.
+
+The first optimizer or DDP model a process makes imports PyTorch's compiler. That takes as long as `import torch` itself
+(1.4 to 1.7 s of CPU time per worker), only to mark functions as not to be compiled, to break graphs that nobody traces
+and to read a setting. `postpone_the_compiler` answers these itself; whoever wants more of the compiler gets it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+NAME = "torch._dynamo"
+
+
+class _Postponed(ModuleType):
+    """Stands for `torch._dynamo` until something is asked of it that only the real one can do."""
+
+    def __init__(self, path: list[str]) -> None:
+        super().__init__(NAME)
+        self.__path__ = path  # So that its submodules are found.
+        self.utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization")
+        self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+
+    @staticmethod
+    def disable(fn: Any = None, *args: Any, **options: Any) -> Any:
+        return fn
+
+    @staticmethod
+    def graph_break(*args: Any, **options: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(load_the_compiler(), name)
+
+
+def postpone_the_compiler() -> None:
+    """Let `torch._dynamo` be imported when it is needed, not when it is mentioned. Does nothing where it is loaded."""
+    if NAME in sys.modules:
+        return
+    spec = importlib.util.find_spec(NAME)
+    if spec is None or spec.submodule_search_locations is None:
+        return
+    postponed = _Postponed(list(spec.submodule_search_locations))
+    sys.modules[NAME] = postponed
+    torch._dynamo = postponed
+
+
+def load_the_compiler() -> ModuleType:
+    """The real `torch._dynamo`."""
+    if isinstance(sys.modules.get(NAME), _Postponed):
+        del sys.modules[NAME]
+        vars(torch).pop("_dynamo", None)
+    return importlib.import_module(NAME)

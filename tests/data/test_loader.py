@@ -141,6 +141,18 @@ def test_persistent_workers_follow_a_change_of_world_and_position(kind: str, opt
     assert flat(list(loader)) == calm(4)
 
 
+@kinds
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_step_that_was_not_finished_is_begun_again(kind: str, num_workers: int) -> None:
+    loader = make_loader(kind, sampler(micro_batch_size=4), num_workers=num_workers)
+    assert [len(batch.step) for batch in islice(loader, 4)] == [4, 3, 3, 4]
+    assert loader.position == 10  # One step, and a part of the next.
+    assert flat(list(loader)) == calm()[10:]
+    list(islice(loader, 1))
+    loader.set_world(0, 2)
+    assert flat(list(islice(loader, 1))) == calm(1)[:3]
+
+
 def test_changing_the_world_during_an_iteration_is_refused() -> None:
     loader = make_loader("map", sampler())
     reading = iter(loader)

@@ -81,6 +81,7 @@ class ElasticLoader(WithSampler):
             yield batch
 
     def _read(self) -> Iterator[Batch]:
+        self.sampler.rewind()
         if self._iterable is not None:
             self._iterable.publish()
             yield from self._loader

@@ -79,6 +79,7 @@ class ElasticSampler:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         self.rank, self.world_size = rank, world_size
+        self.rewind()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`; to the current one is no change, so a resumed position stays."""
@@ -146,6 +147,10 @@ class ElasticSampler:
         self._update_record(lambda known: known.with_span(expected.slice_start, expected.slice_stop))
         self.position, self._part = expected.batch_stop, 0
         self.close_if_done()
+
+    def rewind(self) -> None:
+        """Begin the current step again: an iteration starts with the first of its micro-batches."""
+        self._part = 0
 
     def close_if_done(self) -> None:
         """Close the epoch when no step is left in it, and stand at the beginning of the next."""
@@ -244,6 +249,7 @@ class _Ids:
     """Lists of ids, and where the next one begins: what `StatefulDataLoader` keeps while it reads ahead."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
+        sampler.rewind()
         self._sampler = sampler
         self._batches = sampler.batches()
         self._state = sampler.state_dict()

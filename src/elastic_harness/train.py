@@ -378,7 +378,8 @@ def _seed_everything(seed: int, *, deterministic: bool) -> None:
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # `torch.use_deterministic_algorithms` would also load the compiler, to tell it.
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ and to read a setting. `postpone_the_compiler` answers these itself; whoever wan
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,9 +20,8 @@ NAME = "torch._dynamo"
 class _Postponed(ModuleType):
     """Stands for `torch._dynamo` until something is asked of it that only the real one can do."""
 
-    def __init__(self, path: list[str]) -> None:
+    def __init__(self) -> None:
         super().__init__(NAME)
-        self.__path__ = path  # So that its submodules are found.
         self.utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization")
         self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
 
@@ -36,7 +34,7 @@ class _Postponed(ModuleType):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__path__":  # Asked for when a submodule is imported.
             raise AttributeError(name)
         return getattr(load_the_compiler(), name)
 
@@ -45,12 +43,7 @@ def postpone_the_compiler() -> None:
     """Let `torch._dynamo` be imported when it is needed, not when it is mentioned. Does nothing where it is loaded."""
     if NAME in sys.modules:
         return
-    spec = importlib.util.find_spec(NAME)
-    if spec is None or spec.submodule_search_locations is None:
-        return
-    postponed = _Postponed(list(spec.submodule_search_locations))
-    sys.modules[NAME] = postponed
-    torch._dynamo = postponed
+    sys.modules[NAME] = torch._dynamo = _Postponed()
 
 
 def load_the_compiler() -> ModuleType:

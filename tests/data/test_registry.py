@@ -81,6 +81,15 @@ def test_epochs_advance() -> None:
     assert registry.current_epoch == 1
 
 
+def test_an_old_epoch_can_be_asked_for_after_many_others() -> None:
+    manager = ShardManager()
+    manager.register_dataset_params("d", 100, 10)
+    first = manager.get_shard_for_worker("d", "w", 0)
+    for epoch in range(1, 8):
+        manager.get_shard_for_worker("d", "w", epoch)
+    assert manager.get_shard_for_worker("d", "w", 0) == first
+
+
 def test_a_worker_that_leaves_hands_its_shards_on() -> None:
     registry = DatasetRegistry()
     registry.register_dataset("d", 1_000, 10)

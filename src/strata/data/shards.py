@@ -146,16 +146,18 @@ class ShardManager:
         """Who has which shard of an epoch, and why. A new epoch begins with the plan of the one before."""
         with self._lock:
             entry = self._entry(dataset_id)
-            if epoch not in entry.plans:
-                before = entry.plans[max(entry.plans)] if entry.plans else None
-                if before is None:
-                    plan = first_plan(sorted(self._workers), entry.spec.shard_count, salt=dataset_id)
+            known = entry.plans.get(epoch)
+            if known is None:
+                if entry.plans:
+                    known = self._replanned(
+                        entry, epoch, entry.plans[max(entry.plans)], cause=f"epoch {epoch} begins"
+                    )
                 else:
-                    plan = self._replanned(entry, epoch, before, cause=f"epoch {epoch} begins")
-                entry.plans[epoch] = plan
+                    known = first_plan(sorted(self._workers), entry.spec.shard_count, salt=dataset_id)
+                entry.plans[epoch] = known
                 for old in sorted(entry.plans)[:-_EPOCHS_KEPT]:
-                    del entry.plans[old]
-            return entry.plans[epoch]
+                    del entry.plans[old]  # Made anew when somebody asks for it.
+            return known
 
     def commit(self, data: DataCommit | Mapping[str, Any]) -> None:
         """Take over what a checkpoint committed: finished shards stay where they are, the others go on from

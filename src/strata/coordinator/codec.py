@@ -8,8 +8,8 @@ import msgspec
 
 from strata.core.messages import Event
 
-_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
-_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()}
+KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
 
 

@@ -36,6 +36,7 @@ class Feed:
         self._number = 0
         self._news = asyncio.Event()
         self._joined: tuple[tuple[int, int], bytes] = ((0, 0), b"")
+        self._closed = False
         self.readers = 0
 
     def committed(self, events: Sequence[Event]) -> None:
@@ -66,6 +67,11 @@ class Feed:
     def position(self) -> str:
         return f"{self._boot}-{self._number}"
 
+    def close(self) -> None:
+        """Every reader's stream ends, in order."""
+        self._closed = True
+        self._news.set()
+
     async def follow(self, last_event_id: str | None) -> AsyncIterator[bytes]:
         """Chunks of an event stream, from just after `last_event_id` or from now on."""
         at, known = self._find(last_event_id)
@@ -74,7 +80,7 @@ class Feed:
             yield b"retry: 1000\n\n"
             if not known:
                 yield self._resync("the coordinator restarted, or too much has happened since")
-            while True:
+            while not self._closed:
                 if at == self._number:
                     self._news.clear()
                     try:

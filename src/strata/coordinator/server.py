@@ -104,8 +104,9 @@ class Server:
         if self._grpc is not None:
             await self._grpc.stop(0.2)
         if self._http is not None:
+            self.runtime.feed.close()
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # Connections we cut are no news.
             self._http.should_exit = True
-            self._http.force_exit = True
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_S):
                 await asyncio.gather(*self._tasks[:2], return_exceptions=True)

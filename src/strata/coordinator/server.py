@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -278,11 +279,20 @@ class _HttpServer(uvicorn.Server):
 def _grpc_credentials(settings: CoordinatorSettings) -> grpc.ServerCredentials | None:
     if settings.tls_cert is None or settings.tls_key is None:
         return None
+    files = [str(f) for f in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if f is not None]
     try:
+        # gRPC would only say that the port cannot be opened.
+        probe = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        probe.load_cert_chain(settings.tls_cert, settings.tls_key)
+        if settings.tls_client_ca is not None:
+            probe.load_verify_locations(settings.tls_client_ca)
         pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
         authority = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
-    except OSError as error:
-        raise StrataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+    except OSError as error:  # ssl.SSLError is one of them.
+        raise StrataError(
+            f"The certificates cannot be used ({', '.join(files)}): {error.strerror or error}.",
+            hint="tls_cert and tls_key are a PEM certificate and its key; tls_client_ca is a PEM authority.",
+        ) from error
     return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strata.checkpoint import UnsupportedState
-from strata.checkpoint.copying import Copier, Copying
+from strata.checkpoint.copying import Copier, Copying, Destination
 from strata.checkpoint.image import ALIGNMENT_BYTES, FILE_NAME, Placement, Plan, Prepared, prepare
 from strata.checkpoint.state import scan
 from tests.checkpoint.states import DTYPES, assert_same, every_kind, random_tensor, same_bits
@@ -44,13 +44,9 @@ class Image:
             mapped[placement.body_offset_bytes : end] = prepared.body
             image = torch.frombuffer(mapped, dtype=torch.uint8)
             copying = Copying(placement.size_bytes)
-            sources, targets = (
-                prepared.plan.sources(prepared.tensors),
-                prepared.plan.targets(image, placement),
-            )
-            Copier().copy(copying, targets, sources, prepared.plan.groups(placement))
+            Copier().copy(copying, prepared, Destination(prepared.plan, placement, image))
             assert copying.is_complete()
-            del image, targets
+            del image
         return prepared
 
     def load(self) -> Any:

@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from strata.checkpoint import CheckpointError, CheckpointManager, Memory, MemoryLimitExceeded, SaveFailed
 from strata.checkpoint.identity import Process, this_process
@@ -252,7 +251,7 @@ def test_a_failed_copy_ends_in_the_handle_and_leaves_the_engine_usable(
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save(small_state(1), step=1).result(30)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "_foreach_copy_", fail)
+            patch.setattr("strata.checkpoint.copying._memmove", fail)
             handle = manager.save(small_state(2), step=2)
         with pytest.raises(SaveFailed, match="device lost"):
             handle.result(30)

@@ -1,10 +1,12 @@
 """Copying tensors into an image: at once on the CPU, beside the computation on CUDA.
 
-On the CPU the copy runs front to back on the calling thread, and `Copying` tells how far it has come, so that the first
-bytes can be on their way to disk while the last ones are copied.
+On the CPU a few threads copy pieces of some megabytes front to back, and `Copying` tells how far they have come, so that
+the first bytes can be on their way to disk while the last ones are copied. Nobody waits for a thread that the machine
+has no time for: the pieces it did not take are taken by the others. (Torch's own parallel copy waits for all its threads
+at every tensor, which on a busy machine took fifty times as long.)
 
-On CUDA it runs on a stream of its own into page-locked memory, and the computation goes on. What may change next
-decides who waits for it, always on the device and never on the host:
+On CUDA the copy runs on a stream of its own into page-locked memory, and the computation goes on. What may change
+next decides who waits for it, always on the device and never on the host:
 
 * Parameters and optimizer state of a guarded optimizer change in its `step` and nowhere else, so the stream of that
   step waits (a hook before it) and the forward and backward passes in between overlap with the copy.
@@ -16,16 +18,57 @@ Code of one's own that changes guarded tensors outside of `step` calls `settle` 
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
 
+from strata.checkpoint.image import Placement, Plan, Prepared
+
 _cuda: Any = torch.cuda  # Its module is not typed.
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+PIECE_BYTES = 4 << 20
+THREADS = min(4, os.cpu_count() or 1)
+
+_memmove = ctypes.CDLL(None).memmove  # Called without the interpreter's lock.
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = None
+
+
+class Destination:
+    """The slots of a plan in the memory of one image."""
+
+    def __init__(self, plan: Plan, placement: Placement, image: torch.Tensor) -> None:
+        self.plan = plan
+        self.placement = placement
+        self.image = image
+        self.pieces: list[list[tuple[int, int, int, int]]] = []
+        """Runs of copies of some megabytes, front to back: (address, slot, offset in the slot, bytes)."""
+        self.starts: list[int] = []
+        """The offset of each piece in the image."""
+        room_bytes = 0
+        for number, (offset_bytes, slot) in enumerate(
+            zip(placement.slot_offsets_bytes, plan.slots, strict=True)
+        ):
+            for within in range(0, slot.size_bytes, PIECE_BYTES):
+                size_bytes = min(PIECE_BYTES, slot.size_bytes - within)
+                if room_bytes < size_bytes:
+                    self.pieces.append([])
+                    self.starts.append(offset_bytes + within)
+                    room_bytes = PIECE_BYTES
+                self.pieces[-1].append((image.data_ptr() + offset_bytes + within, number, within, size_bytes))
+                room_bytes -= size_bytes
+
+    @functools.cached_property
+    def targets(self) -> list[torch.Tensor]:
+        """The slots as tensors, for copies by a device."""
+        return self.plan.targets(self.image, self.placement)
 
 
 class Copying:
@@ -34,6 +77,8 @@ class Copying:
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._ready_bytes = 0
+        self._wanted_bytes = 0
+        """The least anybody waits for; nobody is woken for less."""
         self._error: BaseException | None = None
         self._events: list[tuple[torch.device, Any]] | None = None
         self._held: object = None
@@ -42,8 +87,10 @@ class Copying:
     def advance(self, ready_bytes: int) -> None:
         """Everything before this offset is in place."""
         with self._changed:
-            self._ready_bytes = ready_bytes
-            self._changed.notify_all()
+            if ready_bytes > self._ready_bytes:
+                self._ready_bytes = ready_bytes
+                if ready_bytes >= self._wanted_bytes:
+                    self._changed.notify_all()
 
     def hand_over(self, events: list[tuple[torch.device, Any]], held: object) -> None:
         """The rest is in place when these events have happened; `held` must not be freed before."""
@@ -64,9 +111,11 @@ class Copying:
         """Return when the bytes before `upto_bytes`, or all, are in place. Raises what stopped the copy."""
         wanted_bytes = self._size_bytes if upto_bytes is None else upto_bytes
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._error or self._events is not None or self._ready_bytes >= wanted_bytes
-            )
+            while not (self._error or self._events is not None or self._ready_bytes >= wanted_bytes):
+                waited_for = self._wanted_bytes
+                if waited_for <= self._ready_bytes or wanted_bytes < waited_for:
+                    self._wanted_bytes = wanted_bytes
+                self._changed.wait()
             if self._error is not None:
                 raise self._error
             if self._ready_bytes >= wanted_bytes:
@@ -96,6 +145,7 @@ class Copier:
         self._streams: dict[torch.device, Any] = {}
         self._lock = threading.Lock()
         self._issuing: ThreadPoolExecutor | None = None
+        self._helping: ThreadPoolExecutor | None = None
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let copies of this optimizer's tensors overlap with the computation up to its next step."""
@@ -112,26 +162,27 @@ class Copier:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        if self._issuing is not None:
-            self._issuing.shutdown()
+        for pool in (self._issuing, self._helping):
+            if pool is not None:
+                pool.shutdown()
 
-    def copy(
-        self,
-        copying: Copying,
-        targets: list[torch.Tensor],
-        sources: list[torch.Tensor],
-        groups: Sequence[tuple[int, int, int]],
-    ) -> None:
-        """Copy each source to its target. A group is a run of pairs and the offset before which all is in place after
-        it: (first, end, ready_bytes)."""
-        if any_on_cuda(sources):
-            self._copy_from_cuda(copying, list(zip(targets, sources, strict=True)))
+    def copy(self, copying: Copying, prepared: Prepared, to: Destination) -> None:
+        """Copy a state into an image of its plan."""
+        if any_on_cuda(prepared.tensors):
+            sources = prepared.plan.sources(prepared.tensors)
+            self._copy_from_cuda(copying, list(zip(to.targets, sources, strict=True)))
             return
-        with torch.no_grad():
-            for first, end, ready_bytes in groups:
-                if first < end:
-                    torch._foreach_copy_(targets[first:end], sources[first:end])
-                copying.advance(ready_bytes)
+        addresses, held = prepared.plan.addresses(prepared.tensors)
+        sweep = _Sweep(copying, to, addresses)
+        helpers = min(THREADS, len(to.pieces)) - 1
+        if helpers > 0 and self._helping is None:
+            self._helping = ThreadPoolExecutor(THREADS - 1, thread_name_prefix="strata-copy")
+        for _ in range(helpers):
+            assert self._helping is not None
+            self._helping.submit(sweep.work)
+        sweep.work()
+        copying.wait()  # For pieces that others have begun.
+        del held
 
     def _copy_from_cuda(self, copying: Copying, pairs: list[Pair]) -> None:
         guarded = self._guarded_storages()
@@ -156,7 +207,7 @@ class Copier:
         with self._lock:
             self._under_way.append(copying)
             if self._issuing is None:
-                self._issuing = ThreadPoolExecutor(1, thread_name_prefix="strata-copy")
+                self._issuing = ThreadPoolExecutor(1, thread_name_prefix="strata-issue")
         starts = _start_events(by_step)
 
         def issued(future: Future[list[tuple[torch.device, Any]]]) -> None:
@@ -198,6 +249,46 @@ class Copier:
                     if isinstance(value, torch.Tensor)
                 )
         return storages
+
+
+class _Sweep:
+    """One copy on the CPU, whose pieces any number of threads take front to back."""
+
+    def __init__(self, copying: Copying, to: Destination, addresses: list[int]) -> None:
+        self._copying = copying
+        self._to = to
+        self._addresses = addresses
+        self._next = 0
+        self._under_way: set[int] = set()
+        self._lock = threading.Lock()
+
+    def work(self) -> None:
+        try:
+            while self._copy_next():
+                pass
+            self._copying.advance(self._ready_bytes())
+        except BaseException as error:
+            self._copying.fail(error)
+            raise
+
+    def _copy_next(self) -> bool:
+        with self._lock:
+            number = self._next
+            if number == len(self._to.pieces):
+                return False
+            self._next += 1
+            self._under_way.add(number)
+        for address, slot, within, size_bytes in self._to.pieces[number]:
+            _memmove(address, self._addresses[slot] + within, size_bytes)
+        with self._lock:
+            self._under_way.remove(number)
+        self._copying.advance(self._ready_bytes())
+        return True
+
+    def _ready_bytes(self) -> int:
+        with self._lock:
+            front = min(self._under_way, default=self._next)
+        return self._to.starts[front] if front < len(self._to.starts) else self._to.placement.size_bytes
 
 
 def _start_events(pairs: list[Pair]) -> dict[torch.device, Any]:

@@ -30,7 +30,6 @@ from strata.checkpoint.state import Scan, leaf_kind, named_leaves, scan
 
 ALIGNMENT_BYTES = 4096
 FILE_NAME = "archive.pt"  # Torch puts the file's name into the file: a constant one keeps images comparable.
-GROUP_BYTES = 32 << 20
 _SPARE_PICKLE_BYTES = 64 << 10
 _RECORD_OVERHEAD_BYTES = 512
 
@@ -60,21 +59,16 @@ class Plan:
     kinds: tuple[str, ...]
     prefix: Prefix
     pickle_room_bytes: int
+    lazy_slots: tuple[int, ...]
+    """Those whose tensor has other values than its memory: a conjugated or negated view."""
+    shared_slots: tuple[int, ...]
+    """Those that are a span of a storage rather than one tensor."""
 
     @property
     def bound_bytes(self) -> int:
         """No image of this plan is larger."""
         records = sum(slot.size_bytes + ALIGNMENT_BYTES + _RECORD_OVERHEAD_BYTES for slot in self.slots)
         return records + self.pickle_room_bytes + 8 * ALIGNMENT_BYTES
-
-    def serves(self, found: Scan, signature: Signature) -> bool:
-        """Whether a state with this signature can be copied into an image of this plan."""
-        return self.signature == signature and not any(
-            _is_lazy(found.tensors[number])
-            for slot in self.slots
-            if not slot.is_whole
-            for number in slot.tensors
-        )
 
     def lay_out(self, path: str) -> Placement:
         """Write the file at `path` with everything but tensor bytes and pickle body."""
@@ -139,23 +133,24 @@ class Plan:
             views.append(span)
         return views
 
-    def groups(self, placement: Placement) -> list[tuple[int, int, int]]:
-        """The slots in runs of some megabytes: (first, end, offset before which the image is complete after it)."""
-        found = []
-        first, run_bytes = 0, 0
-        for number, slot in enumerate(self.slots):
-            run_bytes += slot.size_bytes
-            if run_bytes >= GROUP_BYTES:
-                found.append((first, number + 1, placement.slot_offsets_bytes[number] + slot.size_bytes))
-                first, run_bytes = number + 1, 0
-        return [*found, (first, len(self.slots), placement.size_bytes)]
-
     def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The bytes to be saved, one tensor per slot; nothing is copied."""
+        """The tensors to be copied to `targets`; nothing is copied yet."""
         return [
             tensors[slot.tensors[0]] if slot.is_whole else _span(tensors[slot.tensors[0]], slot)
             for slot in self.slots
         ]
+
+    def addresses(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
+        """Where in memory the bytes of each slot are, on the CPU, and what must be held while they are copied."""
+        firsts = [tensors[slot.tensors[0]] for slot in self.slots]
+        held = []
+        for number in self.lazy_slots:
+            firsts[number] = firsts[number].detach().resolve_conj().resolve_neg().contiguous()
+            held.append(firsts[number])
+        found = [first.data_ptr() for first in firsts]
+        for number in self.shared_slots:
+            found[number] = firsts[number].untyped_storage().data_ptr() + self.slots[number].start_bytes
+        return found, held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +178,7 @@ def prepare(state: object, known: Plan | None) -> Prepared:
     """Match a state with the plan of the save before, or make a new one."""
     found = scan(state)
     signature = signature_of(found)
-    if known is not None and known.serves(found, signature):
+    if known is not None and known.signature == signature:
         body = body_for(state, found.leaves, known.prefix)
         if len(known.prefix.program) + len(body) <= known.pickle_room_bytes:
             return Prepared(plan=known, body=body, tensors=found.tensors, leaves=found.leaves)
@@ -205,6 +200,7 @@ def signature_of(found: Scan) -> Signature:
             [tensor.stride() for tensor in tensors],
             [tensor.dtype for tensor in tensors],
             [tensor.requires_grad for tensor in tensors],
+            [tensor.is_neg() or tensor.is_conj() for tensor in tensors],
             list(map(type, found.leaves)),
         )
     except (RuntimeError, NotImplementedError):
@@ -244,6 +240,8 @@ def make_plan(state: object, found: Scan, signature: Signature) -> tuple[Plan, b
         kinds=tuple(str(leaf_kind(leaf)) for leaf in found.leaves),
         prefix=prefix,
         pickle_room_bytes=_round_up(used_bytes + len(body) // 4 + _SPARE_PICKLE_BYTES),
+        lazy_slots=tuple(n for n, slot in enumerate(slots) if _is_lazy(found.tensors[slot.tensors[0]])),
+        shared_slots=tuple(n for n, slot in enumerate(slots) if not slot.is_whole),
     )
     return plan, body
 

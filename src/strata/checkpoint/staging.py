@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from strata.checkpoint.copying import Copier, Copying, any_on_cuda, page_lock, page_unlock
+from strata.checkpoint.copying import Copier, Copying, Destination, any_on_cuda, page_lock, page_unlock
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
@@ -61,14 +61,12 @@ class ImageBuffer:
         self.entries: tuple[TensorEntry, ...] = ()
         self.is_busy = False
         self.marked: Manifest | None = None
-        self._placement: Placement | None = None
+        self._to: Destination | None = None
         self._map: mmap.mmap | None = None
         self._bytes: torch.Tensor | None = None
-        self._targets: list[torch.Tensor] = []
         self._body_bytes = 0
         self._is_page_locked = False
         self.copying: Copying | None = None
-        self._groups: list[tuple[int, int, int]] = []
 
     @property
     def size_bytes(self) -> int:
@@ -92,9 +90,7 @@ class ImageBuffer:
             self.path.unlink(missing_ok=True)  # Who still has the old file mapped must not see it shrink.
             placement = plan.lay_out(str(self.path))
         image = self.mapped(populate=True)
-        self._targets = plan.targets(image, placement)
-        self._groups = plan.groups(placement)
-        self._placement = placement
+        self._to = Destination(plan, placement, image)
         self.entries = plan.entries(placement)
         self.plan = plan
 
@@ -142,25 +138,25 @@ class ImageBuffer:
 
     def begin(self) -> Copying:
         """Announce a copy: there is no mark from here until `mark`, and `copying` tells how far it has come."""
-        assert self._placement is not None
+        assert self._to is not None
         self.unmark()
-        self.copying = Copying(self._placement.size_bytes)
+        self.copying = Copying(self._to.placement.size_bytes)
         return self.copying
 
     def fill(self, prepared: Prepared, copier: Copier) -> None:
         """Copy one state in, or leave that to the device. What fails here ends in `copying`."""
         assert self.plan is prepared.plan
-        assert self._placement is not None
+        assert self._to is not None
         assert self._map is not None
         assert self.copying is not None
         try:
-            start, length = self._placement.body_offset_bytes, len(prepared.body)
+            start, length = self._to.placement.body_offset_bytes, len(prepared.body)
             stale_bytes = max(0, self._body_bytes - length)
             self._map[start : start + length + stale_bytes] = prepared.body + bytes(stale_bytes)
             self._body_bytes = length
             if any_on_cuda(prepared.tensors):
                 self.page_locked()
-            copier.copy(self.copying, self._targets, self.plan.sources(prepared.tensors), self._groups)
+            copier.copy(self.copying, prepared, self._to)
         except BaseException as error:
             self.copying.fail(error)
             if not isinstance(error, Exception):
@@ -179,7 +175,7 @@ class ImageBuffer:
 
     def _unmap(self) -> None:
         self.plan = None
-        self._targets = []
+        self._to = None
         self.copying = None
         if self._is_page_locked and self._bytes is not None:
             page_unlock(self._bytes)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection
 
+from strata.checkpoint import leases
 from strata.checkpoint.catalog import Catalog, Entry
 from strata.checkpoint.manifest import CheckpointId
 from strata.checkpoint.naming import manifest_key, writer_of
@@ -26,6 +27,7 @@ def remove_superseded(
     catalog: Catalog, *, keep_count: int, in_use: Collection[CheckpointId], damaged: Collection[CheckpointId]
 ) -> None:
     """What `retention.removals` decides about this store."""
+    in_use = {*in_use, *leases.being_read(catalog.store)}
     entries = {entry.manifest.checkpoint_id: entry for entry in catalog.list().entries}
     manifests = [entry.manifest for entry in entries.values()]
     for removal in removals(manifests, keep_count=keep_count, in_use=in_use, damaged=damaged):

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from strata.checkpoint import leases
 from strata.checkpoint.catalog import Catalog, Entry, Listing, where
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
@@ -84,7 +85,11 @@ class StoreSource:
                 "it holds sharded state.",
                 hint="Load it with torch.distributed.checkpoint and strata.checkpoint.dcp.",
             )
-        with fetched(self._catalog.store, manifest.parts[0], manifest, pool=pool) as held:
+        store = self._catalog.store
+        with (
+            leases.reading(store, manifest.checkpoint_id),
+            fetched(store, manifest.parts[0], manifest, pool=pool) as held,
+        ):
             if manifest.format == BYTES:
                 return bytes(held.view)
             name = self.path(entry)

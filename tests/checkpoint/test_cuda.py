@@ -1,0 +1,138 @@
+"""Saving from and restoring to a device. Skipped where there is none.
+
+On a machine without the project's test settings:
+    PYTHONPATH=src:. python -m pytest -q -c /dev/null --rootdir=. tests/checkpoint/test_cuda.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata.checkpoint import CheckpointManager, Memory
+from tests.checkpoint.states import assert_same, every_kind
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+MEGABYTES_64 = 16 << 20  # elements of four bytes
+
+
+def to_device(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.cuda()
+    if isinstance(state, dict):
+        return {key: to_device(value) for key, value in state.items()}
+    return state
+
+
+def keep_device_busy() -> None:
+    """Queue enough work that a copy queued behind it has not begun when the call returns."""
+    square = torch.randn(4096, 4096, device="cuda")
+    for _ in range(60):
+        square = torch.tanh(square @ square)
+
+
+def test_a_state_on_the_device_comes_back_bit_for_bit(folder: Path, memory: Memory) -> None:
+    state = {
+        "model": to_device({k: v for k, v in every_kind()["dtypes"].items()}),
+        "step": 3,
+        "cpu": torch.arange(5),
+    }
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(state, step=3).result(60)
+        from_memory, from_disk = manager.load(tiers=["MEMORY"]), manager.load(tiers=["NVME"])
+    wanted = {**state, "model": {name: tensor.cpu() for name, tensor in state["model"].items()}}
+    assert_same(from_memory, wanted)
+    assert_same(from_disk, wanted)
+
+
+def test_without_a_guard_tensors_may_change_as_soon_as_save_returns(folder: Path, memory: Memory) -> None:
+    tensors = {f"t{n}": torch.full((MEGABYTES_64,), 1.0, device="cuda") for n in range(4)}
+    with CheckpointManager(folder, memory=memory) as manager:
+        for step in (1, 2, 3):
+            keep_device_busy()
+            handle = manager.save({"model": tensors}, step=step)
+            for tensor in tensors.values():
+                tensor.add_(1.0)
+            handle.result(60)
+            loaded = manager.load(step=step)
+            assert all(bool((tensor == step).all()) for tensor in loaded["model"].values())
+
+
+def test_with_a_guard_the_optimizers_step_waits_for_the_copy(folder: Path, memory: Memory) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, device="cuda") for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inputs = torch.randn(64, 2048, device="cuda")
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.guard(optimizer)
+        for step in range(6):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+            keep_device_busy()
+            handle = manager.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=step
+            )
+            model(inputs).square().mean().backward()
+            optimizer.step()  # Changes every tensor that is being copied.
+            handle.result(60)
+            loaded = manager.load(step=step)
+            for name, tensor in wanted.items():
+                assert torch.equal(loaded["model"][name], tensor.cpu()), (step, name)
+            for number, moment in enumerate(moments):
+                assert torch.equal(loaded["optimizer"]["state"][number]["exp_avg"], moment.cpu()), step
+
+
+def test_running_statistics_may_change_in_the_next_forward_pass(folder: Path, memory: Memory) -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4096, 4096, device="cuda"), torch.nn.BatchNorm1d(4096, device="cuda")
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.guard(optimizer)
+        for step in range(4):
+            mean = model[1].running_mean.clone()
+            keep_device_busy()
+            handle = manager.save({"model": model.state_dict()}, step=step)
+            model(torch.randn(32, 4096, device="cuda"))  # Changes the statistics, and no optimizer is asked.
+            handle.result(60)
+            assert torch.equal(manager.load(step=step)["model"]["1.running_mean"], mean.cpu())
+            assert not torch.equal(model[1].running_mean, mean)
+
+
+def test_tensors_freed_after_the_save_are_still_saved(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        for step in (1, 2, 3):
+            keep_device_busy()
+            handle = manager.save({"t": torch.full((MEGABYTES_64,), float(step), device="cuda")}, step=step)
+            overwritten = torch.full((MEGABYTES_64,), -1.0, device="cuda")  # Takes the memory, if it is free.
+            handle.result(60)
+            assert bool((manager.load(step=step)["t"] == step).all())
+            del overwritten
+
+
+@pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
+def test_a_state_is_restored_into_tensors_on_the_device(folder: Path, memory: Memory, tier: str) -> None:
+    state = {f"t{n}": torch.full((1 << 20,), float(n), device="cuda", dtype=torch.bfloat16) for n in range(8)}
+    state["strided"] = torch.arange(12.0, device="cuda").view(3, 4).t()
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save({"model": state, "step": 4}, step=4).result(60)
+        target = {"model": {name: torch.zeros_like(tensor) for name, tensor in state.items()}}
+        places = {name: tensor.data_ptr() for name, tensor in target["model"].items()}
+        loaded = manager.load(into=target, tiers=[tier])
+    assert loaded["step"] == 4
+    for name, tensor in state.items():
+        assert torch.equal(target["model"][name], tensor), name
+        assert loaded["model"][name].data_ptr() == places[name]
+
+
+def test_images_can_be_page_locked_again_after_a_change_of_structure(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        for step in range(6):
+            state = {"t": torch.full(((step % 2 + 1) << 20,), float(step), device="cuda")}
+            manager.save(state, step=step).result(60)
+            assert bool((manager.load(step=step)["t"] == step).all())

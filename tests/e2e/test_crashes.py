@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from strata.chaos.report import judge_checkpoints
 from strata.chaos.run import ChaosRun, final_parameters
+from strata.cli.common import get
 from strata.data.history import audit_epochs
 from strata.launch.sample_job import DATASET
 from tests.e2e.conftest import StartRun
@@ -28,18 +30,17 @@ def assert_exact(run: ChaosRun) -> None:
     assert reports[0].exact, reports[0].reason
 
 
+@pytest.mark.timeout(900)
 def test_twenty_kills_of_any_rank_leave_no_trace_in_the_model(start_run: StartRun) -> None:
-    undisturbed = start_run(name="calm", workers=2, steps=4_000)
-    disturbed_steps = 4_000
+    steps = 800
+    undisturbed = start_run(name="calm", workers=2, steps=steps)
     undisturbed.wait(WAIT_S)
-    run = start_run(name="hurt", workers=2, steps=disturbed_steps, seed=1)
-    kills = 0
-    while kills < 20 and run.is_running and run.step < disturbed_steps - 50:
+    run = start_run(name="hurt", workers=2, steps=steps, seed=1)
+    for _ in range(20):
         injury = run.hurt(["kill"], patience_s=120.0)
         assert injury.recovery_s is not None, run.agents[0].tail()
-        kills += 1
+    assert run.step < steps, "the job ended before its last kill"
     run.wait(WAIT_S)
-    assert kills == 20
     assert_same_parameters(undisturbed, run)
     assert_exact(run)
     assert judge_checkpoints(run.job.checkpoints).passed
@@ -59,7 +60,6 @@ def test_a_recovery_is_traced_by_phase_and_shown(start_run: StartRun) -> None:
     run = start_run(name="traced", workers=2, steps=100_000)
     run.hurt(["kill"], patience_s=120.0)
     api = run.coordinator.api
-    from strata.cli.common import get
 
     def mine() -> list[dict[str, object]]:
         return [r for r in get(api, "/api/recoveries") if r["job_id"] == run.job.name]
@@ -76,7 +76,6 @@ def test_the_coordinator_may_die_while_training_goes_on(start_run: StartRun) -> 
     injury = run.hurt(["coordinator"], patience_s=60.0)
     assert injury.recovery_s is not None
     assert run.step > before
-    from strata.cli.common import get
 
     def training() -> bool:
         workers = [w for w in get(run.coordinator.api, "/api/workers") if w["job_id"] == run.job.name]

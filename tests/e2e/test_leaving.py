@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from strata.checkpoint.manager import CheckpointManager
 from strata.checkpoint.staging import find_snapshots
 from strata.cli.common import get
@@ -50,6 +52,7 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_job_restarts(start_run: 
     assert "Stacks:" in message
 
 
+@pytest.mark.timeout(600)
 def test_the_demo_ends_well_and_prints_what_it_proved(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "strata.cli.main", "demo", "--once", "--steps", "300"]
     done = subprocess.run(

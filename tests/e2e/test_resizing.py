@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from strata.chaos.evaluate import loss_of
 from strata.chaos.run import ChaosRun
 from strata.cli.common import get
@@ -21,9 +23,10 @@ def world(run: ChaosRun) -> int:
     return newest.world_size
 
 
+@pytest.mark.timeout(900)
 def test_four_two_three_four_workers_in_one_run(start_run: StartRun) -> None:
     """Each agent stands for a machine with one worker."""
-    steps = 1_500
+    steps = 800
     options: dict[str, Any] = {"workers": 4, "agents": 4, "steps": steps, "global_batch": 12}
     run = start_run(name="resized", **options)
     eventually(lambda: world(run) == 4, within_s=120, what="a world of 4")

@@ -65,22 +65,16 @@ def judge_ledger(checkpoints: Path, dataset: str) -> Verdict:
 
 
 def judge_checkpoints(checkpoints: Path) -> Verdict:
-    """Loads every checkpoint that is listed: what is complete must be whole."""
-    from strata.checkpoint.manager import CheckpointManager
-    from strata.errors import StrataError
+    """Hashes every checkpoint that is listed: what is complete must be whole."""
+    from strata.checkpoint.verify import verify_store
+    from strata.stores import open_store
 
-    with CheckpointManager(checkpoints) as manager:
-        found = manager.all_checkpoints()
-        damaged = []
-        for info in found:
-            try:
-                manager.load(checkpoint_id=info.checkpoint_id)
-            except StrataError as error:
-                damaged.append(f"step {info.step}: {error}")
+    verified = list(verify_store(open_store(checkpoints)))
+    damaged = [v for v in verified if not v.is_whole]
     return Verdict(
         name="checkpoints",
-        passed=bool(found) and not damaged,
-        found="; ".join(damaged) or f"{len(found)} loaded and verified",
+        passed=bool(verified) and not damaged,
+        found="; ".join(str(v) for v in damaged) or f"{len(verified)} hashed, every byte as it was saved",
     )
 
 

@@ -115,14 +115,12 @@ class Demonstration:
         return True
 
     def summarize(self) -> None:
-        from strata.checkpoint.manager import CheckpointManager
+        from strata.checkpoint.verify import verify_store
         from strata.data.history import audit_epochs
+        from strata.stores import open_store
         from strata.training.trace import PHASES
 
-        with CheckpointManager(self.job.checkpoints) as manager:
-            found = manager.all_checkpoints()
-            for info in found:
-                manager.load(checkpoint_id=info.checkpoint_id)  # Verifies every byte, or raises.
+        found = list(verify_store(open_store(self.job.checkpoints)))
         if not found:
             raise DemoFailed(
                 "Training was stopped before its first checkpoint.", hint="Let it run a little longer."
@@ -130,15 +128,18 @@ class Demonstration:
         reports = audit_epochs(self.job.checkpoints, DATASET)
         recoveries = [r for r in get(self.api, "/api/recoveries") if r["job_id"] == self.job.name]
         console.print(Text("\nWhat was proved", style="bold"))
-        _fact("trained", f"{max(info.step for info in found):,} steps on {self.job.workers} workers")
+        _fact("trained", f"{max(v.step or 0 for v in found):,} steps on {self.job.workers} workers")
         for r in reversed(recoveries):
             phases = ", ".join(f"{p} {r['phases_s'][p]:.2f}" for p in PHASES if p in r["phases_s"])
             lost = f"{r['lost_steps']} steps lost"
             _fact("recovered", f"in {duration(r['total_s'])} ({phases} s) from {r['tier']}, {lost}")
         for report in reports:
             _fact("samples", f"epoch {report.epoch}: {report.reason}")
-        total = sum(info.size_bytes for info in found)
+        total = sum(v.size_bytes for v in found)
         _fact("checkpoints", f"{len(found)} on disk, {size(total)}, every byte verified")
+        damaged = [str(damage) for v in found for damage in v.damages]
+        if damaged:
+            raise DemoFailed(f"Checkpoints are damaged: {'; '.join(damaged)}", hint="This is a bug.")
         if not all(report.clean for report in reports):
             raise DemoFailed("The ledger is not exact.", hint="This is a bug.")
         if len(recoveries) < len(self.killed):

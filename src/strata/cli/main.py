@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import typer
 
-from strata.cli import audit, chaos, demo, doctor, index, listings, replay, serve, validate
+from strata.cli import audit, bench, chaos, checkpoint, demo, doctor, index, listings, replay, serve, validate
 from strata.cli.common import Unreachable, adopt_dotenv, say_error
 from strata.errors import StrataError
 
@@ -43,6 +43,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 for command in COMMANDS:
     app.command()(command)
+app.add_typer(checkpoint.app)
+app.add_typer(bench.app)
 
 
 def main() -> None:

@@ -30,15 +30,19 @@ def channel(address: str) -> Iterator[grpc.Channel]:
 @contextlib.contextmanager
 def stub(address: str) -> Iterator[Any]:
     with channel(address) as opened:
-        yield coordinator_pb2_grpc.CoordinatorStub(opened)
+        yield coordinator_pb2_grpc.CoordinatorStub(opened)  # type: ignore[no-untyped-call]
 
 
-def refusal(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str, str, str]:
+def trailers_of(error: Any) -> dict[str, Any]:
+    return dict(error.trailing_metadata() or ())
+
+
+def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[grpc.StatusCode, str, str, str]:
     """Status, Strata's code, message and hint of a call that must be refused."""
     try:
-        answer = call()
+        answer = call(*args, **kwargs)
     except grpc.RpcError as error:
-        trailers = dict(error.trailing_metadata() or ())
+        trailers = trailers_of(error)
         return (
             error.code(),
             trailers.get("strata-code", ""),
@@ -63,7 +67,8 @@ class RawSession:
         self.received: list[pb.CoordinatorMessage] = []
         self.error: grpc.RpcError | None = None
         self.ended = threading.Event()
-        self._call = coordinator_pb2_grpc.CoordinatorStub(opened).Session(self._messages())
+        calls: Any = coordinator_pb2_grpc.CoordinatorStub(opened)  # type: ignore[no-untyped-call]
+        self._call = calls.Session(self._messages())
         if read:
             threading.Thread(target=self._read, daemon=True).start()
 

@@ -89,7 +89,7 @@ def _heartbeat(calls: Any) -> Any:
 def main() -> None:
     address, kind = sys.argv[1:]
     with grpc.insecure_channel(address) as channel:
-        calls = coordinator_pb2_grpc.CoordinatorStub(channel)
+        calls: Any = coordinator_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="flood", job_id="flood"))
         print("under way", flush=True)
         {"heartbeats": heartbeats, "logs": logs, "unary": unary, "deaf": deaf}[kind](calls)

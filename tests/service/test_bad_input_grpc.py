@@ -130,7 +130,7 @@ UNKNOWN = {
 def test_values_that_cannot_be_right_are_refused_and_change_nothing(shared: Coordinator, calls: Any) -> None:
     before = state(shared)
     for name, (method, request) in INVALID.items():
-        status, code, message, hint = refusal(lambda m=method, r=request: getattr(calls, m)(r, timeout=30))
+        status, code, message, hint = refusal(getattr(calls, method), request, timeout=30)
         assert (status.name, code) == ("INVALID_ARGUMENT", "invalid_argument"), f"{name}: {status} {message}"
         assert hint, name
         assert len(message) < 1_000, f"{name}: a message quotes what it was sent in full"
@@ -140,7 +140,7 @@ def test_values_that_cannot_be_right_are_refused_and_change_nothing(shared: Coor
 def test_unknown_names_are_not_found(shared: Coordinator, calls: Any) -> None:
     before = state(shared)
     for name, (method, request) in UNKNOWN.items():
-        status, code, message, hint = refusal(lambda m=method, r=request: getattr(calls, m)(r, timeout=30))
+        status, code, message, hint = refusal(getattr(calls, method), request, timeout=30)
         assert (status.name, code) == ("NOT_FOUND", "not_found"), f"{name}: {status} {message}"
         assert hint, name
         assert len(message) < 1_000, name
@@ -160,9 +160,7 @@ def test_same_dataset_is_accepted_and_a_different_one_is_a_conflict(shared: Coor
         "metadata": {"a": "b"},
     }
     for key, value in others.items():
-        status, code, message, hint = refusal(
-            lambda k=key, v=value: calls.RegisterDataset(dataset(**{k: v}), timeout=10)
-        )
+        status, code, message, hint = refusal(calls.RegisterDataset, dataset(**{key: value}), timeout=10)
         assert (status.name, code) == ("ALREADY_EXISTS", "conflict")
         assert key in message
         assert hint
@@ -267,9 +265,7 @@ def test_huge_data_position_is_refused_and_the_coordinator_lives(shared: Coordin
     for run in ([0, 1, 2, 10**12], [0, 2**62, 1, 1], [2**62, 1, 1, 1], [-5, 1, 1, 1], [0, -1, 1, 1]):
         plain["epochs"][0]["ranks"] = {"0": [run]}
         status, code, message, _ = refusal(
-            lambda p=plain: calls.NotifyCheckpoint(
-                checkpoint(checkpoint_id="huge", data_json=json.dumps(p)), timeout=30
-            )
+            calls.NotifyCheckpoint, checkpoint(checkpoint_id="huge", data_json=json.dumps(plain)), timeout=30
         )
         assert (status.name, code) == ("INVALID_ARGUMENT", "invalid_argument"), message
     assert calls.Heartbeat(beat(), timeout=10).acknowledged

@@ -151,7 +151,7 @@ def test_stale_generation_is_refused(coordinator: Coordinator) -> None:
                 worker_id="a", generation=first.generation, checkpoint_id="c", step=1, path="/c"
             ),
         }.items():
-            status, code, message, _ = refusal(lambda m=method, r=request: getattr(calls, m)(r, timeout=10))
+            status, code, message, _ = refusal(getattr(calls, method), request, timeout=10)
             assert (status.name, code) == ("FAILED_PRECONDITION", "stale")
             assert f"Generation {first.generation}" in message
         told = calls.Heartbeat(pb.HeartbeatRequest(worker_id="a", generation=first.generation))

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -193,6 +194,7 @@ def test_generated_requests_break_nothing(busy: Coordinator, examples: int) -> N
     schema = schemathesis.openapi.from_url(busy.url + "/openapi.json").exclude(path=STREAMING)
     called: Counter[str] = Counter()
     for found in schema.get_all_operations():
+        assert isinstance(found, Ok)
         operation = found.ok()
         for mode in GenerationMode:
             strategy = operation.as_strategy(generation_mode=mode)

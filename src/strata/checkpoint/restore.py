@@ -46,6 +46,8 @@ class Source(Protocol):
 
     def path(self, entry: Entry) -> str: ...
 
+    def has_payload(self, entry: Entry) -> bool: ...
+
     def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any: ...
 
 
@@ -60,6 +62,14 @@ class Found:
     def info(self) -> CheckpointInfo:
         places = [(source.tier, source.path(entry)) for source, entry in self.copies]
         return CheckpointInfo.of(self.manifest, places=places)
+
+    def was_removed(self) -> bool:
+        """Whether somebody has deleted its payload from every lasting tier that had it: training is meant to go on
+        from the one before, so a copy that is still in memory is not wanted either."""
+        lasting = [(source, entry) for source, entry in self.copies if source.tier != MEMORY]
+        return 0 < len(lasting) < len(self.copies) and not any(
+            source.has_payload(entry) for source, entry in lasting
+        )
 
 
 class StoreSource:
@@ -77,6 +87,13 @@ class StoreSource:
 
     def path(self, entry: Entry) -> str:
         return where(self._catalog.store, entry.manifest.parts[0].key)
+
+    def has_payload(self, entry: Entry) -> bool:
+        """Whole or not; where nobody can tell, it counts as there."""
+        try:
+            return self._catalog.store.stat(entry.manifest.parts[0].key) is not None
+        except StoreError:
+            return True
 
     def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any:
         manifest = entry.manifest
@@ -116,6 +133,9 @@ class MemorySource:
 
     def path(self, entry: Entry) -> str:
         return entry.key
+
+    def has_payload(self, entry: Entry) -> bool:
+        return True
 
     def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any:
         manifest = entry.manifest
@@ -188,6 +208,10 @@ def restore(
         log.warning("passed over while looking for a checkpoint: %s", reason)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="strata-verify") as pool:
         for candidate in wanted:
+            if candidate.was_removed():
+                reasons.append(f"step {candidate.manifest.step}: {candidate.info.path} was removed")
+                log.warning("did not load %s", reasons[-1])
+                continue
             damaged = 0
             with reading(candidate.manifest.checkpoint_id):
                 for source, entry in candidate.copies:

@@ -37,7 +37,7 @@ def keep_device_busy() -> None:
 
 def test_a_state_on_the_device_comes_back_bit_for_bit(folder: Path, memory: Memory) -> None:
     state = {
-        "model": to_device({k: v for k, v in every_kind()["dtypes"].items()}),
+        "model": to_device(every_kind()["dtypes"]),
         "step": 3,
         "cpu": torch.arange(5),
     }

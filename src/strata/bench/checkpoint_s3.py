@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strata.bench.table import Row
 from strata.checkpoint import CheckpointManager, Memory
@@ -45,7 +45,7 @@ def s3_rows(load: Load, place: Path) -> Iterator[Row]:
         return
     data = os.urandom(load.s3_bytes)
     with _server(str(binary) if binary.exists() else "weed", place / "s3") as endpoint:
-        options = {
+        options: dict[str, Any] = {
             "endpoint": endpoint,
             "access_key_id": "bench",
             "secret_access_key": "bench",

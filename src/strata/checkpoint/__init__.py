@@ -15,7 +15,7 @@ Names load on first use; only states need torch.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "AsyncCheckpointWriter": "writer",
@@ -56,3 +56,28 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+if TYPE_CHECKING:
+    from strata.checkpoint.errors import CheckpointError as CheckpointError
+    from strata.checkpoint.errors import CheckpointNotFound as CheckpointNotFound
+    from strata.checkpoint.errors import Damaged as Damaged
+    from strata.checkpoint.errors import InvalidSave as InvalidSave
+    from strata.checkpoint.errors import LoadFailed as LoadFailed
+    from strata.checkpoint.errors import ManagerClosed as ManagerClosed
+    from strata.checkpoint.errors import MemoryLimitExceeded as MemoryLimitExceeded
+    from strata.checkpoint.errors import SaveFailed as SaveFailed
+    from strata.checkpoint.errors import SaveSkipped as SaveSkipped
+    from strata.checkpoint.errors import StateMismatch as StateMismatch
+    from strata.checkpoint.errors import UnsupportedState as UnsupportedState
+    from strata.checkpoint.events import CheckpointInfo as CheckpointInfo
+    from strata.checkpoint.events import Observer as Observer
+    from strata.checkpoint.events import SaveHandle as SaveHandle
+    from strata.checkpoint.events import Started as Started
+    from strata.checkpoint.manager import Author as Author
+    from strata.checkpoint.manager import CheckpointManager as CheckpointManager
+    from strata.checkpoint.manager import Memory as Memory
+    from strata.checkpoint.manifest import Manifest as Manifest
+    from strata.checkpoint.pipeline import Policy as Policy
+    from strata.checkpoint.restore import Restored as Restored
+    from strata.checkpoint.writer import AsyncCheckpointWriter as AsyncCheckpointWriter

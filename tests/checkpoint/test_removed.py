@@ -17,6 +17,7 @@ def test_a_deleted_file_makes_the_next_older_resume_although_memory_still_has_it
         infos = [manager.save(small_state(step), step=step).result(30) for step in (1, 2)]
         assert manager.restore().tier == "MEMORY"
         Path(infos[1].path).unlink()
+        assert [info.step for info in manager.all_checkpoints()] == [1]
         restored = manager.restore()
         assert_is_step(restored.state, 1)
         assert "was removed" in restored.reasons[0]

@@ -238,9 +238,10 @@ class CheckpointManager:
     def all_checkpoints(self) -> list[CheckpointInfo]:
         """Every checkpoint in any tier, in the order in which training would fall back to them."""
         found, problems = gather(self._sources())
-        for problem in problems:
+        removed = [each for each in found if each.was_removed()]
+        for problem in [*problems, *(f"{each.info.path} was removed" for each in removed)]:
             log.warning("passed over while listing checkpoints: %s", problem)
-        return [each.info for each in found]
+        return [each.info for each in found if each not in removed]
 
     def snapshots(self) -> list[CheckpointInfo]:
         """The checkpoints in memory, newest first."""

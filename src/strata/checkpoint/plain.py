@@ -8,6 +8,7 @@ the file runs unless its source is trusted. Old files that are bare pickles or t
 from __future__ import annotations
 
 import contextlib
+import logging
 import zipfile
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from strata.checkpoint.errors import Damaged, LoadFailed
 from strata.checkpoint.loading import Held, open_image
 from strata.checkpoint.naming import claim_key, manifest_key
 from strata.stores.protocol import Blob, NotFound, Store
+
+log = logging.getLogger("strata.checkpoint")
 
 SUFFIX = ".pt"
 _PIECE_BYTES = 1 << 20
@@ -34,11 +37,18 @@ def plain_files(store: Store) -> list[Blob]:
     ]
 
 
-def load_plain(store: Store, key: str, *, trusted_source: bool = False, warn: bool = True) -> Any:
-    """The state in such a file. Raises `Damaged`, `LoadFailed` or the store's error."""
+def load_plain(
+    store: Store, key: str, *, trusted_source: bool = False, warn: bool = True, refuse_images: bool = False
+) -> Any:
+    """The state in such a file. Raises `Damaged`, `LoadFailed` or the store's error. With `refuse_images`, a file of the
+    engine's own is refused: its manifest is missing, and with it all that could prove it whole."""
     path = where(store, key)
     with _held(store, key) as held:
-        check_records(held.path, path=path)
+        is_checked = check_records(held.path, path=path)
+        if refuse_images and _is_image(held.path):
+            raise Damaged(path=path, reason="its manifest is missing, so nothing proves it whole")
+        if not is_checked:
+            log.warning("%s has no manifest and no checksums: nothing proves it whole", path)
         return open_image(held.path, trusted_source=trusted_source, warn=warn, name=path)
 
 
@@ -48,22 +58,19 @@ def verify_plain(store: Store, key: str) -> bool:
         return check_records(held.path, path=where(store, key))
 
 
-def is_image(store: Store, key: str) -> bool:
-    """Whether the file was laid out by the engine: then its manifest is missing, and with it all that could prove it
-    whole."""
+def _is_image(file: str) -> bool:
+    """Whether the engine laid the file out: its records are aligned to pages, and have no checksums."""
     from strata.checkpoint.image import ALIGNMENT_BYTES
 
-    with _held(store, key) as held:
-        if not zipfile.is_zipfile(held.path):
-            return False
-        with zipfile.ZipFile(held.path) as archive:
-            return any(
-                info.filename.endswith("/.storage_alignment")
-                and info.CRC == 0
-                and archive.open(info).read(8) == str(ALIGNMENT_BYTES).encode()
-                for info in archive.infolist()
-                if info.file_size < 8
-            )
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any(
+            info.filename.endswith("/.storage_alignment")
+            and info.CRC == 0
+            and info.file_size == len(str(ALIGNMENT_BYTES))
+            for info in archive.infolist()
+        )
 
 
 def check_records(file: str, *, path: str) -> bool:

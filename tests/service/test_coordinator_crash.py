@@ -11,7 +11,7 @@ from tests.service.fleet import Fleet
 from tests.support import Coordinator, eventually
 
 WORKERS = [f"worker-{n:02d}" for n in range(50)]
-PROCESSES = 5
+PROCESSES = 3
 
 
 def test_kill_under_the_load_of_fifty_workers_loses_nothing_acknowledged(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from strata import TrainingOrchestrator
 from strata.core.ledger import DataCommit, RankRecord
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import EventStream, RawSession, channel, refusal, stub
@@ -100,7 +101,8 @@ def test_frozen_worker_fails_after_heartbeat_timeout_and_wakes_up_stale(
     assert reported == [0, 0, 0, 0], "progress of the stale incarnation was counted"
 
 
-def test_zombie_over_plain_calls_is_refused_whatever_it_asks(coordinator: Coordinator) -> None:
+def test_zombie_over_plain_calls_is_refused_whatever_it_asks(shared: Coordinator) -> None:
+    coordinator = shared
     with stub(coordinator.address) as calls, channel(coordinator.address) as own:
         old = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="w")).incarnation
         calls.RegisterDataset(
@@ -138,10 +140,10 @@ def test_zombie_over_plain_calls_is_refused_whatever_it_asks(coordinator: Coordi
         assert _state(coordinator) == before
 
 
-def test_stale_generation_is_refused(coordinator: Coordinator) -> None:
-    with stub(coordinator.address) as calls:
-        first = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="a"))
-        second = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="b"))
+def test_stale_generation_is_refused(shared: Coordinator) -> None:
+    with stub(shared.address) as calls:
+        first = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="a", job_id="generations"))
+        second = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="b", job_id="generations"))
         assert second.generation > first.generation
         for method, request in {
             "WaitBarrier": pb.WaitBarrierRequest(
@@ -157,24 +159,39 @@ def test_stale_generation_is_refused(coordinator: Coordinator) -> None:
         told = calls.Heartbeat(pb.HeartbeatRequest(worker_id="a", generation=first.generation))
         assert [c.kind for c in told.pending_commands] == ["topology"]
         assert told.generation == second.generation
-    assert coordinator.get("/api/checkpoints") == []
+    assert shared.get("/api/checkpoints") == []
 
 
-def test_retried_registration_is_the_same_incarnation(coordinator: Coordinator) -> None:
-    request = pb.RegisterWorkerRequest(worker_id="w", registration_id=b"0123456789abcdef")
-    with stub(coordinator.address) as one, stub(coordinator.address) as two:
+def test_retried_registration_is_the_same_incarnation(shared: Coordinator) -> None:
+    request = pb.RegisterWorkerRequest(
+        worker_id="again", job_id="retried", registration_id=b"0123456789abcdef"
+    )
+    with stub(shared.address) as one, stub(shared.address) as two:
         assert one.RegisterWorker(request).incarnation == two.RegisterWorker(request).incarnation
 
 
-def test_goodbye_moves_shards_at_once_and_is_no_failure(coordinator: Coordinator, fleets: Fleets) -> None:
-    host = fleets(coordinator.address)
-    host.register("stays", "leaves")
-    host.call("stays", "register_dataset", "images", "/data", "parquet", 4_000, 1_000)
-    host.call("leaves", "deregister", "done for today")
-    assert [w["id"] for w in coordinator.get("/api/workers")] == ["stays"]
-    assert len(host.call("stays", "get_shards", "images")) == 4
-    topology = eventually(lambda: (t := host.call("stays", "topology"))["world_size"] == 1 and t, within_s=5)
-    assert "done for today" in topology["reason"]
+def test_goodbye_moves_shards_at_once_and_is_no_failure(shared: Coordinator) -> None:
+    with EventStream(shared.http_port) as events:
+        _goodbye(shared)
+    assert "worker_failed" not in {e.kind for e in events.heard}
+
+
+def _goodbye(shared: Coordinator) -> None:
+    stays = TrainingOrchestrator(shared.address, job_id="goodbye")
+    leaves = TrainingOrchestrator(shared.address, job_id="goodbye")
+    try:
+        stays.register_worker("stays")
+        leaves.register_worker("leaves")
+        stays.register_dataset("farewell", "/data", "parquet", 4_000, 1_000)
+        leaves.deregister("done for today")
+        assert "leaves" not in {w["id"] for w in shared.get("/api/workers")}
+        assert len(stays.get_shards("farewell")) == 4
+        topology = eventually(lambda: stays.topology if stays.topology.world_size == 1 else None, within_s=5)
+        assert "done for today" in topology.reason
+        stays.deregister()
+    finally:
+        stays.close()
+        leaves.close()
 
 
 @pytest.mark.slow

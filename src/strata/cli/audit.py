@@ -7,13 +7,15 @@ could not be answered.
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, NoReturn
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from strata.cli.common import get, print_table
 from strata.core.audit import AuditReport
 from strata.data.history import audit as audit_one
 from strata.data.history import audit_epochs, commits_of, datasets_in
@@ -31,7 +33,8 @@ def audit(
         typer.Option(
             "--source",
             "-s",
-            help="Where the job keeps its checkpoints: a directory, or s3://bucket/prefix.",
+            help="Where the job keeps its checkpoints: a directory, s3://bucket/prefix, or a coordinator's "
+            "http://host:3000.",
             envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET"],
         ),
     ] = "",
@@ -39,6 +42,8 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Prove from the committed history that each sample was trained exactly once, or list what was not."""
+    if source.startswith(("http://", "https://")):
+        _ask_coordinator(source, dataset, epoch, as_json=as_json)
     try:
         reports = _reports(source, dataset, epoch)
     except (StrataError, OSError) as error:
@@ -51,6 +56,27 @@ def audit(
     else:
         _print(reports)
     raise typer.Exit(EXACT if _passes(reports, epoch) else NOT_EXACT)
+
+
+def _ask_coordinator(api: str, dataset: str, epoch: int | None, *, as_json: bool) -> NoReturn:
+    """What the coordinator's registry of checkpoints proves."""
+    if not dataset:
+        _complain("Which dataset? Name one: strata audit DATASET", as_json=as_json)
+        raise typer.Exit(NO_ANSWER)
+    query = f"?epoch={epoch}" if epoch is not None else ""
+    try:
+        found = get(api, f"/api/datasets/{quote(dataset, safe='')}/audit{query}")
+    except StrataError as error:
+        _complain(str(error), as_json=as_json)
+        raise typer.Exit(NO_ANSWER) from error
+    clean = all(not r["lost"] and not r["repeated"] for r in found)
+    passes = all(r["exact"] for r in found) if epoch is not None else clean
+    if as_json:
+        typer.echo(json.dumps({"exact": passes, "epochs": found}, indent=2))
+    else:
+        rows = [(r["job_id"], r["epoch"], f"{r['samples']:,}/{r['total']:,}", r["reason"]) for r in found]
+        print_table(("JOB", ">EPOCH", ">SAMPLES", "PROOF"), rows, empty="")
+    raise typer.Exit(EXACT if passes else NOT_EXACT)
 
 
 def _reports(source: str, dataset: str, epoch: int | None) -> list[AuditReport]:

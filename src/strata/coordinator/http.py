@@ -185,6 +185,22 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         return json_response(views.shard_plan(cluster, key, offset=offset, limit=limit))
 
     @app.get(
+        "/api/datasets/{dataset_id}/audit",
+        response_model=list[views.AuditView],
+        responses=_NOT_FOUND,
+        tags=["data"],
+    )
+    async def audit(
+        dataset_id: NameInPath,
+        epoch: Annotated[int | None, Query(ge=0, le=checks.SAMPLES_LIMIT)] = None,
+        job_id: Words = None,
+    ) -> Response:
+        """What the completed checkpoints prove: each sample of an epoch exactly once, or what is not."""
+        cluster = await engine.settled()
+        job = JobId(job_id) if job_id is not None else None
+        return json_response(views.audits(cluster, DatasetId(dataset_id), job=job, epoch=epoch))
+
+    @app.get(
         "/api/datasets/{dataset_id}/preview", response_model=PreviewView, responses=_NOT_FOUND, tags=["data"]
     )
     async def preview(

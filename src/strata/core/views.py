@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, get_args
 
+from strata.core.audit import AuditReport, Commit, audit_all
 from strata.core.barriers import missing_members
-from strata.core.checkpoints import CheckpointRecord
+from strata.core.checkpoints import CheckpointRecord, data_commit
 from strata.core.cluster import Cluster
 from strata.core.datasets import PlanKey, shard_at
+from strata.core.ledger import LedgerError
 from strata.core.membership import Member, Resources
 from strata.core.messages import (
     BarrierReleased,
@@ -24,6 +26,7 @@ from strata.core.messages import (
     JobId,
     RecoveryRecorded,
     TaskStatus,
+    Unknown,
 )
 from strata.core.tasks import Task
 
@@ -100,6 +103,23 @@ class ShardPlanView:
     shard_count: int
     shards: list[ShardView]
     """Those that were asked for, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditView:
+    """The committed history of one epoch, added up."""
+
+    job_id: str
+    dataset_id: str
+    epoch: int
+    exact: bool
+    total: int
+    samples: int
+    lost: int
+    repeated: int
+    remaining: int
+    commits: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,6 +365,52 @@ def checkpoint(record: CheckpointRecord) -> CheckpointView:
         throughput_mb_s=record.size_bytes / 1e6 / record.duration_s if measured else None,
         reason=record.reason,
         metadata=dict(record.metadata),
+    )
+
+
+def audits(
+    cluster: Cluster, dataset_id: DatasetId, *, job: JobId | None, epoch: int | None
+) -> list[AuditView]:
+    """One view per job and epoch that has trained the dataset, according to the checkpoints completed so far."""
+    by_job: dict[JobId, list[Commit]] = {}
+    for record in cluster.checkpoints.records.values():
+        if record.status == "completed" and record.data_json and job in (None, record.job_id):
+            commit = Commit(
+                checkpoint_id=record.checkpoint_id,
+                parent_id=record.parent_id or None,
+                step=record.step,
+                data=data_commit(record.data_json),
+            )
+            by_job.setdefault(record.job_id, []).append(commit)
+    found = []
+    for owner, commits in by_job.items():
+        try:
+            reports = audit_all(commits, dataset_id)
+        except LedgerError:
+            continue  # This job has not trained the dataset.
+        found += [_audit(owner, report) for report in reports if epoch in (None, report.epoch)]
+    if not found:
+        raise Unknown(
+            "history of dataset",
+            dataset_id,
+            hint="It begins with the first checkpoint of a job that trains on it.",
+        )
+    return found
+
+
+def _audit(job: JobId, report: AuditReport) -> AuditView:
+    return AuditView(
+        job_id=job,
+        dataset_id=report.dataset,
+        epoch=report.epoch,
+        exact=report.exact,
+        total=report.total,
+        samples=report.samples,
+        lost=report.lost.size,
+        repeated=report.repeated.size,
+        remaining=report.remaining.size,
+        commits=len(report.commits),
+        reason=report.reason,
     )
 
 

@@ -39,6 +39,8 @@ class Load:
     repeats: int = 5
     barriers: Sequence[tuple[int, int, float]] = ((100, 300, 25.0), (1_000, 100, 150.0))
     """Workers, rounds, and the milliseconds that the 99th percentile may take."""
+    shared_connections: int = 10
+    """Barriers are measured twice: over so many connections, and over one for each worker."""
     plans: Sequence[tuple[int, float]] = ((10_000, 10.0), (100_000, 60.0))
     """Shards, and the milliseconds that a plan for them may take."""
     plan_repeats: int = 15
@@ -54,6 +56,7 @@ QUICK = Load(
     unary_calls=500,
     repeats=1,
     barriers=((10, 5, 25.0),),
+    shared_connections=2,
     plans=((1_000, 10.0),),
     plan_repeats=3,
     fleet=20,
@@ -73,7 +76,9 @@ def run(load: Load) -> Iterator[Row]:
     yield asyncio.run(_heartbeat_row(load))
     yield from asyncio.run(_unary_rows(load))
     for workers, rounds, target_ms in load.barriers:
-        yield asyncio.run(_barrier_row(workers, rounds, target_ms, load.peer_rounds))
+        peer = _barrier_peer(workers, load.peer_rounds)
+        for connections in (load.shared_connections, workers):
+            yield asyncio.run(_barrier_row(workers, connections, rounds, target_ms, peer))
     yield from asyncio.run(_fleet_rows(load))
 
 
@@ -235,28 +240,31 @@ async def _unary_rows(load: Load) -> list[Row]:
 # --- barriers -------------------------------------------------------------------------------------------------
 
 
-async def _barrier_row(workers: int, rounds: int, target_ms: float, peer_rounds: int) -> Row:
+async def _barrier_row(workers: int, connections: int, rounds: int, target_ms: float, peer: str) -> Row:
     with served_coordinator() as coordinator:
-        async with Fleet(coordinator, workers) as fleet:
+        async with Fleet(coordinator, workers, connections=connections) as fleet:
             for step in range(3):
                 await fleet.barrier("warm-up", step)
             before = coordinator.cost()
             times_ms = [await fleet.barrier("bench", step) * 1000 for step in range(rounds)]
             cpu_ms = coordinator.cost().cpu_since_s(before) / rounds * 1000
-    peer = NO_PEER
-    if tcpstore.installed():
-        peer_ms = [seconds * 1000 for seconds in tcpstore.barriers_s(clients=workers, rounds=peer_rounds)]
-        peer = f"TCPStore add and wait: median {median(peer_ms):.0f} ms, worst {max(peer_ms):.0f} ms"
     return Row(
-        name=f"barrier of {workers:,} workers, first arrival to last release, p99",
+        name=f"barrier of {workers:,} workers over {connections:,} connections, p99",
         measured=_percentile(times_ms, 99),
         unit="ms",
         target=target_ms,
         better="lower",
         peer=peer,
-        note=f"{rounds} rounds, median {median(times_ms):.1f}, worst {max(times_ms):.1f}; "
-        f"{cpu_ms:.1f} ms of coordinator CPU a round",
+        note=f"first arrival to last release; {rounds} rounds, median {median(times_ms):.1f}, "
+        f"worst {max(times_ms):.1f}; {cpu_ms:.1f} ms of coordinator CPU a round",
     )
+
+
+def _barrier_peer(clients: int, rounds: int) -> str:
+    if not tcpstore.installed():
+        return NO_PEER
+    times_ms = [seconds * 1000 for seconds in tcpstore.barriers_s(clients=clients, rounds=rounds)]
+    return f"TCPStore add and wait: median {median(times_ms):.0f} ms, worst {max(times_ms):.0f} ms"
 
 
 # --- a fleet, and people watching it --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A fleet of workers as the coordinator sees it: each with a connection and a session of its own.
+"""A fleet of workers as the coordinator sees it: each with a session, and unless asked otherwise a connection.
 
 The workers are real to the coordinator (registered, heartbeating, meeting at barriers); on this side they are
 cheap streams of one process, see `swarm`.
@@ -15,7 +15,7 @@ from strata.bench.swarm import CallFailed, Connection, Stream, framed
 from strata.rpc import coordinator_pb2 as pb
 
 ROUND_TIMEOUT_S = 60.0
-OPENING_AT_A_TIME = 100
+JOINING_AT_A_TIME = 100
 
 
 def heartbeat(step: int, *, worker: int = 0) -> pb.HeartbeatRequest:
@@ -57,17 +57,22 @@ class FleetWorker:
 class Fleet:
     """Open with `async with`; every worker is connected once that returns."""
 
-    def __init__(self, coordinator: Served, size: int) -> None:
+    def __init__(self, coordinator: Served, size: int, *, connections: int | None = None) -> None:
         self._coordinator = coordinator
         self.size = size
         self.workers: list[FleetWorker] = []
+        self._connection_count = connections or size
+        self._connections: list[Connection] = []
 
     async def __aenter__(self) -> Fleet:
-        gate = asyncio.Semaphore(OPENING_AT_A_TIME)
+        for _ in range(self._connection_count):
+            self._connections.append(await Connection.open(HOST, self._coordinator.grpc_port))
+        gate = asyncio.Semaphore(JOINING_AT_A_TIME)
 
         async def join(number: int) -> FleetWorker:
             async with gate:
-                return await self._join(f"worker-{number:04}")
+                connection = self._connections[number % self._connection_count]
+                return await self._join(f"worker-{number:04}", connection)
 
         self.workers = list(await asyncio.gather(*(join(number) for number in range(self.size))))
         await asyncio.sleep(0.5)  # News of so many joins goes round for a moment; it is not what is measured.
@@ -76,12 +81,11 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for worker in self.workers:
-            worker.connection.close()
+        for connection in self._connections:
+            connection.close()
         await asyncio.sleep(0)
 
-    async def _join(self, worker_id: str) -> FleetWorker:
-        connection = await Connection.open(HOST, self._coordinator.grpc_port)
+    async def _join(self, worker_id: str, connection: Connection) -> FleetWorker:
         request = pb.RegisterWorkerRequest(
             worker_id=worker_id, hostname="10.0.0.1", port=29500, gpu_count=1, memory_bytes=1 << 36
         )

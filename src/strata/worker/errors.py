@@ -9,6 +9,12 @@ import grpc.aio
 
 from strata.errors import StrataError
 
+NOBODY_ANSWERED = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,  # By a coordinator that is stopping; a call cancelled here raises otherwise.
+)
+
 
 class CoordinatorUnavailable(StrataError):
     """Nobody answers. Training may go on; what was acknowledged is safe."""
@@ -78,8 +84,8 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> StrataError:
         return StaleWorker(code, text, hint=hint)
     if code:
         return CoordinatorRefused(code, text, hint=hint)
-    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return CoordinatorUnavailable(address, text or error.code().name.lower())
+    if error.code() in NOBODY_ANSWERED:
+        return CoordinatorUnavailable(address, text.rstrip(".") or error.code().name.lower())
     if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return CoordinatorRefused("forbidden", text, hint="Set STRATA_TOKEN.")
     if error.code() == grpc.StatusCode.INTERNAL and "too large" in text.lower():

@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from hypothesis import settings
 
 from tests.support import Coordinator
+
+SHARED_MEMORY = Path("/dev/shm")
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("strata", deadline=None)
+settings.load_profile("strata")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_SEGMENTS] = _segments()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A process or a segment of shared memory that tests leave behind fails the run."""
+    left = [*_processes_left(), *sorted(_segments() - session.config.stash[_SEGMENTS])]
+    if left and exitstatus == 0:
+        print(f"\nleft behind by the tests: {', '.join(left)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+_SEGMENTS = pytest.StashKey[set[str]]()
+
+
+def _segments() -> set[str]:
+    """Images and moments of jobs; the folders that hold them may stay."""
+    return {str(path) for path in SHARED_MEMORY.glob("strata-*/*")}
+
+
+def _processes_left() -> list[str]:
+    helpers = ("resource_tracker", "forkserver")  # Python's own; they end with us.
+    deadline_s = time.monotonic() + 5.0
+    while True:
+        left = []
+        for child in psutil.Process().children(recursive=True):
+            try:
+                command = " ".join(child.cmdline())
+                if child.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in helpers):
+                    left.append(f"process {child.pid} ({command[:80]})")
+            except psutil.Error:
+                continue
+        if not left or time.monotonic() > deadline_s:
+            return left
+        time.sleep(0.1)
 
 
 @pytest.fixture

@@ -5,10 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-
-settings.register_profile("strata", deadline=None)  # A busy machine is not a failure.
-settings.load_profile("strata")
 
 
 @pytest.fixture(autouse=True)

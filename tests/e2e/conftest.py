@@ -12,7 +12,6 @@ import pytest
 from strata.chaos.run import ChaosRun
 from strata.launch.coordinator import CoordinatorProcess
 from strata.launch.sample_job import SampleJob
-from strata.training.trace import clear_run
 
 StartRun = Callable[..., ChaosRun]
 
@@ -46,4 +45,3 @@ def start_run(folder: Path, brain: CoordinatorProcess) -> Iterator[StartRun]:
     yield start
     for run in runs:
         run.close()
-        clear_run(run.job.name)

@@ -21,7 +21,7 @@ from strata.chaos.run import ChaosRun
 from strata.launch.coordinator import CoordinatorProcess
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import Agent, TorchrunSpec
-from strata.training.trace import footprints
+from strata.training.trace import clear_run, footprints
 
 PATIENCE_S = 180.0
 
@@ -153,6 +153,7 @@ def _plain_torchrun(folder: Path, kills: int) -> Iterator[Row]:
             times = [seconds for _ in range(kills) if (seconds := _kill_plain(agent, name)) is not None]
         finally:
             agent.kill()
+            clear_run(name)
         if times:
             yield Row(
                 name=f"peer: {label}, crash → next new step",

@@ -189,12 +189,12 @@ class ElasticJob:
         if self._manager is not None:
             if ended_well:
                 self._manager.wait_pending()
-            # The next process of a job that did not end here starts from the images.
-            self._manager.close(keep_memory=kind is not None)
+            # The next process of a job that broke off here starts from the images.
+            self._manager.close(keep_memory=not ended_well)
         if self._link is not None:
             self._link.close(leave=ended_well)
         self._footprints.close()
-        if kind is None and self._local_rank == 0:
+        if ended_well and self._local_rank == 0:
             for run in {self.name, os.environ.get("TORCHELASTIC_RUN_ID", self.name)}:
                 clear_run(run)
 
@@ -414,6 +414,14 @@ class ElasticJob:
 
 def _order(info: CheckpointInfo | None) -> tuple[int, float]:
     return (info.step + 1, info.created_at) if info is not None else (0, 0.0)
+
+
+def forget_job(name: str) -> None:
+    """Remove what a job that will not come back left in this machine's shared memory."""
+    from strata.checkpoint.staging import job_folder, remove_tree
+
+    remove_tree(job_folder(_image_name(name)))
+    clear_run(name)
 
 
 def _image_name(job: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Link = tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 CHUNK_BYTES = 65_536
 
 
@@ -21,7 +22,8 @@ class Proxy:
         self.latency_s = 0.0
         self.refusing = False
         """New connections are closed at once."""
-        self._links: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
+        self._links: set[Link] = set()
+        self._stalled: set[Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -46,12 +48,8 @@ class Proxy:
         return self._run(self._cut())
 
     def stall(self) -> None:
-        """Half-open: connections stay, new ones are accepted, nothing gets through."""
-        self._run(self._set_flowing(False))
-
-    def resume(self) -> None:
-        """What was held back goes on."""
-        self._run(self._set_flowing(True))
+        """Half-open: the connections there are stay open, and nothing gets through them. New ones work."""
+        self._run(self._stall())
 
     # --- on the proxy's own loop ----------------------------------------------------------------------------
 
@@ -59,8 +57,6 @@ class Proxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     async def _open(self) -> None:
-        self._flowing = asyncio.Event()
-        self._flowing.set()
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -71,11 +67,8 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _set_flowing(self, flowing: bool) -> None:
-        if flowing:
-            self._flowing.set()
-        else:
-            self._flowing.clear()
+    async def _stall(self) -> None:
+        self._stalled |= self._links
 
     async def _cut(self) -> int:
         links, self._links = self._links, set()
@@ -100,20 +93,22 @@ class Proxy:
         link = (writer, far_writer)
         self._links.add(link)
         try:
-            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+            await asyncio.gather(self._pump(link, reader, far_writer), self._pump(link, far_reader, writer))
         except asyncio.CancelledError:
             pass  # The proxy is closing; a task that ends as cancelled would be reported as an error.
         finally:
             self._links.discard(link)
+            self._stalled.discard(link)
             for end in link:
                 end.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(CHUNK_BYTES):
                 if self.latency_s:
                     await asyncio.sleep(self.latency_s)
-                await self._flowing.wait()
-                writer.write(data)
-                await writer.drain()
-        writer.transport.abort()
+                if link not in self._stalled:
+                    writer.write(data)
+                    await writer.drain()
+        if link not in self._stalled:
+            writer.transport.abort()

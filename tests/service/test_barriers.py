@@ -159,6 +159,19 @@ def test_cut_connection_comes_back_under_the_same_incarnation(shared: Coordinato
         assert [e for e in events.heard if e.kind == "worker_failed"] == []
 
 
+@pytest.mark.slow
+def test_connection_that_only_looks_alive_is_given_up_for_a_new_one(shared: Coordinator) -> None:
+    """Half-open: both ends believe in it and nothing gets through. Pings find out."""
+    with Proxy(shared.grpc_port) as proxy, EventStream(shared.http_port) as events:
+        with workers(proxy.address, "half", job="half-open") as (worker,):
+            before = _worker(shared, "half")["incarnation"]
+            proxy.stall()
+            with waiting(lambda: worker.barrier("b", participants=1)) as (wait,):
+                assert wait.result(28).participants == 1
+            assert _worker(shared, "half")["incarnation"] == before
+        assert [e for e in events.heard if e.kind == "worker_failed"] == []
+
+
 def test_slow_network_is_no_reason_to_fail(shared: Coordinator) -> None:
     with Proxy(shared.grpc_port) as proxy:
         proxy.latency_s = 0.2

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -254,6 +255,38 @@ def test_full_disk_stops_the_coordinator_with_everything_acknowledged_intact(tin
                 timeout=20,
                 wait_for_ready=True,
             )
+    finally:
+        coordinator.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace to make fsync fail")
+def test_failed_fsync_stops_the_coordinator_before_it_acknowledges(tmp_path: Path) -> None:
+    coordinator = Coordinator(tmp_path / "data").start()
+    inject = ["-e", "trace=fsync,fdatasync", "-e", "inject=fsync,fdatasync:error=EIO"]
+    tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", *inject, "-p", str(coordinator.pid)])
+    try:
+        with stub(coordinator.address) as calls:
+
+            def register() -> None:
+                for number in range(1_000):
+                    calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id=f"w{number}"), timeout=20)
+                    acknowledged.append(f"w{number}")
+                    time.sleep(0.01)
+
+            acknowledged: list[str] = []
+            refusal(register)
+        assert coordinator.process is not None
+        assert coordinator.process.wait(20) == 1
+        output = "".join(coordinator.output)
+        assert "cannot be written" in output
+        assert "Traceback" not in output
+    finally:
+        tracer.kill()
+        tracer.wait(10)
+    coordinator.start()
+    try:
+        assert set(acknowledged) <= {w["id"] for w in coordinator.get("/api/workers")}
     finally:
         coordinator.stop()
 

@@ -11,8 +11,8 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 def coordinator_address(given: str | None) -> str:
     """`host:port` from 'http://host:port' or 'host:port', from COORDINATOR_ADDR, or COORDINATOR_URL."""
     text = _text(given)
-    parts = urlsplit(text if "//" in text else f"//{text}")
     try:
+        parts = urlsplit(text if "//" in text else f"//{text}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ValueError(f"'{text}' is not a coordinator address: {error}; write host:port") from None

@@ -26,6 +26,8 @@ from strata.worker.session import SessionThread, Topology
 
 T = TypeVar("T")
 
+LONGEST_WAIT_S = 7 * 86_400.0
+
 CheckpointState = Literal["in_progress", "completed", "failed", "removed"]
 
 
@@ -296,7 +298,12 @@ class TrainingOrchestrator:
 
     def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
         """Say how far a shard is read. Shown at once, counted when a checkpoint commits it. Never waits."""
-        self._session.report_progress(dataset_id, epoch, shard_id, samples_done)
+        self._session.report_progress(
+            dataset_id,
+            _whole("epoch", epoch),
+            _whole("shard_id", shard_id),
+            _whole("samples_done", samples_done),
+        )
 
     # --- barriers -------------------------------------------------------------------------------------------
 
@@ -328,12 +335,14 @@ class TrainingOrchestrator:
         self, barrier_id: str, step: int, participants: int | None, timeout_s: float | None
     ) -> BarrierResult:
         self._me()
+        if timeout_s is not None and not 0 < timeout_s <= LONGEST_WAIT_S:
+            raise ValueError(f"timeout_s must be more than 0 and at most a week, got {timeout_s}")
         request = _message(
             pb.WaitBarrierRequest,
             barrier_id=barrier_id,
             step=step,
             expected_participants=participants or 0,
-            timeout_ms=int(timeout_s * 1000) if timeout_s is not None else 0,
+            timeout_ms=max(1, int(timeout_s * 1000)) if timeout_s is not None else 0,
         )
         answer = await self._session.wait_barrier(request)
         return BarrierResult(

@@ -1,0 +1,230 @@
+"""What a training process gets from `TrainingOrchestrator` besides barriers: news, logs, figures, plain errors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from strata import TrainingOrchestrator
+from strata.rpc import coordinator_pb2 as pb
+from strata.worker.address import coordinator_address, is_secure
+from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, NotRegistered
+from strata.worker.outbox import LINES_KEPT, LogOutbox
+from strata.worker.session import Topology
+from tests.support import Coordinator, eventually
+
+
+@pytest.fixture
+def worker(shared: Coordinator) -> Iterator[TrainingOrchestrator]:
+    made = TrainingOrchestrator(shared.address, job_id="library")
+    yield made
+    made.close()
+
+
+def shown(coordinator: Coordinator, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(w for w in coordinator.get("/api/workers") if w["id"] == name)
+    return found
+
+
+def test_heartbeats_carry_state_and_figures(shared: Coordinator, worker: TrainingOrchestrator) -> None:
+    config = worker.register_worker("beats", port=7, gpu_count=0, memory_bytes=123, metadata={"zone": "b"})
+    assert (config.rank, config.world_size) == (0, 1)
+    assert config.heartbeat_interval_s == 1.0
+    worker.heartbeat(41, 2, state="training", task="task-1")
+    seen = eventually(
+        lambda: w if (w := shown(shared, "beats"))["current_step"] == 41 and w["resources"] else None,
+        within_s=5,
+    )
+    assert (seen["status"], seen["current_epoch"], seen["current_task"]) == ("training", 2, "task-1")
+    assert seen["resources"]["memory_used_bytes"] > 1_000_000
+    assert seen["resources"]["cpu_percent"] >= 0
+    assert seen["metadata"] == {"zone": "b"}
+    assert seen["connected"]
+    worker.deregister()
+
+
+def test_news_of_others_reaches_a_listener_and_a_failing_one_does_no_harm(shared: Coordinator) -> None:
+    heard: list[Topology] = []
+    told = threading.Event()
+
+    def listen(topology: Topology) -> None:
+        heard.append(topology)
+        told.set()
+        raise RuntimeError("a listener of a user")
+
+    first = TrainingOrchestrator(shared.address, job_id="news", on_topology=listen)
+    second = TrainingOrchestrator(shared.address, job_id="news")
+    try:
+        first.register_worker("first")
+        assert first.wait_connected(10)
+        told.clear()
+        second.register_worker("second")
+        assert told.wait(10)
+        assert heard[-1].world_size == 2
+        assert "second" in heard[-1].reason
+        second.deregister()
+        eventually(lambda: heard[-1].world_size == 1, within_s=10)
+        assert first.connected
+        first.deregister()
+    finally:
+        first.close()
+        second.close()
+
+
+def test_log_records_of_the_process_reach_the_coordinator(shared: Coordinator) -> None:
+    worker = TrainingOrchestrator(shared.address, job_id="logs", ship_logs=True)
+    try:
+        worker.register_worker("logger", metadata={"task_id": "task-9"})
+        logging.getLogger("training").warning("loss is %s", 3.5)
+        logging.getLogger("training").debug("not for the fleet")
+        worker.deregister()
+        found = eventually(lambda: shared.get("/api/logs?worker_id=logger"), within_s=5)
+    finally:
+        worker.close()
+    assert [(e["level"], e["message"], e["task_id"]) for e in found] == [("warn", "loss is 3.5", "task-9")]
+    assert not [h for h in logging.getLogger().handlers if type(h).__name__ == "ShippingHandler"]
+
+
+def test_outbox_drops_the_oldest_lines_and_counts_them() -> None:
+    outbox = LogOutbox()
+    for number in range(LINES_KEPT + 25):
+        outbox.put(pb.LogEntry(message=str(number)))
+    batch = outbox.take()
+    assert batch is not None
+    assert batch.dropped == 25
+    assert batch.entries[0].message == "25"
+    outbox.give_back(batch)
+    again = outbox.take()
+    assert again is not None
+    assert (again.dropped, again.entries[0].message) == (25, "25")
+
+
+def test_training_step_never_waits(shared: Coordinator, worker: TrainingOrchestrator) -> None:
+    worker.register_worker("quick")
+    worker.register_dataset("quick-data", "/d", "f", 1_000, 100)
+    began_s = time.perf_counter()
+    for step in range(5_000):
+        worker.heartbeat(step)
+        worker.report_progress("quick-data", 0, step % 10, step)
+    assert time.perf_counter() - began_s < 2.0, "four microseconds a call on a quiet machine"
+    worker.deregister()
+
+
+def test_wrong_use_is_told_plainly(worker: TrainingOrchestrator) -> None:
+    for call in (worker.barrier, worker.get_shards):
+        with pytest.raises(NotRegistered, match="register_worker"):
+            call("x")
+    with pytest.raises(NotRegistered):
+        _ = worker.topology
+    with pytest.raises(ValueError, match="port"):
+        worker.register_worker("w", port=-1)
+    with pytest.raises(ValueError, match="RegisterWorker"):
+        worker.register_worker("w", port=2**40)
+    with pytest.raises(CoordinatorRefused, match="worker_id"):
+        worker.register_worker("")
+    with pytest.raises(ValueError, match="RegisterWorker"):
+        worker.register_worker("\ud800")
+    worker.register_worker("w")
+    with pytest.raises(ValueError, match="current_step"):
+        worker.heartbeat(-1)
+    with pytest.raises(CoordinatorRefused, match="not known here") as unknown:
+        worker.get_shards("nothing")
+    assert unknown.value.reason_code == "not_found"
+    assert unknown.value.hint
+    for timeout_s in (-1.0, 0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout_s"):
+            worker.barrier("b", timeout_s=timeout_s)
+    with pytest.raises(ValueError, match="samples_done"):
+        worker.report_progress("d", 0, 0, -1)
+    worker.deregister()
+
+
+def test_nobody_there_is_an_error_within_the_time_given() -> None:
+    worker = TrainingOrchestrator("127.0.0.1:1", timeout_s=0.5)
+    began_s = time.monotonic()
+    with pytest.raises(CoordinatorUnavailable, match="strata serve") as error:
+        worker.register_worker("w")
+    assert time.monotonic() - began_s < 5
+    assert error.value.address == "127.0.0.1:1"
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "secure"),
+    [
+        ("http://localhost:50051", "localhost:50051", False),
+        ("localhost:50051", "localhost:50051", False),
+        ("HTTPS://host", "host:50051", True),
+        ("grpc://h:1", "h:1", False),
+        ("[::1]:5", "[::1]:5", False),
+        (" host:7 ", "host:7", False),
+        ("http://host:7/path", "host:7", False),
+    ],
+)
+def test_addresses(given: str, address: str, secure: bool) -> None:
+    assert coordinator_address(given) == address
+    assert is_secure(given) is secure
+
+
+def test_address_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COORDINATOR_ADDR", raising=False)
+    monkeypatch.setenv("COORDINATOR_URL", "http://from-url:1")
+    assert coordinator_address(None) == "from-url:1"
+    monkeypatch.setenv("COORDINATOR_ADDR", "from-addr:2")
+    assert coordinator_address(None) == "from-addr:2"
+    assert coordinator_address("given:3") == "given:3"
+
+
+@pytest.mark.parametrize(
+    "given", ["ftp://host", "http://", ":50051", "host:port", "host:99999", "http://[::1"]
+)
+def test_address_that_is_none(given: str) -> None:
+    with pytest.raises(ValueError, match="is not a coordinator address"):
+        coordinator_address(given)
+
+
+def test_latest_checkpoint_is_the_one_to_resume_from(
+    shared: Coordinator, worker: TrainingOrchestrator
+) -> None:
+    worker.register_worker("saver")
+    assert worker.latest_checkpoint() is None
+    worker.notify_checkpoint("s1", 10, 1, "/c/1", 100, tiers=["memory"], digest="xxh3:1", metadata={"k": "v"})
+    worker.notify_checkpoint("s2", 20, 1, "/c/2", 100, status="in_progress")
+    worker.notify_checkpoint("s3", 30, 1, "/c/3", 100, status="failed", reason="disk full")
+    latest = worker.latest_checkpoint()
+    assert latest is not None
+    assert (latest.checkpoint_id, latest.step, latest.path, latest.tiers) == ("s1", 10, "/c/1", ("memory",))
+    worker.notify_checkpoint("s2", 20, 1, "/c/2", 100)
+    assert (latest := worker.latest_checkpoint()) is not None
+    assert latest.checkpoint_id == "s2"
+    worker.deregister()
+
+
+def test_leaving_the_with_block_says_goodbye_and_an_error_does_not(shared: Coordinator) -> None:
+    with TrainingOrchestrator(shared.address, job_id="with") as one:
+        one.register_worker("polite")
+    assert "polite" not in {w["id"] for w in shared.get("/api/workers")}
+    with pytest.raises(RuntimeError, match="training failed"):
+        _fail(shared)
+    eventually(lambda: shown(shared, "rude")["status"] == "failed", within_s=10)
+
+
+def _fail(shared: Coordinator) -> None:
+    with TrainingOrchestrator(shared.address, job_id="with") as worker:
+        worker.register_worker("rude")
+        assert worker.wait_connected(10)
+        raise RuntimeError("training failed")
+
+
+def test_closed_workers_leave_no_thread(shared: Coordinator) -> None:
+    before = set(threading.enumerate())
+    for number in range(3):
+        with TrainingOrchestrator(shared.address, job_id="threads") as worker:
+            worker.register_worker(f"t{number}")
+    left = {t.name for t in set(threading.enumerate()) - before if t.name.startswith("strata")}
+    assert left == set()

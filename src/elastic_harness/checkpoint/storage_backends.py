@@ -82,13 +82,14 @@ class StorageBackend:
         name = os.fspath(path) if path is not None else step_stem(state.step, new_id(state.step)) + SUFFIX
         with saving(tier=self.tier, path=name):
             store, key = self._locate(name)
+            at = where(store, key)
             prepared = prepare(state.to_dict(), self._plan)
             self._plan = prepared.plan
             buffer = self._staging.acquire(prepared.plan, timeout_s=None)
             assert buffer is not None
             payload = ImagePayload(self._staging, buffer)
             payload.fill(prepared)
-        future = self._threads.submit(self._write, store, key, payload, state.step, state.epoch)
+        future = self._threads.submit(self._write, store, key, at, payload, state.step, state.epoch)
         self._pending.add(future)
         return future
 
@@ -183,7 +184,7 @@ class StorageBackend:
         """The store and key that a path means."""
         raise NotImplementedError
 
-    def _write(self, store: Store, key: str, payload: ImagePayload, step: int, epoch: int) -> str:
+    def _write(self, store: Store, key: str, at: str, payload: ImagePayload, step: int, epoch: int) -> str:
         try:
             payload.wait()
             part = Part(key=key, size_bytes=len(payload.view), digest=digest_of(payload.view))
@@ -196,16 +197,12 @@ class StorageBackend:
                 parts=(part,),
                 tensors=payload.tensors,
             )
-            manifest = Line().extend(draft, lasting=True)
-            # A manifest never stands beside bytes it does not fit.
-            store.delete(_manifest_of(key))
-            store.put(key, payload.view)
-            store.put(_manifest_of(key), manifest.encode())
+            _put(store, key, payload.view, Line().extend(draft, lasting=True))
         except Exception as error:
-            raise save_error(error, tier=self.tier, path=where(store, key)) from error
+            raise save_error(error, tier=self.tier, path=at) from error
         finally:
             payload.release()
-        return where(store, key)
+        return at
 
 
 class NVMeBackend(StorageBackend):
@@ -294,6 +291,21 @@ def _manifest(store: Store, key: str) -> Manifest | None:
     if not manifest.parts or manifest.parts[0].key != key:
         raise Damaged(path=where(store, beside), reason=f"it is not the manifest of {key}")
     return manifest
+
+
+def _put(store: Store, key: str, image: memoryview, manifest: Manifest) -> None:
+    """Write a file and its manifest. A manifest never stands beside bytes it does not fit, so that of a file which is
+    replaced goes first; where the new one cannot be written it comes back, as does its file."""
+    beside = _manifest_of(key)
+    before = store.read(beside) if store.stat(beside) is not None else None
+    store.delete(beside)
+    try:
+        store.put(key, image)
+    except BaseException:
+        if before is not None:
+            store.put(beside, before)
+        raise
+    store.put(beside, manifest.encode())
 
 
 def _manifest_of(key: str) -> str:

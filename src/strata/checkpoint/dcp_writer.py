@@ -243,9 +243,10 @@ class StrataStorageWriter(StorageWriter):
         try:
             yield
         except (StoreError, OSError) as error:
-            path = where(self._store, getattr(error, "key", "") or "")
+            key = error.key if isinstance(error, StoreError) else ""
+            path = f"{self._store.url}/{key}".rstrip("/")
             raise SaveFailed.because(
-                error, tier=self._store.tier, path=path.rstrip("/"), checkpoint_id="", step=self.step
+                error, tier=self._store.tier, path=path, checkpoint_id="", step=self.step
             ) from None
 
 

@@ -17,7 +17,7 @@ from strata.checkpoint.catalog import Catalog, Entry, where
 from strata.checkpoint.errors import Damaged
 from strata.checkpoint.manifest import SHARDED, Manifest, Part
 from strata.checkpoint.plain import plain_files, verify_plain
-from strata.stores.protocol import Blob, Store
+from strata.stores.protocol import Blob, InvalidKey, Store
 
 FILE = "file"
 
@@ -85,18 +85,18 @@ def verify_entry(store: Store, entry: Entry) -> Verified:
     manifest = entry.manifest
     damages: list[Damage] = []
     buffer = WindowBuffer()
+    at = where(store, entry.key)
     try:
-        ranges = _ranges(manifest, path=where(store, entry.key))
-    except Damaged as error:
-        ranges = {}
-        damages.append(Damage(path=error.path, reason=error.reason, start_bytes=0, end_bytes=0))
-    for number, part in enumerate(manifest.parts):
-        damages += _verify_part(store, part, ranges.get(number, []), buffer)
+        ranges = _ranges(manifest, path=at)
+        for number, part in enumerate(manifest.parts):
+            damages += _verify_part(store, part, ranges.get(number, []), buffer)
+    except (Damaged, InvalidKey) as error:
+        damages.append(Damage(path=at, reason=error.reason, start_bytes=0, end_bytes=0))
     return Verified(
         name=manifest.checkpoint_id,
         step=manifest.step,
         format=manifest.format,
-        path=where(store, manifest.parts[0].key) if manifest.parts else where(store, entry.key),
+        path=at,
         size_bytes=manifest.size_bytes,
         damages=tuple(damages),
     )

@@ -30,6 +30,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from strata import TrainingOrchestrator
+from strata.core.ledger import DataCommit, RankRecord
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import RawSession, channel, stub
 from tests.support import Coordinator, eventually
@@ -57,9 +58,19 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
         eventually(lambda: shared.get("/api/logs?worker_id=lost"), within_s=10)
         session.close()
         eventually(lambda: "failed" in {w["status"] for w in shared.get("/api/workers")}, within_s=10)
+        trained = RankRecord(dataset="images", epoch=0, total=1_000, rank=0).with_span(0, 100)
+        data = DataCommit().next([trained], world_size=1).to_json()
         for status in ("in_progress", "completed", "failed"):
             worker.notify_checkpoint(
-                f"c-{status}", 3, 1, "/c", 1_000_000, status=status, tiers=["local"], duration_s=0.5
+                f"c-{status}",
+                3,
+                1,
+                "/c",
+                1_000_000,
+                status=status,
+                tiers=["local"],
+                duration_s=0.5,
+                data=data,
             )
         worker.barrier("done", 1, participants=1)
         with pytest.raises(Exception, match="timed out"):
@@ -146,6 +157,32 @@ def test_contract_is_in_the_document(document: dict[str, Any]) -> None:
     metrics = document["components"]["schemas"]["MetricsView"]["properties"]
     for name, unit in {"checkpoint_throughput": "MB/s", "barrier_latency_p99": "ms"}.items():
         assert unit in json.dumps(metrics[name]), f"the unit of {name} is not documented"
+
+
+def test_answers_have_the_fields_users_were_promised(busy: Coordinator) -> None:
+    promised = {
+        "status": "connected address uptime version leader generation",
+        "workers": "id ip port status gpu_count last_heartbeat assigned_shards current_epoch current_step "
+        "current_task resources",
+        "datasets": "id name path total_samples shard_size shard_count format shuffle seed registered_at",
+        "checkpoints": "id step epoch size path created_at worker_id status tiers digest",
+        "barriers": "id name arrived total status created_at missing",
+        "metrics": "checkpoint_throughput coordinator_rps active_workers total_workers barrier_latency_p99 "
+        "shard_assignment_time",
+        "logs": "id timestamp level message source task_id worker_id",
+        "tasks": "id name type status worker_ids dataset_id started_at completed_at progress",
+        "dashboard": "coordinator workers datasets checkpoints barriers metrics tasks logs",
+    }
+    for page, names in promised.items():
+        answer = busy.get(f"/api/{page}")
+        for row in answer if isinstance(answer, list) else [answer]:
+            assert set(names.split()) <= set(row), page
+    alive = next(w for w in busy.get("/api/workers") if w["id"] == "alive")
+    used = alive["resources"]
+    assert {"cpu_percent", "memory_used_bytes", "gpus", "disk_read_bytes", "network_rx_bytes"} <= set(used)
+    assert {c["status"] for c in busy.get("/api/checkpoints")} == {"in_progress", "completed", "failed"}
+    assert {b["status"] for b in busy.get("/api/barriers")} == {"waiting", "complete", "broken"}
+    assert all(isinstance(value, int | float) for value in busy.get("/api/metrics").values()), "all measured"
 
 
 def test_times_are_unix_seconds(busy: Coordinator) -> None:

@@ -29,7 +29,16 @@ from typing import Any
 import torch
 
 from strata.bench import checkpoint_damage
-from strata.bench.checkpoint_peers import BareCopy, BareWrite, Timing, clean, make_state, measure_peers
+from strata.bench.checkpoint_peers import (
+    BareCopy,
+    BareWrite,
+    Clock,
+    Timing,
+    clean,
+    make_manager,
+    make_state,
+    measure_peers,
+)
 from strata.bench.table import Row, number, report
 from strata.checkpoint import CheckpointManager, Memory
 
@@ -92,13 +101,15 @@ def _save_rows(load: Load, tensors: int, place: Path) -> Iterator[Row]:
     state = make_state(tensors, load.size_bytes)
     bare_copy, bare_write = BareCopy(load.size_bytes), BareWrite(place, load.size_bytes)
     copies, writes, saves = [], [], []
-    with clean(place / "saves") as folder, _manager(folder) as manager:
+    with clean(place / "saves") as folder:
+        manager, clock = make_manager(folder)
         for step in range(3):  # Both images laid out and faulted in, the disk's files allocated.
-            _save(manager, state, step)
+            _save(manager, clock, state, step)
         for step in range(3, 3 + load.rounds):
             copies.append(bare_copy())
             writes.append(bare_write())
-            saves.append(_save(manager, state, step))
+            saves.append(_save(manager, clock, state, step))
+        manager.close()
     del bare_copy, bare_write
     gc.collect()
     peers = measure_peers(state, place, repeats=load.peer_rounds)
@@ -148,13 +159,13 @@ def _save_rows(load: Load, tensors: int, place: Path) -> Iterator[Row]:
         )
 
 
-def _save(manager: CheckpointManager, state: Any, step: int) -> Timing:
+def _save(manager: CheckpointManager, clock: Clock, state: Any, step: int) -> Timing:
     state["step"] = step
     begun_s = time.perf_counter()
     handle = manager.save(state, step=step)
     stall_s = time.perf_counter() - begun_s
     handle.result()
-    return Timing(stall_s=stall_s, durable_s=time.perf_counter() - begun_s)
+    return Timing(stall_s=stall_s, durable_s=clock.durable_s)
 
 
 def _memory_rows(load: Load, place: Path) -> Iterator[Row]:
@@ -182,7 +193,8 @@ def _memory_rows(load: Load, place: Path) -> Iterator[Row]:
 
 def _probe_memory(tensors: int, size_bytes: int, place: Path) -> None:
     state = make_state(tensors, size_bytes)
-    with clean(place / "probe") as folder, _manager(folder) as manager:
+    with clean(place / "probe") as folder:
+        manager, _ = make_manager(folder)
         before, peak, is_done = _resident_bytes(), [0], threading.Event()
 
         def watch() -> None:
@@ -195,6 +207,7 @@ def _probe_memory(tensors: int, size_bytes: int, place: Path) -> None:
         image_bytes = infos[-1].result().size_bytes
         is_done.set()
         watcher.join()
+        manager.close()
     print(json.dumps({"peak_bytes": peak[0] - before, "image_bytes": image_bytes}))
 
 
@@ -213,9 +226,10 @@ def _matmul_rows(load: Load, place: Path) -> Iterator[Row]:
         torch.mm(left, right)
         return time.perf_counter() - begun_s
 
-    with clean(place / "matmul") as folder, _manager(folder) as manager:
+    with clean(place / "matmul") as folder:
+        manager, clock = make_manager(folder)
         for step in range(3):
-            _save(manager, state, step)
+            _save(manager, clock, state, step)
         alone: list[float] = []
         beside: list[float] = []
         step = 3
@@ -226,6 +240,7 @@ def _matmul_rows(load: Load, place: Path) -> Iterator[Row]:
                 beside.append(multiply())
             alone += [multiply() for _ in range(max(1, len(beside) - len(alone)))]
             step += 1
+        manager.close()
     beside_s, alone_s = sum(beside) / len(beside), sum(alone) / len(alone)
     yield Row(
         name="matmul loop beside a save",
@@ -296,10 +311,6 @@ def _damage_rows(load: Load, place: Path) -> Iterator[Row]:
             better="lower",
             note=f"of {verdict.flips}: {verdict.noticed} noticed, {verdict.harmless} without effect",
         )
-
-
-def _manager(folder: Path) -> CheckpointManager:
-    return CheckpointManager(folder, keep_count=1, memory=Memory(job=f"bench-{uuid.uuid4().hex[:12]}"))
 
 
 def _spread(seconds: list[float]) -> str:

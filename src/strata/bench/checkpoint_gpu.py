@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strata.bench.checkpoint_peers import BareWrite, clean, make_state, measure_peers
+from strata.bench.checkpoint_peers import BareWrite, clean, make_manager, make_state, measure_peers
 from strata.bench.table import Row
 from strata.checkpoint import CheckpointManager, Memory
 
@@ -66,7 +66,8 @@ def _copy_rows(load: Load, place: Path) -> Iterator[Row]:
     state = make_state(load.gpu_tensors, load.gpu_bytes, device="cuda", dtype=torch.bfloat16)
     bare_s = _bare_copy_s(state)
     copied, durable, stalls = [], [], []
-    with clean(place / "copy") as folder, _manager(folder) as manager:
+    with clean(place / "copy") as folder:
+        manager, clock = make_manager(folder)
         first_s = 0.0
         for step in range(2 + load.rounds):
             _cuda.synchronize()
@@ -80,7 +81,8 @@ def _copy_rows(load: Load, place: Path) -> Iterator[Row]:
             if step >= 2:  # Both images have been laid out, faulted in and page-locked.
                 stalls.append(stall_s)
                 copied.append(copied_s)
-                durable.append(time.perf_counter() - begun_s)
+                durable.append(clock.durable_s)
+        manager.close()
     write_s = min(BareWrite(place, load.gpu_bytes)() for _ in range(2))
     yield Row(
         name="copy, device to image",
@@ -122,15 +124,13 @@ def _bare_copy_s(state: dict[str, Any]) -> float:
 def _training_rows(load: Load, place: Path) -> Iterator[Row]:
     training = Training(load.gpu_bytes)
     state_bytes = sum(parameter.nbytes * 3 for parameter in training.model.parameters())
-    with clean(place / "training") as folder, _manager(folder) as manager:
+    with clean(place / "training") as folder:
+        manager, clock = make_manager(folder)
         manager.guard(training.optimizer)
-        durable_s = 0.0
         for step in range(2):
-            begun_s = time.perf_counter()
             manager.save(training.state(), step=step).result()
-            durable_s = time.perf_counter() - begun_s
         alone_s = _steps_s(training, load.gpu_steps) / load.gpu_steps
-        interval = max(load.gpu_steps // 3, int(durable_s / alone_s * 1.2) + 2)
+        interval = max(load.gpu_steps // 3, int(clock.durable_s / alone_s * 1.2) + 2)
         stalls: list[float] = []
         beside, alone = [], [alone_s]
         for round_number in range(3):
@@ -147,6 +147,7 @@ def _training_rows(load: Load, place: Path) -> Iterator[Row]:
             beside.append((time.perf_counter() - begun_s) / interval)
             manager.wait_pending()
             alone.append(_steps_s(training, load.gpu_steps) / load.gpu_steps)
+        manager.close()
     yield Row(
         name="stall of a running loop",
         measured=min(stalls) * 1e3,
@@ -216,7 +217,3 @@ def _peer_rows(load: Load, place: Path) -> Iterator[Row]:
             unit="GB/s to durable",
             peer=f"stall {timing.stall_s:.2f} s",
         )
-
-
-def _manager(folder: Path) -> CheckpointManager:
-    return CheckpointManager(folder, keep_count=1, memory=Memory(job=f"bench-{uuid.uuid4().hex[:12]}"))

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from strata.checkpoint import CheckpointInfo, CheckpointManager, Memory, Started
+
 PIECE_BYTES = 16 << 20
 
 
@@ -29,6 +31,30 @@ class Timing:
 
     stall_s: float
     durable_s: float
+
+
+class Clock:
+    """Hears from the engine when a checkpoint was safe on disk; cleaning up after it is not counted."""
+
+    def __init__(self) -> None:
+        self.durable_s = 0.0
+
+    def on_started(self, save: Started) -> None: ...
+
+    def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None:
+        if tier != "MEMORY":
+            self.durable_s = seconds
+
+    def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None: ...
+
+    def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None: ...
+
+
+def make_manager(folder: Path) -> tuple[CheckpointManager, Clock]:
+    """A manager with images of its own, that keeps one checkpoint on disk."""
+    clock = Clock()
+    memory = Memory(job=f"bench-{uuid.uuid4().hex[:12]}")
+    return CheckpointManager(folder, keep_count=1, memory=memory, observer=clock), clock
 
 
 def make_state(

@@ -41,12 +41,12 @@ STREAMING = "/api/events"
 @pytest.fixture(scope="module")
 def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """A coordinator that has something to show on every page."""
-    data = tmp_path_factory.mktemp("data")
-    (data / "part.jsonl").write_text("".join(f'{{"text": "sample {n}"}}\n' for n in range(1_000)))
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "part.jsonl").write_text("".join(f'{{"text": "sample {n}"}}\n' for n in range(1_000)))
     with stub(shared.address) as calls, channel(shared.address) as own:
         worker = TrainingOrchestrator(shared.address)
         worker.register_worker("alive", port=4000, gpu_count=1, memory_bytes=10, metadata={"zone": "a"})
-        worker.register_dataset("images", str(data), "jsonl", None, 100, metadata={"name": "Images"})
+        worker.register_dataset("images", str(folder), "jsonl", None, 100, metadata={"name": "Images"})
         worker.heartbeat(3, 1, state="training", task="task-1")
         worker.report_progress("images", 0, 0, 50)
         lost = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="lost")).incarnation

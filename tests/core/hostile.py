@@ -48,7 +48,7 @@ counts = st.one_of(
 seconds = st.one_of(
     st.floats(0, 10), st.sampled_from([-1.0, 1e300, float("nan"), float("inf"), -float("inf"), 1e-300])
 )
-pairs = st.one_of(
+pairs: st.SearchStrategy[dict[str, str]] = st.one_of(
     st.just({}), st.dictionaries(names, texts, max_size=3), st.just({str(n): "" for n in range(100)})
 )
 configs = st.one_of(
@@ -78,8 +78,8 @@ def built(kind: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]
 workers = names.map(WorkerId)
 datasets = names.map(DatasetId)
 
-commands: st.SearchStrategy[Command] = st.one_of(
-    built(
+by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
+    RegisterWorker: built(
         RegisterWorker,
         spec=built(
             WorkerSpec,
@@ -93,8 +93,8 @@ commands: st.SearchStrategy[Command] = st.one_of(
         ),
         registration_id=texts,
     ),
-    built(DeregisterWorker, worker_id=workers, incarnation=counts, reason=texts),
-    built(
+    DeregisterWorker: built(DeregisterWorker, worker_id=workers, incarnation=counts, reason=texts),
+    RegisterDataset: built(
         RegisterDataset,
         spec=built(
             DatasetSpec,
@@ -109,7 +109,7 @@ commands: st.SearchStrategy[Command] = st.one_of(
             files=st.lists(built(FileSpan, path=texts, samples=counts), max_size=2).map(tuple),
         ),
     ),
-    built(
+    ArriveAtBarrier: built(
         ArriveAtBarrier,
         worker_id=workers,
         incarnation=counts,
@@ -120,7 +120,7 @@ commands: st.SearchStrategy[Command] = st.one_of(
         call_id=texts,
         timeout_s=seconds,
     ),
-    built(
+    NotifyCheckpoint: built(
         NotifyCheckpoint,
         worker_id=workers,
         incarnation=counts,
@@ -140,7 +140,7 @@ commands: st.SearchStrategy[Command] = st.one_of(
         reason=texts,
         metadata=pairs,
     ),
-    built(
+    CreateTask: built(
         CreateTask,
         spec=built(
             TaskSpec,
@@ -152,18 +152,18 @@ commands: st.SearchStrategy[Command] = st.one_of(
             config_json=configs,
         ),
     ),
-    built(StopTask, task_id=names.map(TaskId), reason=texts),
-    built(
+    StopTask: built(StopTask, task_id=names.map(TaskId), reason=texts),
+    AdvanceTask: built(
         AdvanceTask,
         task_id=names.map(TaskId),
         status=st.sampled_from(["pending", "running", "completed", "failed", "stopped"]),
         worker_ids=st.lists(workers, max_size=2).map(tuple),
         reason=texts,
     ),
-    built(
+    PlanEpoch: built(
         PlanEpoch, worker_id=workers, incarnation=counts, generation=counts, dataset_id=datasets, epoch=counts
     ),
-    built(
+    ReportRecovery: built(
         ReportRecovery,
         worker_id=workers,
         incarnation=counts,
@@ -175,5 +175,9 @@ commands: st.SearchStrategy[Command] = st.one_of(
         world_after=counts,
         reason=texts,
     ),
-    built(SwapValue, key=names, body=st.sampled_from([b"", b"x", b"x" * 300_000]), expected_version=counts),
-)
+    SwapValue: built(
+        SwapValue, key=names, body=st.sampled_from([b"", b"x", b"x" * 300_000]), expected_version=counts
+    ),
+}
+
+commands: st.SearchStrategy[Command] = st.one_of(*by_kind.values())

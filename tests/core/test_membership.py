@@ -29,26 +29,25 @@ from tests.core.builders import Fleet, arrival, instant, limits, notice, shown
 
 A = WorkerId("a")
 
-FENCED: dict[str, Callable[..., Any]] = {
-    "DeregisterWorker": lambda **f: DeregisterWorker(**{"worker_id": A, "reason": ""} | f),
-    "ArriveAtBarrier": lambda **f: replace(arrival("a"), **f),
-    "NotifyCheckpoint": lambda **f: replace(notice("a", "c1"), **f),
-    "PlanEpoch": lambda **f: PlanEpoch(
-        **{"worker_id": A, "generation": 0, "dataset_id": DatasetId("d"), "epoch": 3} | f
-    ),
-    "ReportRecovery": lambda **f: ReportRecovery(
-        **{
-            "worker_id": A,
-            "phases_s": {"load": 1.0},
-            "resumed_step": 1,
-            "lost_steps": 0,
-            "tier": "local",
-            "world_before": 2,
-            "world_after": 1,
-            "reason": "",
-        }
-        | f
-    ),
+FENCED: dict[str, Any] = {
+    type(command).__name__: command
+    for command in (
+        DeregisterWorker(worker_id=A, incarnation=0, reason=""),
+        arrival("a"),
+        notice("a", "c1"),
+        PlanEpoch(worker_id=A, incarnation=0, generation=0, dataset_id=DatasetId("d"), epoch=3),
+        ReportRecovery(
+            worker_id=A,
+            incarnation=0,
+            phases_s={"load": 1.0},
+            resumed_step=1,
+            lost_steps=0,
+            tier="local",
+            world_before=2,
+            world_after=1,
+            reason="",
+        ),
+    )
 }
 """Every command that a worker sends as itself."""
 
@@ -157,8 +156,8 @@ def test_a_replaced_incarnation_is_refused_whatever_it_asks(fleet: Fleet, kind: 
     fleet.register("d")
     old = fleet.join("a")
     new = fleet.join("a")
-    refused(fleet, FENCED[kind](incarnation=old), Stale, f"incarnation {new} replaced it")
-    fleet.do(FENCED[kind](incarnation=new))
+    refused(fleet, replace(FENCED[kind], incarnation=old), Stale, f"incarnation {new} replaced it")
+    fleet.do(replace(FENCED[kind], incarnation=new))
 
 
 @pytest.mark.parametrize("kind", sorted(FENCED))
@@ -167,7 +166,7 @@ def test_a_failed_worker_is_refused_whatever_it_asks(fleet: Fleet, kind: str) ->
     incarnation = fleet.join("a")
     fleet.lose("a")
     for said in (incarnation, 0):
-        refused(fleet, FENCED[kind](incarnation=said), Stale, "declared failed")
+        refused(fleet, replace(FENCED[kind], incarnation=said), Stale, "declared failed")
 
 
 @pytest.mark.parametrize("kind", sorted(FENCED))
@@ -175,7 +174,7 @@ def test_a_worker_that_left_is_unknown_whatever_it_asks(fleet: Fleet, kind: str)
     fleet.register("d")
     incarnation = fleet.join("a")
     fleet.leave("a")
-    refused(fleet, FENCED[kind](incarnation=incarnation), Unknown, "not known")
+    refused(fleet, replace(FENCED[kind], incarnation=incarnation), Unknown, "not known")
 
 
 @pytest.mark.parametrize("kind", sorted(commands_with("generation")))
@@ -184,7 +183,7 @@ def test_a_stale_generation_is_refused_whatever_it_asks(fleet: Fleet, kind: str)
     incarnation = fleet.join("a")
     old = fleet.generation()
     fleet.join("b")
-    command = FENCED[kind](incarnation=incarnation, generation=old)
+    command = replace(FENCED[kind], incarnation=incarnation, generation=old)
     refused(fleet, command, Stale, f"Generation {old} .* is over")
     fleet.do(replace(command, generation=fleet.generation()))
 
@@ -194,7 +193,7 @@ def test_an_incarnation_that_never_was_is_refused(fleet: Fleet, kind: str) -> No
     fleet.register("d")
     fleet.join("a")
     for number in (99, -1, 2**70):
-        refused(fleet, FENCED[kind](incarnation=number), Stale, "is over")
+        refused(fleet, replace(FENCED[kind], incarnation=number), Stale, "is over")
 
 
 # --- ranks --------------------------------------------------------------------------------------------------

@@ -1,0 +1,288 @@
+"""A coordinator around the real core: a queue, a journal with group commit, and crashes at any point.
+
+It keeps the order of the real engine: decide and apply a batch, make its facts durable, and only then answer.
+What is on disk are encoded events; a restart decodes them and replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from strata.coordinator import codec
+from strata.core.cluster import Cluster, Limits
+from strata.core.messages import (
+    SOFT_EVENTS,
+    ArriveAtBarrier,
+    BarrierBroken,
+    BarrierReleased,
+    BarrierTicket,
+    Command,
+    Event,
+    Instant,
+    Rebalance,
+    Refused,
+    Tick,
+    WorkerId,
+)
+from tests.sim.oracle import Oracle
+from tests.sim.world import Network, World
+
+TICK_S = 0.25
+SNAPSHOT_CHANCE = 0.03
+CRASH_WHILE_ANSWERING_CHANCE = 0.002
+
+Outcome = BarrierReleased | BarrierBroken
+Round = tuple[str, str, int, int]
+Query = Callable[[Cluster], Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    worker: str
+    what: Command | Query
+    answer: Callable[[Any], None]
+
+
+class Disk:
+    """What survives: a snapshot and every event since, as bytes."""
+
+    def __init__(self) -> None:
+        self._snapshot: list[tuple[str, bytes]] = []
+        self._tail: list[tuple[str, bytes]] = []
+
+    def append(self, events: Iterable[Event]) -> None:
+        self._tail += [(codec.kind_of(event), codec.encode(event)) for event in events]
+
+    def snapshot(self, events: Iterable[Event]) -> None:
+        self._snapshot = [(codec.kind_of(event), codec.encode(event)) for event in events]
+        self._tail = []
+
+    def load(self) -> list[Event]:
+        return [codec.decode(kind, body) for kind, body in (*self._snapshot, *self._tail)]
+
+
+class SimCoordinator:
+    def __init__(self, world: World, network: Network, limits: Limits, oracle: Oracle) -> None:
+        self.world = world
+        self.network = network
+        self.oracle = oracle
+        self.wall_s = 1_700_000_000.0
+        self._limits = limits
+        self._disk = Disk()
+        self._boot = 0
+        self._mono_offset_s = 0.0
+        self.cluster: Cluster | None = None
+        self._queue: list[Request] = []
+        self._waiting: dict[Round, list[Request]] = {}
+        self._unwritten: list[Event] | None = None
+        self.start()
+
+    # --- up and down ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if self.cluster is not None:
+            return
+        self._boot += 1
+        self._mono_offset_s = self.world.between(0, 1e6)  # A new boot has a monotonic clock of its own.
+        self.cluster = Cluster(self._limits)
+        history = self._disk.load()
+        for event in history:
+            self.cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
+        self.cluster.membership.resume_clock(self._now())
+        self.world.tell(f"coordinator starts (boot {self._boot}) and replays {len(history)} events")
+        self.oracle.restarted(self.cluster)
+        self._later(TICK_S, self._tick)
+
+    def crash(self) -> None:
+        if self.cluster is None:
+            return
+        written = self._unwritten is not None and self.world.chance(0.5)
+        if self._unwritten is None:
+            self.oracle.same(self._replayed(), self.cluster)
+        elif written:
+            self._disk.append(self._unwritten)
+        fate = (
+            ""
+            if self._unwritten is None
+            else f"; its last commit {'reached' if written else 'missed'} the disk"
+        )
+        self.world.tell(f"coordinator crashes{fate}")
+        self.cluster, self._unwritten = None, None
+        self._queue.clear()
+        self._waiting.clear()
+
+    def _replayed(self) -> Cluster:
+        cluster = Cluster(self._limits)
+        for event in self._disk.load():
+            cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
+        return cluster
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """An action of this boot: it dies with it."""
+        boot = self._boot
+
+        def act() -> None:
+            if self.cluster is not None and self._boot == boot:
+                action()
+
+        self.world.after(delay_s, act)
+
+    def _now(self) -> Instant:
+        return Instant(mono_s=self.world.now_s + self._mono_offset_s, wall_s=self.wall_s + self.world.now_s)
+
+    # --- what arrives ---------------------------------------------------------------------------------------
+
+    def receive(self, request: Request) -> None:
+        if self.cluster is not None:
+            self._queue.append(request)
+            if self._unwritten is None:
+                self._later(self.world.between(0.0, 0.002), self._process)
+
+    def beat(self, worker: WorkerId, incarnation: int, *, connects: bool) -> None:
+        """A heartbeat over the worker's stream, or the stream itself coming back: soft, journaled nowhere."""
+        if self.cluster is None:
+            return
+        membership = self.cluster.membership
+        try:
+            membership.admit(worker, incarnation=incarnation)
+        except Refused:
+            return
+        if connects:
+            membership.connected(worker, self._now())
+        else:
+            membership.heard(worker, self._now())
+
+    def dropped(self, worker: WorkerId, incarnation: int) -> None:
+        if self.cluster is not None:
+            self.cluster.membership.dropped(worker, incarnation, self._now())
+
+    def _tick(self) -> None:
+        self._process(tick=True)
+        self._later(TICK_S, self._tick)
+
+    # --- one batch ------------------------------------------------------------------------------------------
+
+    def _process(self, *, tick: bool = False) -> None:
+        if self._unwritten is not None or self.cluster is None:
+            return
+        now, cluster = self._now(), self.cluster
+        batch, self._queue = self._queue, []
+        events: list[Event] = []
+        answers: list[Callable[[], None]] = []
+        for request in batch:
+            if callable(request.what):
+                answers.append(partial(self._answer_query, request))
+                continue
+            events += self._decide(request, request.what, now, answers)
+        if tick:
+            events += self._apply(cluster, Tick(), now)
+        if cluster.plans_are_stale:
+            events += self._apply(cluster, Rebalance(), now)
+        answers += [partial(self._end, event) for event in events if isinstance(event, Outcome)]
+        self.oracle.settled(cluster, events)
+        hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
+        if not hard:
+            self._answer(answers)
+            return
+        self._write(hard, answers)
+
+    def _decide(
+        self, request: Request, command: Command, now: Instant, answers: list[Callable[[], None]]
+    ) -> list[Event]:
+        assert self.cluster is not None
+        try:
+            decision = self.cluster.handle(command, now)
+        except Refused as refusal:
+            self.oracle.refused(command, refusal)
+            answers.append(partial(self._reply, request, refusal))
+            return []
+        self.oracle.decided(command, decision.events)
+        reply = decision.reply
+        if isinstance(reply, BarrierTicket):
+            answers.append(partial(self._wait, request, reply))
+        else:
+            answers.append(partial(self._reply, request, reply))
+        return list(decision.events)
+
+    def _apply(self, cluster: Cluster, command: Command, now: Instant) -> list[Event]:
+        decision = cluster.handle(command, now)
+        self.oracle.decided(command, decision.events)
+        return list(decision.events)
+
+    def _write(self, events: list[Event], answers: list[Callable[[], None]]) -> None:
+        self._unwritten = events
+        self._later(self.world.between(0.0005, 0.02), lambda: self._committed(answers))
+
+    def _committed(self, answers: list[Callable[[], None]]) -> None:
+        assert self.cluster is not None
+        assert self._unwritten is not None
+        self._disk.append(self._unwritten)
+        for event in self._unwritten:
+            self.world.tell(f"durable: {type(event).__name__} {_brief(event)}")
+        if self.world.chance(SNAPSHOT_CHANCE):
+            self._disk.snapshot(self.cluster.compact())
+            self.world.tell("snapshot")
+        self._unwritten = None
+        self._answer(answers)
+        if self._queue:
+            self._later(0.0, self._process)
+
+    def _answer(self, answers: list[Callable[[], None]]) -> None:
+        if answers and self.world.chance(CRASH_WHILE_ANSWERING_CHANCE):
+            for answer in answers[: self.world.random.randrange(len(answers) + 1)]:
+                answer()
+            self.crash()
+            self.world.after(self.world.between(0.1, 2.0), self.start)
+            return
+        for answer in answers:
+            answer()
+
+    # --- answers: only ever about what is durable -----------------------------------------------------------
+
+    def _answer_query(self, request: Request) -> None:
+        assert self.cluster is not None
+        assert callable(request.what)
+        try:
+            self._reply(request, request.what(self.cluster))
+        except Refused as refusal:
+            self._reply(request, refusal)
+
+    def _wait(self, request: Request, ticket: BarrierTicket) -> None:
+        if ticket.outcome is not None:
+            self._tell_outcome(request, ticket.outcome)
+            return
+        key = (str(ticket.job_id), ticket.barrier_id, ticket.step, ticket.round)
+        self._waiting.setdefault(key, []).append(request)
+
+    def _end(self, outcome: Outcome) -> None:
+        key = (str(outcome.job_id), outcome.barrier_id, outcome.step, outcome.round)
+        for request in self._waiting.pop(key, []):
+            self._tell_outcome(request, outcome)
+
+    def _tell_outcome(self, request: Request, outcome: Outcome) -> None:
+        assert isinstance(request.what, ArriveAtBarrier)
+        self.oracle.told(request.what, outcome)
+        self._reply(request, outcome)
+
+    def _reply(self, request: Request, answer: object) -> None:
+        if not isinstance(answer, Refused) and not callable(request.what):
+            self.oracle.acknowledged(request.what, answer)
+        self.network.send(request.worker, lambda: request.answer(answer))
+
+
+def _brief(event: Event) -> str:
+    names = (
+        "worker_id",
+        "checkpoint_id",
+        "barrier_id",
+        "step",
+        "round",
+        "incarnation",
+        "generation",
+        "version",
+    )
+    facts = [f"{name}={getattr(event, name)}" for name in names if hasattr(event, name)]
+    return " ".join(facts) + f": {event.reason}"

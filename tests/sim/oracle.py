@@ -1,0 +1,254 @@
+"""What must hold, checked from outside: a second, much simpler account of the fleet, kept from facts alone.
+
+* I4: a barrier never releases early, never twice, and tells each call one thing only.
+* I5: nothing from a stale incarnation or generation takes effect, and nobody is called stale who is not.
+* I6: whatever was acknowledged is there after any crash.
+* Every unfinished shard of every plan has exactly one owner, who is present; a new plan is even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from strata.core.cluster import Cluster
+from strata.core.datasets import shard_sizes
+from strata.core.messages import (
+    ArriveAtBarrier,
+    BarrierArrived,
+    BarrierBroken,
+    BarrierReleased,
+    CheckpointCompleted,
+    Command,
+    Event,
+    JobId,
+    NotifyCheckpoint,
+    Refused,
+    RegisterDataset,
+    Registered,
+    ShardsMoved,
+    Stale,
+    WorkerFailed,
+    WorkerForgotten,
+    WorkerId,
+    WorkerJoined,
+    WorkerLeft,
+)
+
+Key = tuple[JobId, str, int]
+Outcome = BarrierReleased | BarrierBroken
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+def must(condition: bool, what: str) -> None:
+    if not condition:
+        raise Violation(what)
+
+
+@dataclass
+class Account:
+    """Who is in, by the facts; and what is open at each barrier since this boot."""
+
+    incarnations: dict[WorkerId, int] = field(default_factory=dict)
+    """Of everyone who is present."""
+    jobs: dict[WorkerId, JobId] = field(default_factory=dict)
+    generations: dict[JobId, int] = field(default_factory=dict)
+    joined_in: dict[WorkerId, int] = field(default_factory=dict)
+    """How many had registered in all when it first sat down."""
+    registered: int = 0
+    opened_at: dict[Key, int] = field(default_factory=dict)
+    """How many had registered in all when the open round of a barrier began."""
+
+    def take(self, event: Event) -> None:
+        match event:
+            case WorkerJoined():
+                worker = event.spec.worker_id
+                self.registered = max(self.registered, event.incarnation)
+                self.incarnations[worker] = event.incarnation
+                self.jobs[worker] = event.spec.job_id
+                if not event.superseded:
+                    self.joined_in[worker] = event.incarnation
+                self._changed(event.spec.job_id, event.generation)
+            case WorkerFailed() | WorkerLeft():
+                self.incarnations.pop(event.worker_id, None)
+                self._changed(event.job_id, event.generation)
+            case WorkerForgotten():
+                self.incarnations.pop(event.worker_id, None)
+            case BarrierArrived():
+                self.opened_at.setdefault((event.job_id, event.barrier_id, event.step), self.registered)
+            case BarrierReleased() | BarrierBroken():
+                self.opened_at.pop((event.job_id, event.barrier_id, event.step), None)
+            case _:
+                pass
+
+    def _changed(self, job: JobId, generation: int) -> None:
+        self.generations[job] = generation
+
+    def roster(self, job: JobId) -> set[WorkerId]:
+        return {worker for worker in self.incarnations if self.jobs[worker] == job}
+
+
+class Oracle:
+    def __init__(self) -> None:
+        self.account = Account()
+        self._calls: dict[str, ArriveAtBarrier] = {}
+        self._told: dict[str, str] = {}
+        self._incarnations: set[int] = set()
+        self._acknowledged_incarnation = 0
+        self._checkpoints: set[str] = set()
+        self._datasets: set[str] = set()
+        self.releases = 0
+        self.breaks = 0
+        self.stale = 0
+
+    # --- decisions ------------------------------------------------------------------------------------------
+
+    def decided(self, command: Command, events: Sequence[Event]) -> None:
+        self._must_be_current(command)
+        if isinstance(command, ArriveAtBarrier):
+            self._calls[command.call_id] = command
+        for event in events:
+            if isinstance(event, BarrierReleased):
+                self._check_release(event)
+            if isinstance(event, WorkerJoined):
+                must(
+                    event.incarnation > self._acknowledged_incarnation, f"I6: {event} repeats an incarnation"
+                )
+            self.account.take(event)
+
+    def _must_be_current(self, command: Command) -> None:
+        worker, incarnation = getattr(command, "worker_id", None), getattr(command, "incarnation", 0)
+        if worker is None:
+            return
+        current = self.account.incarnations.get(worker)
+        must(current is not None, f"I5: {worker} is no member, yet {command} took effect")
+        must(incarnation in (0, current), f"I5: {command} took effect; the incarnation is {current}")
+        generation = self.account.generations[self.account.jobs[worker]]
+        said = getattr(command, "generation", 0)
+        must(said in (0, generation), f"I5: {command} took effect; the generation is {generation}")
+
+    def refused(self, command: Command, refusal: Refused) -> None:
+        if not isinstance(refusal, Stale):
+            return
+        self.stale += 1
+        worker = getattr(command, "worker_id", None)
+        if worker is None or worker not in self.account.incarnations:
+            return
+        current = getattr(command, "incarnation", 0) in (0, self.account.incarnations[worker])
+        generation = self.account.generations[self.account.jobs[worker]]
+        current = current and getattr(command, "generation", 0) in (0, generation)
+        must(not current, f"I5: {worker} is up to date and was called stale: {refusal}")
+
+    # --- barriers -------------------------------------------------------------------------------------------
+
+    def _check_release(self, event: BarrierReleased) -> None:
+        self.releases += 1
+        key = (event.job_id, event.barrier_id, event.step)
+        must(len(set(event.arrived)) == len(event.arrived), f"I4: somebody counts twice in {event}")
+        for worker, call_id in zip(event.arrived, event.call_ids, strict=True):
+            call = self._calls[call_id]
+            must(
+                (call.worker_id, call.barrier_id, call.step) == (worker, *key[1:]),
+                f"I4: {call} is not for {event}",
+            )
+            must(
+                call_id not in self._told,
+                f"I4: {call_id} was told '{self._told.get(call_id)}', then counted again",
+            )
+            present = self.account.incarnations.get(worker)
+            must(
+                call.incarnation == present, f"I5: {call} counts in {event}, but the incarnation is {present}"
+            )
+            expected = call.expected
+            must(expected in (0, len(event.arrived)), f"I4: {call} expected {expected} in {event}")
+        opened_at = self.account.opened_at.get(key, self.account.registered)
+        if all(not self._calls[call_id].expected for call_id in event.call_ids):
+            early = [
+                worker
+                for worker in self.account.roster(event.job_id) - set(event.arrived)
+                if self.account.joined_in[worker] <= opened_at
+            ]
+            must(not early, f"I4: released before {early} had come: {event}")
+
+    def told(self, call: ArriveAtBarrier, outcome: Outcome) -> None:
+        """A caller is told how its barrier ended."""
+        word = _word(outcome)
+        before = self._told.setdefault(call.call_id, word)
+        must(before == word, f"I4: {call.call_id} was told '{before}' and then '{word}'")
+        self.breaks += word == "broken"
+        if word == "released":
+            must(
+                call.call_id in outcome.call_ids,
+                f"I4: {call} was released by {outcome}, which does not count it",
+            )
+
+    # --- plans ----------------------------------------------------------------------------------------------
+
+    def settled(self, cluster: Cluster, events: Iterable[Event]) -> None:
+        """After every batch, before it is written."""
+        kinds = (WorkerJoined, WorkerFailed, WorkerLeft, ShardsMoved, CheckpointCompleted)
+        changed = [event for event in events if isinstance(event, kinds)]
+        if not changed:
+            return
+        planned = {(e.job_id, e.dataset_id, e.epoch) for e in changed if isinstance(e, ShardsMoved)}
+        for key, entry in cluster.datasets.plans.items():
+            roster = sorted(self.account.roster(key[0]))
+            must(
+                list(entry.plan.workers) == roster,
+                f"{key} is planned for {entry.plan.workers}, not for {roster}",
+            )
+            sizes, done = shard_sizes(cluster.datasets.specs[key[1]]), cluster.datasets.done(key)
+            unfinished = done < sizes if done is not None else sizes > 0
+            owners = entry.plan.owners[unfinished]
+            if roster:
+                must(
+                    bool(((owners >= 0) & (owners < len(roster))).all()),
+                    f"{key}: an unfinished shard has no owner",
+                )
+                counts = entry.plan.counts(unfinished)
+                if key in planned:
+                    must(int(counts.max() - counts.min()) <= 1, f"{key} is uneven: {counts}")
+
+    # --- acknowledgements and crashes -----------------------------------------------------------------------
+
+    def acknowledged(self, command: Command, answer: Any) -> None:
+        if isinstance(answer, Registered):
+            self._acknowledged_incarnation = max(self._acknowledged_incarnation, answer.incarnation)
+        elif isinstance(command, NotifyCheckpoint) and command.status == "completed":
+            self._checkpoints.add(command.checkpoint_id)
+        elif isinstance(command, RegisterDataset):
+            self._datasets.add(command.spec.dataset_id)
+
+    def restarted(self, cluster: Cluster) -> None:
+        known = {c.checkpoint_id for c in cluster.checkpoints.records.values() if c.status == "completed"}
+        must(self._checkpoints <= known, f"I6: lost checkpoints {self._checkpoints - known}")
+        must(self._datasets <= set(cluster.datasets.specs), "I6: lost a dataset")
+        counted = cluster.membership.incarnation
+        must(counted >= self._acknowledged_incarnation, "I6: an incarnation would be given out again")
+        for outcome in cluster.barriers.ended.values():
+            for call_id in outcome.call_ids:
+                said = self._told.get(call_id, _word(outcome))
+                must(said == _word(outcome), f"I6: {call_id} was told otherwise than {outcome}")
+        self._rebuild(cluster)
+
+    def _rebuild(self, cluster: Cluster) -> None:
+        """The account goes back to what is durable, as the coordinator does."""
+        membership = cluster.membership
+        account = self.account = Account(registered=membership.incarnation)
+        for worker, member in membership.members.items():
+            account.jobs[worker] = member.spec.job_id
+            account.joined_in[worker] = member.seat
+            if member.present:
+                account.incarnations[worker] = member.incarnation
+        account.generations = dict(membership.job_generations)
+
+    def same(self, one: Cluster, other: Cluster) -> None:
+        must(one.compact() == other.compact(), "I6: the journal leads to another state than the one that was")
+
+
+def _word(outcome: Outcome) -> str:
+    return "released" if isinstance(outcome, BarrierReleased) else "broken"

@@ -1,0 +1,153 @@
+"""Two hundred small disasters, each decided by its seed, and proof that the simulator would notice a mistake.
+
+`STRATA_SIM_SEED=17` runs one seed, `STRATA_SIM_RUNS=5000` more of them; `python -m tests.sim --seed 17 --story`
+tells everything that happened in one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from strata.core.barriers import Barriers, OpenBarrier
+from strata.core.checkpoints import Checkpoints
+from strata.core.cluster import Cluster
+from strata.core.membership import Membership
+from strata.core.messages import CountersRestored, Event
+from tests.sim.coordinator import SimCoordinator
+from tests.sim.oracle import Violation
+from tests.sim.scenario import Result, SimulationFailed, simulate
+
+RUNS = int(os.environ.get("STRATA_SIM_RUNS", "200"))
+PER_TEST = 25
+ONE_SEED = os.environ.get("STRATA_SIM_SEED")
+
+
+def batches() -> list[range]:
+    if ONE_SEED is not None:
+        return [range(int(ONE_SEED), int(ONE_SEED) + 1)]
+    return [range(first, min(first + PER_TEST, RUNS)) for first in range(0, RUNS, PER_TEST)]
+
+
+@pytest.mark.parametrize("seeds", batches(), ids=lambda seeds: f"seeds-{seeds.start}-{seeds.stop - 1}")
+def test_nothing_is_lost_or_repeated_and_nobody_stale_is_heard(seeds: range) -> None:
+    results = [simulate(seed) for seed in seeds]
+    if len(seeds) == PER_TEST:
+        assert_interesting(results)
+
+
+def run_all(runs: int) -> None:
+    for seed in range(runs):
+        simulate(seed)
+
+
+def assert_interesting(results: list[Result]) -> None:
+    """A simulation in which nothing goes wrong proves nothing."""
+    assert sum(result.crashes for result in results) > 10
+    assert sum(result.breaks for result in results) > 50
+    assert sum(result.stale for result in results) > 50
+    assert sum(result.releases for result in results) > 200
+
+
+def test_one_seed_is_one_story() -> None:
+    assert simulate(7) == simulate(7)
+    assert simulate(7).fingerprint != simulate(8).fingerprint
+
+
+# --- would it notice? ---------------------------------------------------------------------------------------
+
+Patch = Callable[[type, str, Any], None]
+
+
+def no_incarnation_is_checked(patch: Patch) -> None:
+    admit = Membership.admit
+    patch(
+        Membership,
+        "admit",
+        lambda self, worker_id, *, incarnation, generation=0: admit(
+            self, worker_id, incarnation=0, generation=generation
+        ),
+    )
+
+
+def no_generation_is_checked(patch: Patch) -> None:
+    admit = Membership.admit
+    patch(
+        Membership,
+        "admit",
+        lambda self, worker_id, *, incarnation, generation=0: admit(self, worker_id, incarnation=incarnation),
+    )
+
+
+def barriers_open_one_short(patch: Patch) -> None:
+    opened = Barriers._opened
+
+    def short(*arguments: Any) -> OpenBarrier:
+        barrier = opened(*arguments)
+        return replace(barrier, expected=max(1, barrier.expected - 1))
+
+    patch(Barriers, "_opened", short)
+
+
+def retries_count_again(patch: Patch) -> None:
+    patch(Barriers, "_outcome_for", lambda *arguments: None)
+
+
+def losses_do_not_end_barriers(patch: Patch) -> None:
+    patch(Barriers, "decide_change", lambda *arguments, **named: iter(()))
+
+
+def newcomers_take_the_place_of_others(patch: Patch) -> None:
+    patch(OpenBarrier, "awaits", lambda self, member: True)
+
+
+def answers_do_not_wait_for_the_disk(patch: Patch) -> None:
+    write = SimCoordinator._write
+
+    def hasty(self: SimCoordinator, events: list[Event], answers: list[Callable[[], None]]) -> None:
+        self._answer(answers)
+        if self.cluster is not None:
+            write(self, events, [])
+
+    patch(SimCoordinator, "_write", hasty)
+
+
+def snapshots_forget_the_counters(patch: Patch) -> None:
+    compact = Cluster.compact
+
+    def forgetful(self: Cluster) -> list[Event]:
+        return [event for event in compact(self) if not isinstance(event, CountersRestored)]
+
+    patch(Cluster, "compact", forgetful)
+
+
+def progress_is_not_taken_from_checkpoints(patch: Patch) -> None:
+    patch(Checkpoints, "position", lambda self, job: None)
+
+
+MISTAKES = [
+    no_incarnation_is_checked,
+    no_generation_is_checked,
+    barriers_open_one_short,
+    retries_count_again,
+    losses_do_not_end_barriers,
+    newcomers_take_the_place_of_others,
+    answers_do_not_wait_for_the_disk,
+    snapshots_forget_the_counters,
+    progress_is_not_taken_from_checkpoints,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_the_simulator_would_notice(
+    mistake: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch.setattr)
+    with pytest.raises(SimulationFailed) as failure:
+        run_all(RUNS)
+    assert isinstance(failure.value.__cause__, Violation)
+    assert f"python -m tests.sim --seed {failure.value.seed} --story" in str(failure.value)

@@ -1,0 +1,382 @@
+"""A training process: it registers, meets the others, reads its shards, and saves what they trained together.
+
+Written as a generator that yields what it asks for, so that it can be stopped, frozen or killed between any two
+questions. A question is asked again until it is answered, under the same ids, as the real library does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from strata.core.checkpoints import data_commit
+from strata.core.cluster import Cluster
+from strata.core.ledger import DataCommit, RankRecord
+from strata.core.messages import (
+    DEFAULT_JOB,
+    ArriveAtBarrier,
+    BarrierReleased,
+    CheckpointId,
+    Command,
+    DatasetId,
+    DeregisterWorker,
+    InvalidArgument,
+    NotifyCheckpoint,
+    PlanEpoch,
+    Registered,
+    RegisterWorker,
+    Stale,
+    Unknown,
+    WorkerId,
+    WorkerSpec,
+)
+from tests.sim.coordinator import Query, Request, SimCoordinator
+from tests.sim.world import Network, World
+
+RETRY_S = 1.5
+HEARTBEAT_S = 0.6
+DATASET = DatasetId("d")
+
+Question = Command | Query | float
+"""What a process may wait for: an answer to a command or query, or some seconds."""
+Steps = Generator[Question, Any, Any]
+
+
+class Broken(Exception):
+    """The barrier ended without a release."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every worker of a simulation agrees on."""
+
+    total: int
+    epochs: int
+    samples_per_step: int
+    names_generation: bool
+    """Whether arrivals are bound to their generation."""
+    names_count: bool
+    """Whether barriers name how many they expect, or mean everyone."""
+    greets: bool
+    """Whether workers also meet at a barrier that knows neither step nor generation, newcomers among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    generation: int
+    rank: int
+    roster: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where training goes on from."""
+
+    step: int
+    commit: DataCommit
+    base: str
+
+
+class Fabric:
+    """What workers tell each other without the coordinator: the collective at the end of a step."""
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[int, str, WorkerId], RankRecord] = {}
+        self._commits: dict[tuple[int, str], DataCommit] = {}
+
+    def give(self, worker: WorkerId, topology: Topology, standing: Standing, record: RankRecord) -> None:
+        known = self._records.setdefault((topology.generation, standing.base, worker), record)
+        assert known == record, (
+            f"{worker} was given other samples within one generation: {known}, then {record}"
+        )
+
+    def gather(self, topology: Topology, standing: Standing) -> DataCommit:
+        """What they trained together: the same for each of them."""
+        step = (topology.generation, standing.base)
+        if step not in self._commits:
+            records = [self._records[(*step, worker)] for worker in topology.roster]
+            self._commits[step] = standing.commit.next(records, world_size=len(records))
+        return self._commits[step]
+
+
+class Process:
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        coordinator: SimCoordinator,
+        plan: Plan,
+        fabric: Fabric,
+        name: str,
+    ) -> None:
+        self.world, self.network, self.coordinator = world, network, coordinator
+        self.plan, self.fabric = plan, fabric
+        self.worker_id = WorkerId(name)
+        self.incarnation = 0
+        self.alive = True
+        self.leaving = False
+        self.replaced = False
+        """Another process has been started in its place: once it hears that it is out, it ends."""
+        self.finished = False
+        self._frozen: list[Callable[[], None]] | None = None
+        self._asked = 0
+        self._born = world.random.getrandbits(64)
+        self._steps = self._life()
+        world.tell(f"{name} starts")
+        world.after(0.0, lambda: self._resume(None))
+        world.after(HEARTBEAT_S, self._beat)
+
+    # --- being stopped, frozen and woken --------------------------------------------------------------------
+
+    def kill(self) -> None:
+        self.world.tell(f"{self.worker_id} is killed")
+        self.alive = False
+        if self.world.chance(0.8):  # Otherwise nobody notices, and only its silence tells.
+            worker, incarnation = self.worker_id, self.incarnation
+            drop = self.world.between(0.001, 0.1)
+            self.world.after(drop, lambda: self.coordinator.dropped(worker, incarnation))
+
+    def freeze(self) -> None:
+        if self._frozen is None:
+            self.world.tell(f"{self.worker_id} freezes")
+            self._frozen = []
+
+    def wake(self) -> None:
+        if self._frozen is not None:
+            self.world.tell(f"{self.worker_id} wakes")
+            backlog, self._frozen = self._frozen, None
+            for action in backlog:
+                self._act(action)
+
+    def flap(self) -> None:
+        """The stream drops under a process that is well, and comes back."""
+        worker, incarnation = self.worker_id, self.incarnation
+        self.world.tell(f"the stream of {worker} drops")
+        self.coordinator.dropped(worker, incarnation)
+        again = self.world.between(0.05, 1.2)
+        self.world.after(again, lambda: self._act(lambda: self._send_beat(connects=True)))
+
+    def _act(self, action: Callable[[], None]) -> None:
+        if not self.alive:
+            return
+        if self._frozen is not None:
+            self._frozen.append(action)
+        else:
+            action()
+
+    # --- asking ---------------------------------------------------------------------------------------------
+
+    def _resume(self, value: object) -> None:
+        def go() -> None:
+            try:
+                question = (
+                    self._steps.throw(value) if isinstance(value, Exception) else self._steps.send(value)
+                )
+            except StopIteration:
+                self.world.tell(f"{self.worker_id} has finished")
+                self.finished = True
+                self.alive = False
+                return
+            self._asked += 1
+            if isinstance(question, float):
+                self.world.after(question, lambda: self._resume(None))
+            else:
+                self._ask(question, self._asked)
+
+        self._act(go)
+
+    def _ask(self, what: Command | Query, number: int) -> None:
+        def answered(answer: object) -> None:
+            def hear() -> None:
+                if self._asked == number and not self.finished:
+                    self._asked += 1  # A second answer to the same question is ignored.
+                    self._resume(answer)
+
+            self._act(hear)
+
+        def again() -> None:
+            if self._asked == number:
+                self._ask(what, number)
+
+        request = Request(worker=self.worker_id, what=what, answer=answered)
+        self.network.send(self.worker_id, lambda: self.coordinator.receive(request))
+        self.world.after(RETRY_S * self.world.between(0.7, 1.3), lambda: self._act(again))
+
+    def _beat(self) -> None:
+        if self.alive:
+            self._act(lambda: self._send_beat(connects=False))
+            self.world.after(HEARTBEAT_S, self._beat)
+
+    def _send_beat(self, *, connects: bool) -> None:
+        if self.incarnation:
+            worker, incarnation = self.worker_id, self.incarnation
+            self.network.send(worker, lambda: self.coordinator.beat(worker, incarnation, connects=connects))
+
+    # --- the life of a worker -------------------------------------------------------------------------------
+
+    def _life(self) -> Steps:
+        registrations = 0
+        while True:
+            registrations += 1
+            spec = WorkerSpec(
+                worker_id=self.worker_id,
+                job_id=DEFAULT_JOB,
+                hostname="h",
+                port=1,
+                gpu_count=0,
+                memory_bytes=0,
+            )
+            reply = yield RegisterWorker(spec=spec, registration_id=f"{self._born}-{registrations}")
+            assert isinstance(reply, Registered)
+            self.incarnation = reply.incarnation
+            self._send_beat(connects=True)
+            try:
+                while not (yield from self._generation()) and not self.leaving:
+                    pass
+                reason = "scaled down" if self.leaving else "trained to the end"
+                yield DeregisterWorker(worker_id=self.worker_id, incarnation=self.incarnation, reason=reason)
+            except (Stale, Unknown) as refusal:
+                self.world.tell(f"{self.worker_id} hears that it is out: {refusal}")
+                if not self.replaced:
+                    yield 0.1
+                    continue
+            return
+
+    def _generation(self) -> Steps:
+        """Train until the members change. True when there is nothing left to train."""
+        if self.plan.greets:
+            yield self._arrival("hello", 0, generation=0, expected=0, timeout_s=2.0)
+        topology: Topology = yield self._topology
+        try:
+            yield from self._barrier("begin", topology.generation, topology)
+            standing: Standing = yield self._standing
+            while not self.leaving:
+                epoch = self._epoch(standing.commit)
+                if epoch is None:
+                    return True
+                yield PlanEpoch(
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    generation=topology.generation,
+                    dataset_id=DATASET,
+                    epoch=epoch,
+                )
+                standing = yield from self._step(standing, epoch, topology)
+        except (Broken, InvalidArgument):
+            yield self.world.between(0.01, 0.2)
+        except Stale:
+            yield 0.05  # Of this generation, perhaps of this incarnation: the next question tells.
+        return False
+
+    def _step(self, standing: Standing, epoch: int, topology: Topology) -> Steps:
+        spans: list[tuple[int, int]] = yield self._reading(epoch, topology)
+        record = RankRecord(dataset=DATASET, epoch=epoch, total=self.plan.total, rank=topology.rank)
+        for start, stop in spans:
+            record = record.with_span(start, stop)
+        yield self.world.between(0.0, 0.3)
+        self.fabric.give(self.worker_id, topology, standing, record)
+        yield from self._barrier("trained", standing.step, topology)
+        commit = self.fabric.gather(topology, standing)
+        base = f"g{topology.generation}-s{standing.step + 1}"
+        if topology.rank == 0:
+            yield from self._save(standing.step + 1, epoch, commit, base, topology)
+        yield from self._barrier("saved", standing.step, topology)
+        return Standing(step=standing.step + 1, commit=commit, base=base)
+
+    def _save(
+        self, step: int, epoch: int, commit: DataCommit, checkpoint_id: str, topology: Topology
+    ) -> Steps:
+        notice = NotifyCheckpoint(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            generation=topology.generation,
+            job_id=DEFAULT_JOB,
+            checkpoint_id=CheckpointId(checkpoint_id),
+            step=step,
+            epoch=epoch,
+            path=f"/c/{checkpoint_id}",
+            size_bytes=1,
+            status="in_progress",
+            tiers=(),
+            digest=checkpoint_id,
+            duration_s=0.0,
+            parent_id="",
+            data_json=json.dumps(commit.to_json()),
+            reason="",
+            metadata={},
+        )
+        yield notice
+        yield self.world.between(0.0, 0.2)
+        yield replace(notice, status="completed", tiers=("local",))
+
+    def _barrier(self, name: str, step: int, topology: Topology) -> Steps:
+        outcome = yield self._arrival(
+            name,
+            step,
+            generation=topology.generation if self.plan.names_generation else 0,
+            expected=len(topology.roster) if self.plan.names_count else 0,
+            timeout_s=6.0,
+        )
+        if not isinstance(outcome, BarrierReleased):
+            raise Broken
+        if set(outcome.arrived) != set(topology.roster):
+            raise Broken  # It met others than those it shares its generation with.
+
+    def _arrival(
+        self, name: str, step: int, *, generation: int, expected: int, timeout_s: float
+    ) -> ArriveAtBarrier:
+        return ArriveAtBarrier(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            generation=generation,
+            barrier_id=name,
+            step=step,
+            expected=expected,
+            call_id=f"{self.worker_id}-{self._born % 10_000}-{self._asked}",
+            timeout_s=timeout_s,
+        )
+
+    # --- questions ------------------------------------------------------------------------------------------
+
+    def _topology(self, cluster: Cluster) -> Topology:
+        member = cluster.membership.admit(self.worker_id, incarnation=self.incarnation)
+        roster = cluster.membership.roster(member.spec.job_id)
+        return Topology(
+            generation=cluster.membership.job_generations[member.spec.job_id],
+            rank=roster[self.worker_id],
+            roster=tuple(roster),
+        )
+
+    def _standing(self, cluster: Cluster) -> Standing:
+        latest = cluster.checkpoints.latest(DEFAULT_JOB)
+        if latest is None:
+            return Standing(step=0, commit=DataCommit(), base="none")
+        return Standing(
+            step=latest.step, commit=data_commit(latest.data_json), base=str(latest.checkpoint_id)
+        )
+
+    def _epoch(self, commit: DataCommit) -> int | None:
+        for epoch in range(self.plan.epochs):
+            if commit.coverage(DATASET, epoch).covered.size < self.plan.total:
+                return epoch
+        return None
+
+    def _reading(self, epoch: int, topology: Topology) -> Query:
+        """The next samples of this worker, according to the coordinator and to it alone."""
+
+        def ask(cluster: Cluster) -> list[tuple[int, int]]:
+            cluster.membership.admit(
+                self.worker_id, incarnation=self.incarnation, generation=topology.generation
+            )
+            spans, left = [], self.plan.samples_per_step
+            for shard in cluster.datasets.shards_of(self.worker_id, (DEFAULT_JOB, DATASET, epoch)):
+                start = shard.start + shard.done
+                stop = min(shard.stop, start + left)
+                if start < stop:
+                    spans.append((start, stop))
+                    left -= stop - start
+            return spans
+
+        return ask

@@ -176,6 +176,7 @@ class ElasticJob:
                 timeout_s=self.options.hang_timeout_s,
                 policy=self.options.hang_policy,
                 name=f"rank {self.rank} of job '{self.name}'",
+                before_end=self._link.flush_logs if self._link is not None else None,
             )
         return self
 

@@ -85,6 +85,9 @@ class CoordinatorLink:
             )
         )
 
+    def flush_logs(self) -> None:
+        self._orchestrator.flush_logs()
+
     def close(self, *, leave: bool) -> None:
         """Deliver what waits, for a few seconds; with `leave`, say goodbye."""
         self._closing = True

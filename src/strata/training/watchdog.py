@@ -15,6 +15,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 log = logging.getLogger("strata.training")
@@ -25,10 +27,14 @@ _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 
 
 class Watchdog:
-    def __init__(self, *, timeout_s: float, policy: Policy, name: str) -> None:
+    def __init__(
+        self, *, timeout_s: float, policy: Policy, name: str, before_end: Callable[[], None] | None = None
+    ) -> None:
+        """`before_end` runs before the process ends: the time to send the last words."""
         self._timeout_s = timeout_s
         self._policy = policy
         self._name = name
+        self._before_end = before_end
         self._alive_mono_s = time.monotonic()
         self._doing = "starting"
         self._main = threading.main_thread().ident
@@ -55,6 +61,9 @@ class Watchdog:
             self._tell(silent_s)
             if self._policy == "restart":
                 log.error("%s ends now, so that the job restarts from its last snapshot", self._name)
+                with suppress(Exception):  # Nothing may keep a hung process alive.
+                    if self._before_end is not None:
+                        self._before_end()
                 logging.shutdown()
                 os._exit(EXIT_HUNG)
 

@@ -214,6 +214,10 @@ class TrainingOrchestrator:
     def wait_connected(self, timeout_s: float = 30.0) -> bool:
         return self._session.connected.wait(timeout_s)
 
+    def flush_logs(self) -> None:
+        """Give log lines written just now a moment to go out, before the process ends in a hurry."""
+        self._wait(self._session.flush_logs())
+
     def deregister(self, reason: str = "") -> None:
         """Leave the fleet; shards go to the others at once."""
         self._wait(self._session.deregister(reason))

@@ -148,7 +148,7 @@ class SessionThread:
         registration = self.registration
         if registration is None or self.stale_reason:
             return
-        await self._flush_logs_before_leaving()
+        await self.flush_logs()
         request = pb.DeregisterWorkerRequest(
             worker_id=registration.assigned_id, incarnation=registration.incarnation, reason=reason
         )
@@ -347,7 +347,7 @@ class SessionThread:
                 future.set_exception(_stale(reason))
         _tell(self.on_stale, reason)
 
-    async def _flush_logs_before_leaving(self) -> None:
+    async def flush_logs(self) -> None:
         """Give lines written just before the end a moment to go out."""
         self._logs_sent.clear()
         self._wake.set()

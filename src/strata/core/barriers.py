@@ -316,7 +316,7 @@ def missing_members(barrier: OpenBarrier, membership: Membership) -> list[Worker
         if member.spec.job_id == job
         and worker_id not in barrier.arrived
         and barrier.awaits(member)
-        and (member.present or membership.failed_mono_s[worker_id] >= opened_mono_s)
+        and (member.present or membership.failed_mono_s[worker_id] > opened_mono_s)
     ]
 
 

@@ -492,4 +492,5 @@ def find_plan(
         keys = [k for k in keys if k[0] == job]
     if epoch is not None:
         keys = [k for k in keys if k[2] == epoch]
-    return keys[-1] if keys else None
+    read = [k for k in keys if cluster.membership.roster(k[0])]
+    return next(reversed(read or keys), None)

@@ -10,13 +10,21 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import orjson
 
 from strata.coordinator import codec
-from strata.core.messages import SOFT_EVENTS, Event, ShardsMoved, ValueDropped, ValueSwapped
+from strata.core.messages import (
+    SOFT_EVENTS,
+    BarrierBroken,
+    BarrierReleased,
+    Event,
+    ShardsMoved,
+    ValueDropped,
+    ValueSwapped,
+)
 
 ENTRIES_KEPT = 5_000
 COALESCE_S = 0.1
@@ -43,6 +51,8 @@ class Feed:
         for event in events:
             if isinstance(event, ShardsMoved):
                 self.publish("shards_moved", _moves_in_brief(event))
+            elif isinstance(event, BarrierReleased | BarrierBroken):
+                self.publish(_snake(codec.kind_of(event)), _outcome_in_brief(event))
             elif not isinstance(event, (*SOFT_EVENTS, ValueSwapped, ValueDropped)):
                 self.publish(_snake(codec.kind_of(event)), event)
 
@@ -134,6 +144,12 @@ def _moves_in_brief(event: ShardsMoved) -> dict[str, Any]:
         "reason": event.reason,
         "at_s": event.at_s,
     }
+
+
+def _outcome_in_brief(event: BarrierReleased | BarrierBroken) -> dict[str, Any]:
+    """How many came: thousands of names at every step would fill the ring, and the browsers' lines."""
+    brief = {f.name: getattr(event, f.name) for f in fields(event) if f.name not in ("arrived", "call_ids")}
+    return {**brief, "arrived": len(event.arrived)}
 
 
 def _snake(name: str) -> str:

@@ -78,8 +78,9 @@ def deaf(calls: Any) -> None:
             )
             yield pb.WorkerMessage(barrier=request)
 
-    calls.Session(messages())
+    held = calls.Session(messages())
     time.sleep(3600)
+    held.cancel()
 
 
 def _heartbeat(calls: Any) -> Any:
@@ -88,7 +89,8 @@ def _heartbeat(calls: Any) -> Any:
 
 def main() -> None:
     address, kind = sys.argv[1:]
-    with grpc.insecure_channel(address) as channel:
+    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
+    with grpc.insecure_channel(address, options=small_window) as channel:
         calls: Any = coordinator_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="flood", job_id="flood"))
         print("under way", flush=True)

@@ -64,6 +64,12 @@ def test_connections_over_the_limit_are_told_so_and_freed_ones_serve_again(small
         assert "max_workers" in hint
         again = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="a"), timeout=10)
         assert again.world_size == 3, "a worker that comes back needs no new place"
+        with channel(small.address) as own:
+            RawSession(own).hello("c").wait_for("welcome")
+        place = eventually(
+            lambda: _registered(calls, "d"), within_s=10, what="a failed worker's place is free"
+        )
+        assert place.world_size == 3
 
 
 def test_request_that_never_ends_is_given_up(shared: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +147,12 @@ def test_one_worker_cannot_take_up_every_barrier(shared: Coordinator) -> None:
 def test_session_that_does_not_read_is_ended_and_its_worker_failed(shared: Coordinator) -> None:
     with EventStream(shared.http_port) as events:
         with flooding(shared.address, "deaf"):
-            failed = events.wait_for("worker_failed", lambda e: e["worker_id"] == "flood", within_s=20)
-    assert failed.data["reason"]
+            joined = events.wait_for("worker_joined", lambda e: e["spec"]["worker_id"] == "flood")
+            number = joined.data["incarnation"]
+            failed = events.wait_for("worker_failed", lambda e: e["incarnation"] == number, within_s=60)
+    assert "connection dropped" in failed.data["reason"]
+    said = [entry["message"] for entry in shared.get("/api/logs?level=warn")]
+    assert "ending the session of 'flood', which does not read its messages" in said
 
 
 def test_flood_of_log_lines_is_dropped_counted_and_reported(shared: Coordinator) -> None:
@@ -181,6 +191,13 @@ def test_readers_of_events_that_do_not_read_cost_little(shared: Coordinator) -> 
     for wire in stalled:
         wire.close()
     assert grown_bytes < 40_000_000, f"{grown_bytes / 1e6:.0f} MB for twenty stalled readers"
+
+
+def _registered(calls: Any, name: str) -> Any:
+    try:
+        return calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id=name), timeout=10)
+    except grpc.RpcError:
+        return None
 
 
 def _connect(port: int, data: bytes = b"", *, receive_buffer_bytes: int = 0) -> socket.socket:

@@ -52,6 +52,8 @@ class WorkerSession:
 
     def push(self, message: pb.CoordinatorMessage) -> None:
         if len(self._outbox) >= OUTBOX_LIMIT:
+            if not self.over:
+                log.warning("ending the session of '%s', which does not read its messages", self.worker_id)
             self.end("it does not read its messages")
             return
         self._outbox.append(message)

@@ -75,6 +75,8 @@ class Streams:
             await refuse(context, error)
         writer = asyncio.create_task(self._write(session, context))
         reader = asyncio.create_task(self._read(session, context))
+        for task in (writer, reader):
+            task.add_done_callback(_look_at)
         try:
             await asyncio.wait({writer, reader, session.ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -215,3 +217,9 @@ class Streams:
         for item in progress.shards:
             key = (member.spec.job_id, DatasetId(item.dataset_id), int(item.epoch))
             self._engine.cluster.datasets.report(key, int(item.shard_id), int(item.samples_done))
+
+
+def _look_at(task: asyncio.Task[None]) -> None:
+    """gRPC's errors on a stream that is gone are no news, also when nobody is left to hear of them."""
+    if not task.cancelled():
+        task.exception()

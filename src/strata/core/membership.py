@@ -229,13 +229,15 @@ class Membership:
                     at_s=now.wall_s,
                 )
         limit_s = self.limits.forget_failed_after_s
-        for worker_id, failed_mono_s in list(self.failed_mono_s.items()):
+        crowded = len(self.members) - self.limits.max_workers * 9 // 10
+        for number, (worker_id, failed_mono_s) in enumerate(list(self.failed_mono_s.items())):
             if now.mono_s - failed_mono_s > limit_s:
-                yield WorkerForgotten(
-                    worker_id=worker_id,
-                    reason=f"failed more than {limit_s:.0f} s ago and did not come back",
-                    at_s=now.wall_s,
-                )
+                reason = f"failed more than {limit_s:.0f} s ago and did not come back"
+            elif number < crowded:
+                reason = "failed, and others need its place"
+            else:
+                continue
+            yield WorkerForgotten(worker_id=worker_id, reason=reason, at_s=now.wall_s)
 
     def _overdue(self, pulse: Pulse, now: Instant) -> str:
         if pulse.dropped_mono_s is not None:

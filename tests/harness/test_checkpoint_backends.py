@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ TRUSTED = CheckpointLoadConfig(trusted_source=True)
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> NVMeBackend:
-    return NVMeBackend(tmp_path)
+def backend(tmp_path: Path) -> Iterator[NVMeBackend]:
+    with NVMeBackend(tmp_path) as backend:
+        yield backend
 
 
 def test_a_checkpoint_is_a_file_that_any_pytorch_opens(backend: NVMeBackend, tmp_path: Path) -> None:
@@ -251,8 +253,7 @@ def test_loading_settings_have_safe_defaults() -> None:
 def test_a_full_disk_is_told_in_the_guides_words_and_what_was_there_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with small_tmpfs(tmp_path / "nvme", size_bytes=4 << 20) as folder:
-        backend = NVMeBackend(folder)
+    with small_tmpfs(tmp_path / "nvme", size_bytes=4 << 20) as folder, NVMeBackend(folder) as backend:
         backend.save(state_of(1), "a.pt")
         for save in (backend.save, lambda *args: backend.save_async(*args).result(30)):
             with pytest.raises(CheckpointSaveError) as caught:
@@ -274,8 +275,8 @@ def test_a_path_that_cannot_be_written_is_a_save_error(backend: NVMeBackend, tmp
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointSaveError, match=r"\[NVME\] Failed to save checkpoint"):
         backend.save(state_of(1), "file/a.pt")
-    with pytest.raises(CheckpointSaveError):
-        NVMeBackend(tmp_path / "file").save(state_of(1), "a.pt")
+    with NVMeBackend(tmp_path / "file") as other, pytest.raises(CheckpointSaveError):
+        other.save(state_of(1), "a.pt")
     with pytest.raises(CheckpointSaveError):
         backend.save(state_of(1), "../outside.pt")
 

@@ -41,6 +41,7 @@ def in_order(
     infos: Sequence[CheckpointInfo], files: Iterable[Candidate], tiers: Sequence[CheckpointTier]
 ) -> list[Candidate]:
     """`infos` as the engine would fall back to them."""
+    left = sorted(files, key=lambda file: file.step)
     ordered: list[Candidate] = []
     for _, same_step in itertools.groupby(infos, key=lambda info: info.step):
         copies = [
@@ -49,11 +50,10 @@ def in_order(
             for tier in tiers
             if tier.name in info.tiers
         ]
+        while left and left[-1].saved_at > max(copy.saved_at for copy in copies):
+            ordered.append(left.pop())
         ordered += sorted(copies, key=lambda copy: TIERS.index(copy.tier))
-    for file in sorted(files, key=lambda file: file.step):
-        place = next((n for n, other in enumerate(ordered) if other.saved_at < file.saved_at), len(ordered))
-        ordered.insert(place, file)
-    return ordered
+    return ordered + left[::-1]
 
 
 def files_in(store: Store, tier: CheckpointTier) -> list[Candidate]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from types import TracebackType
 from typing import Any, Self
@@ -82,7 +83,8 @@ class CheckpointManager:
         if config.s3_bucket:
             self.s3_backend = S3Backend(config.s3_bucket, config.s3_prefix, pending=self._pending)
             self._stores[CheckpointTier.S3] = opened(self.s3_backend)
-        self._names = StepNames(self._stores.get(CheckpointTier.NVME))
+        self._names = StepNames()
+        self._beginning = threading.Lock()
         self._engine = Engine(
             list(self._stores.values()),
             config.keep_last_n,
@@ -120,12 +122,14 @@ class CheckpointManager:
         return where(store, self._names.key_of(handle.checkpoint_id)) if store is not None else None
 
     def _begin(self, state: CheckpointState, tier: CheckpointTier) -> SaveHandle:
-        self._engine.author = Author(world_size=state.world_size)
-        while True:
-            try:
-                return self.memory_backend.begin_in([tier.name], state)
-            except SaveFailed:
-                continue  # An earlier one, told once by the engine and known to us already.
+        with self._beginning:
+            self._engine.author = Author(world_size=state.world_size)
+            self._names.store = self._stores.get(tier) if tier == CheckpointTier.NVME else None
+            while True:
+                try:
+                    return self.memory_backend.begin_in([tier.name], state)
+                except SaveFailed:
+                    continue  # An earlier one, told once by the engine and known to us already.
 
     def should_checkpoint(self, step: int, tier: CheckpointTier) -> bool:
         """Whether a checkpoint is due after this step; never before the first."""
@@ -180,6 +184,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Finish the saves under way, and give memory back. A manager that is not closed does so when it ends."""
         self._finalizer()
+        for backend in (self.nvme_backend, self.s3_backend):
+            if backend is not None:
+                backend.close()
 
     def __enter__(self) -> Self:
         return self

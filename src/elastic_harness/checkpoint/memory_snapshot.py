@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -50,7 +50,7 @@ class MemorySnapshotBackend:
         self.max_memory_mb = max_memory_mb
         self._pending = Pending()
         self._engine = CheckpointManager([], memory=memory)
-        weakref.finalize(self, close_quietly, self._engine)
+        self._end: Callable[[], object] = weakref.finalize(self, close_quietly, self._engine)
 
     @classmethod
     def over(
@@ -62,6 +62,7 @@ class MemorySnapshotBackend:
         backend.max_memory_mb = max_memory_mb
         backend._pending = pending
         backend._engine = engine
+        backend._end = lambda: None
         return backend
 
     def save(self, state: CheckpointState) -> None:
@@ -149,7 +150,8 @@ class MemorySnapshotBackend:
         }
 
     def close(self) -> None:
-        close_quietly(self._engine)
+        """Give memory back. A backend that is not closed does so when it ends."""
+        self._end()
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from elastic_harness.checkpoint.config import InvalidCheckpointConfig
 from elastic_harness.checkpoint.pending import Pending
@@ -64,7 +65,7 @@ class StorageBackend:
         self._plan: Plan | None = None
         self._staging = Staging(f"{os.getpid()}-{uuid.uuid4().hex}", images=1)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"{self.tier.lower()}-save")
-        weakref.finalize(self, _release, self._staging, self._threads)
+        self._finalizer = weakref.finalize(self, _release, self._staging, self._threads)
 
     @property
     def store(self) -> Store:
@@ -155,6 +156,18 @@ class StorageBackend:
             elif self._looks_whole(name):
                 kept += 1
         return removed
+
+    def close(self) -> None:
+        """Finish the saves under way, and give memory back. A backend that is not closed does so when it ends."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _newest_first(self) -> list[str]:
         """By the time they were saved, as far as their manifests tell, else as far as the place does."""

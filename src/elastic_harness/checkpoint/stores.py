@@ -67,9 +67,9 @@ class StepNames:
     """`checkpoint_step_00000500`, and with the checkpoint's id behind it where that name is taken already: a step that
     is trained again after going back. Decided when a save begins, so that its path is known then."""
 
-    def __init__(self, store: Store | None) -> None:
-        """`store` is the local one: asking it is quick."""
-        self._store = store
+    def __init__(self) -> None:
+        self.store: Store | None = None
+        """Where the save that begins next goes, if asking there is quick."""
         self._highest_step: int | None = None
         self._chosen: dict[CheckpointId, str] = {}
         self._lock = threading.Lock()
@@ -87,14 +87,14 @@ class StepNames:
 
     def _choose(self, step: int, checkpoint_id: CheckpointId) -> str:
         plain = step_stem(step, checkpoint_id)
-        if self._store is None:
+        if self.store is None:
             return plain
         try:
             if self._highest_step is None:
-                self._highest_step = _highest_step(self._store)
+                self._highest_step = _highest_step(self.store)
             is_new = step > self._highest_step
             self._highest_step = max(step, self._highest_step)
-            if is_new or self._store.stat(plain + SUFFIX) is None:
+            if is_new or self.store.stat(plain + SUFFIX) is None:
                 return plain
         except StoreError:
             return plain  # The save will say what is wrong.

@@ -276,7 +276,7 @@ class Trainer:
         first_save = min(
             saving.checkpoint_interval, saving.memory_snapshot_interval or saving.checkpoint_interval
         )
-        if self.job.recovery is None and before is not None and before.step >= first_save:
+        if not self.job.restored and before is not None and before.step >= first_save:
             raise TopologyChangeError.no_checkpoint()
 
     def _report(self, loss: torch.Tensor, norm: float | None) -> None:

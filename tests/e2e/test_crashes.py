@@ -58,6 +58,7 @@ def test_three_workers_add_gradients_in_the_same_order_after_a_crash(start_run: 
 
 def test_a_recovery_is_traced_by_phase_and_shown(start_run: StartRun) -> None:
     run = start_run(name="traced", workers=2, steps=100_000)
+    eventually(lambda: run.step > run.job.snapshot_every + 1, within_s=60, what="the first snapshot")
     run.hurt(["kill"], patience_s=120.0)
     api = run.coordinator.api
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,7 +48,8 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_job_restarts(start_run: 
     try:
         message = eventually(told, within_s=60, what="the watchdog's word")[0]
     finally:
-        os.kill(victim, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)
     assert "waits for other ranks" in message
     assert "Stacks:" in message
 

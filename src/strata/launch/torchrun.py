@@ -39,7 +39,8 @@ class TorchrunSpec:
     max_restarts: int = 1000
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self) -> list[str]:
+    def command(self, *, log_dir: Path | None = None) -> list[str]:
+        """Without `log_dir` torchrun makes a temporary folder, and leaves it behind when it is killed."""
         nodes = (
             str(self.min_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
         )
@@ -49,6 +50,7 @@ class TorchrunSpec:
             *(f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}"),
             *(f"--rdzv-id={self.run_id}", f"--rdzv-conf={rdzv_conf(self.rdzv_conf)}"),
             *("--local-addr=127.0.0.1", "--monitor-interval=0.1"),
+            *([f"--log-dir={log_dir}"] if log_dir is not None else []),
             *self.arguments,
         ]
 
@@ -65,7 +67,7 @@ class Agent:
         self.log = log
         with open(log, "ab") as output:
             self.process = subprocess.Popen(
-                spec.command(),
+                spec.command(log_dir=log.with_suffix(".torchrun")),
                 env=spec.variables(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -109,6 +109,9 @@ class ElasticJob:
         self.step = 0
         """Optimizer steps made, in this and all earlier lives of the job."""
         self.recovery: Recovery | None = None
+        """What this process's start made good, if it did."""
+        self.restored = False
+        """Whether training goes on from a checkpoint."""
         self.metrics: dict[str, float] = {}
         """Shown with this worker everywhere; `report` adds to it."""
         self._data = data
@@ -354,14 +357,15 @@ class ElasticJob:
         found = self._newest()
         offers = gather(_order(found))
         best = max(range(len(offers)), key=lambda r: (offers[r], -r))
-        if not any(offers[best]):
-            return
         state: dict[str, Any] | None = None
-        if best == self.rank:
-            state = self._load()
-        state = broadcast_state(state, source=best)
+        if any(offers[best]):
+            if best == self.rank:
+                state = self._load()
+            state = broadcast_state(state, source=best)
         if state is None:
+            self._describe_new_beginning()
             return
+        self.restored = True
         self._state.restore(state, rank=self.rank)
         self._ledger.restore(state["position"], lasting=state["lasting"])
         self.step = int(state["step"])
@@ -401,6 +405,19 @@ class ElasticJob:
             world_after=self.world_size,
             reasons=tuple(state["reasons"]),
         )
+
+    def _describe_new_beginning(self) -> None:
+        """A crash before the first snapshot is a recovery too: it costs what was made until then."""
+        before = self._tracer.before
+        if before is not None:
+            self.recovery = Recovery(
+                phases={},
+                resumed_step=0,
+                lost_steps=before.step,
+                tier="nowhere",
+                world_before=before.world_size,
+                world_after=self.world_size,
+            )
 
     # --- telling --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,170 @@
+"""Who may know whom: the imports of every module, read from its source, and what an import really loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src"
+
+PURE = {
+    "abc",
+    "bisect",
+    "collections",
+    "contextlib",
+    "dataclasses",
+    "enum",
+    "functools",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "numpy",
+    "operator",
+    "re",
+    "typing",
+}
+"""What the core may import: nothing that knows the time, chance, files, threads or the network."""
+
+OPTIONAL = ("torch", "fastapi", "uvloop", "obstore", "omegaconf", "pyarrow", "tokenizers", "aetcd", "ray")
+HEAVY = (*OPTIONAL, "grpc", "numpy", "pydantic")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that the source names, also inside functions and under TYPE_CHECKING."""
+    name, found = module_name(path), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            target = ".".join(filter(None, (base, node.module)))
+            # `from package import module` names the module; `from module import name` names the module itself.
+            found |= {
+                full if (SRC / Path(*full.split("."))).with_suffix(".py").exists() else target
+                for full in (f"{target}.{alias.name}" for alias in node.names)
+            }
+    return found
+
+
+MODULES = {module_name(path): imports(path) for path in sorted(SRC.rglob("*.py")) if "_pb2" not in path.name}
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def offenders(of: tuple[str, ...], knowing: tuple[str, ...]) -> list[str]:
+    return [
+        f"{module} imports {target}"
+        for module, targets in MODULES.items()
+        if within(module, *of)
+        for target in sorted(targets)
+        if within(target, *knowing)
+    ]
+
+
+def test_the_core_is_pure_and_knows_nobody() -> None:
+    found = [
+        f"{module} imports {target}"
+        for module, targets in MODULES.items()
+        if within(module, "strata.core")
+        for target in sorted(targets)
+        if target.split(".")[0] not in PURE | {"__future__"}
+        and not within(target, "strata.core", "strata.errors")
+    ]
+    assert not found
+
+
+def test_stores_know_only_the_errors() -> None:
+    others = {".".join(module.split(".")[:2]) for module in MODULES if module.startswith("strata.")}
+    assert offenders(("strata.stores",), tuple(others - {"strata.stores", "strata.errors"})) == []
+
+
+def test_strata_never_imports_what_is_built_on_it() -> None:
+    assert offenders(("strata",), ("elastic_harness", "dtruntime")) == []
+
+
+def test_what_runs_in_a_training_process_knows_no_coordinator() -> None:
+    parts = ("core", "stores", "rpc", "checkpoint", "data", "worker", "training", "rendezvous")
+    of = ("elastic_harness", "dtruntime", *(f"strata.{part}" for part in parts))
+    assert offenders(of, ("strata.coordinator", "strata.cli", "fastapi", "uvicorn", "starlette")) == []
+
+
+def test_the_coordinator_knows_no_worker_and_no_torch() -> None:
+    assert (
+        offenders(("strata.coordinator",), ("strata.worker", "strata.training", "strata.cli", "torch")) == []
+    )
+
+
+def test_only_commands_and_benchmarks_know_the_command_line() -> None:
+    others = tuple(
+        module
+        for module in MODULES
+        if module != "strata" and not within(module, "strata.cli", "strata.bench")
+    )
+    assert offenders(others, ("strata.cli",)) == []
+
+
+def test_the_compatible_names_hold_no_code_of_their_own() -> None:
+    assert set(MODULES) & {name for name in MODULES if within(name, "dtruntime")} == {"dtruntime"}
+    assert all(within(target, "strata", "__future__") for target in MODULES["dtruntime"])
+
+
+# --- what an import really loads ----------------------------------------------------------------------------
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["strata", "strata.checkpoint", "strata.stores", "strata.data", "elastic_harness", "strata.errors"],
+)
+def test_importing_a_package_loads_nothing_heavy(module: str) -> None:
+    assert loaded_by(f"import {module}") == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("strata.worker.orchestrator", {"fastapi", "torch", "obstore"}),
+        ("strata.coordinator.server", {"torch", "obstore", "pyarrow", "tokenizers"}),
+        ("strata.cli.main", {"torch", "fastapi", "grpc", "obstore"}),
+    ],
+)
+def test_each_process_loads_only_what_it_needs(module: str, unwanted: set[str]) -> None:
+    assert not loaded_by(f"import {module}") & unwanted
+
+
+def test_public_names_load_where_optional_packages_are_missing() -> None:
+    """As on a machine that has none of them."""
+    block = f"""
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {OPTIONAL!r}:
+            raise ModuleNotFoundError(f"No module named '{{name}}'", name=name)
+sys.meta_path.insert(0, Missing())
+import strata, strata.checkpoint, strata.stores, strata.data
+strata.CheckpointManager, strata.DatasetRegistry, strata.TrainingOrchestrator, strata.ShardManager
+strata.AsyncCheckpointWriter, strata.StorageBackend
+"""
+    assert loaded_by(block) & set(OPTIONAL) == set()

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import threading
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
+from strata.coordinator import sampling
+from strata.core.messages import InvalidArgument
+from strata.rpc import coordinator_pb2 as pb
+from tests.service.clients import stub
 from tests.service.quiet import state
 from tests.support import Coordinator
 
@@ -192,6 +200,65 @@ def test_unknown_ids_are_not_found(shared: Coordinator) -> None:
     status, answer = post_raw(shared, "/api/tasks", json.dumps({**TASK, "dataset_id": "nothing"}).encode())
     assert (status, answer["code"]) == (404, "not_found")
     assert state(shared) == before
+
+
+def test_paths_that_cannot_be_counted_are_refused(shared: Coordinator, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "garbage.parquet").write_bytes(os.urandom(1_000))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    before = state(shared)
+    for path, kind in (
+        ("/nowhere/at/all", "parquet"),
+        ("/proc", "jsonl"),
+        ("/dev/zero", "jsonl"),
+        ("/dev/urandom", "text"),
+        (str(tmp_path / "pipe.jsonl"), "jsonl"),
+        (str(tmp_path / "garbage.parquet"), "parquet"),
+        (str(tmp_path / "loop"), "jsonl"),
+        ("x" * 4_000, "jsonl"),
+        ("s3://", "jsonl"),
+        ("s3://no-such-bucket.invalid/x", "jsonl"),
+        (str(tmp_path), "no such format"),
+    ):
+        body = json.dumps({"dataset_id": "e", "path": path, "format": kind}).encode()
+        status, answer = post_raw(shared, "/api/datasets", body)
+        assert 400 <= status < 500, f"{path[:80]}: {answer}"
+        assert explained(answer), path[:80]
+    assert state(shared) == before
+    assert _no_traceback(shared)
+
+
+def test_previews_of_what_cannot_be_shown_are_refused(shared: Coordinator) -> None:
+    with stub(shared.address) as calls:
+        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="viewer", job_id="preview"))
+        for meta in ({}, {"seq_length": "many"}, {"seq_length": "-1"}):
+            body = {**PLAIN, "dataset_id": f"tokens-{meta}", "format": "tokens", "metadata": meta}
+            assert shared.post("/api/datasets", body)[0] == 201
+            status, answer = _get(shared, f"/api/datasets/{quote(str(body['dataset_id']))}/preview")
+            assert status == 422
+            assert explained(json.loads(answer))
+        for at in (float("nan"), float("inf"), -1e300, 1e300):
+            position = pb.WorkerStatus(metrics={"data_position": at}, current_epoch=2**53)
+            calls.Heartbeat(pb.HeartbeatRequest(worker_id="viewer", status=position))
+            status, answer = _get(shared, "/api/datasets/d/preview?worker_id=viewer")
+            assert status == 422
+            assert explained(json.loads(answer))
+        assert _get(shared, "/api/datasets/d/preview?worker_id=nobody")[0] == 404
+        calls.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="viewer"))
+    assert _no_traceback(shared)
+
+
+async def test_slow_files_hold_up_neither_callers_nor_each_other_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampling, "PATIENCE_S", 0.2)
+    release = threading.Event()
+    for _ in range(sampling.AT_ONCE + 1):  # One more than there are places: it is not even begun.
+        with pytest.raises(InvalidArgument, match="could not be read within"):
+            await sampling._apart(release.wait)
+    assert sum(t.name == "sampling" for t in threading.enumerate()) == sampling.AT_ONCE
+    release.set()
+    assert await sampling._apart(lambda: "the places are free again") == "the places are free again"
 
 
 def test_same_dataset_is_fine_and_a_different_one_a_conflict(shared: Coordinator) -> None:

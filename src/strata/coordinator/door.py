@@ -132,6 +132,15 @@ def install_error_handlers(app: FastAPI) -> None:
         headers = dict(error.headers) if error.headers else None
         return json_response(body.model_dump(), status=error.status_code, headers=headers)
 
+    @app.exception_handler(Exception)
+    async def our_fault(request: Request, error: Exception) -> Response:
+        body = ErrorBody(
+            code="internal",
+            message="The coordinator made a mistake; nothing was changed.",
+            hint="Its log has the details. Please report it.",
+        )
+        return json_response(body.model_dump(), status=500)
+
     @app.exception_handler(RecursionError)
     async def too_deep(request: Request, error: Exception) -> Response:
         body = ErrorBody(

@@ -1,16 +1,20 @@
 """Looking at a dataset's files on behalf of the API: how many samples there are, and what some look like.
 
-Files are read on threads, a few at a time, never on the event loop. Which samples a worker is at is a question to
-the state; reading and shortening them is `strata.data`'s work.
+Files are read on threads, a few at a time, never on the event loop, and nobody waits for them for ever: not the
+caller, and not a coordinator that stops. Which samples a worker is at is a question to the state; reading and
+shortening them is `strata.data`'s work.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -25,7 +29,12 @@ POSITION = "data_position"
 TOKEN_FORMATS = ("tokens", "token-index")
 TOKENS_SHOWN = 128
 
+PATIENCE_S = 20.0
+COUNT_HINT = "Give total_samples when only the workers can see the files, or when counting takes long."
+PREVIEW_HINT = "A preview needs a path that the coordinator can see."
+
 _gate = asyncio.Semaphore(AT_ONCE)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +61,41 @@ async def count_samples(
     """The number of samples, and the files they are in where this process can see them."""
     if total_samples is not None:
         return total_samples, ()
-    async with _gate:
-        return await asyncio.to_thread(_count, path, format)
+    return await _apart(_count, path, format)
+
+
+async def _apart(work: Callable[..., T], *arguments: object) -> T:
+    """Run `work` on a thread that can be left behind; its place is free again when it has really ended."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[T] = loop.create_future()
+
+    def end(result: T | None, error: Exception | None) -> None:
+        _gate.release()
+        if ended.done():
+            return
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(cast(T, result))
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work(*arguments)
+        except Exception as error:
+            failure = error
+        with suppress(RuntimeError):  # The loop is gone: nobody waits any more.
+            loop.call_soon_threadsafe(end, result, failure)
+
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await _gate.acquire()
+            threading.Thread(target=run, name="sampling", daemon=True).start()
+            return await ended
+    except TimeoutError:
+        raise InvalidArgument(
+            "path", f"could not be read within {PATIENCE_S:.0f} s.", hint=COUNT_HINT
+        ) from None
 
 
 def _count(path: str, format: str) -> tuple[int, tuple[FileSpan, ...]]:
@@ -65,8 +107,9 @@ def _count(path: str, format: str) -> tuple[int, tuple[FileSpan, ...]]:
     try:
         found = discover(path, format)
     except DataError as error:
-        hint = error.hint or "Give total_samples when only the workers can see the files."
-        raise InvalidArgument("path", error.message, hint=hint) from error
+        raise InvalidArgument("path", error.message, hint=error.hint or COUNT_HINT) from error
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("path", f"cannot be read: {error}.", hint=COUNT_HINT) from error
     spans = tuple(FileSpan(path=file.path, samples=file.samples) for file in found.files)
     return found.total, spans
 
@@ -81,8 +124,7 @@ class Previews:
         self, cluster: Cluster, spec: DatasetSpec, worker_id: WorkerId | None, limit: int
     ) -> PreviewView:
         epoch, shard_id, indices = whereabouts(cluster, spec, worker_id, limit)
-        async with _gate:
-            samples = await asyncio.to_thread(self._read, spec, indices)
+        samples = await _apart(self._read, spec, indices)
         return PreviewView(
             dataset_id=spec.dataset_id,
             worker_id=worker_id,
@@ -101,11 +143,9 @@ class Previews:
             reader = self._reader(spec)
             return preview(reader.read([i for i in indices if i < len(reader)]))
         except (DataError, TokenDataError) as error:
-            raise InvalidArgument(
-                "dataset",
-                error.message,
-                hint=error.hint or "A preview needs a path that the coordinator can see.",
-            ) from error
+            raise InvalidArgument("dataset", error.message, hint=error.hint or PREVIEW_HINT) from error
+        except (OSError, ValueError) as error:
+            raise InvalidArgument("dataset", f"cannot be read: {error}.", hint=PREVIEW_HINT) from error
 
     def _reader(self, spec: DatasetSpec) -> Reader:
         from strata.data.reader import DatasetReader
@@ -153,9 +193,9 @@ def whereabouts(
         return 0, None, _in_order(spec, 0, 0, limit)
     cluster.membership.admit(worker_id, incarnation=0)
     report = cluster.membership.reports.get(worker_id)
-    if report is not None and POSITION in report.metrics:
-        at = int(report.metrics[POSITION])
-        return report.epoch, None, _in_order(spec, report.epoch, at, limit)
+    at = report.metrics.get(POSITION, math.nan) if report is not None else math.nan
+    if report is not None and math.isfinite(at):
+        return report.epoch, None, _in_order(spec, report.epoch, int(at), limit)
     job = cluster.membership.members[worker_id].spec.job_id
     epochs = cluster.datasets.epochs(job, spec.dataset_id)
     if not epochs:

@@ -112,6 +112,27 @@ def test_impossible_numbers_are_refused_and_change_nothing(
         assert manager.all_checkpoints() == []
 
 
+def test_a_tier_that_is_not_there_is_refused(folder: Path, memory: Memory) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        with pytest.raises(InvalidSave, match="no tier S3"):
+            manager.save(small_state(1), step=1, tiers=["S3"])
+        with pytest.raises(InvalidSave, match="Bytes are kept in stores"):
+            manager.save(b"data", step=1, tiers=["MEMORY"])
+        assert manager.wait_pending(0)
+
+
+def test_an_error_in_the_block_leaves_the_memory_tier_to_the_next_process(memory: Memory) -> None:
+    def crash() -> None:
+        with CheckpointManager([], memory=memory) as manager:
+            manager.save(small_state(5), step=5)
+            raise RuntimeError("a peer was lost")
+
+    with pytest.raises(RuntimeError, match="peer"):
+        crash()
+    with CheckpointManager([], memory=memory) as manager:
+        assert_is_step(manager.load(), 5)
+
+
 def test_a_closed_manager_says_so(folder: Path, memory: Memory) -> None:
     manager = CheckpointManager(folder, memory=memory)
     manager.close()

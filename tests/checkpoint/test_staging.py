@@ -212,6 +212,19 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         staging.open()
 
 
+def test_an_interrupted_wait_for_an_image_leaves_nothing_pending(folder: Path, job: str) -> None:
+    with CheckpointManager(folder, memory=Memory(job=job, images=1)) as manager:
+        staging = manager._images()
+        held = staging.acquire(prepare(small_state(1), None).plan, timeout_s=0)
+        assert held is not None
+        threading.Timer(0.1, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(small_state(1), step=1)
+        assert manager.wait_pending(0)
+        staging.release(held)
+        manager.save(small_state(2), step=2).result(30)
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 101])
 def test_a_job_name_cannot_lead_elsewhere(name: str) -> None:
     with pytest.raises(ValueError, match="job"):

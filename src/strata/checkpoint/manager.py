@@ -33,16 +33,16 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from strata.checkpoint.catalog import Catalog
 from strata.checkpoint.cleaning import remove_orphans, remove_superseded
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
-from strata.checkpoint.events import CheckpointInfo, Observer, SaveHandle
+from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
 from strata.checkpoint.history import Line
 from strata.checkpoint.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.naming import Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.payloads import ByteBudget, BytesPayload
 from strata.checkpoint.pipeline import Payload, Pipeline, Policy, Save
 from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, restore
-from strata.errors import MissingDependency, StrataError
+from strata.errors import MissingDependency
 from strata.stores import open_store, store_from_env
-from strata.stores.protocol import NoSpace, Store, StoreError
+from strata.stores.protocol import Store, StoreError
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("strata.checkpoint")
 
 Place: TypeAlias = "str | os.PathLike[str] | Store"
-_MANIFEST_ROOM_BYTES = 1 << 20
 _BYTES_UNDER_WAY = 2 << 30
 
 
@@ -144,9 +143,9 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
 
-        `position` is the data position that belongs to the state. `tiers` limits the save to some of the tiers, by
-        name: `["MEMORY"]` makes a snapshot that outlives the process but not the machine. With `on_error='fail'`, a
-        failure of an earlier save is raised here.
+        `position` is the data position that belongs to the state. `tiers` limits the save to some of the stores, by
+        their tiers' names; `["MEMORY"]` is for none of them and makes a snapshot that outlives the process but not the
+        machine. With `on_error='fail'`, a failure of an earlier save is raised here.
         """
         begun_s = time.monotonic()
         self._check_open()
@@ -160,24 +159,29 @@ class CheckpointManager:
         draft = self._draft(step, epoch, staged.format, metadata or {}, position)
         save = Save(
             draft=draft,
-            stores=tuple(c.store for c in self._catalogs if tiers is None or c.store.tier in tiers),
+            stores=self._stores_for(tiers),
             key=payload_key(self._stem(step, draft.checkpoint_id), staged.format),
             size_bytes=staged.size_bytes,
             handle=SaveHandle(draft.checkpoint_id, step),
             begun_s=begun_s,
         )
-        with self._lock:
-            self._pending[draft.checkpoint_id] = save.handle
+        if staged.format == BYTES and not save.stores:
+            raise InvalidSave("Bytes are kept in stores, and this save is for none.")
+        self._await(save.handle)
         try:
-            self._check_room(save)
+            self._pipeline.check_room(save)
             self._continue_line(save)
             save.payload, fill = staged.make()
         except SaveSkipped as skipped:
             log.warning("step %d: %s", step, skipped)
             self._ended(save, None)
             save.handle.future.set_exception(skipped)
-        except (StrataError, OSError) as error:
+        except Exception as error:
             self._pipeline.give_up(save, error)
+        except BaseException as error:  # Interrupted while it waited for an image.
+            self._ended(save, None)
+            save.handle.future.set_exception(error)
+            raise
         else:
             save.handle.copied = save.payload.wait
             save.size_bytes = len(save.payload.view)
@@ -307,13 +311,33 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            # After an error this process will be started again, and finds its newest snapshot in memory.
+            self.close(keep_memory=error is not None)
         except SaveFailed:
             if error is None:
                 raise
             log.exception("a checkpoint had failed as well")
 
     # The parts of a save
+
+    def _stores_for(self, tiers: Sequence[str] | None) -> tuple[Store, ...]:
+        stores = tuple(catalog.store for catalog in self._catalogs)
+        if tiers is None:
+            return stores
+        if unknown := set(tiers) - {MEMORY, *(store.tier for store in stores)}:
+            raise InvalidSave(f"There is no tier {', '.join(sorted(unknown))} here.")
+        return tuple(store for store in stores if store.tier in tiers)
+
+    def _await(self, handle: SaveHandle) -> None:
+        """Count a save as under way until its handle has an outcome."""
+
+        def forget(_: object) -> None:
+            with self._lock:
+                self._pending.pop(handle.checkpoint_id, None)
+
+        with self._lock:
+            self._pending[handle.checkpoint_id] = handle
+        handle.future.add_done_callback(forget)
 
     def _stage_bytes(self, data: bytes | bytearray | memoryview) -> _Staged:
         size_bytes = len(memoryview(data).cast("B"))
@@ -374,29 +398,6 @@ class CheckpointManager:
             generation=self.author.generation,
             author=self.author.worker,
         )
-
-    def _check_room(self, save: Save) -> None:
-        """Leave out the stores that have no room; with none left, the save ends before it has begun."""
-        roomy = []
-        for store in save.stores:
-            free_bytes = store.free_bytes()
-            if free_bytes is None or free_bytes >= save.size_bytes + _MANIFEST_ROOM_BYTES:
-                roomy.append(store)
-                continue
-            error = NoSpace(
-                f"{save.size_bytes / 1e6:.1f} MB are needed and {free_bytes / 1e6:.1f} MB are free.",
-                tier=store.tier,
-                key=save.key,
-                hint="Remove old checkpoints (df -h shows the space), or keep fewer (keep_count).",
-                reason=f"No space left on device ({save.size_bytes / 1e6:.1f} MB needed, {free_bytes / 1e6:.1f} MB free).",
-                required_bytes=save.size_bytes,
-                available_bytes=free_bytes,
-            )
-            save.failures.append(save.failed(error, store))
-            log.warning("%s", save.failures[-1])
-        if save.stores and not roomy:
-            raise save.failures.pop()
-        save.stores = tuple(roomy)
 
     def _continue_line(self, save: Save) -> None:
         """Give the save its place in the history."""
@@ -471,7 +472,6 @@ class CheckpointManager:
 
     def _ended(self, save: Save, error: SaveFailed | None) -> None:
         with self._lock:
-            self._pending.pop(save.draft.checkpoint_id, None)
             if self._line is not None:
                 self._line.retract(save.draft, tiers=[tier for tier, _ in save.places])
             if error is not None and self._policy.on_error != "warn":

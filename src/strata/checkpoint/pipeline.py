@@ -26,9 +26,11 @@ from strata.checkpoint.manifest import Manifest, Part, TensorEntry
 from strata.checkpoint.naming import Stem
 from strata.checkpoint.payloads import FilePayload
 from strata.checkpoint.publish import publish
-from strata.stores.protocol import Store
+from strata.stores.protocol import NoSpace, Store, StoreError
 
 log = logging.getLogger("strata.checkpoint")
+
+_MANIFEST_ROOM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,8 @@ class Save:
 
     def failed(self, error: Exception, store: Store | None = None) -> SaveFailed:
         """The error as one of this save: on its way to a store, or before any."""
+        if store is None and isinstance(error, StoreError):
+            store = next((known for known in self.stores if known.tier == error.tier), None)
         return SaveFailed.because(
             error,
             tier=store.tier if store is not None else MEMORY,
@@ -135,6 +139,30 @@ class Pipeline:
             for store in stores
         }
         self._stopping = threading.Event()
+
+    def check_room(self, save: Save) -> None:
+        """Leave out the stores that have no room; with none left, raise before the save has begun."""
+        roomy = []
+        for store in save.stores:
+            free_bytes = store.free_bytes()
+            if free_bytes is None or free_bytes >= save.size_bytes + _MANIFEST_ROOM_BYTES:
+                roomy.append(store)
+                continue
+            numbers = f"{save.size_bytes / 1e6:.1f} MB needed, {free_bytes / 1e6:.1f} MB free"
+            error = NoSpace(
+                f"There is not enough room: {numbers}.",
+                tier=store.tier,
+                key=save.key,
+                hint="Remove old checkpoints (df -h shows the space), or keep fewer (keep_count).",
+                reason=f"No space left on device ({numbers}).",
+                required_bytes=save.size_bytes,
+                available_bytes=free_bytes,
+            )
+            save.failures.append(save.failed(error, store))
+            log.warning("%s", save.failures[-1])
+        if save.stores and not roomy:
+            raise save.failures.pop()
+        save.stores = tuple(roomy)
 
     def submit(self, save: Save) -> None:
         """Begin to move a save whose payload is being filled."""

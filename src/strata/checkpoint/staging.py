@@ -40,6 +40,7 @@ SHARED_MEMORY = Path("/dev/shm")
 MARK_NAME = "mark.json"
 OWNER_NAME = "owner"
 GRACE_S = 600.0
+LONG_GRACE_S = 3600.0
 _numbers = itertools.count()  # Two managers of one process have images of their own.
 
 
@@ -446,13 +447,16 @@ def _owner() -> Process:
 
 
 def _job_is_dead(job: Path, grace_s: float) -> bool:
+    """Whether nobody will come back for a job's images: its processes are gone and so is its owner, or they are long
+    gone although the owner lives (the rank they belonged to is on another machine now)."""
     try:
         owner_is_gone = Process.parse((job / OWNER_NAME).read_text()).is_gone()
     except (OSError, ValueError):
         owner_is_gone = True
-    folders = [folder for folder in job.iterdir() if folder.is_dir()]
-    newest_s = max((path.stat().st_mtime for path in [job, *job.rglob("*")]), default=0.0)
-    return owner_is_gone and all(map(_is_left, folders)) and time.time() - newest_s > grace_s
+    if not all(_is_left(folder) for folder in job.iterdir() if folder.is_dir()):
+        return False
+    newest_s = max(path.stat().st_mtime for path in [job, *job.rglob("*")])
+    return time.time() - newest_s > (grace_s if owner_is_gone else LONG_GRACE_S)
 
 
 def _is_left(folder: Path) -> bool:

@@ -34,8 +34,8 @@ class Removed:
 
 
 def remove_chosen(store: Store, chosen: list[str], *, force: bool = False) -> list[Removed]:
-    """Remove checkpoints by step or id, and files without a manifest by name: the manifest first, so that a half-removed
-    one is never found. Others are verified until one is found whole; if there is none, `LastGood` is raised, unless
+    """Remove checkpoints by step, id or file name, and files without a manifest by name: the manifest first, so that a
+    half-removed one is never found. Others are verified until one is found whole; if there is none, `LastGood` is raised, unless
     `force`."""
     entries, files = _meant(store, chosen)
     ids = {entry.manifest.checkpoint_id for entry in entries}
@@ -68,11 +68,7 @@ def _meant(store: Store, chosen: list[str]) -> tuple[list[Entry], dict[str, int]
     entries: list[Entry] = []
     files: dict[str, int] = {}
     for name in dict.fromkeys(chosen):
-        fitting = [
-            e
-            for e in listed
-            if name == e.manifest.checkpoint_id or (name.isdecimal() and int(name) == e.manifest.step)
-        ]
+        fitting = [entry for entry in listed if _is_meant(entry, name)]
         if name in plain:
             files[name] = plain[name]
         elif fitting:
@@ -80,3 +76,10 @@ def _meant(store: Store, chosen: list[str]) -> tuple[list[Entry], dict[str, int]
         else:
             raise CheckpointNotFound(f"There is no checkpoint '{name}' in {store.url}. Nothing was removed.")
     return entries, files
+
+
+def _is_meant(entry: Entry, name: str) -> bool:
+    manifest = entry.manifest
+    if name.isdecimal() and int(name) == manifest.step:
+        return True
+    return name in (manifest.checkpoint_id, entry.key, *(part.key for part in manifest.parts))

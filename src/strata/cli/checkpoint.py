@@ -57,17 +57,15 @@ def ls(place: Place, json: AsJson = False) -> None:
         table = [
             (
                 "-" if row["step"] is None else row["step"],
-                row["id"],
+                row["path"].rpartition("/")[2],
                 row["format"],
                 size(row["size_bytes"]),
-                row["world_size"],
-                row["generation"],
+                "-" if row["world_size"] is None else row["world_size"],
                 ago(row["created_at"]),
-                row["path"],
             )
             for row in rows
         ]
-        columns = (">STEP", "ID", "FORMAT", ">SIZE", ">WORLD", ">GENERATION", ">MADE", "PATH")
+        columns = (">STEP", "FILE", "FORMAT", ">SIZE", ">WORLD", ">MADE")
         print_table(columns, table, empty=f"There are no checkpoints in {place}.")
         for problem in listing.problems:
             say_error(StrataError(problem))
@@ -144,7 +142,7 @@ def rm(
     place: Place,
     chosen: Annotated[
         list[str],
-        typer.Argument(help="Steps, ids, or names of files without a manifest.", show_default=False),
+        typer.Argument(help="Steps, ids or file names.", show_default=False),
     ],
     force: Annotated[
         bool, typer.Option("--force", help="Also if nothing that is whole would be left.")

@@ -51,6 +51,11 @@ def shards(**values: Any) -> pb.GetDataShardRequest:
     return pb.GetDataShardRequest(**{"worker_id": "known", "dataset_id": "d", **values})
 
 
+def recovery(**values: Any) -> pb.ReportRecoveryRequest:
+    plain = {"worker_id": "known", "phases_s": {"detect": 1.0}, "tier": "memory"}
+    return pb.ReportRecoveryRequest(**{**plain, **values})
+
+
 MANY = {str(n): "" for n in range(65)}
 
 INVALID = {
@@ -108,6 +113,22 @@ INVALID = {
         "Heartbeat",
         beat(resources=pb.ResourceUsage(gpu_usage=[pb.GpuUsage(utilization_percent=float("nan"))])),
     ),
+    "too many metrics": (
+        "Heartbeat",
+        beat(status=pb.WorkerStatus(metrics={str(n): 1.0 for n in range(100)})),
+    ),
+    "10 MB metric name": ("Heartbeat", beat(status=pb.WorkerStatus(metrics={HUGE: 1.0}))),
+    "empty key": ("SwapValue", pb.SwapValueRequest(key="")),
+    "10 MB key": ("SwapValue", pb.SwapValueRequest(key=HUGE)),
+    "10 MB value": ("SwapValue", pb.SwapValueRequest(key="k", value=HUGE.encode())),
+    "NaN phase": ("ReportRecovery", recovery(phases_s={"detect": float("nan")})),
+    "infinite phase": ("ReportRecovery", recovery(phases_s={"detect": float("inf")})),
+    "negative phase": ("ReportRecovery", recovery(phases_s={"detect": -1.0})),
+    "10 MB phase name": ("ReportRecovery", recovery(phases_s={HUGE: 1.0})),
+    "too many phases": ("ReportRecovery", recovery(phases_s={str(n): 1.0 for n in range(1_000)})),
+    "resumed step": ("ReportRecovery", recovery(resumed_step=BIGGEST)),
+    "10 MB tier": ("ReportRecovery", recovery(tier=HUGE)),
+    "10 MB recovery reason": ("ReportRecovery", recovery(reason=HUGE)),
     "10 MB reason": ("DeregisterWorker", pb.DeregisterWorkerRequest(worker_id="known", reason=HUGE)),
 }
 

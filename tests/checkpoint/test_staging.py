@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from strata.checkpoint import CheckpointError, CheckpointManager, Memory, MemoryLimitExceeded, SaveFailed
+from strata.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    Memory,
+    MemoryLimitExceeded,
+    Policy,
+    SaveFailed,
+)
 from strata.checkpoint.identity import Process, this_process
 from strata.checkpoint.image import prepare
 from strata.checkpoint.staging import (
@@ -23,6 +30,7 @@ from strata.checkpoint.staging import (
     remove_tree,
 )
 from tests.checkpoint.states import assert_is_step, small_state
+from tests.stores.mounts import small_tmpfs
 
 TRAINER = """
 import sys, time
@@ -151,6 +159,21 @@ def test_a_state_larger_than_the_budget_is_refused_and_what_was_kept_stays(job: 
         with pytest.raises(SaveFailed):
             manager.wait_pending()
         assert_is_step(manager.load(), 1)
+
+
+def test_a_small_shared_memory_says_what_to_do_and_another_folder_does_it(
+    tmp_path: Path, folder: Path
+) -> None:
+    with small_tmpfs(tmp_path / "shm", size_bytes=1 << 20) as at:
+        with CheckpointManager(
+            folder, memory=Memory(root=str(at)), policy=Policy(on_error="warn")
+        ) as manager:
+            with pytest.raises(SaveFailed, match=r"Memory\(root="):
+                manager.save(small_state(1, elements=200_000), step=1).result(30)
+            manager.save(small_state(2, elements=100), step=2).result(30)
+    with CheckpointManager(folder, memory=Memory(root=str(tmp_path))) as manager:
+        manager.save(small_state(3, elements=200_000), step=3).result(30)
+        assert manager.restore().tier == "MEMORY"
 
 
 def test_the_budget_is_for_all_images_together(job: str) -> None:

@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -64,7 +65,9 @@ class Memory:
     """Images belong to this name; by default one made from the stores' URLs and RANK."""
     images: int = 2
     budget_bytes: int | None = None
-    """For all images together; by default what /dev/shm has."""
+    """For all images together; by default what the file system at `root` has."""
+    root: str = "/dev/shm"
+    """Where images are. Another folder works where /dev/shm is too small, at the price of a disk's write-back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,6 +434,7 @@ class CheckpointManager:
                     self._memory.job or _default_job([catalog.store for catalog in self._catalogs]),
                     images=self._memory.images,
                     budget_bytes=self._memory.budget_bytes,
+                    root=Path(self._memory.root),
                 )
             return self._staging
 

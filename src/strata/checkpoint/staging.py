@@ -360,7 +360,8 @@ class Staging:
             raise MemoryLimitExceeded(
                 required_bytes=plan.bound_bytes,
                 available_bytes=max(available_bytes, 0),
-                hint=f"Raise the memory budget, make {self._root} larger, or keep one image instead of two.",
+                hint=f"Raise the memory budget, make {self._root} larger (docker run --shm-size), keep one image instead "
+                "of two, or name another folder: Memory(root=…).",
             )
 
     def _adopt(self) -> None:

@@ -152,7 +152,7 @@ def decode(raw: bytes, *, path: str) -> Manifest:
             )
         if raw != _seal(_canonical(body)):
             raise Damaged(path=path, reason="the manifest does not match its own digest")
-        return Manifest(
+        manifest = Manifest(
             checkpoint_id=CheckpointId(body["checkpoint_id"]),
             step=body["step"],
             epoch=body["epoch"],
@@ -189,8 +189,35 @@ def decode(raw: bytes, *, path: str) -> Manifest:
             parent=body["parent"],
             lasting_parent=body["lasting_parent"],
         )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        _check(manifest)
+        return manifest
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise Damaged(path=path, reason=f"the manifest is not readable ({type(error).__name__})") from error
+
+
+def _check(manifest: Manifest) -> None:
+    """A digest stops accidents, not somebody who writes a manifest of their own: what is read must be what the rest of
+    the code takes it for. Raises `ValueError`."""
+    counts = [manifest.step, manifest.epoch, manifest.world_size, manifest.generation, manifest.sequence]
+    texts = [manifest.checkpoint_id, manifest.format, manifest.author]
+    texts += [parent for parent in (manifest.parent, manifest.lasting_parent) if parent is not None]
+    for part in manifest.parts:
+        counts += [part.size_bytes, part.digest.chunk_bytes]
+        texts += [part.key, part.digest.whole, *part.digest.chunks]
+    for entry in manifest.tensors:
+        counts += [entry.offset_bytes, entry.size_bytes, *entry.shape]
+        texts += [entry.name, entry.dtype, entry.kind]
+    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        raise ValueError("not a count")
+    if not all(type(text) is str for text in texts) or not isinstance(manifest.metadata, dict):
+        raise ValueError("not text")
+    if type(manifest.created_at) not in (int, float) or not manifest.parts:
+        raise ValueError("not a manifest")
+    if manifest.format != SHARDED and len(manifest.parts) != 1:
+        raise ValueError("too many parts")
+    for part in manifest.parts:
+        if len(part.digest.chunks) != -(-part.size_bytes // part.digest.chunk_bytes):
+            raise ValueError("chunks that do not cover their part")
 
 
 def plain_json(value: object, *, name: str = "manifest") -> Json:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strata.checkpoint.manifest import BYTES, SUFFIX, CheckpointId, Manifest
+from strata.checkpoint.digest import digest_of
+from strata.checkpoint.manifest import BYTES, SUFFIX, CheckpointId, Manifest, Part
 from strata.core.ledger import DataCommit
 from strata.stores import open_store
 
@@ -18,7 +19,7 @@ def publish(
         epoch=0,
         created_at=float(sequence),
         format=BYTES,
-        parts=(),
+        parts=(Part(key=f"{name}.bin", size_bytes=0, digest=digest_of(memoryview(b""))),),
         data=data.to_json() if data else None,
         sequence=sequence,
         parent=CheckpointId(parent) if parent else None,

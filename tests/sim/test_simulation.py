@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from strata.core.barriers import Barriers, OpenBarrier
-from strata.core.checkpoints import Checkpoints
+from strata.core.checkpoints import CheckpointEvent, Checkpoints
 from strata.core.cluster import Cluster
 from strata.core.membership import Membership
-from strata.core.messages import CountersRestored, Event
+from strata.core.messages import CheckpointCompleted, CountersRestored, Event
 from tests.sim.coordinator import SimCoordinator
 from tests.sim.oracle import Violation
 from tests.sim.scenario import Result, SimulationFailed, simulate
@@ -129,6 +129,17 @@ def progress_is_not_taken_from_checkpoints(patch: Patch) -> None:
     patch(Checkpoints, "position", lambda self, job: None)
 
 
+def a_late_upload_counts_as_the_newest(patch: Patch) -> None:
+    apply = Checkpoints.apply
+
+    def as_newest(self: Checkpoints, event: CheckpointEvent) -> None:
+        if isinstance(event, CheckpointCompleted):
+            self._timelines.get(event.job_id, {}).pop(event.checkpoint_id, None)
+        apply(self, event)
+
+    patch(Checkpoints, "apply", as_newest)
+
+
 MISTAKES = [
     no_incarnation_is_checked,
     no_generation_is_checked,
@@ -139,6 +150,7 @@ MISTAKES = [
     answers_do_not_wait_for_the_disk,
     snapshots_forget_the_counters,
     progress_is_not_taken_from_checkpoints,
+    a_late_upload_counts_as_the_newest,
 ]
 
 

@@ -37,6 +37,7 @@ from tests.sim.world import Network, World
 
 RETRY_S = 1.5
 HEARTBEAT_S = 0.6
+KEPT = 3
 DATASET = DatasetId("d")
 
 Question = Command | Query | float
@@ -85,6 +86,8 @@ class Fabric:
     def __init__(self) -> None:
         self._records: dict[tuple[int, str, WorkerId], RankRecord] = {}
         self._commits: dict[tuple[int, str], DataCommit] = {}
+        self.saved: list[NotifyCheckpoint] = []
+        """What has been completed and not removed, oldest first: what an upload or retention works on."""
 
     def give(self, worker: WorkerId, topology: Topology, standing: Standing, record: RankRecord) -> None:
         known = self._records.setdefault((topology.generation, standing.base, worker), record)
@@ -309,7 +312,27 @@ class Process:
         )
         yield notice
         yield self.world.between(0.0, 0.2)
-        yield replace(notice, status="completed", tiers=("local",))
+        completed = replace(notice, status="completed", tiers=("local",))
+        yield completed
+        self.fabric.saved.append(completed)
+        yield from self._afterwards(topology)
+
+    def _afterwards(self, topology: Topology) -> Steps:
+        """An older checkpoint reaches another tier, late; the oldest is removed."""
+        saved = self.fabric.saved
+        if self.world.chance(0.25):
+            yield self._mine(replace(self.world.random.choice(saved), tiers=("s3",)), topology)
+        if len(saved) > KEPT and self.world.chance(0.5):
+            yield self._mine(replace(saved.pop(0), status="removed", reason=f"keep {KEPT}"), topology)
+
+    def _mine(self, notice: NotifyCheckpoint, topology: Topology) -> NotifyCheckpoint:
+        """Said by this worker, about a checkpoint that another may have made."""
+        return replace(
+            notice,
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            generation=topology.generation,
+        )
 
     def _barrier(self, name: str, step: int, topology: Topology) -> Steps:
         outcome = yield self._arrival(

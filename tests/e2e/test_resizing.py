@@ -12,7 +12,7 @@ from strata.checkpoint.manager import CheckpointManager
 from strata.cli.common import get
 from strata.data.history import audit_epochs
 from strata.launch.sample_job import DATASET
-from strata.training.trace import footprints
+from strata.training.trace import last_footprint
 from tests.e2e.conftest import StartRun
 from tests.support import eventually
 
@@ -20,8 +20,8 @@ WAIT_S = 600.0
 
 
 def world(run: ChaosRun) -> int:
-    newest = max(footprints(run.job.name), key=lambda f: f.mono_s)
-    return newest.world_size
+    newest = last_footprint(run.job.name)
+    return newest.world_size if newest is not None else 0
 
 
 @pytest.mark.timeout(900)

@@ -16,6 +16,8 @@ writes true ones for other zip tools.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -147,10 +149,23 @@ class Plan:
         for number in self.lazy_slots:
             firsts[number] = firsts[number].detach().resolve_conj().resolve_neg().contiguous()
             held.append(firsts[number])
-        found = [first.data_ptr() for first in firsts]
+        found = list(map(torch.Tensor.data_ptr, firsts))
         for number in self.shared_slots:
             found[number] = firsts[number].untyped_storage().data_ptr() + self.slots[number].start_bytes
         return found, held
+
+    def shares_as_before(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors that are views of one storage in this plan are the same views of one storage still."""
+        for number in self.shared_slots:
+            slot = self.slots[number]
+            views = [tensors[n] for n in slot.tensors]
+            if len({view.untyped_storage().data_ptr() for view in views}) > 1:
+                return False
+            for n, view in zip(slot.tensors, views, strict=True):
+                start_bytes = int(view.storage_offset()) * view.itemsize - slot.start_bytes
+                if start_bytes != self.recipes[n].offset * view.itemsize:
+                    return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,32 +191,46 @@ class Prepared:
 
 def prepare(state: object, known: Plan | None) -> Prepared:
     """Match a state with the plan of the save before, or make a new one."""
-    found = scan(state)
-    signature = signature_of(found)
-    if known is not None and known.signature == signature:
-        body = body_for(state, found.leaves, known.prefix)
-        if len(known.prefix.program) + len(body) <= known.pickle_room_bytes:
-            return Prepared(plan=known, body=body, tensors=found.tensors, leaves=found.leaves)
-    plan, body = make_plan(state, found, signature)
-    return Prepared(plan=plan, body=body, tensors=found.tensors, leaves=found.leaves)
+    with _no_collection():
+        found = scan(state)
+        signature = signature_of(found)
+        if known is not None and known.signature == signature and known.shares_as_before(found.tensors):
+            body = body_for(state, found.leaves, known.prefix)
+            if len(known.prefix.program) + len(body) <= known.pickle_room_bytes:
+                return Prepared(plan=known, body=body, tensors=found.tensors, leaves=found.leaves)
+        plan, body = make_plan(state, found, signature)
+        return Prepared(plan=plan, body=body, tensors=found.tensors, leaves=found.leaves)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Ten thousand short-lived tuples would set off the cyclic collector again and again, for nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def signature_of(found: Scan) -> Signature:
-    """Everything a plan depends on. Runs on every save: one plain loop per fact, compared as whole lists."""
+    """What a plan depends on, but for the details of sharing. Runs on every save: one plain loop per fact, compared
+    as whole lists. Fewer addresses than tensors tell that some have come to share memory."""
     tensors = found.tensors
     try:
-        storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-        first: dict[int, int] = {}
+        dtypes = [tensor.dtype for tensor in tensors]
+        has_complex = any(dtype.is_complex for dtype in set(dtypes))
         return (
             found.trace,
-            [first.setdefault(storage, number) for number, storage in enumerate(storages)],
-            [tensor.storage_offset() for tensor in tensors],
             [tensor.shape for tensor in tensors],
             [tensor.stride() for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
+            dtypes,
             [tensor.requires_grad for tensor in tensors],
-            [tensor.is_neg() or tensor.is_conj() for tensor in tensors],
             list(map(type, found.leaves)),
+            [len(set(map(torch.Tensor.data_ptr, tensors)))],
+            [number for number, is_neg in enumerate(map(torch.Tensor.is_neg, tensors)) if is_neg],
+            [number for number, tensor in enumerate(tensors) if tensor.is_conj()] if has_complex else [],
         )
     except (RuntimeError, NotImplementedError):
         return ()  # Something without plain memory; `make_plan` will name it.

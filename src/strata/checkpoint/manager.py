@@ -242,6 +242,12 @@ class CheckpointManager:
     def get_by_step(self, step: int) -> CheckpointInfo | None:
         return next((info for info in self.all_checkpoints() if info.step == step), None)
 
+    def get_parent(self) -> CheckpointInfo | None:
+        """The lasting checkpoint that the next lasting save continues."""
+        with self._lock:
+            parent = self._look_around().lasting_parent
+        return next((info for info in self.all_checkpoints() if info.checkpoint_id == parent), None)
+
     def all_checkpoints(self) -> list[CheckpointInfo]:
         """Every checkpoint in any tier, in the order in which training would fall back to them."""
         found, problems = gather(self._sources())

@@ -20,6 +20,7 @@ import xxhash
 
 from strata.checkpoint.digest import Digest
 from strata.checkpoint.errors import Damaged
+from strata.stores.keys import check_key
 
 SCHEMA = 1
 SUFFIX = ".manifest.json"
@@ -216,6 +217,7 @@ def _check(manifest: Manifest) -> None:
     if manifest.format != SHARDED and len(manifest.parts) != 1:
         raise ValueError("too many parts")
     for part in manifest.parts:
+        check_key(part.key, tier="")
         if len(part.digest.chunks) != -(-part.size_bytes // part.digest.chunk_bytes):
             raise ValueError("chunks that do not cover their part")
 

@@ -17,7 +17,7 @@ from strata.checkpoint.catalog import Catalog, Entry, where
 from strata.checkpoint.errors import Damaged
 from strata.checkpoint.manifest import SHARDED, Manifest, Part
 from strata.checkpoint.plain import plain_files, verify_plain
-from strata.stores.protocol import Blob, InvalidKey, Store
+from strata.stores.protocol import Blob, Store
 
 FILE = "file"
 
@@ -90,7 +90,7 @@ def verify_entry(store: Store, entry: Entry) -> Verified:
         ranges = _ranges(manifest, path=at)
         for number, part in enumerate(manifest.parts):
             damages += _verify_part(store, part, ranges.get(number, []), buffer)
-    except (Damaged, InvalidKey) as error:
+    except Damaged as error:
         damages.append(Damage(path=at, reason=error.reason, start_bytes=0, end_bytes=0))
     return Verified(
         name=manifest.checkpoint_id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from strata.checkpoint.verify import FILE, Verified, verify_file, verify_store
 from strata.cli.common import AsJson, ago, console, print_json, print_table, say_error, size
 from strata.errors import StrataError
 from strata.stores import open_store
-from strata.stores.protocol import InvalidKey, Store
+from strata.stores.protocol import Store
 
 DONE, NO, NO_ANSWER = 0, 1, 2
 
@@ -231,16 +231,8 @@ def _row(store: Store, entry: Entry) -> dict[str, Any]:
         "generation": manifest.generation,
         "author": manifest.author,
         "tier": store.tier,
-        "path": _path(store, entry),
+        "path": where(store, manifest.parts[0].key if len(manifest.parts) == 1 else entry.key),
     }
-
-
-def _path(store: Store, entry: Entry) -> str:
-    """Of the payload where there is one; the manifest's where there are several, or its name is none."""
-    parts = entry.manifest.parts
-    with suppress(InvalidKey):
-        return where(store, parts[0].key if len(parts) == 1 else entry.key)
-    return where(store, entry.key)
 
 
 def _file_row(store: Store, key: str, size_bytes: int, modified_s: float) -> dict[str, Any]:

@@ -36,6 +36,7 @@ log = logging.getLogger("strata.coordinator")
 MESSAGE_LIMIT_BYTES = 16 << 20
 ANSWER_LIMIT_BYTES = 64 << 20
 SHUTDOWN_S = 3.0
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 YOUNG_OBJECTS = 50_000
 """Allocations between collections. Almost everything here dies by its reference count; looking for cycles every
 700 objects, as Python does by default, took a fifth of the processor in a barrier of 1,000 workers."""
@@ -192,6 +193,10 @@ class Server:
 
 async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None:
     """Run until SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in STOPPING:  # Before anything is up, so that no signal finds it half-way.
+        loop.add_signal_handler(number, stopped.set)
     server = Server(settings)
     try:
         await server.start()
@@ -204,10 +209,6 @@ async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None
                 f"Strata is serving. Dashboard: {scheme}://{settings.url_host}:{server.http_port}", flush=True
             )
             print(f"Workers join at {settings.url_host}:{server.grpc_port} (gRPC). Ctrl-C stops.", flush=True)
-        stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopped.set)
         waiting = [asyncio.create_task(server.wait()), asyncio.create_task(stopped.wait())]
         done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
@@ -216,6 +217,9 @@ async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None
             task.result()
     finally:
         await server.stop()
+        for number in STOPPING:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)  # Impatience must not tear the last steps.
 
 
 def run(settings: CoordinatorSettings) -> None:

@@ -215,6 +215,30 @@ class DataCommit:
                 )
         return replace(self, epochs=tuple(epochs)), records
 
+    def since(self, base: DataCommit) -> list[RankRecord]:
+        """Records that lead from an ancestor to this commit. Who trained what is known where this commit continues
+        that very ancestor; otherwise rank 0 stands for all."""
+        records: list[RankRecord] = []
+        for epoch in self.epochs:
+            known = base.find(epoch.dataset, epoch.epoch)
+            done = known.after.covered if known is not None else Spans()
+            new = epoch.after.covered - done
+            told = RankRecord(
+                dataset=epoch.dataset,
+                epoch=epoch.epoch,
+                total=epoch.total,
+                rank=0,
+                dropped=epoch.dropped,
+                closed=epoch.closed,
+            )
+            if epoch.before.covered == done and epoch.ranks:
+                records += [replace(told, rank=rank, runs=runs) for rank, runs in sorted(epoch.ranks.items())]
+            elif new or epoch.closed != (known is not None and known.closed):
+                for start, stop in new.to_json():
+                    told = told.with_span(start, stop)
+                records.append(told)
+        return records
+
     def find(self, dataset: str, epoch: int) -> EpochCommit | None:
         return next((e for e in self.epochs if e.key == (dataset, epoch)), None)
 

@@ -83,6 +83,15 @@ class DataLedger:
         self._base, self._since = (restored, []) if lasting else restored.undone()
         self._before = (self._base, [])
 
+    def restore_onto(self, data: Mapping[str, Any], parent: Mapping[str, Any] | None) -> None:
+        """`restore`, where the next lasting checkpoint will continue `parent`, whatever `data` came from: a snapshot
+        of another machine may not know which checkpoints have lasted."""
+        self.restore(data)
+        restored = self._base
+        base = DataCommit.from_json(parent) if parent else DataCommit()
+        self._base, self._since = base, restored.since(base)
+        self._before = (base, [])
+
 
 def gather_with_torch(mine: list[dict[str, Any]]) -> Sequence[list[dict[str, Any]]]:
     """All ranks' values through torch.distributed; this process's alone where it is not in use."""

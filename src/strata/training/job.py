@@ -35,7 +35,7 @@ from strata.data.steps import Batch
 from strata.training import rng
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
 from strata.training.link import CoordinatorLink, open_link
-from strata.training.preemption import Preemption
+from strata.training.preemption import EXIT_AGAIN, Preemption
 from strata.training.state import Stateful, TrainingState, tensor_bytes
 from strata.training.trace import Footprint, Footprints, Recovery, Tracer, clear_run
 from strata.training.watchdog import Policy as HangPolicy
@@ -71,10 +71,14 @@ class ElasticOptions:
 
 
 class Preempted(SystemExit):
-    """The job was asked to leave and has saved its state. Ends the process with status 0."""
+    """Somebody was asked to leave, and the job has saved its state.
 
-    def __init__(self) -> None:
-        super().__init__(0)
+    Ends the process: with status 0 if it was this one, else with one that makes torchrun start it again, in the world
+    that is left.
+    """
+
+    def __init__(self, *, asked: bool) -> None:
+        super().__init__(0 if asked else EXIT_AGAIN)
 
 
 class ElasticJob:
@@ -193,12 +197,12 @@ class ElasticJob:
         if self._manager is not None:
             if ended_well:
                 self._manager.wait_pending()
-            # The next process of a job that broke off here starts from the images.
-            self._manager.close(keep_memory=not ended_well)
+            # The next process of a job that did not end here starts from the images.
+            self._manager.close(keep_memory=kind is not None)
         if self._link is not None:
             self._link.close(leave=ended_well)
         self._footprints.close()
-        if ended_well and self._local_rank == 0:
+        if kind is None and self._local_rank == 0:
             for run in {self.name, os.environ.get("TORCHELASTIC_RUN_ID", self.name)}:
                 clear_run(run)
 
@@ -277,8 +281,10 @@ class ElasticJob:
     def _leave(self) -> None:
         if self._manager is not None:
             self._manager.wait_pending(self.options.preemption_deadline_s)
-        log.info("asked to leave: step %d is saved, leaving", self.step)
-        raise Preempted
+        asked = self._preemption.requested
+        who = "asked to leave" if asked else "others were asked to leave"
+        log.info("%s: step %d is saved, ending", who, self.step)
+        raise Preempted(asked=asked)
 
     def _finish(self) -> None:
         if self._saved_step != self.step:
@@ -367,7 +373,7 @@ class ElasticJob:
             return
         self.restored = True
         self._state.restore(state, rank=self.rank)
-        self._ledger.restore(state["position"], lasting=state["lasting"])
+        self._ledger.restore_onto(state["position"], self._parent_position())
         self.step = int(state["step"])
         self._describe_recovery(state)
         if self._on_restored is not None:
@@ -385,14 +391,20 @@ class ElasticJob:
         except (CheckpointNotFound, LoadFailed) as error:
             log.warning("no checkpoint could be restored, training starts anew: %s", error)
             return None
-        lasting = any(tier != "MEMORY" for tier in restored.info.tiers)
         return {
             **restored.state,
             "position": restored.info.data,
-            "lasting": lasting,
             "tier": restored.tier,
             "reasons": list(restored.reasons),
         }
+
+    def _parent_position(self) -> Any:
+        """What the checkpoint that rank 0 will continue has committed; the same on every rank."""
+        mine = None
+        if self.rank == 0 and self._manager is not None:
+            parent = self._manager.get_parent()
+            mine = parent.data if parent is not None else None
+        return gather(mine)[0]
 
     def _describe_recovery(self, state: Mapping[str, Any]) -> None:
         before = self._tracer.before

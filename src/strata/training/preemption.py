@@ -10,8 +10,8 @@ from types import FrameType
 
 log = logging.getLogger("strata.training")
 
-EXIT_DEADLINE = 75
-"""Exit status of a process that could not leave in time (EX_TEMPFAIL: trying again is right)."""
+EXIT_AGAIN = 75
+"""Exit status of a process that should be started again (EX_TEMPFAIL)."""
 
 
 class Preemption:
@@ -35,7 +35,7 @@ class Preemption:
         log.error(
             "asked to leave %.0f s ago and still here; leaving without a final checkpoint", self._deadline_s
         )
-        os._exit(EXIT_DEADLINE)
+        os._exit(EXIT_AGAIN)
 
     def close(self) -> None:
         if self._timer is not None:

@@ -106,6 +106,6 @@ def test_a_manifest_cannot_point_outside_its_store(
     with CheckpointManager(folder, memory=memory) as manager:
         store = manager._catalogs[0].store
         store.put("evil.manifest.json", manifest_for(b"x", change["key"]).encode())
-        assert len(Catalog(store).list().entries) == 1
+        assert len(Catalog(store).list().problems) == 1
         with pytest.raises(LoadFailed):
             manager.load()

@@ -252,7 +252,7 @@ def epoch_record(**changes: Any) -> str:
         epoch_record(ranks={"0": [[0, 0, 0, 0]]}),
         epoch_record(ranks={"x": []}),
         epoch_record(dropped=[[0, 1000]]),
-        epoch_record(total=2**53, ranks={"0": [[0, 1, 1, 2**40]]}),
+        epoch_record(total=2**53, ranks={"0": [[0, 1, 2, 2**40]]}),
     ],
     ids=lambda text: text[:20],
 )

@@ -24,7 +24,11 @@ sampler = strata.ElasticSampler(len(dataset), global_batch_size=64, dataset="sum
 loader = strata.ElasticLoader(dataset, sampler)  # +
 
 with strata.elastic(  # +
-    model=model, optimizer=optimizer, data=loader, checkpoints="runs/sums", epochs=5  # +
+    model=model,
+    optimizer=optimizer,
+    data=loader,
+    checkpoints="runs/sums",
+    epochs=5,  # +
 ) as job:  # +
     for batch in job:  # +
         x, y = batch.data

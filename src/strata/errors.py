@@ -44,4 +44,6 @@ class UnsupportedPlatform(StrataError):
     code = "unsupported_platform"
 
     def __init__(self, feature: str, *, needs: str) -> None:
-        super().__init__(f"{feature} needs {needs}, which this platform does not have.", hint="Run it on Linux.")
+        super().__init__(
+            f"{feature} needs {needs}, which this platform does not have.", hint="Run it on Linux."
+        )

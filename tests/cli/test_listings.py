@@ -223,8 +223,8 @@ def test_logs_can_be_narrowed_down(listed: Coordinator) -> None:
         calls.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="teller"))
 
 
-def test_logs_follow_until_a_signal_and_over_a_restart(tmp_path_factory: pytest.TempPathFactory) -> None:
-    server = Coordinator(tmp_path_factory.mktemp("follow") / "data").start()
+def test_logs_follow_until_a_signal_and_over_a_restart(empty: Coordinator) -> None:
+    server = empty
     command = [sys.executable, "-u", "-m", "strata.cli.main", "logs", "-f", "--json", "--api", server.url]
     follower = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -247,7 +247,6 @@ def test_logs_follow_until_a_signal_and_over_a_restart(tmp_path_factory: pytest.
         for pipe in (follower.stdout, follower.stderr):
             assert pipe is not None
             pipe.close()
-        server.stop()
 
 
 def say(server: Coordinator, text: str) -> None:

@@ -125,7 +125,9 @@ def test_a_record_that_cannot_be_is_a_ledger_error(broken: dict[str, Any]) -> No
 
 
 def test_records_lead_from_any_ancestor_to_a_commit() -> None:
-    first = DataCommit().next([RankRecord(dataset="d", epoch=0, total=100, rank=0).with_span(0, 40)], world_size=1)
+    first = DataCommit().next(
+        [RankRecord(dataset="d", epoch=0, total=100, rank=0).with_span(0, 40)], world_size=1
+    )
     record = RankRecord(dataset="d", epoch=0, total=100, rank=1).with_span(40, 70)
     second = first.next([record], world_size=2)
     assert second.since(first) == [record]

@@ -13,10 +13,14 @@ from tests.support import Coordinator
 
 
 @pytest.fixture
-def fleets() -> Iterator[Callable[[str], Fleet]]:
-    """Makes worker processes, and ends them."""
+def fleets() -> Iterator[Callable[..., Fleet]]:
+    """Makes worker processes, `fleets(address, job=...)`, and ends them."""
     with ExitStack() as stack:
-        yield lambda address: stack.enter_context(Fleet(address))
+
+        def make(address: str, *, job: str = "") -> Fleet:
+            return stack.enter_context(Fleet(address, env={"STRATA_JOB_ID": job}))
+
+        yield make
 
 
 @pytest.fixture(scope="module")

@@ -189,6 +189,7 @@ class _Load:
         self._over = threading.Event()
         self._acknowledged: dict[str, list[str]] = {"datasets": [], "checkpoints": []}
         self._errors: list[str] = []
+        self._run_id = os.getpid()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -201,7 +202,7 @@ class _Load:
                     dataset = f"{self._name}-data-{step}"
                     self._worker.register_dataset(dataset, "/data", "parquet", 1_000 + step, 100)
                     self._acknowledged["datasets"].append(dataset)
-                checkpoint = f"{self._name}-step-{step}"
+                checkpoint = f"{self._name}-{self._run_id}-step-{step}"
                 self._worker.notify_checkpoint(checkpoint, step, path=f"/ckpt/{checkpoint}", size_bytes=step)
                 self._acknowledged["checkpoints"].append(checkpoint)
                 self._worker.heartbeat(current_step=step)

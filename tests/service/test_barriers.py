@@ -22,7 +22,7 @@ from tests.service.fleet import Fleet, RemoteError
 from tests.support import Coordinator, eventually
 from tests.support_proxy import Proxy
 
-Fleets = Callable[[str], Fleet]
+Fleets = Callable[..., Fleet]
 
 
 @contextmanager
@@ -111,9 +111,10 @@ def test_same_call_over_two_connections_counts_once_and_both_are_answered(shared
 
 
 def test_seven_of_eight_get_an_error_that_names_the_killed_one(
-    coordinator: Coordinator, fleets: Fleets, capsys: pytest.CaptureFixture[str]
+    shared: Coordinator, fleets: Fleets, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    survivors, victim = fleets(coordinator.address), fleets(coordinator.address)
+    coordinator = shared
+    survivors, victim = (fleets(coordinator.address, job="eight") for _ in range(2))
     names = [f"w{n}" for n in range(7)]
     survivors.register(*names)
     victim.register("victim")
@@ -188,11 +189,17 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     server.stop()
 
 
-def test_barrier_outlives_the_coordinator(mortal: Coordinator, fleets: Fleets) -> None:
+def test_barriers_and_their_outcomes_outlive_the_coordinator(mortal: Coordinator, fleets: Fleets) -> None:
     coordinator = mortal
     host = fleets(coordinator.address)
     names = ["a", "b", "c"]
     host.register(*names)
+    ended = pb.WaitBarrierRequest(
+        worker_id="once", barrier_id="b", expected_participants=1, call_id=b"the same call"
+    )
+    with stub(coordinator.address) as calls:
+        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="once", job_id="remembered"))
+        released = calls.WaitBarrier(ended, timeout=10)
     begun = [host.begin(name, "barrier", "across", 3) for name in names[:2]]
     arrived(coordinator, "across", 2)
     coordinator.kill()
@@ -202,20 +209,8 @@ def test_barrier_outlives_the_coordinator(mortal: Coordinator, fleets: Fleets) -
     last = host.call("c", "barrier", "across", 3)
     assert sorted(w.result(20).value["arrival_order"] for w in begun) == [0, 1]
     assert last["arrival_order"] == 2
-
-
-def test_release_is_remembered_across_a_crash_of_the_coordinator(mortal: Coordinator) -> None:
-    coordinator = mortal
-    request = pb.WaitBarrierRequest(
-        worker_id="once", barrier_id="b", expected_participants=1, call_id=b"the same call"
-    )
     with stub(coordinator.address) as calls:
-        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="once", job_id="remembered"))
-        released = calls.WaitBarrier(request, timeout=10)
-    coordinator.kill()
-    coordinator.start()
-    with stub(coordinator.address) as calls:
-        assert calls.WaitBarrier(request, timeout=20, wait_for_ready=True) == released
+        assert calls.WaitBarrier(ended, timeout=20, wait_for_ready=True) == released, "it is remembered"
 
 
 def test_heartbeats_go_on_while_a_worker_waits(shared: Coordinator) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,20 +14,31 @@ WORKERS = [f"worker-{n:02d}" for n in range(50)]
 PROCESSES = 3
 
 
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    server = Coordinator(tmp_path_factory.mktemp("mortal") / "coordinator").start()
+    yield server
+    server.stop()
+
+
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_end_under_the_load_of_fifty_workers_loses_nothing_acknowledged(
-    coordinator: Coordinator, fleets: Callable[[str], Fleet], capsys: pytest.CaptureFixture[str], end: str
+    mortal: Coordinator, fleets: Callable[..., Fleet], capsys: pytest.CaptureFixture[str], end: str
 ) -> None:
+    coordinator = mortal
     hosts = [fleets(coordinator.address) for _ in range(PROCESSES)]
     host_of = {worker: hosts[n % PROCESSES] for n, worker in enumerate(WORKERS)}
     for n, host in enumerate(hosts):
-        host.register(*WORKERS[n::PROCESSES])
+        host.register(*WORKERS[n::PROCESSES], metadata={"end": end})
     before = {w["id"]: w["incarnation"] for w in coordinator.get("/api/workers")}
     assert len(before) == 50
     for worker in WORKERS:
         host_of[worker].call(worker, "begin_load")
+    saved = {c["id"] for c in coordinator.get("/api/checkpoints")}
     eventually(
-        lambda: len(coordinator.get("/api/checkpoints")) >= 200, within_s=30, what="the load is under way"
+        lambda: len({c["id"] for c in coordinator.get("/api/checkpoints")} - saved) >= 200,
+        within_s=30,
+        what="the load is under way",
     )
 
     getattr(coordinator, end)()  # kill: SIGKILL; stop: SIGTERM

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -27,6 +27,7 @@ from strata.core.messages import (
     WorkerId,
 )
 from strata.rpc import coordinator_pb2 as pb
+from tests.cli.running import Ran, strata
 from tests.service.clients import refusal, stub
 from tests.support import Coordinator
 
@@ -52,15 +53,13 @@ def written(folder: Path, count: int = 300) -> Path:
     return folder / "journal.sqlite"
 
 
-def serve(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def serve(data_dir: Path) -> Ran:
     """`strata serve` that is expected to refuse."""
-    command = [sys.executable, "-m", "strata.cli.main", "serve", "--grpc-port", "0", "--http-port", "0"]
-    return subprocess.run(
-        [*command, "--data-dir", str(data_dir), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ran = strata("serve", "--grpc-port", "0", "--http-port", "0", "--data-dir", str(data_dir))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return ran
 
 
 def test_everything_appended_is_loaded_in_order(tmp_path: Path) -> None:
@@ -179,10 +178,10 @@ def replay(folder: Path) -> None:
 def test_coordinator_with_a_damaged_journal_says_so_and_stops(tmp_path: Path) -> None:
     damaged(tmp_path, "missing events")
     done = serve(tmp_path)
-    assert done.returncode == 1
-    assert "has lost events: after 99 comes 121" in done.stderr
-    assert "what to do:" in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
+    assert done.code == 1
+    assert "has lost events: after 99 comes 121" in done.err
+    assert "what to do:" in done.err
+    assert "Traceback" not in done.err + done.out
 
 
 def test_directory_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
@@ -192,9 +191,9 @@ def test_directory_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
             SqliteJournal(place)
         assert "--data-dir" in caught.value.hint
     done = serve(tmp_path / "file")
-    assert done.returncode == 1
-    assert f"The data directory {tmp_path / 'file'} cannot be used" in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
+    assert done.code == 1
+    assert f"The data directory {tmp_path / 'file'} cannot be used" in done.err
+    assert "Traceback" not in done.err + done.out
 
 
 @pytest.fixture

@@ -219,13 +219,12 @@ def signature_of(found: Scan) -> Signature:
     as whole lists. Fewer addresses than tensors tell that some have come to share memory."""
     tensors = found.tensors
     try:
-        dtypes = [tensor.dtype for tensor in tensors]
-        has_complex = any(dtype.is_complex for dtype in set(dtypes))
+        has_complex = any(dtype.is_complex for dtype in {tensor.dtype for tensor in tensors})
         return (
             found.trace,
             [tensor.shape for tensor in tensors],
             [tensor.stride() for tensor in tensors],
-            dtypes,
+            [tensor.dtype for tensor in tensors],
             [tensor.requires_grad for tensor in tensors],
             list(map(type, found.leaves)),
             [len(set(map(torch.Tensor.data_ptr, tensors)))],

@@ -373,7 +373,10 @@ class ElasticJob:
             return
         self.restored = True
         self._state.restore(state, rank=self.rank)
-        self._ledger.restore_onto(state["position"], self._parent_position())
+        if state["position"] is None:
+            log.warning("the checkpoint says nothing about data: it is read from its beginning")
+        else:
+            self._ledger.restore_onto(state["position"], self._parent_position())
         self.step = int(state["step"])
         self._describe_recovery(state)
         if self._on_restored is not None:

@@ -8,6 +8,9 @@
     manifest.py    what makes a checkpoint exist
     restore.py     the best one there is, verified, with reasons
     retention.py   which may go
+    dcp.py         sharded state, through PyTorch's distributed checkpoints
+    verify.py      reading everything again, and naming what is damaged
+    export.py      copies in other formats
 
 Names load on first use; only states need torch.
 """

@@ -17,7 +17,14 @@ what there is.
 from __future__ import annotations
 
 from strata.checkpoint.dcp_listing import latest, steps
-from strata.checkpoint.dcp_reader import StrataStorageReader
-from strata.checkpoint.dcp_writer import StaleGeneration, StrataStorageWriter
+from strata.errors import MissingDependency
+
+try:
+    from strata.checkpoint.dcp_reader import StrataStorageReader
+    from strata.checkpoint.dcp_writer import StaleGeneration, StrataStorageWriter
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise MissingDependency("torch", extra="torch", feature="Sharded state") from error
 
 __all__ = ["StaleGeneration", "StrataStorageReader", "StrataStorageWriter", "latest", "steps"]

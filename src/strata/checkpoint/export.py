@@ -7,6 +7,7 @@ here has true checksums for other tools; a DCP directory is one that PyTorch's o
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from strata.checkpoint.loading import fetched, open_image
 from strata.checkpoint.manifest import BYTES, SHARDED, plain_json
 from strata.checkpoint.naming import manifest_key
 from strata.checkpoint.plain import SUFFIX, load_plain
+from strata.errors import MissingDependency
 from strata.stores import open_store
 from strata.stores.protocol import BlobWriter, Store
 
@@ -111,6 +113,8 @@ def export(
             f"The format of '{to}' is not known." if chosen is None else f"'{chosen}' is not a format.",
             hint="Choose --format pt, safetensors or dcp, or end the name with .pt or .safetensors.",
         )
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("torch", extra="torch", feature="Exporting a checkpoint")
     _check_free(to, overwrite=overwrite)
     store, found = find(place, step=step, checkpoint_id=checkpoint_id)
     state = _subtree(read_state(store, found, trusted_source=trusted_source), key)

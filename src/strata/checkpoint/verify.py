@@ -7,6 +7,7 @@ in at least one of them, or in the file's own structure between them. Nothing is
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -164,6 +165,8 @@ def _ranges(manifest: Manifest, *, path: str) -> dict[int, list[TensorRange]]:
                 for entry in manifest.tensors
             ]
         }
+    if importlib.util.find_spec("torch") is None:
+        return {}  # Damage is found all the same, but cannot be named.
     from strata.checkpoint.dcp_layout import named_spans
 
     found: dict[int, list[TensorRange]] = {}

@@ -8,12 +8,13 @@ no code from the file runs, unless the caller says that the source is trusted.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,36 @@ class Held:
 @contextlib.contextmanager
 def fetched(store: Store, part: Part, manifest: Manifest, *, pool: Executor | None = None) -> Iterator[Held]:
     """One payload of a checkpoint, verified. Raises `Damaged` or the store's error."""
+    _check_size(store, part)
+    held = Held(part.size_bytes)
+    try:
+        with held.view as view:
+            _fetch(store, part, manifest, view, pool)
+        yield held
+    finally:
+        held.close()
+
+
+def fetch_bytes(store: Store, part: Part, manifest: Manifest, *, pool: Executor | None = None) -> bytes:
+    """`fetched`, as bytes that nobody has had to copy."""
+    _check_size(store, part)
+    data = _new_bytes(None, part.size_bytes)
+    # Nobody else knows these bytes yet, so they may still be written to, as any C code does that makes some.
+    place = (ctypes.c_char * part.size_bytes).from_address(_address_of(data))
+    with memoryview(place).cast("B") as view:
+        _fetch(store, part, manifest, view, pool)
+    return data
+
+
+_new_bytes: Callable[[None, int], bytes] = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
+)(("PyBytes_FromStringAndSize", ctypes.pythonapi))
+_address_of: Callable[[bytes], int] = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(
+    ("PyBytes_AsString", ctypes.pythonapi)
+)
+
+
+def _check_size(store: Store, part: Part) -> None:
     path = where(store, part.key)
     blob = store.stat(part.key)
     if blob is None:
@@ -70,14 +101,11 @@ def fetched(store: Store, part: Part, manifest: Manifest, *, pool: Executor | No
         raise Damaged(
             path=path, reason=f"the payload has {blob.size_bytes} bytes, its manifest says {part.size_bytes}"
         )
-    held = Held(part.size_bytes)
-    try:
-        with held.view as view:
-            store.read_into(part.key, view)
-            verify(view, part, manifest, path=path, pool=pool)
-        yield held
-    finally:
-        held.close()
+
+
+def _fetch(store: Store, part: Part, manifest: Manifest, view: memoryview, pool: Executor | None) -> None:
+    store.read_into(part.key, view)
+    verify(view, part, manifest, path=where(store, part.key), pool=pool)
 
 
 def verify(

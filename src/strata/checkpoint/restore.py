@@ -15,7 +15,7 @@ from strata.checkpoint import leases
 from strata.checkpoint.catalog import Catalog, Entry, Listing, where
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
-from strata.checkpoint.loading import Held, fetched, open_image, verify
+from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, verify
 from strata.checkpoint.manifest import BYTES, SHARDED, CheckpointId, Manifest
 from strata.checkpoint.retention import line
 from strata.stores.protocol import StoreError
@@ -102,19 +102,20 @@ class StoreSource:
                 "it holds sharded state.",
                 hint="Load it with torch.distributed.checkpoint and strata.checkpoint.dcp.",
             )
-        store = self._catalog.store
-        with (
-            leases.reading(store, manifest.checkpoint_id),
-            fetched(store, manifest.parts[0], manifest, pool=pool) as held,
-        ):
+        store, part = self._catalog.store, manifest.parts[0]
+        with leases.reading(store, manifest.checkpoint_id):
             if manifest.format == BYTES:
-                return bytes(held.view)
-            name = self.path(entry)
-            if into is None:
-                return open_image(held.path, manifest, trusted_source=trusted_source, name=name)
-            state = open_image(held.path, trusted_source=trusted_source, name=name)
-            with held.view as view:
-                return _load_into(state, into, view, manifest)
+                return fetch_bytes(store, part, manifest, pool=pool)
+            with fetched(store, part, manifest, pool=pool) as held:
+                return self._open(held, entry, into, trusted_source)
+
+    def _open(self, held: Held, entry: Entry, into: Any, trusted_source: bool) -> Any:
+        manifest, name = entry.manifest, self.path(entry)
+        if into is None:
+            return open_image(held.path, manifest, trusted_source=trusted_source, name=name)
+        state = open_image(held.path, trusted_source=trusted_source, name=name)
+        with held.view as view:
+            return _load_into(state, into, view, manifest)
 
 
 class MemorySource:

@@ -5,13 +5,8 @@ from __future__ import annotations
 from strata.checkpoint import CheckpointInfo, CheckpointManager, SaveHandle
 from strata.data.registry import DatasetRegistry
 from strata.data.shards import Shard
-from strata.worker.orchestrator import (
-    BarrierResult,
-    CheckpointRecord,
-    ShardAssignment,
-    TrainingOrchestrator,
-    WorkerConfig,
-)
+from strata.worker.orchestrator import TrainingOrchestrator
+from strata.worker.values import BarrierResult, CheckpointRecord, ShardAssignment, WorkerConfig
 
 __all__ = [
     "BarrierResult",

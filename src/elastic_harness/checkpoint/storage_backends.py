@@ -7,6 +7,7 @@ file runs unless its source is trusted. Saving under a name that is taken replac
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import os
@@ -53,7 +54,7 @@ class CheckpointLoadConfig:
     """The file is your own: whatever it holds may run while it is loaded."""
 
 
-class StorageBackend:
+class StorageBackend(abc.ABC):
     """What both backends share. `path` is a name in the place, or the full path or URL of it."""
 
     tier: str
@@ -193,9 +194,9 @@ class StorageBackend:
             return False
         return blob is not None and (manifest is None or manifest.parts[0].size_bytes == blob.size_bytes)
 
+    @abc.abstractmethod
     def _locate(self, path: str | os.PathLike[str]) -> tuple[Store, str]:
         """The store and key that a path means."""
-        raise NotImplementedError
 
     def _write(self, store: Store, key: str, at: str, payload: ImagePayload, step: int, epoch: int) -> str:
         try:

@@ -18,10 +18,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import hashlib
 import importlib.util
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -29,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 from strata.checkpoint.catalog import Catalog
 from strata.checkpoint.cleaning import remove_orphans, remove_superseded
@@ -40,9 +38,9 @@ from strata.checkpoint.manifest import BYTES, IMAGE, CheckpointId, Json, Manifes
 from strata.checkpoint.naming import Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.payloads import ByteBudget, BytesPayload
 from strata.checkpoint.pipeline import Payload, Pipeline, Policy, Save
+from strata.checkpoint.places import Place, default_job, open_stores
 from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, restore
 from strata.errors import MissingDependency
-from strata.stores import open_store, store_from_env
 from strata.stores.protocol import Store, StoreError
 
 if TYPE_CHECKING:
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strata.checkpoint")
 
-Place: TypeAlias = "str | os.PathLike[str] | Store"
 _BYTES_UNDER_WAY = 2 << 30
 
 
@@ -106,7 +103,7 @@ class CheckpointManager:
         names (`STORAGE_BACKEND` and so on). An empty list keeps checkpoints in memory only."""
         if keep_count < 1:
             raise ValueError(f"keep_count ({keep_count}) must be at least 1")
-        stores = _open_stores(path)
+        stores = open_stores(path)
         self.keep_count = keep_count
         self.author = author or Author()
         self._memory = memory or Memory()
@@ -437,7 +434,7 @@ class CheckpointManager:
         with self._lock:
             if self._staging is None:
                 self._staging = Staging(
-                    self._memory.job or _default_job([catalog.store for catalog in self._catalogs]),
+                    self._memory.job or default_job([catalog.store for catalog in self._catalogs]),
                     images=self._memory.images,
                     budget_bytes=self._memory.budget_bytes,
                     root=Path(self._memory.root),
@@ -490,15 +487,3 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ManagerClosed
-
-
-def _open_stores(path: Place | Sequence[Place] | None) -> list[Store]:
-    if path is None:
-        return [store_from_env()]
-    places = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
-    return [open_store(place) if isinstance(place, str | os.PathLike) else place for place in places]
-
-
-def _default_job(stores: Sequence[Store]) -> str:
-    urls = hashlib.sha256(" ".join(store.url for store in stores).encode()).hexdigest()[:16]
-    return f"{urls}-rank{os.environ.get('RANK', '0')}"

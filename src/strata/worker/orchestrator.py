@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -23,64 +22,21 @@ from strata.worker.address import coordinator_address, is_secure
 from strata.worker.errors import NotRegistered, StaleWorker
 from strata.worker.outbox import ShippingHandler
 from strata.worker.session import SessionThread, Topology
+from strata.worker.values import (
+    BarrierResult,
+    CheckpointRecord,
+    ShardAssignment,
+    WorkerConfig,
+    message,
+    shard_assignment,
+    whole,
+)
 
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 7 * 86_400.0
 
 CheckpointState = Literal["in_progress", "completed", "failed", "removed"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
-    """What the coordinator answered to a registration."""
-
-    worker_id: str
-    rank: int
-    world_size: int
-    incarnation: int
-    generation: int
-    heartbeat_interval_s: float
-    config: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardAssignment:
-    """Samples `start` up to `stop` of a dataset; the first `done` of them are committed already."""
-
-    dataset_id: str
-    epoch: int
-    shard_id: int
-    start: int
-    stop: int
-    done: int
-    file_paths: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarrierResult:
-    participants: int
-    arrival_order: int
-    """0 for the first to arrive."""
-    generation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointRecord:
-    """A completed checkpoint as the coordinator knows it, and where training goes on from it."""
-
-    checkpoint_id: str
-    step: int
-    epoch: int
-    path: str
-    size_bytes: int
-    created_at: float
-    worker_id: str
-    tiers: tuple[str, ...]
-    digest: str
-    metadata: Mapping[str, str]
-    data: Mapping[str, Any] | None
-    shards: tuple[ShardAssignment, ...]
 
 
 class TrainingOrchestrator:
@@ -152,7 +108,7 @@ class TrainingOrchestrator:
         memory_bytes: int,
         metadata: dict[str, str],
     ) -> WorkerConfig:
-        request = _message(
+        request = message(
             pb.RegisterWorkerRequest,
             worker_id=worker_id,
             hostname=hostname if hostname is not None else socket.gethostname(),
@@ -187,9 +143,9 @@ class TrainingOrchestrator:
         status = pb.WorkerStatus()
         status.CopyFrom(self._session.status)
         if current_step is not None:
-            status.current_step = _whole("current_step", current_step)
+            status.current_step = whole("current_step", current_step)
         if current_epoch is not None:
-            status.current_epoch = _whole("current_epoch", current_epoch)
+            status.current_epoch = whole("current_epoch", current_epoch)
         if state is not None:
             status.state = state
         if task is not None:
@@ -277,7 +233,7 @@ class TrainingOrchestrator:
         )
 
     async def _register_dataset(self, **values: Any) -> int:
-        request = _message(pb.RegisterDatasetRequest, **values)
+        request = message(pb.RegisterDatasetRequest, **values)
         answer: pb.RegisterDatasetResponse = await self._session.call("RegisterDataset", request)
         return answer.total_shards
 
@@ -290,7 +246,7 @@ class TrainingOrchestrator:
 
     async def _get_shards(self, dataset_id: str, epoch: int) -> list[ShardAssignment]:
         me = self._me()
-        request = _message(
+        request = message(
             pb.GetDataShardRequest,
             worker_id=me.assigned_id,
             dataset_id=dataset_id,
@@ -298,15 +254,15 @@ class TrainingOrchestrator:
             incarnation=me.incarnation,
         )
         answer: pb.GetDataShardResponse = await self._session.call("GetDataShard", request)
-        return [_shard(shard) for shard in answer.shards]
+        return [shard_assignment(shard) for shard in answer.shards]
 
     def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
         """Say how far a shard is read. Shown at once, counted when a checkpoint commits it. Never waits."""
         self._session.report_progress(
             dataset_id,
-            _whole("epoch", epoch),
-            _whole("shard_id", shard_id),
-            _whole("samples_done", samples_done),
+            whole("epoch", epoch),
+            whole("shard_id", shard_id),
+            whole("samples_done", samples_done),
         )
 
     # --- barriers -------------------------------------------------------------------------------------------
@@ -341,7 +297,7 @@ class TrainingOrchestrator:
         self._me()
         if timeout_s is not None and not 0 < timeout_s <= LONGEST_WAIT_S:
             raise ValueError(f"timeout_s must be more than 0 and at most a week, got {timeout_s}")
-        request = _message(
+        request = message(
             pb.WaitBarrierRequest,
             barrier_id=barrier_id,
             step=step,
@@ -405,7 +361,7 @@ class TrainingOrchestrator:
 
     def _checkpoint_notice(self, **values: Any) -> pb.NotifyCheckpointRequest:
         me = self._me()
-        return _message(
+        return message(
             pb.NotifyCheckpointRequest, worker_id=me.assigned_id, incarnation=me.incarnation, **values
         )
 
@@ -435,7 +391,7 @@ class TrainingOrchestrator:
             digest=found.digest,
             metadata=dict(found.metadata),
             data=json.loads(found.data_json) if found.data_json else None,
-            shards=tuple(_shard(shard) for shard in answer.shard_assignments),
+            shards=tuple(shard_assignment(shard) for shard in answer.shard_assignments),
         )
 
     def report_recovery(
@@ -451,7 +407,7 @@ class TrainingOrchestrator:
     ) -> None:
         """Tell the coordinator how long a recovery took."""
         me = self._me()
-        request = _message(
+        request = message(
             pb.ReportRecoveryRequest,
             worker_id=me.assigned_id,
             incarnation=me.incarnation,
@@ -508,32 +464,3 @@ class TrainingOrchestrator:
         if self._ship_logs and self._handler is None:
             self._handler = ShippingHandler(self._session.logs, level=logging.INFO, task_id=task_id)
             logging.getLogger().addHandler(self._handler)
-
-
-def _shard(m: pb.ShardAssignment) -> ShardAssignment:
-    return ShardAssignment(
-        dataset_id=m.dataset_id,
-        epoch=m.epoch,
-        shard_id=m.shard_id,
-        start=m.start_index,
-        stop=m.end_index,
-        done=m.samples_done,
-        file_paths=tuple(m.file_paths),
-    )
-
-
-def _message(kind: Callable[..., T], **values: Any) -> T:
-    """A protobuf message, with its complaints about values as `ValueError`s that name the argument."""
-    for name, value in values.items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
-    try:
-        return kind(**values)
-    except (TypeError, ValueError, UnicodeError) as error:
-        raise ValueError(f"{kind.__name__.removesuffix('Request')}: {error}") from None
-
-
-def _whole(name: str, value: int) -> int:
-    if not 0 <= value < 2**63:
-        raise ValueError(f"{name} must be a whole number from 0 on, got {value}")
-    return value

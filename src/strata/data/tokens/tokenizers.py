@@ -8,6 +8,7 @@ padding or truncation a tokenizer is set to: those would make a document's token
 
 from __future__ import annotations
 
+import abc
 import os
 import pickle
 import socket
@@ -66,13 +67,13 @@ class ByteTokenizer:
         return ids, [len(piece) + 1 for piece in pieces[:-1]]
 
 
-class _ListEncoder:
+class _ListEncoder(abc.ABC):
     """Common to tokenizers that give Python lists: flatten them and check that every id fits."""
 
     vocab_size: int | None
 
-    def _lists(self, texts: Sequence[str]) -> list[list[int]]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _lists(self, texts: Sequence[str]) -> list[list[int]]: ...
 
     def encode_texts(self, texts: Sequence[str], eos_id: int | None) -> tuple[Ids, list[int]]:
         flat = array("I")

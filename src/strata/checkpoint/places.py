@@ -1,0 +1,25 @@
+"""Where a manager keeps checkpoints, from what its caller wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from strata.stores import open_store, store_from_env
+from strata.stores.protocol import Store
+
+Place: TypeAlias = "str | os.PathLike[str] | Store"
+
+
+def open_stores(path: Place | Sequence[Place] | None) -> list[Store]:
+    if path is None:
+        return [store_from_env()]
+    places = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+    return [open_store(place) if isinstance(place, str | os.PathLike) else place for place in places]
+
+
+def default_job(stores: Sequence[Store]) -> str:
+    urls = hashlib.sha256(" ".join(store.url for store in stores).encode()).hexdigest()[:16]
+    return f"{urls}-rank{os.environ.get('RANK', '0')}"

@@ -1,0 +1,92 @@
+"""What the coordinator answers, as plain values, and how a caller's values become messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from strata.rpc import coordinator_pb2 as pb
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What the coordinator answered to a registration."""
+
+    worker_id: str
+    rank: int
+    world_size: int
+    incarnation: int
+    generation: int
+    heartbeat_interval_s: float
+    config: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardAssignment:
+    """Samples `start` up to `stop` of a dataset; the first `done` of them are committed already."""
+
+    dataset_id: str
+    epoch: int
+    shard_id: int
+    start: int
+    stop: int
+    done: int
+    file_paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierResult:
+    participants: int
+    arrival_order: int
+    """0 for the first to arrive."""
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    """A completed checkpoint as the coordinator knows it, and where training goes on from it."""
+
+    checkpoint_id: str
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int
+    created_at: float
+    worker_id: str
+    tiers: tuple[str, ...]
+    digest: str
+    metadata: Mapping[str, str]
+    data: Mapping[str, Any] | None
+    shards: tuple[ShardAssignment, ...]
+
+
+def shard_assignment(m: pb.ShardAssignment) -> ShardAssignment:
+    return ShardAssignment(
+        dataset_id=m.dataset_id,
+        epoch=m.epoch,
+        shard_id=m.shard_id,
+        start=m.start_index,
+        stop=m.end_index,
+        done=m.samples_done,
+        file_paths=tuple(m.file_paths),
+    )
+
+
+def message(kind: Callable[..., T], **values: Any) -> T:
+    """A protobuf message, with its complaints about values as `ValueError`s that name the argument."""
+    for name, value in values.items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError, UnicodeError) as error:
+        raise ValueError(f"{kind.__name__.removesuffix('Request')}: {error}") from None
+
+
+def whole(name: str, value: int) -> int:
+    if not 0 <= value < 2**63:
+        raise ValueError(f"{name} must be a whole number from 0 on, got {value}")
+    return value

@@ -176,7 +176,12 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             )
             cluster = await self.engine.settled()
         datasets = cluster.datasets
-        plan = datasets.plans[key].plan
+        entry = datasets.plans.get(key)
+        if entry is None:
+            raise Overloaded(
+                f"The plan of epoch {request.epoch} made room for other epochs meanwhile.", hint="Ask again."
+            )
+        plan = entry.plan
         generation = cluster.membership.job_generations[member.spec.job_id]
         shards = []
         for number, shard in enumerate(datasets.shards_of(worker_id, key), 1):

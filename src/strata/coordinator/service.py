@@ -26,6 +26,7 @@ from strata.core.messages import (
     DatasetAccepted,
     DatasetId,
     JobId,
+    Overloaded,
     PlanEpoch,
     RegisterDataset,
     Registered,

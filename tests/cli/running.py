@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Ran:
 def strata(*arguments: str) -> Ran:
     """In this process, which saves the time to start one."""
     out, err = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with (
         patch.object(sys, "argv", ["strata", *arguments]),
         contextlib.redirect_stdout(out),
@@ -33,6 +35,9 @@ def strata(*arguments: str) -> Ran:
             code: object = 0
         except SystemExit as end:
             code = end.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)  # `serve` changes them: its process ends with it.
     assert code is None or isinstance(code, int)
     return Ran(code=code or 0, out=out.getvalue(), err=err.getvalue())
 

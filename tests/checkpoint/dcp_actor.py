@@ -181,14 +181,20 @@ def act(rank: int, world: int, action: str, folder: str, **options: Any) -> dict
         sharded.load(reader)
         return {"digest": sharded.digest(), "step": reader.info.step}
     sharded = World(mesh, seed=options.get("seed", 1), steps=2)
-    saved = []
+    saved: list[str | None] = []
     for step in options["steps"]:
         writer = StrataStorageWriter(store, step=step, generation=options.get("generation", 0))
-        if options.get("asynchronous"):
-            dcp.async_save(sharded.state(), storage_writer=writer).result()  # type: ignore[union-attr]
+        try:
+            if options.get("asynchronous"):
+                dcp.async_save(sharded.state(), storage_writer=writer).result()
+            else:
+                dcp.save(sharded.state(), storage_writer=writer)
+        except CheckpointException:
+            if step == options["steps"][-1]:
+                raise
+            saved.append("failed")  # Train on, and save again.
         else:
-            dcp.save(sharded.state(), storage_writer=writer)
-        saved.append(writer.info.checkpoint_id if writer.info else None)
+            saved.append(writer.info.checkpoint_id if writer.info else None)
     return {"digest": sharded.digest(), "saved": saved}
 
 

@@ -163,6 +163,15 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_files_do_not_pile_up(
     assert len(parts(tmp_path)) == 1
 
 
+def test_ranks_that_live_on_after_a_failed_save_leave_none_of_its_parts(tmp_path: Path) -> None:
+    fault = {"rank": 0, "kind": "NO_SPACE", "at": 2, "key": ".part"}
+    results = run_world(2, "save", tmp_path, steps=[1, 2, 3], fault=fault)
+    assert [result["saved"][0] for result in results if result] == ["failed", "failed"]
+    assert [info.step for info in steps(tmp_path)] == [3, 2]
+    named = {part.key for e in Catalog(open_store(tmp_path)).list().entries for part in e.manifest.parts}
+    assert {f"parts/{path.name}" for path in parts(tmp_path)} == named
+
+
 # One process
 
 

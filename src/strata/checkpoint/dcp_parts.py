@@ -33,9 +33,11 @@ SUFFIX = ".part"
 ALIGNMENT_BYTES = 64
 _FOREIGN_ORPHAN_AGE_S = 24 * 3600.0
 
-_own_lock = threading.Lock()
-_own: dict[str, set[str]] = {}
-"""Parts this process wrote to each store, by URL, that no manifest was seen to name yet."""
+_lock = threading.Lock()
+_unnamed: dict[str, set[str]] = {}
+"""Parts this process wrote to each store, by URL, that it does not know to be in a manifest."""
+_named: dict[str, tuple[str, ...]] = {}
+"""Parts of the last manifest this process published to each store, by URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,8 @@ class PartWriter:
         self._store = store
         self.key = f"{FOLDER}/{new_id(step)}{SUFFIX}"
         self._digest = StreamingDigest()
-        with _own_lock:
-            _own.setdefault(store.url, set()).add(self.key)
+        with _lock:
+            _unnamed.setdefault(store.url, set()).add(self.key)
         self._blob = store.open_write(self.key)
 
     def add(self, data: memoryview) -> tuple[int, int]:
@@ -144,9 +146,22 @@ class PartReader:
 
 
 def forget(store: Store, keys: Iterable[str]) -> None:
-    """These parts are named by a manifest now, or gone."""
-    with _own_lock:
-        _own.get(store.url, set()).difference_update(keys)
+    """These parts are named by a manifest, or gone."""
+    with _lock:
+        _unnamed.get(store.url, set()).difference_update(keys)
+
+
+def remember_named(store: Store, keys: Iterable[str]) -> None:
+    """A manifest of this process names these parts."""
+    forget(store, keys)
+    with _lock:
+        _named[store.url] = tuple(keys)
+
+
+def named_last(store: Store) -> tuple[str, ...]:
+    """What the other ranks may forget: their parts of the save before. Most saves succeed, and so nobody has to look."""
+    with _lock:
+        return _named.get(store.url, ())
 
 
 def remove_own_leftovers(catalog: Catalog) -> None:
@@ -154,8 +169,8 @@ def remove_own_leftovers(catalog: Catalog) -> None:
 
     Called when a save begins: the ones before it in this process have ended.
     """
-    with _own_lock:
-        mine = set(_own.get(catalog.store.url, ()))
+    with _lock:
+        mine = set(_unnamed.get(catalog.store.url, ()))
     if mine:
         _remove_unnamed(catalog, mine)
         forget(catalog.store, mine)

@@ -8,7 +8,8 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,15 @@ from strata.checkpoint.catalog import Catalog, where
 from strata.checkpoint.cleaning import remove_superseded
 from strata.checkpoint.dcp_layout import Span, encode
 from strata.checkpoint.dcp_listing import Place, info_of, key_of, opened
-from strata.checkpoint.dcp_parts import PartWriter, WrittenPart, forget, remove_orphans, remove_own_leftovers
+from strata.checkpoint.dcp_parts import (
+    PartWriter,
+    WrittenPart,
+    forget,
+    named_last,
+    remember_named,
+    remove_orphans,
+    remove_own_leftovers,
+)
 from strata.checkpoint.dcp_reader import load_object
 from strata.checkpoint.errors import (
     CheckpointError,
@@ -125,9 +134,8 @@ class StrataStorageWriter(StorageWriter):
                 "Without collectives there would be no moment at which the checkpoint exists as a whole: "
                 "save with use_collectives=True."
             )
-        with self._told_as_save():
-            remove_own_leftovers(self._catalog)
-            if is_coordinator:
+        if is_coordinator:
+            with self._told_as_save():
                 remove_orphans(self._catalog)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -136,11 +144,13 @@ class StrataStorageWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._told_as_save():
             self._line()  # Refuse a stale generation before its ranks write for nothing.
-        return plans
+        return [replace(plan, storage_data=named_last(self._store)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         with self._told_as_save():
+            forget(self._store, plan.storage_data or ())
+            remove_own_leftovers(self._catalog)
             future.set_result(self._write_part(plan.items, planner) if plan.items else [])
         return future
 
@@ -174,7 +184,7 @@ class StrataStorageWriter(StorageWriter):
             )
             manifest = self._line().extend(draft, lasting=True)
             self._publish(manifest)
-        forget(self._store, numbers)
+        remember_named(self._store, numbers)
         self.parent = None  # The next one continues this one.
         self.info = info_of(self._store, manifest)
         log.info("checkpoint %s is in %s: %d parts", manifest.checkpoint_id, self._store.tier, len(parts))
@@ -201,8 +211,9 @@ class StrataStorageWriter(StorageWriter):
         ]
 
     def _check_durable(self, parts: list[WrittenPart]) -> None:
-        for part in parts:
-            blob = self._store.stat(part.key)
+        with ThreadPoolExecutor(min(16, len(parts)), thread_name_prefix="strata-parts") as pool:
+            blobs = list(pool.map(self._store.stat, [part.key for part in parts]))
+        for part, blob in zip(parts, blobs, strict=True):
             if blob is None or blob.size_bytes != part.size_bytes:
                 found = "is missing" if blob is None else f"has {blob.size_bytes} bytes"
                 raise Damaged(

@@ -31,7 +31,6 @@ from strata.checkpoint.naming import step_stem
 from strata.checkpoint.staging import job_folder, remove_tree
 from tests.harness.checkpoint_states import assert_is, damage, state_of
 from tests.stores.mounts import small_tmpfs
-from tests.support_seaweed import READER_KEY, Seaweed, seaweed
 
 MEMORY, NVME, S3 = CheckpointTier.MEMORY, CheckpointTier.NVME, CheckpointTier.S3
 
@@ -418,90 +417,3 @@ def test_a_killed_process_resumes_from_memory_and_the_last_save_of_a_script_is_n
         remove_tree(job_folder(job))
     with CheckpointManager(CheckpointConfig(nvme_path=folder)) as manager:
         assert_is(manager.load_checkpoint(), 200)
-
-
-# S3
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
-        yield server
-
-
-@pytest.fixture
-def s3_manager(
-    server: Seaweed, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[CheckpointManager]:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    bucket = f"b{abs(hash(request.node.name)) % 10**9}"
-    config = CheckpointConfig(nvme_path=folder, s3_bucket=bucket, s3_prefix="runs/a/")
-    with CheckpointManager(config) as manager:
-        yield manager
-
-
-@pytest.mark.s3
-def test_s3_is_the_last_resort_and_the_nearest_copy_of_a_step_wins(
-    s3_manager: CheckpointManager, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    manager = s3_manager
-    save(manager, 100)
-    path = manager.save_checkpoint(state_of(100), S3)
-    assert manager.wait_for_pending_saves(60)
-    assert path is not None
-    assert path.startswith("s3://")
-    assert path.endswith("/runs/a/checkpoint_step_00000100.pt")
-    assert manager.should_checkpoint(500, S3)
-    with caplog.at_level(logging.INFO):
-        assert_is(manager.load_checkpoint(tier=NVME), 100)
-        assert "loaded step 100 in NVME" in caplog.text
-        assert_is(manager.load_checkpoint(tier=S3), 100)
-        assert "loaded step 100 in S3" in caplog.text
-        assert_is(manager.load_checkpoint(path), 100)
-        damage(file(folder, 100))
-        manager.clear_memory_snapshots()
-        assert_is(manager.load_checkpoint(), 100)
-        assert "did not load step 100 in NVME" in caplog.text
-    assert manager.s3_backend is not None
-    assert manager.s3_backend.list_checkpoints() == ["checkpoint_step_00000100.pt"]
-    manager.s3_backend.save(state_of(5), "named.pt")
-    assert_is(manager.s3_backend.load("named.pt"), 5)
-    assert manager.s3_backend.get_latest_checkpoint() == "named.pt"
-    manager.s3_backend.delete("named.pt")
-    assert not manager.s3_backend.exists("named.pt")
-
-
-@pytest.mark.s3
-def test_missing_permissions_are_named(
-    server: Seaweed, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {**server.environment(), "AWS_ACCESS_KEY_ID": READER_KEY}.items():
-        monkeypatch.setenv(name, value)
-    config = CheckpointConfig(nvme_path=folder, s3_bucket="ready", async_save_policy="fail")
-    with CheckpointManager(config) as manager:
-        manager.save_checkpoint(state_of(1), S3)
-        with pytest.raises(CheckpointSaveError) as caught:
-            manager.wait_for_pending_saves(60)
-    assert caught.value.message.startswith("[S3] Failed to save checkpoint")
-    assert "AccessDenied" in caught.value.message
-    assert "s3:PutObject" in caught.value.message
-
-
-def test_missing_credentials_are_told_in_the_guides_words_and_leave_the_disk_usable(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    config = CheckpointConfig(nvme_path=folder, s3_bucket="bucket", async_save_policy="fail")
-    with CheckpointManager(config) as manager:
-        manager.save_checkpoint(state_of(1), S3)
-        with pytest.raises(CheckpointSaveError) as caught:
-            manager.wait_for_pending_saves(60)
-        assert caught.value.message == "[S3] Failed to save checkpoint: NoCredentialsError"
-        assert any("AWS_ACCESS_KEY_ID" in suggestion for suggestion in caught.value.suggestions)
-        save(manager, 2)
-        assert_is(manager.load_checkpoint(), 2)

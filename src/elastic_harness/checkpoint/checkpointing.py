@@ -17,10 +17,10 @@ import logging
 import os
 import threading
 import weakref
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from elastic_harness.checkpoint.candidates import Candidate, files_in, in_order
+from elastic_harness.checkpoint.closing import Closing, close_engine
 from elastic_harness.checkpoint.config import (
     TIERS,
     AsyncSavePolicy,
@@ -28,7 +28,7 @@ from elastic_harness.checkpoint.config import (
     CheckpointTier,
     InvalidCheckpointConfig,
 )
-from elastic_harness.checkpoint.memory_snapshot import MemorySnapshotBackend, close_quietly
+from elastic_harness.checkpoint.memory_snapshot import MemorySnapshotBackend
 from elastic_harness.checkpoint.pending import Pending
 from elastic_harness.checkpoint.state import (
     CheckpointState,
@@ -69,7 +69,7 @@ __all__ = [
 log = logging.getLogger("elastic_harness.checkpoint")
 
 
-class CheckpointManager:
+class CheckpointManager(Closing):
     def __init__(self, config: CheckpointConfig, *, job: str | None = None) -> None:
         """`job` names the snapshots in memory; by default they belong to the places that checkpoints go to."""
         self.config = config
@@ -100,7 +100,7 @@ class CheckpointManager:
         self.memory_backend = MemorySnapshotBackend.over(
             self._engine, self._pending, max_memory_mb=config.max_memory_mb
         )
-        self._finalizer = weakref.finalize(self, close_quietly, self._engine)
+        self._end = weakref.finalize(self, close_engine, self._engine)
 
     # Saving
 
@@ -179,22 +179,13 @@ class CheckpointManager:
             raise CheckpointLoadError(f"No checkpoint could be loaded. Tried: {'; '.join(reasons)}")
         return None
 
-    # Ending
+    # The parts of it
 
     def close(self) -> None:
-        """Finish the saves under way, and give memory back. A manager that is not closed does so when it ends."""
-        self._finalizer()
+        super().close()
         for backend in (self.nvme_backend, self.s3_backend):
             if backend is not None:
                 backend.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _store(self, tier: CheckpointTier) -> Store | None:
         if tier == CheckpointTier.MEMORY:

@@ -6,17 +6,15 @@ is refused, and what was there stays.
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from elastic_harness.checkpoint.closing import Closing, close_engine
 from elastic_harness.checkpoint.config import InvalidCheckpointConfig
 from elastic_harness.checkpoint.pending import Pending
 from elastic_harness.checkpoint.state import CheckpointState, checked_state
@@ -25,18 +23,15 @@ from elastic_harness.errors import MemoryLimitExceeded
 from strata.checkpoint.errors import CheckpointNotFound
 from strata.checkpoint.events import CheckpointInfo, SaveHandle
 from strata.checkpoint.manager import CheckpointManager, Memory
-from strata.errors import StrataError
 
 __all__ = ["MemoryLimitExceeded", "MemorySnapshotBackend"]
-
-log = logging.getLogger("elastic_harness.checkpoint")
 
 MEMORY = "MEMORY"
 _MB = 1 << 20
 _STATE_BYTES = "state_bytes"
 
 
-class MemorySnapshotBackend:
+class MemorySnapshotBackend(Closing):
     def __init__(
         self, max_snapshots: int = 2, max_memory_mb: float | None = None, *, job: str | None = None
     ) -> None:
@@ -50,7 +45,7 @@ class MemorySnapshotBackend:
         self.max_memory_mb = max_memory_mb
         self._pending = Pending()
         self._engine = CheckpointManager([], memory=memory)
-        self._end: Callable[[], object] = weakref.finalize(self, close_quietly, self._engine)
+        self._end = weakref.finalize(self, close_engine, self._engine)
 
     @classmethod
     def over(
@@ -149,18 +144,6 @@ class MemorySnapshotBackend:
             "latest_timestamp": found[0].created_at if found else None,
         }
 
-    def close(self) -> None:
-        """Give memory back. A backend that is not closed does so when it ends."""
-        self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _snapshots(self) -> list[CheckpointInfo]:
         self._settle()
         return self._engine.snapshots()
@@ -184,14 +167,6 @@ def tensor_bytes(value: Any) -> int:
         return sum(map(count, inner))
 
     return count(value)
-
-
-def close_quietly(engine: CheckpointManager) -> None:
-    """Finish and give memory back; after a crash of the program the snapshots stay for its next life."""
-    try:
-        engine.close(keep_memory=getattr(sys, "last_value", None) is not None)
-    except StrataError as error:
-        log.warning("%s", error)
 
 
 def _size_bytes(info: CheckpointInfo) -> int:

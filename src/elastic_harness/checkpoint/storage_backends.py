@@ -18,9 +18,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from elastic_harness.checkpoint.closing import Closing
 from elastic_harness.checkpoint.config import InvalidCheckpointConfig
 from elastic_harness.checkpoint.pending import Pending
 from elastic_harness.checkpoint.state import CheckpointState, checked_state
@@ -54,7 +54,7 @@ class CheckpointLoadConfig:
     """The file is your own: whatever it holds may run while it is loaded."""
 
 
-class StorageBackend(abc.ABC):
+class StorageBackend(Closing, abc.ABC):
     """What both backends share. `path` is a name in the place, or the full path or URL of it."""
 
     tier: str
@@ -66,7 +66,7 @@ class StorageBackend(abc.ABC):
         self._plan: Plan | None = None
         self._staging = Staging(f"{os.getpid()}-{uuid.uuid4().hex}", images=1)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"{self.tier.lower()}-save")
-        self._finalizer = weakref.finalize(self, _release, self._staging, self._threads)
+        self._end = weakref.finalize(self, _release, self._staging, self._threads)
 
     @property
     def store(self) -> Store:
@@ -157,18 +157,6 @@ class StorageBackend(abc.ABC):
             elif self._looks_whole(name):
                 kept += 1
         return removed
-
-    def close(self) -> None:
-        """Finish the saves under way, and give memory back. A backend that is not closed does so when it ends."""
-        self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _newest_first(self) -> list[str]:
         """By the time they were saved, as far as their manifests tell, else as far as the place does."""

@@ -24,7 +24,7 @@ demo: setup
 	@$(BIN)/strata demo $(ARGS)
 
 test: setup-test
-	$(BIN)/python -m pytest $(ARGS)
+	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(BIN)/python scripts/run_tests.py)
 
 check: setup
 	$(BIN)/ruff check .

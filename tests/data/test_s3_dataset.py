@@ -80,7 +80,7 @@ def test_a_forked_process_says_what_is_wrong_instead_of_waiting_for_ever(bucket:
     reader = DatasetReader(f"{bucket}/lines")
     assert reader[0] == {"id": 0}
     loader: DataLoader[Any] = DataLoader(reader, num_workers=1, collate_fn=list)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="multiprocessing_context='forkserver'"):
+    with pytest.raises(DataError, match="multiprocessing_context='spawn'"):
         next(iter(loader))
 
 

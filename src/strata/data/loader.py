@@ -52,7 +52,7 @@ class ElasticLoader(WithSampler):
         dataloader_options.setdefault("generator", torch.Generator())
         # A client of object storage does not survive a fork.
         if dataloader_options.get("num_workers") and getattr(dataset, "is_remote", False):
-            dataloader_options.setdefault("multiprocessing_context", "forkserver")
+            dataloader_options.setdefault("multiprocessing_context", "spawn")
         self._explicit = commit == "explicit"
         self._iterable = dataset if isinstance(dataset, ElasticIterableDataset) else None
         self._loader: DataLoader[Any]

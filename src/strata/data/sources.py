@@ -227,7 +227,7 @@ def _client(url: str) -> tuple[Store, str]:
         raise DataError.at(
             url,
             "this process was forked from one that uses object storage, whose client does not survive a fork",
-            hint="Give the loader multiprocessing_context='forkserver'; ElasticLoader does so by itself.",
+            hint="Give the loader multiprocessing_context='spawn'; ElasticLoader does so by itself.",
         )
     bucket, key = _split_url(url)
     try:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TypeAlias
 
 from strata.checkpoint.catalog import Catalog, Entry, where
 from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.manifest import SHARDED, Manifest
 from strata.checkpoint.naming import manifest_key, unique_stem
+from strata.checkpoint.places import Place
 from strata.checkpoint.retention import line
 from strata.stores import open_store
 from strata.stores.protocol import Store
-
-Place: TypeAlias = "str | os.PathLike[str] | Store"
 
 
 def steps(place: Place) -> list[CheckpointInfo]:

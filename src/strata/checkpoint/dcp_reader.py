@@ -18,11 +18,12 @@ from torch.futures import Future
 from strata.checkpoint.buffers import WindowBuffer
 from strata.checkpoint.catalog import Catalog, where
 from strata.checkpoint.dcp_layout import Span, Stored, decode
-from strata.checkpoint.dcp_listing import Place, info_of, opened, sharded
+from strata.checkpoint.dcp_listing import info_of, opened, sharded
 from strata.checkpoint.dcp_parts import PartReader
 from strata.checkpoint.errors import CheckpointNotFound, LoadFailed
 from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.loading import SECURITY_WARNING
+from strata.checkpoint.places import Place
 from strata.stores.protocol import StoreError
 
 log = logging.getLogger("strata.checkpoint")

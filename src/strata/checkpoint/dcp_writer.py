@@ -21,7 +21,7 @@ from torch.futures import Future
 from strata.checkpoint.catalog import Catalog, where
 from strata.checkpoint.cleaning import remove_superseded
 from strata.checkpoint.dcp_layout import Span, encode
-from strata.checkpoint.dcp_listing import Place, info_of, key_of, opened
+from strata.checkpoint.dcp_listing import info_of, key_of, opened
 from strata.checkpoint.dcp_parts import (
     PartWriter,
     WrittenPart,
@@ -44,6 +44,7 @@ from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.history import Line
 from strata.checkpoint.manifest import SHARDED, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.naming import new_id
+from strata.checkpoint.places import Place
 from strata.stores.protocol import NotFound, StoreError
 
 log = logging.getLogger("strata.checkpoint")

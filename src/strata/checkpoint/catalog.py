@@ -53,6 +53,11 @@ class Catalog:
         entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
         return Listing(entries=tuple(entries), problems=tuple(problems))
 
+    def add(self, entry: Entry) -> None:
+        """A manifest that was just put there need not be read."""
+        with self._lock:
+            self._known[entry.key] = entry.manifest
+
     def read(self, key: str) -> Manifest:
         return decode(self.store.read(key), path=where(self.store, key))
 

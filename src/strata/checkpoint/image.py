@@ -61,16 +61,12 @@ class Plan:
     kinds: tuple[str, ...]
     prefix: Prefix
     pickle_room_bytes: int
+    bound_bytes: int
+    """No image of this plan is larger."""
     lazy_slots: tuple[int, ...]
     """Those whose tensor has other values than its memory: a conjugated or negated view."""
     shared_slots: tuple[int, ...]
     """Those that are a span of a storage rather than one tensor."""
-
-    @property
-    def bound_bytes(self) -> int:
-        """No image of this plan is larger."""
-        records = sum(slot.size_bytes + ALIGNMENT_BYTES + _RECORD_OVERHEAD_BYTES for slot in self.slots)
-        return records + self.pickle_room_bytes + 8 * ALIGNMENT_BYTES
 
     def lay_out(self, path: str) -> Placement:
         """Write the file at `path` with everything but tensor bytes and pickle body."""
@@ -259,7 +255,9 @@ def make_plan(state: object, found: Scan, signature: Signature) -> tuple[Plan, b
     made = [recipe for recipe in recipes if recipe is not None]
     prefix = prefix_for(made)
     body = body_for(state, found.leaves, prefix)
-    used_bytes = len(prefix.program) + len(body)
+    pickle_bytes = len(prefix.program) + len(body)
+    room_bytes = _round_up(pickle_bytes + len(body) // 4 + _SPARE_PICKLE_BYTES)
+    records_bytes = sum(slot.size_bytes + ALIGNMENT_BYTES + _RECORD_OVERHEAD_BYTES for slot in slots)
     plan = Plan(
         signature=signature,
         slots=tuple(slots),
@@ -267,7 +265,8 @@ def make_plan(state: object, found: Scan, signature: Signature) -> tuple[Plan, b
         names=tuple(names),
         kinds=tuple(str(leaf_kind(leaf)) for leaf in found.leaves),
         prefix=prefix,
-        pickle_room_bytes=_round_up(used_bytes + len(body) // 4 + _SPARE_PICKLE_BYTES),
+        pickle_room_bytes=room_bytes,
+        bound_bytes=records_bytes + room_bytes + 8 * ALIGNMENT_BYTES,
         lazy_slots=tuple(n for n, slot in enumerate(slots) if _is_lazy(found.tensors[slot.tensors[0]])),
         shared_slots=tuple(n for n, slot in enumerate(slots) if not slot.is_whole),
     )

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from strata.checkpoint.catalog import Catalog
+from strata.checkpoint.catalog import Catalog, Entry
 from strata.checkpoint.cleaning import remove_orphans, remove_superseded
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
@@ -470,9 +470,10 @@ class CheckpointManager:
             with self._lock:
                 self._reading[checkpoint_id] -= 1
 
-    def _clean(self, store: Store) -> None:
+    def _clean(self, store: Store, entry: Entry) -> None:
         """After a save: remove what retention lets go. Runs on the store's thread."""
         catalog = next(known for known in self._catalogs if known.store is store)
+        catalog.add(entry)
         with self._lock:
             in_use = {*self._pending, *(+self._reading)}
         remove_superseded(catalog, keep_count=self.keep_count, in_use=in_use, damaged=self._damaged)

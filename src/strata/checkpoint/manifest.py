@@ -125,9 +125,6 @@ class Manifest:
                 }
                 for part in self.parts
             ],
-            "tensors": [
-                [e.name, e.dtype, e.shape, e.offset_bytes, e.size_bytes, e.kind] for e in self.tensors
-            ],
             "layout": plain_json(self.layout, name="layout"),
             "metadata": plain_json(self.metadata, name="metadata"),
             "data": plain_json(self.data, name="data"),
@@ -138,7 +135,8 @@ class Manifest:
             "parent": self.parent,
             "lasting_parent": self.lasting_parent,
         }
-        return _seal(_canonical(body))
+        pieces = {name: _canonical(value) for name, value in body.items()} | {"tensors": _table(self.tensors)}
+        return _seal("{" + ",".join(f'"{name}":{pieces[name]}' for name in sorted(pieces)) + "}")
 
 
 def decode(raw: bytes, *, path: str) -> Manifest:
@@ -239,6 +237,20 @@ def plain_json(value: object, *, name: str = "manifest") -> Json:
     if isinstance(value, list | tuple):
         return [plain_json(inner, name=name) for inner in value]
     raise ValueError(f"{name} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def _table(tensors: tuple[TensorEntry, ...]) -> str:
+    """The tensor table as JSON. A run's saves have the same table again and again, thousands of lines long."""
+    global _last_table
+    known, text = _last_table
+    if known is not tensors:
+        rows = [[e.name, e.dtype, e.shape, e.offset_bytes, e.size_bytes, e.kind] for e in tensors]
+        text = _canonical(rows)
+        _last_table = (tensors, text)
+    return text
+
+
+_last_table: tuple[tuple[TensorEntry, ...], str] = ((), "[]")
 
 
 def _canonical(body: object) -> str:

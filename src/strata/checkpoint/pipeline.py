@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from strata.checkpoint.catalog import where
+from strata.checkpoint.catalog import Entry, where
 from strata.checkpoint.digest import Digest, digest_of
 from strata.checkpoint.errors import SaveFailed
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle, Started
@@ -125,7 +125,7 @@ class Pipeline:
         stem: Stem,
         policy: Policy,
         observer: Observer | None,
-        on_published: Callable[[Store], None],
+        on_published: Callable[[Store, Entry], None],
         on_ended: Callable[[Save, SaveFailed | None], None],
     ) -> None:
         self._stem = stem
@@ -230,7 +230,7 @@ class Pipeline:
         if store is not save.stores[-1]:
             self._hand_over(save, path)
         try:
-            self._on_published(store)
+            self._on_published(store, entry)
         except Exception:
             log.exception("cleaning up after a save failed; the save itself is complete")
 

@@ -23,7 +23,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -41,6 +41,10 @@ _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
 
 
+Piece: TypeAlias = list[tuple[int, int, int, int]]
+"""Copies of some megabytes together: (to address, number of the source, offset in it, bytes)."""
+
+
 class Destination:
     """The slots of a plan in the memory of one image."""
 
@@ -48,27 +52,49 @@ class Destination:
         self.plan = plan
         self.placement = placement
         self.image = image
-        self.pieces: list[list[tuple[int, int, int, int]]] = []
-        """Runs of copies of some megabytes, front to back: (address, slot, offset in the slot, bytes)."""
-        self.starts: list[int] = []
-        """The offset of each piece in the image."""
-        room_bytes = 0
-        for number, (offset_bytes, slot) in enumerate(
-            zip(placement.slot_offsets_bytes, plan.slots, strict=True)
-        ):
-            for within in range(0, slot.size_bytes, PIECE_BYTES):
-                size_bytes = min(PIECE_BYTES, slot.size_bytes - within)
-                if room_bytes < size_bytes:
-                    self.pieces.append([])
-                    self.starts.append(offset_bytes + within)
-                    room_bytes = PIECE_BYTES
-                self.pieces[-1].append((image.data_ptr() + offset_bytes + within, number, within, size_bytes))
-                room_bytes -= size_bytes
+        base = image.data_ptr()
+        sizes = [slot.size_bytes for slot in plan.slots]
+        self.pieces = _pieces([base + offset for offset in placement.slot_offsets_bytes], sizes)
+        self.starts = [piece[0][0] - base for piece in self.pieces] + [placement.size_bytes]
+        """The offset of each piece in the image, and its end."""
 
     @functools.cached_property
     def targets(self) -> list[torch.Tensor]:
         """The slots as tensors, for copies by a device."""
         return self.plan.targets(self.image, self.placement)
+
+
+def _pieces(addresses: Sequence[int], sizes: Sequence[int]) -> list[Piece]:
+    """Copies to these addresses, in pieces of about `PIECE_BYTES`, in the order given."""
+    found: list[Piece] = []
+    room_bytes = 0
+    for number, (address, size_bytes) in enumerate(zip(addresses, sizes, strict=True)):
+        for within in range(0, size_bytes, PIECE_BYTES):
+            take_bytes = min(PIECE_BYTES, size_bytes - within)
+            if room_bytes < take_bytes:
+                found.append([])
+                room_bytes = PIECE_BYTES
+            found[-1].append((address + within, number, within, take_bytes))
+            room_bytes -= take_bytes
+    return found
+
+
+def copy_on_cpu(pairs: Sequence[Pair]) -> None:
+    """Copy each source into its target, all on the CPU, with a few threads."""
+    plain = [pair for pair in pairs if _is_plain(*pair)]
+    pieces = _pieces([target.data_ptr() for target, _ in plain], [target.nbytes for target, _ in plain])
+    sweep = _Sweep(pieces, [source.data_ptr() for _, source in plain], lambda _: None)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-copy") as pool, torch.no_grad():
+        for _ in range(min(THREADS, len(pieces))):
+            pool.submit(sweep.work)
+        for target, source in pairs:
+            if not _is_plain(target, source):
+                target.copy_(source)
+        sweep.work()
+
+
+def _is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
 
 
 class Copying:
@@ -172,14 +198,14 @@ class Copier:
             sources = prepared.plan.sources(prepared.tensors)
             self._copy_from_cuda(copying, list(zip(to.targets, sources, strict=True)))
             return
-        addresses, held = prepared.plan.addresses(prepared.tensors)
-        sweep = _Sweep(copying, to, addresses)
+        addresses, held = prepared.plan.slot_addresses(prepared)
+        sweep = _Sweep(to.pieces, addresses, lambda front: copying.advance(to.starts[front]))
         helpers = min(THREADS, len(to.pieces)) - 1
         if helpers > 0 and self._helping is None:
             self._helping = ThreadPoolExecutor(THREADS - 1, thread_name_prefix="strata-copy")
         for _ in range(helpers):
             assert self._helping is not None
-            self._helping.submit(sweep.work)
+            self._helping.submit(_or_fail, copying, sweep.work)
         sweep.work()
         copying.wait()  # For pieces that others have begun.
         del held
@@ -252,43 +278,38 @@ class Copier:
 
 
 class _Sweep:
-    """One copy on the CPU, whose pieces any number of threads take front to back."""
+    """Pieces that any number of threads take front to back. `tell` hears how many are done from the front on."""
 
-    def __init__(self, copying: Copying, to: Destination, addresses: list[int]) -> None:
-        self._copying = copying
-        self._to = to
+    def __init__(self, pieces: list[Piece], addresses: list[int], tell: Callable[[int], None]) -> None:
+        self._pieces = pieces
         self._addresses = addresses
+        self._tell = tell
         self._next = 0
         self._under_way: set[int] = set()
         self._lock = threading.Lock()
 
     def work(self) -> None:
-        try:
-            while self._copy_next():
-                pass
-            self._copying.advance(self._ready_bytes())
-        except BaseException as error:
-            self._copying.fail(error)
-            raise
+        while self._copy_next():
+            pass
+        self._tell(self._front())
 
     def _copy_next(self) -> bool:
         with self._lock:
             number = self._next
-            if number == len(self._to.pieces):
+            if number == len(self._pieces):
                 return False
             self._next += 1
             self._under_way.add(number)
-        for address, slot, within, size_bytes in self._to.pieces[number]:
-            _memmove(address, self._addresses[slot] + within, size_bytes)
+        for address, source, within, size_bytes in self._pieces[number]:
+            _memmove(address, self._addresses[source] + within, size_bytes)
         with self._lock:
             self._under_way.remove(number)
-        self._copying.advance(self._ready_bytes())
+        self._tell(self._front())
         return True
 
-    def _ready_bytes(self) -> int:
+    def _front(self) -> int:
         with self._lock:
-            front = min(self._under_way, default=self._next)
-        return self._to.starts[front] if front < len(self._to.starts) else self._to.placement.size_bytes
+            return min(self._under_way, default=self._next)
 
 
 def _start_events(pairs: list[Pair]) -> dict[torch.device, Any]:
@@ -303,6 +324,14 @@ def _start_events(pairs: list[Pair]) -> dict[torch.device, Any]:
 def _hold_back(events: list[tuple[torch.device, Any]]) -> None:
     for device, event in events:
         _cuda.current_stream(device).wait_event(event)
+
+
+def _or_fail(copying: Copying, work: Callable[[], None]) -> None:
+    """What fails on a helping thread must not leave the others waiting."""
+    try:
+        work()
+    except BaseException as error:
+        copying.fail(error)
 
 
 def any_on_cuda(tensors: Iterable[torch.Tensor]) -> bool:

@@ -35,7 +35,7 @@ FILE_NAME = "archive.pt"  # Torch puts the file's name into the file: a constant
 _SPARE_PICKLE_BYTES = 64 << 10
 _RECORD_OVERHEAD_BYTES = 512
 
-Signature: TypeAlias = tuple[list[object], ...]
+Signature: TypeAlias = tuple[list[Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ class Plan:
     """Those whose tensor has other values than its memory: a conjugated or negated view."""
     shared_slots: tuple[int, ...]
     """Those that are a span of a storage rather than one tensor."""
+    strided: tuple[int, ...]
+    """The tensors that are not contiguous."""
 
     def lay_out(self, path: str) -> Placement:
         """Write the file at `path` with everything but tensor bytes and pickle body."""
@@ -138,20 +140,24 @@ class Plan:
             for slot in self.slots
         ]
 
-    def addresses(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
+    def slot_addresses(self, prepared: Prepared) -> tuple[list[int], list[torch.Tensor]]:
         """Where in memory the bytes of each slot are, on the CPU, and what must be held while they are copied."""
-        firsts = [tensors[slot.tensors[0]] for slot in self.slots]
+        found = [prepared.addresses[slot.tensors[0]] for slot in self.slots]
         held = []
         for number in self.lazy_slots:
-            firsts[number] = firsts[number].detach().resolve_conj().resolve_neg().contiguous()
-            held.append(firsts[number])
-        found = list(map(torch.Tensor.data_ptr, firsts))
+            lazy = prepared.tensors[self.slots[number].tensors[0]]
+            held.append(lazy.detach().resolve_conj().resolve_neg().contiguous())
+            found[number] = held[-1].data_ptr()
         for number in self.shared_slots:
-            found[number] = firsts[number].untyped_storage().data_ptr() + self.slots[number].start_bytes
+            slot = self.slots[number]
+            storage = prepared.tensors[slot.tensors[0]].untyped_storage()
+            found[number] = storage.data_ptr() + slot.start_bytes
         return found, held
 
-    def shares_as_before(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether tensors that are views of one storage in this plan are the same views of one storage still."""
+    def has_views_as_before(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether odd strides are the same, and tensors that are views of one storage are the same views of one."""
+        if any(tensors[number].stride() != self.recipes[number].stride for number in self.strided):
+            return False
         for number in self.shared_slots:
             slot = self.slots[number]
             views = [tensors[n] for n in slot.tensors]
@@ -176,26 +182,34 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """One state, ready to be copied into an image of `plan`."""
+    """One state, ready to be copied into an image of `plan`. It holds the state's tensors until that is done."""
 
     plan: Plan
     body: bytes
-    tensors: list[torch.Tensor]
-    leaves: list[object]
-    """Held so that no tensor is freed before it has been copied."""
+    found: Scan
+    addresses: list[int]
+    """Of each tensor's first element."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.found.tensors
 
 
 def prepare(state: object, known: Plan | None) -> Prepared:
     """Match a state with the plan of the save before, or make a new one."""
     with _no_collection():
         found = scan(state)
-        signature = signature_of(found)
-        if known is not None and known.signature == signature and known.shares_as_before(found.tensors):
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, found.tensors))
+            signature = signature_of(found, addresses)
+        except (RuntimeError, NotImplementedError):
+            addresses, signature = [], ()  # Something without plain memory; `make_plan` will name it.
+        if known is not None and known.signature == signature and known.has_views_as_before(found.tensors):
             body = body_for(state, found.leaves, known.prefix)
             if len(known.prefix.program) + len(body) <= known.pickle_room_bytes:
-                return Prepared(plan=known, body=body, tensors=found.tensors, leaves=found.leaves)
+                return Prepared(plan=known, body=body, found=found, addresses=addresses)
         plan, body = make_plan(state, found, signature)
-        return Prepared(plan=plan, body=body, tensors=found.tensors, leaves=found.leaves)
+        return Prepared(plan=plan, body=body, found=found, addresses=addresses)
 
 
 @contextlib.contextmanager
@@ -210,25 +224,23 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def signature_of(found: Scan) -> Signature:
-    """What a plan depends on, but for the details of sharing. Runs on every save: one plain loop per fact, compared
-    as whole lists. Fewer addresses than tensors tell that some have come to share memory."""
+def signature_of(found: Scan, addresses: list[int]) -> Signature:
+    """What a plan depends on, but for the details of sharing and of odd strides. Runs on every save: one plain loop per
+    fact, compared as whole lists. Fewer addresses than tensors tell that some have come to share memory."""
     tensors = found.tensors
-    try:
-        has_complex = any(dtype.is_complex for dtype in {tensor.dtype for tensor in tensors})
-        return (
-            found.trace,
-            [tensor.shape for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
-            [tensor.requires_grad for tensor in tensors],
-            list(map(type, found.leaves)),
-            [len(set(map(torch.Tensor.data_ptr, tensors)))],
-            [number for number, is_neg in enumerate(map(torch.Tensor.is_neg, tensors)) if is_neg],
-            [number for number, tensor in enumerate(tensors) if tensor.is_conj()] if has_complex else [],
-        )
-    except (RuntimeError, NotImplementedError):
-        return ()  # Something without plain memory; `make_plan` will name it.
+    dtypes = [tensor.dtype for tensor in tensors]
+    has_complex = any(dtype.is_complex for dtype in set(dtypes))
+    return (
+        found.trace,
+        dtypes,
+        [tensor.shape for tensor in tensors],
+        [tensor.is_contiguous() for tensor in tensors],
+        [tensor.requires_grad for tensor in tensors],
+        list(map(type, found.leaves)),
+        [len(set(addresses))],
+        [number for number, is_neg in enumerate(map(torch.Tensor.is_neg, tensors)) if is_neg],
+        [number for number, tensor in enumerate(tensors) if tensor.is_conj()] if has_complex else [],
+    )
 
 
 def make_plan(state: object, found: Scan, signature: Signature) -> tuple[Plan, bytes]:
@@ -269,6 +281,9 @@ def make_plan(state: object, found: Scan, signature: Signature) -> tuple[Plan, b
         bound_bytes=records_bytes + room_bytes + 8 * ALIGNMENT_BYTES,
         lazy_slots=tuple(n for n, slot in enumerate(slots) if _is_lazy(found.tensors[slot.tensors[0]])),
         shared_slots=tuple(n for n, slot in enumerate(slots) if not slot.is_whole),
+        strided=tuple(
+            n for n, t in enumerate(found.tensors) if not t.is_contiguous() and made[n].stride == t.stride()
+        ),
     )
     return plan, body
 

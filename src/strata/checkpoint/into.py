@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from strata.checkpoint.copying import any_on_cuda
+from strata.checkpoint.copying import any_on_cuda, copy_on_cpu
 from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.manifest import TensorEntry
 from strata.checkpoint.state import rebuild, restore_kind, scan
@@ -34,14 +34,16 @@ def load_into(
     pairs = list(_pairs(loaded, into, ""))
     leaves = scan(loaded).tensors
     numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
-    targets = [target for target, _ in pairs]
-    sources = [_view(image, entries[numbers[id(leaf)]], leaf) for _, leaf in pairs]
-    devices = {target.device for target in targets if target.is_cuda}
-    with torch.no_grad():
-        if targets:
-            torch._foreach_copy_(targets, sources, bool(devices))
-    for device in devices:
-        torch.cuda.synchronize(device)
+    copies = [(target, _view(image, entries[numbers[id(leaf)]], leaf)) for target, leaf in pairs]
+    copy_on_cpu([copy for copy in copies if not copy[0].is_cuda])
+    to_device = [copy for copy in copies if copy[0].is_cuda]
+    if to_device:
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [target for target, _ in to_device], [source for _, source in to_device], True
+            )
+        for device in {target.device for target, _ in to_device}:
+            torch.cuda.synchronize(device)
     filled = {id(leaf): target for target, leaf in pairs}
 
     def replace(number: int, leaf: torch.Tensor) -> object:

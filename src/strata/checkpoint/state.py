@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,41 +34,39 @@ _SAME_BYTES = {
 class Scan:
     """The leaves of one state, as they are now."""
 
-    leaves: list[object] = field(default_factory=list)
+    leaves: list[object]
     """Each leaf object once: tensors, arrays."""
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensors: list[torch.Tensor]
     """The same leaves as tensors over the same memory."""
-    trace: list[object] = field(default_factory=list)
+    trace: list[object]
     """The containers' kinds and keys: equal traces mean equal names."""
 
 
 def scan(state: object) -> Scan:
-    found = Scan()
     leaves: dict[int, object] = {}
-    tensors = found.tensors
-    trace = found.trace
+    tensors: list[torch.Tensor] = []
+    trace: list[object] = []
     inside: set[int] = set()
 
-    def visit(node: Any) -> None:
-        kind = type(node)
-        if kind in _PLAIN:
-            return
-        if kind in _TENSORS:
-            if id(node) not in leaves:
+    def visit(nodes: Iterable[Any]) -> None:
+        for node in nodes:
+            kind = type(node)
+            if kind in _TENSORS:
+                if id(node) not in leaves:
+                    leaves[id(node)] = node
+                    tensors.append(node)
+            elif kind in _PLAIN:
+                continue
+            elif isinstance(node, dict):
+                if enter(node):
+                    trace.extend(node)
+                    visit(node.values())
+            elif isinstance(node, list | tuple):
+                if enter(node):
+                    visit(node)
+            elif leaf_kind(node) is not None and id(node) not in leaves:
                 leaves[id(node)] = node
-                tensors.append(node)
-        elif isinstance(node, dict):
-            if enter(node):
-                trace.extend(node)
-                for value in node.values():
-                    visit(value)
-        elif isinstance(node, list | tuple):
-            if enter(node):
-                for value in node:
-                    visit(value)
-        elif leaf_kind(node) is not None and id(node) not in leaves:
-            leaves[id(node)] = node
-            tensors.append(_as_tensor(node, state))
+                tensors.append(_as_tensor(node, state))
 
     def enter(node: Any) -> bool:
         if id(node) in inside:
@@ -78,9 +76,8 @@ def scan(state: object) -> Scan:
         trace.append(len(node))
         return True
 
-    visit(state)
-    found.leaves = list(leaves.values())
-    return found
+    visit((state,))
+    return Scan(leaves=list(leaves.values()), tensors=tensors, trace=trace)
 
 
 def leaf_kind(node: object) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A process or a segment of shared memory that tests leave behind fails the run."""
-    left = [*_processes_left(), *sorted(_segments() - session.config.stash[_SEGMENTS])]
+    """A process that tests leave behind fails the run. What killed processes left in shared memory, and the next
+    process of their job would have taken over, is told and removed."""
+    segments = sorted(_segments() - session.config.stash[_SEGMENTS])
+    if segments:
+        print(f"\nremoved from shared memory: {', '.join(segments)}")
+    for segment in segments:
+        shutil.rmtree(segment, ignore_errors=True)
+    left = _processes_left()
     if left and exitstatus == 0:
         print(f"\nleft behind by the tests: {', '.join(left)}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from strata.rendezvous import SECONDS_NOT_MINUTES, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasClient, CasStore
-from strata.training.trace import note_rendezvous
+from strata.training.trace import forget_rendezvous, note_rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
 
     def shutdown(self) -> bool:
         closed = super().shutdown()
+        forget_rendezvous(self.settings.run_id)
         try:
             self.backend.leave(self._this_node)
         except RendezvousError as error:

@@ -120,6 +120,14 @@ def note_rendezvous(job: str, began_mono_s: float, ended_mono_s: float) -> None:
         fresh.rename(folder / "rendezvous")
 
 
+def forget_rendezvous(job: str) -> None:
+    """The agent's run has ended; what its workers left is theirs to remove."""
+    folder = run_folder(job)
+    with suppress(OSError):
+        (folder / "rendezvous").unlink(missing_ok=True)
+        folder.rmdir()
+
+
 def process_start_mono_s() -> float:
     """When this process began, on the monotonic clock."""
     try:

@@ -36,7 +36,6 @@ class SampleJob:
     width: int = 96
     global_batch: int = 16
     hang_timeout_s: float = 0.0
-    loader_workers: int = 0
 
     @property
     def checkpoints(self) -> Path:
@@ -74,12 +73,7 @@ class SampleJob:
                 "backend": "gloo",
                 "log_interval": 5,
             },
-            "data": {
-                "files": [str(self.text)],
-                "index_file": str(self.index),
-                "tokenizer": "bytes",
-                "num_workers": self.loader_workers,
-            },
+            "data": {"files": [str(self.text)], "index_file": str(self.index), "tokenizer": "bytes"},
             "checkpoint": {
                 "nvme_path": str(self.checkpoints),
                 "checkpoint_interval": self.save_every,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +24,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A process that tests leave behind fails the run. What killed processes left in shared memory, and the next
-    process of their job would have taken over, is told and removed."""
+    """A process that tests leave behind fails the run. What is new in shared memory is only told: it may belong to a
+    job that runs beside the tests, and what dead jobs left goes by itself."""
     segments = sorted(_segments() - session.config.stash[_SEGMENTS])
     if segments:
-        print(f"\nremoved from shared memory: {', '.join(segments)}")
-    for segment in segments:
-        shutil.rmtree(segment, ignore_errors=True)
+        print(f"\nnew in shared memory: {', '.join(segments)}")
     left = _processes_left()
     if left and exitstatus == 0:
         print(f"\nleft behind by the tests: {', '.join(left)}")

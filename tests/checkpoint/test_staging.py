@@ -116,6 +116,19 @@ def test_images_stay_after_close_when_asked_to(job: str, memory: Memory) -> None
         assert_is_step(again.load(), 1)
 
 
+def test_images_removed_from_under_a_save_cost_the_snapshot_and_nothing_else(
+    folder: Path, job: str, memory: Memory
+) -> None:
+    with CheckpointManager(folder, memory=memory) as manager:
+        for step in (1, 2):
+            manager.save(small_state(step), step=step).result(30)
+        remove_tree(job_folder(job))
+        for step in (3, 4, 5):
+            assert "NVME" in manager.save(small_state(step), step=step).result(30).tiers
+        assert manager.restore().tier == "MEMORY"
+        assert_is_step(manager.load(), 5)
+
+
 def test_there_are_never_more_than_two_images(folder: Path, job: str, memory: Memory) -> None:
     with CheckpointManager(folder, memory=memory) as manager:
         for step in range(6):

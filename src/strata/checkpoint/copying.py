@@ -80,7 +80,7 @@ def _pieces(addresses: Sequence[int], sizes: Sequence[int]) -> list[Piece]:
 
 
 def copy_on_cpu(pairs: Sequence[Pair]) -> None:
-    """Copy each source into its target, all on the CPU, with a few threads."""
+    """Copy each source, on the CPU, into its target, with a few threads."""
     plain = [pair for pair in pairs if _is_plain(*pair)]
     pieces = _pieces([target.data_ptr() for target, _ in plain], [target.nbytes for target, _ in plain])
     sweep = _Sweep(pieces, [source.data_ptr() for _, source in plain], lambda _: None)
@@ -94,7 +94,9 @@ def copy_on_cpu(pairs: Sequence[Pair]) -> None:
 
 
 def _is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
-    return target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+    """Whether copying the bytes is copying the tensor."""
+    same_type = target.dtype == source.dtype and target.device == source.device
+    return same_type and target.is_contiguous() and source.is_contiguous()
 
 
 class Copying:

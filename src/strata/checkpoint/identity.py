@@ -36,7 +36,14 @@ class Process:
 
     def is_gone(self) -> bool:
         """True only when this machine can tell that the process has ended."""
-        return self.machine == machine_token() and _started_ticks(self.pid) != self.started_ticks
+        if self.machine != machine_token():
+            return False
+        try:
+            return _started_ticks(self.pid) != self.started_ticks
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        except OSError:
+            return False  # Out of file descriptors, say: then nobody is declared dead.
 
 
 def this_process() -> Process:
@@ -49,7 +56,7 @@ def parent_process() -> Process:
 
 @functools.lru_cache(maxsize=2)
 def _process(pid: int) -> Process:
-    return Process(machine=machine_token(), pid=pid, started_ticks=_started_ticks(pid) or 0)
+    return Process(machine=machine_token(), pid=pid, started_ticks=_started_ticks(pid))
 
 
 @functools.cache
@@ -63,14 +70,11 @@ def machine_token() -> str:
     return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:6]
 
 
-def _started_ticks(pid: int) -> int | None:
-    """Start time in clock ticks since boot, or None where there is no such process."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
+def _started_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; -1 for one that is dead and waits to be buried."""
+    status = Path(f"/proc/{pid}/stat").read_text()
     after_name = status.rpartition(")")[2].split()
-    return None if after_name[0] in "ZX" else int(after_name[19])
+    return -1 if after_name[0] in "ZX" else int(after_name[19])
 
 
 def _base36(number: int) -> str:

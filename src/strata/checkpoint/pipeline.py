@@ -254,9 +254,10 @@ class Pipeline:
         seconds = time.monotonic() - save.begun_s
         if save.payload is not None:
             save.payload.release()
-        # What only memory has is not what was asked for where there are stores.
+        # With stores, a save is judged by them: memory is what they are filled from, and a failure there is told.
+        counted = [each for each in save.failures if each.tier != MEMORY or not save.places]
         is_saved = any(tier != MEMORY or not save.stores for tier, _ in save.places)
-        error = save.failures[0] if save.failures else None
+        error = counted[0] if counted else None
         if error is not None and is_saved and self._policy.on_error == "warn":
             error = None
         info: CheckpointInfo | None = None

@@ -80,7 +80,7 @@ class ImageBuffer:
 
     def prepare_for(self, plan: Plan) -> None:
         """Lay the file out for `plan` and fault its pages in; nothing to do when it is laid out for it already."""
-        if self.plan is plan:
+        if self.plan is plan and self.path.exists():
             return
         self.unmark()
         self.folder.mkdir(parents=True, exist_ok=True)

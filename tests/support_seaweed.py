@@ -9,11 +9,9 @@ The fixture in `tests/stores/conftest.py` shares one per session. Buckets come i
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import http.client
 import json
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -28,8 +26,8 @@ READER_KEY = "reader"  # May read and list, not write.
 WRITER_KEY = "writer"  # May write, not read, list or delete.
 SECRET_KEY = "not-a-secret"
 _START_TIMEOUT_S = 60.0
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+# A test run that is killed, or times out hard, must not leave its server behind.
+_DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
 _GRPC_OFFSET = 10_000  # SeaweedFS listens for gRPC this far above each port it is given.
 
 
@@ -79,6 +77,7 @@ def seaweed(folder: Path) -> Iterator[Seaweed]:
     (folder / "data").mkdir(exist_ok=True)
     master, volume, filer, s3 = _free_port_pairs(4)
     command = [
+        *_DIES_WITH_PARENT,
         binary,
         "server",
         f"-dir={folder / 'data'}",
@@ -97,18 +96,13 @@ def seaweed(folder: Path) -> Iterator[Seaweed]:
         "-master.volumeSizeLimitMB=1024",
     ]
     with open(folder / "weed.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, preexec_fn=_die_with_parent)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     try:
         _wait_until_ready(process, s3, folder / "weed.log")
         yield Seaweed(endpoint=f"http://127.0.0.1:{s3}", process=process)
     finally:
         process.kill()  # Asked politely it takes seconds, and nobody needs its data any more.
         process.wait(10)
-
-
-def _die_with_parent() -> None:
-    """In the new process: a test run that is killed, or times out hard, must not leave its server behind."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _identity(name: str, actions: list[str]) -> dict[str, Any]:

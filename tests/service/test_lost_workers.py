@@ -188,8 +188,8 @@ def _goodbye(shared: Coordinator) -> None:
         leaves.deregister("done for today")
         assert "leaves" not in {w["id"] for w in shared.get("/api/workers")}
         assert len(stays.get_shards("farewell")) == 4
-        topology = eventually(lambda: stays.topology if stays.topology.world_size == 1 else None, within_s=5)
-        assert "done for today" in topology.reason
+        assert eventually(lambda: "done for today" in stays.topology.reason, within_s=5)
+        assert stays.topology.world_size == 1
         stays.deregister()
     finally:
         stays.close()

@@ -1,0 +1,169 @@
+"""One seam between what runs and where it runs: a launcher starts a plan and says what became of it.
+
+A launcher knows nothing of recipes, queues or retries: it is given a complete `LaunchPlan`, makes real processes of it
+under torchrun, and tells one listener what it observes, on the event loop it was made on. It keeps enough on disk (or in
+its cluster) to find its runs again: they outlive the coordinator, and a new one adopts or ends them.
+
+Promises every launcher keeps:
+- `Started` comes at most once per run and `Exited` or `Lost` exactly once, as the last word on it.
+- Nothing of a run is left when its last word has been said: no process, port or shared memory.
+- Output is told in order, by stream; lines told before a crash of the coordinator may be told again, none is lost
+  within the launcher's bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from strata.core.messages import TaskId
+from strata.errors import StrataError
+
+
+class LaunchFailed(StrataError):
+    """Something we started ended, or did not come up."""
+
+    code = "launch_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """One attempt at one task: everything that a launcher needs to know."""
+
+    task_id: TaskId
+    attempt: int
+    """From 1. Each attempt is a run of its own, with a rendezvous of its own."""
+    arguments: tuple[str, ...]
+    """What each worker runs: a script with its arguments, or `-m module` with its own. Never a shell line."""
+    worker_count: int
+    """Worker processes altogether, over all machines."""
+    gpus_per_worker: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Beside the launcher's own environment; `COORDINATOR_ADDR` and `STRATA_JOB_ID` are in it."""
+    task_dir: Path
+    """The task's own folder: its configuration, checkpoints, runs and their output. The same for all attempts."""
+    coordinator: str
+    """host:port of the coordinator's gRPC face, which is also a rendezvous (back end `strata`)."""
+    max_restarts: int = 100
+    """How often torchrun may start the workers anew within this attempt."""
+    shared_memory: tuple[str, ...] = ()
+    """Beginnings of the names under /dev/shm that the run's workers use; gone when the run has ended for good."""
+
+    @property
+    def run_id(self) -> str:
+        """Names this attempt everywhere: the rendezvous, the folder, the processes' environment."""
+        return f"{self.task_id}-{self.attempt}"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.task_dir / f"run-{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What a launcher has altogether; the queue keeps the sum of what runs below it."""
+
+    workers: int
+    gpus: int
+
+
+CauseKind = Literal["exit", "signal", "exception", "oom", "lost", "launch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitCause:
+    """Why a run ended badly: the first failure, not the ones that followed from it."""
+
+    kind: CauseKind
+    message: str
+    """One line for people: 'rank 1 was killed by SIGSEGV', 'ValueError: ...'."""
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: str = ""
+    """SIGKILL, SIGSEGV, ...; empty when no signal was the cause."""
+    traceback: str = ""
+    may_retry: bool = True
+    """False where another attempt must end the same way, such as a configuration that is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    run_id: str
+    task_id: TaskId
+    where: str
+    """For people: 'this machine, process 4711' or '3 nodes of the Ray cluster'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Lines that a run's processes wrote, as they came."""
+
+    run_id: str
+    task_id: TaskId
+    lines: Sequence[OutputLine]
+    dropped: int = 0
+    """Lines that were lost before these, by the launcher's bounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLine:
+    at_s: float
+    stream: Literal["stdout", "stderr"]
+    rank: int | None
+    """None: the launcher's own processes, such as a torchrun agent."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """The run is over and nothing of it is left. `cause` is None when every worker ended well."""
+
+    run_id: str
+    task_id: TaskId
+    cause: ExitCause | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """The run is over, nothing of it is left, and how it ended is not known: a machine or its keeper vanished."""
+
+    run_id: str
+    task_id: TaskId
+    reason: str
+
+
+Observation = Started | Output | Exited | Lost
+Listener = Callable[[Observation], None]
+"""Told on the launcher's event loop. Must not block."""
+
+
+class Launcher(Protocol):
+    """`name` is what `--launcher` takes. All methods run on the event loop the launcher was made on."""
+
+    name: str
+
+    def capacity(self) -> Capacity: ...
+
+    async def adopt(self, plans: Sequence[LaunchPlan]) -> None:
+        """Once, before anything else: take the runs of an earlier coordinator up again.
+
+        Afterwards each of `plans` is watched, or its `Exited` or `Lost` is told. Runs that nobody wants are ended.
+        """
+        ...
+
+    async def start(self, plan: LaunchPlan) -> None:
+        """Returns when the processes exist. Raises `LaunchFailed`, leaving nothing behind."""
+        ...
+
+    async def stop(self, run_id: str, *, patience_s: float) -> None:
+        """SIGTERM, so that workers save and leave; SIGKILL for what is left after `patience_s`.
+
+        Returns at once; `Exited` or `Lost` follows. Unknown and ended runs are no error.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything without ending it: the runs go on, and the next coordinator adopts them."""
+        ...

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 import strata
 from strata.coordinator.auth import Gatekeeper
+from strata.coordinator.dashboard import Dashboard
 from strata.coordinator.door import Door, ErrorBody, install_error_handlers, json_response
 from strata.coordinator.logs import LogFilter
 from strata.coordinator.pages import Page
@@ -301,7 +302,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
 
     install_error_handlers(app)
     _document_units(app)
-    return Door(app, gatekeeper)
+    return Dashboard(Door(app, gatekeeper))
 
 
 def _document_units(app: FastAPI) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -88,6 +89,36 @@ def test_log_records_of_the_process_reach_the_coordinator(shared: Coordinator) -
         worker.close()
     assert [(e["level"], e["message"], e["task_id"]) for e in found] == [("warn", "loss is 3.5", "task-9")]
     assert not [h for h in logging.getLogger().handlers if type(h).__name__ == "ShippingHandler"]
+
+
+def test_goodbye_does_not_overtake_what_was_said_before_it(shared: Coordinator) -> None:
+    """Lines written just before a worker leaves are all there, also when it had hardly connected."""
+    for number in range(4):
+        name = f"hasty-{number}"
+        worker = TrainingOrchestrator(shared.address, job_id="hasty", ship_logs=True)
+        try:
+            worker.register_worker(name)
+            for line in range(1_500):
+                logging.getLogger("training").warning("%s says %d", name, line)
+            worker.deregister("done")
+            assert name not in {w["id"] for w in shared.get("/api/workers")}
+            found = shared.get(f"/api/logs?worker_id={name}&limit=2000")
+            assert [e["message"] for e in reversed(found)] == [f"{name} says {n}" for n in range(1_500)]
+        finally:
+            worker.close()
+
+
+def test_worker_whose_session_is_not_heard_leaves_by_a_call(shared: Coordinator) -> None:
+    """A coordinator that does not know a goodbye on the stream is told by a call."""
+    worker = TrainingOrchestrator(shared.address, job_id="by-call")
+    try:
+        worker.register_worker("caller")
+        assert worker.wait_connected(10)
+        asyncio.run_coroutine_threadsafe(worker._session._end_session(), worker._session._loop).result(10)
+        worker.deregister()
+        assert "caller" not in {w["id"] for w in shared.get("/api/workers")}
+    finally:
+        worker.close()
 
 
 def test_outbox_drops_the_oldest_lines_and_counts_them() -> None:

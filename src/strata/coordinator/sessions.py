@@ -131,6 +131,7 @@ class Sessions:
                 case WorkerLeft():
                     session = self._sessions.get(event.worker_id)
                     if session is not None:
+                        session.push(pb.CoordinatorMessage(goodbye=pb.Goodbye(reason=event.reason)))
                         session.end("the worker said goodbye")
                     self._gather_topology(event.job_id, f"'{event.worker_id}' left: {event.reason}")
                 case ShardsMoved():

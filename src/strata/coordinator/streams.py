@@ -18,7 +18,16 @@ from strata.coordinator.refusals import Context, barrier_text, refuse, unreadabl
 from strata.coordinator.sessions import Sessions, WorkerSession
 from strata.coordinator.waits import Outcome
 from strata.core import checks
-from strata.core.messages import DatasetId, InvalidArgument, Overloaded, Reply, Stale, Unknown, WorkerId
+from strata.core.messages import (
+    DatasetId,
+    DeregisterWorker,
+    InvalidArgument,
+    Overloaded,
+    Reply,
+    Stale,
+    Unknown,
+    WorkerId,
+)
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import wire
@@ -162,9 +171,28 @@ class Streams:
                 lost = len(message.logs.entries) - len(entries) + message.logs.dropped
                 self._logs.add_from_worker(session.worker_id, lines, dropped=lost)
                 return 1 + len(message.logs.entries) // ITEMS_PER_MESSAGE
+            case "goodbye":
+                self._metrics.request("Session.goodbye")
+                self._leave(session, message.goodbye.reason)
             case _:
                 pass  # A newer worker may say more than this version understands.
         return 1
+
+    def _leave(self, session: WorkerSession, reason: str) -> None:
+        """Answered, and the session ended, once it is durable; one that is refused hears why."""
+
+        def answered(reply: Reply | StrataError) -> None:
+            if isinstance(reply, StrataError):
+                session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=str(reply))))
+                session.end(str(reply))
+
+        command = DeregisterWorker(
+            worker_id=session.worker_id, incarnation=session.incarnation, reason=reason
+        )
+        try:
+            self._engine.post(command, answered)
+        except Unavailable as refusal:
+            session.end(str(refusal))  # The worker comes back and says it again.
 
     def _arrive(self, session: WorkerSession, request: pb.WaitBarrierRequest) -> None:
         request.worker_id, request.incarnation = session.worker_id, session.incarnation

@@ -571,19 +571,27 @@ class Progress(_message.Message):
     shards: _containers.RepeatedCompositeFieldContainer[ShardProgress]
     def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardProgress, _Mapping]]] = ...) -> None: ...
 
+class Goodbye(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "barrier", "progress", "logs")
+    __slots__ = ("hello", "heartbeat", "barrier", "progress", "logs", "goodbye")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     BARRIER_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     LOGS_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: HeartbeatRequest
     barrier: WaitBarrierRequest
     progress: Progress
     logs: LogBatch
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., barrier: _Optional[_Union[WaitBarrierRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ...) -> None: ...
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., barrier: _Optional[_Union[WaitBarrierRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("server_timestamp_ms", "heartbeat_interval_ms")
@@ -632,17 +640,19 @@ class Stale(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "topology", "plan", "barrier", "command", "stale")
+    __slots__ = ("welcome", "topology", "plan", "barrier", "command", "stale", "goodbye")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     BARRIER_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     topology: Topology
     plan: PlanChanged
     barrier: BarrierOutcome
     command: PendingCommand
     stale: Stale
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., topology: _Optional[_Union[Topology, _Mapping]] = ..., plan: _Optional[_Union[PlanChanged, _Mapping]] = ..., barrier: _Optional[_Union[BarrierOutcome, _Mapping]] = ..., command: _Optional[_Union[PendingCommand, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ...) -> None: ...
+    goodbye: Goodbye
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., topology: _Optional[_Union[Topology, _Mapping]] = ..., plan: _Optional[_Union[PlanChanged, _Mapping]] = ..., barrier: _Optional[_Union[BarrierOutcome, _Mapping]] = ..., command: _Optional[_Union[PendingCommand, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...

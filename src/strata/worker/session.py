@@ -43,6 +43,8 @@ log = logging.getLogger("strata.worker.session")
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
 LOG_FLUSH_S = 0.2
+GOODBYE_S = 4.0
+"""How long the coordinator may take to answer a goodbye on the session, and then a call that repeats it."""
 ANSWER_MARGIN_S = 5.0
 """How long after a barrier's time-out the coordinator may take to say so."""
 MESSAGE_LIMIT_BYTES = 64 << 20
@@ -99,6 +101,9 @@ class SessionThread:
         self._progress: dict[tuple[str, int, int], int] = {}
         self._sampler = ResourceSampler()
         self._session: asyncio.Task[None] | None = None
+        self._goodbye: str | None = None
+        """Why this worker leaves, once it does: the session's last word."""
+        self._has_left = False
         self._wake: asyncio.Event
         self._logs_sent: asyncio.Event
         self._ready = threading.Event()
@@ -137,6 +142,7 @@ class SessionThread:
         answer: pb.RegisterWorkerResponse = await self.call("RegisterWorker", request)
         self.registration = answer
         self.stale_reason = ""
+        self._goodbye, self._has_left = None, False
         self._progress.clear()  # What an incarnation that is over had read does not count for this one.
         self.topology = Topology(
             rank=answer.rank, world_size=answer.world_size, generation=answer.generation, reason="registered"
@@ -145,15 +151,23 @@ class SessionThread:
         return answer
 
     async def deregister(self, reason: str) -> None:
+        """Leave, after everything that was said before: goodbye travels on the session. A call is the fallback."""
         registration = self.registration
         if registration is None or self.stale_reason:
             return
-        await self.flush_logs()
-        request = pb.DeregisterWorkerRequest(
-            worker_id=registration.assigned_id, incarnation=registration.incarnation, reason=reason
-        )
+        self._goodbye = reason
+        self._wake.set()
         try:
-            await self.call("DeregisterWorker", request, timeout_s=5.0)
+            if self._session is not None:
+                await asyncio.wait({self._session}, timeout=GOODBYE_S)
+            if not self._has_left:
+                request = pb.DeregisterWorkerRequest(
+                    worker_id=registration.assigned_id, incarnation=registration.incarnation, reason=reason
+                )
+                await self.call("DeregisterWorker", request, timeout_s=GOODBYE_S)
+        except CoordinatorRefused as refusal:
+            if refusal.reason_code not in ("not_found", "stale"):
+                raise  # Those mean that the goodbye was heard after all.
         finally:
             self.registration = None
             await self._end_session()
@@ -210,6 +224,8 @@ class SessionThread:
             began_s = time.monotonic()
             try:
                 await self._run_session(registration)
+                if self._has_left:
+                    return
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc(error, self.address)
                 if isinstance(failure, StaleWorker):
@@ -246,6 +262,7 @@ class SessionThread:
                 for task in (reader, sender):  # What was read says more about an end than a failed write.
                     if task in done:
                         task.result()
+                await reader  # All is said; the answer to the goodbye is still to come.
             finally:
                 sender.cancel()
                 await asyncio.gather(sender, return_exceptions=True)
@@ -255,7 +272,7 @@ class SessionThread:
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _send(self, stream: Any, interval_s: float) -> None:
-        """Heartbeats on time, and in between whatever else there is to say."""
+        """Heartbeats on time, and in between whatever else there is to say. Returns after the last word."""
         sent_barriers: set[bytes] = set()
         next_beat_s = 0.0
         while True:
@@ -271,6 +288,10 @@ class SessionThread:
                 await self._send_progress(stream)
             await self._send_logs(stream)
             self._logs_sent.set()
+            if self._goodbye is not None:
+                await self._send_progress(stream)
+                await stream.write(pb.WorkerMessage(goodbye=pb.Goodbye(reason=self._goodbye)))
+                return
             try:
                 async with asyncio.timeout(min(LOG_FLUSH_S, max(0.0, next_beat_s - time.monotonic()))):
                     await self._wake.wait()
@@ -321,6 +342,8 @@ class SessionThread:
                     waiting = self._waiting.get(message.barrier.call_id)
                     if waiting is not None and not waiting[1].done():
                         waiting[1].set_result(message.barrier)
+                case "goodbye":
+                    self._has_left = self._goodbye is not None
                 case "stale":
                     raise _stale(message.stale.reason)
                 case _:
@@ -340,6 +363,9 @@ class SessionThread:
             _tell(self.on_topology, topology)
 
     def _become_stale(self, reason: str) -> None:
+        if self._goodbye is not None:
+            self._has_left = True  # It was heard, and its answer was lost on the way.
+            return
         self.stale_reason = reason
         log.warning("this worker's incarnation is over: %s", reason)
         for _, future in self._waiting.values():

@@ -25,8 +25,10 @@ from strata.coordinator.logs import LogFilter
 from strata.coordinator.pages import Page
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.sampling import Previews, PreviewView, count_samples
+from strata.coordinator.verifying import Verifications, VerificationView
 from strata.core import checks, views
 from strata.core.messages import (
+    CheckpointId,
     CreateTask,
     DatasetAccepted,
     DatasetId,
@@ -115,6 +117,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     )
     engine, pages, logs = runtime.engine, runtime.pages, runtime.logs
     previews = Previews()
+    verifications = Verifications()
 
     async def page(name: str, request: Request) -> Response:
         return _page_response(await pages.get(name), request)
@@ -216,6 +219,17 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     @app.get("/api/checkpoints", response_model=list[views.CheckpointView], tags=["checkpoints"])
     async def checkpoints(request: Request) -> Response:
         return await page("checkpoints", request)
+
+    @app.post(
+        "/api/checkpoints/{checkpoint_id}/verify",
+        response_model=VerificationView,
+        responses={202: {"model": VerificationView, "description": "It is being read"}, **_NOT_FOUND},
+        tags=["checkpoints"],
+    )
+    async def verify_checkpoint(checkpoint_id: NameInPath) -> Response:
+        """Read every byte again and compare it with the manifest. 202 while that goes on: ask again."""
+        found = await verifications.verify(await engine.settled(), CheckpointId(checkpoint_id))
+        return json_response(found, status=202 if found.status == "verifying" else 200)
 
     @app.get("/api/barriers", response_model=list[views.BarrierView], tags=["fleet"])
     async def barriers(request: Request) -> Response:

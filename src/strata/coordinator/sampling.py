@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from strata.coordinator.apart import begin
 from strata.core.cluster import Cluster
 from strata.core.messages import DatasetSpec, FileSpan, InvalidArgument, WorkerId
 from strata.core.order import EpochOrder
@@ -66,36 +65,21 @@ async def count_samples(
 
 async def _apart(work: Callable[..., T], *arguments: object) -> T:
     """Run `work` on a thread that can be left behind; its place is free again when it has really ended."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[T] = loop.create_future()
-
-    def end(result: T | None, error: Exception | None) -> None:
-        _gate.release()
-        if ended.done():
-            return
-        if error is not None:
-            ended.set_exception(error)
-        else:
-            ended.set_result(cast(T, result))
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work(*arguments)
-        except Exception as error:
-            failure = error
-        with suppress(RuntimeError):  # The loop is gone: nobody waits any more.
-            loop.call_soon_threadsafe(end, result, failure)
-
     try:
         async with asyncio.timeout(PATIENCE_S):
             await _gate.acquire()
-            threading.Thread(target=run, name="sampling", daemon=True).start()
-            return await ended
+            ended = begin(work, *arguments, name="sampling")
+            ended.add_done_callback(_leave)
+            return await asyncio.shield(ended)
     except TimeoutError:
         raise InvalidArgument(
             "path", f"could not be read within {PATIENCE_S:.0f} s.", hint=COUNT_HINT
         ) from None
+
+
+def _leave(ended: asyncio.Future[Any]) -> None:
+    _gate.release()
+    ended.exception()  # Nobody may be waiting any more; then nobody needs to hear of it.
 
 
 def _count(path: str, format: str) -> tuple[int, tuple[FileSpan, ...]]:

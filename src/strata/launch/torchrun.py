@@ -36,27 +36,31 @@ class TorchrunSpec:
     rdzv_backend: str = "strata"
     rdzv_endpoint: str = "127.0.0.1:50051"
     rdzv_conf: Mapping[str, object] = field(default_factory=dict)
+    local_addr: str | None = "127.0.0.1"
+    """Where other agents reach this one. None: the name of the machine it runs on."""
     max_restarts: int = 1000
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, *, log_dir: Path | None = None) -> list[str]:
+    def command(self, *, log_dir: Path | None = None, python: str = sys.executable) -> list[str]:
         """Without `log_dir` torchrun makes a temporary folder, and leaves it behind when it is killed."""
         nodes = (
             str(self.min_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
         )
         return [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *(python, "-m", "torch.distributed.run"),
             *(f"--nnodes={nodes}", f"--nproc-per-node={self.nproc}", f"--max-restarts={self.max_restarts}"),
             *(f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}"),
             *(f"--rdzv-id={self.run_id}", f"--rdzv-conf={rdzv_conf(self.rdzv_conf)}"),
-            *("--local-addr=127.0.0.1", "--monitor-interval=0.1"),
+            *([f"--local-addr={self.local_addr}"] if self.local_addr is not None else []),
+            "--monitor-interval=0.1",
             *([f"--log-dir={log_dir}"] if log_dir is not None else []),
             *self.arguments,
         ]
 
     def variables(self) -> dict[str, str]:
-        on_this_host = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        return {**os.environ, **TORCHRUN_ENVIRONMENT, **on_this_host, **self.environment}
+        on_this_host = {"GLOO_SOCKET_IFNAME": "lo"} if self.local_addr == "127.0.0.1" else {}
+        defaults = {**TORCHRUN_ENVIRONMENT, **on_this_host, "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **defaults, **self.environment}
 
 
 class Agent:

@@ -1,0 +1,136 @@
+"""Lines that belong together are one entry, however they arrive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata.core.loglines import HOLD_S, LINES_PER_ENTRY, LineAssembler, LogLine, entries_from_lines
+
+FAILING = """
+import logging, sys
+logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level="INFO")
+log = logging.getLogger("job")
+log.info("one line")
+def read():
+    raise KeyError("text")
+try:
+    try:
+        read()
+    except KeyError as error:
+        raise RuntimeError("two\\n  lines") from error
+except RuntimeError:
+    log.exception("the step failed")
+log.warning("after it\\n  with detail")
+print("loading:  10%\\rloading: 100%", file=sys.stderr)
+try:
+    read()
+except KeyError:
+    raise ValueError("last words")
+"""
+
+
+def failed_run() -> bytes:
+    return subprocess.run([sys.executable, "-c", FAILING], stderr=subprocess.PIPE, check=False).stderr
+
+
+def briefly(entries: list[LogLine]) -> list[tuple[str, str, str, int]]:
+    """Level, first words, last line and number of lines."""
+    return [
+        (
+            e.level,
+            e.message.split("job: ")[-1].split("\n")[0],
+            e.message.split("\n")[-1],
+            e.message.count("\n") + 1,
+        )
+        for e in entries
+    ]
+
+
+def test_tracebacks_of_a_real_process_stay_together() -> None:
+    output = failed_run()
+    entries = entries_from_lines(output.decode().splitlines(), at_s=7.0, source="stderr", task_id="t")
+    found = briefly(entries)
+    assert [(level, first, last) for level, first, last, _ in found] == [
+        ("info", "one line", entries[0].message),
+        ("error", "the step failed", "  lines"),
+        ("warn", "after it", "  with detail"),
+        ("info", "loading: 100%", "loading: 100%"),
+        ("error", "Traceback (most recent call last):", "ValueError: last words"),
+    ]
+    assert "KeyError: 'text'\n\nThe above exception was the direct cause" in entries[1].message
+    assert "During handling of the above exception" in entries[4].message
+    assert {(e.at_s, e.source, e.task_id) for e in entries} == {(7.0, "stderr", "t")}
+
+
+@given(st.lists(st.integers(1, 40), max_size=60))
+def test_entries_do_not_depend_on_how_the_bytes_were_cut(sizes: list[int]) -> None:
+    output, assembler, entries = SAMPLE, LineAssembler(source="stderr"), []
+    for size in sizes:
+        entries += assembler.feed(output[:size], 1.0)
+        output = output[size:]
+    entries += assembler.feed(output, 1.0) + assembler.close(1.0)
+    assert entries == entries_from_lines(SAMPLE.decode().splitlines(), at_s=1.0, source="stderr")
+
+
+SAMPLE = (
+    b"plain\n  indented\n[rank0]: Traceback (most recent call last):\n[rank0]:   File x\n[rank0]: ValueError: \xc3\xa4\n"
+    b"next\n\n\n-----BEGIN PRIVATE KEY-----\nabc\nW not a level\n-----END PRIVATE KEY-----\ntail without end"
+)
+
+
+def test_prefixed_tracebacks_and_keys_are_blocks() -> None:
+    found = briefly(entries_from_lines(SAMPLE.decode().splitlines(), at_s=0.0))
+    assert [(level, lines) for level, _, _, lines in found] == [
+        ("info", 2),
+        ("error", 3),
+        ("info", 1),
+        ("info", 4),
+        ("info", 1),
+    ]
+
+
+def test_two_tracebacks_that_have_nothing_to_do_with_each_other_are_two() -> None:
+    one = "Traceback (most recent call last):\n  File x\nValueError: a\n\n"
+    assert len(entries_from_lines((one + one).splitlines(), at_s=0.0)) == 2
+
+
+def test_an_entry_waits_for_more_and_not_for_ever() -> None:
+    assembler = LineAssembler()
+    assert assembler.feed(b"first\nsecond", 10.0) == []
+    assert assembler.idle(10.0 + HOLD_S / 2) == []
+    assert [e.message for e in assembler.idle(10.0 + HOLD_S)] == ["first"]
+    assert assembler.idle(99.0) == [], "half a line is not an entry"
+    assert [(e.message, e.at_s) for e in assembler.close(99.0)] == [("second", 99.0)]
+    assert assembler.close(99.0) == []
+
+
+def test_what_never_ends_is_cut() -> None:
+    assembler = LineAssembler()
+    endless = assembler.feed(
+        b"Traceback (most recent call last):\n" + b"  frame\n" * (3 * LINES_PER_ENTRY), 0.0
+    )
+    assert len(endless) == 3
+    assert len(assembler.feed(b"x" * 1_000_000, 0.0)) >= 1
+    assert sum(len(e.message) for e in assembler.close(0.0)) < 100_000
+
+
+def test_levels_are_read_from_the_text() -> None:
+    text = {
+        "2026-01-01 10:00:00 WARNING job: x": "warn",
+        "ERROR: x": "error",
+        "CRITICAL x": "error",
+        "DEBUG:root:x": "debug",
+        "host:1:1 [0] NCCL INFO x": "info",
+        "W1115 06:00:00.1 1 file.py:1] x": "warn",
+        "E1115 06:00:00.1 x": "error",
+        "/a/b.py:3: UserWarning: x": "warn",
+        "torch.OutOfMemoryError: x": "error",
+        "plain words": "info",
+        "no error here": "info",
+        "x" * 200 + " ERROR": "info",
+    }
+    assert {line: entries_from_lines([line], at_s=0.0)[0].level for line in text} == text

@@ -1,0 +1,130 @@
+/** Calls to the coordinator. Every refusal becomes an `ApiError` that says what happened and what to do next. */
+
+export const API_URL: string = (import.meta.env["VITE_API_URL"] as string | undefined)?.replace(/\/+$/, "") || "/api";
+
+export class ApiError extends Error {
+  override readonly name = "ApiError";
+  /** 0 when no answer came at all. */
+  readonly status: number;
+  readonly code: string;
+  readonly hint: string;
+  readonly details: { field?: string; message?: string }[];
+
+  constructor(message: string, told: { status: number; code: string; hint?: string; details?: { field?: string; message?: string }[] }) {
+    super(message);
+    this.status = told.status;
+    this.code = told.code;
+    this.hint = told.hint ?? "";
+    this.details = told.details ?? [];
+  }
+}
+
+export interface Call {
+  method?: "GET" | "POST" | "DELETE";
+  query?: Record<string, string | number | boolean | null | undefined>;
+  body?: unknown;
+  signal?: AbortSignal | undefined;
+}
+
+/** Answers one call with decoded JSON, or throws an `ApiError`. Demo mode brings its own. */
+export type Transport = (path: string, call: Call) => Promise<unknown>;
+
+const TOKEN_KEY = "strata.token";
+
+export function getToken(): string {
+  try {
+    return sessionStorage.getItem(TOKEN_KEY) ?? localStorage.getItem(TOKEN_KEY) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+/** Kept for this tab, or for this browser when `remember` is set. */
+export function setToken(token: string, remember: boolean): void {
+  sessionStorage.removeItem(TOKEN_KEY);
+  localStorage.removeItem(TOKEN_KEY);
+  if (token) (remember ? localStorage : sessionStorage).setItem(TOKEN_KEY, token);
+}
+
+export function authorization(): Record<string, string> {
+  const token = getToken();
+  return token ? { Authorization: `Bearer ${token}` } : {};
+}
+
+export function withQuery(path: string, query: Call["query"]): string {
+  const pairs = Object.entries(query ?? {}).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  if (pairs.length === 0) return path;
+  return `${path}?${new URLSearchParams(pairs.map(([key, value]) => [key, String(value)])).toString()}`;
+}
+
+const PATIENCE_MS = 30_000;
+
+export const httpTransport: Transport = async (path, call) => {
+  const patience = AbortSignal.timeout(PATIENCE_MS);
+  const signal = call.signal ? AbortSignal.any([call.signal, patience]) : patience;
+  let response: Response;
+  try {
+    response = await fetch(API_URL + withQuery(path, call.query), {
+      method: call.method ?? "GET",
+      headers: {
+        Accept: "application/json",
+        ...(call.body === undefined ? {} : { "Content-Type": "application/json" }),
+        ...authorization(),
+      },
+      body: call.body === undefined ? null : JSON.stringify(call.body),
+      signal,
+      cache: "no-store",
+    });
+  } catch (error) {
+    if (call.signal?.aborted) throw error;
+    throw unreachable(patience.aborted ? `no answer within ${PATIENCE_MS / 1000} s` : "the connection was refused or lost");
+  }
+  if (!response.ok) throw await refusal(response);
+  try {
+    return await response.json();
+  } catch (error) {
+    if (call.signal?.aborted) throw error;
+    throw new ApiError("The answer is not JSON.", {
+      status: response.status,
+      code: "not_json",
+      hint: `Something other than a coordinator answers at ${API_URL}.`,
+    });
+  }
+};
+
+export function unreachable(why: string): ApiError {
+  return new ApiError(`The coordinator is out of reach: ${why}.`, {
+    status: 0,
+    code: "unreachable",
+    hint: "Check that it runs (strata serve), and that this page may reach it.",
+  });
+}
+
+export async function refusal(response: Response): Promise<ApiError> {
+  let body: { code?: string; message?: string; hint?: string; details?: { field?: string; message?: string }[] } = {};
+  try {
+    body = (await response.json()) as typeof body;
+  } catch {
+    // A proxy's page: the status must do.
+  }
+  return new ApiError(body.message ?? `The answer was ${response.status} ${response.statusText}.`, {
+    status: response.status,
+    code: body.code ?? "http_error",
+    hint: body.hint ?? (response.status === 401 ? "Enter a token in Settings." : "Try again; the coordinator's log may say more."),
+    details: body.details ?? [],
+  });
+}
+
+let transport: Transport = httpTransport;
+
+export function setTransport(next: Transport): void {
+  transport = next;
+}
+
+export async function get<T>(path: string, query?: Call["query"], signal?: AbortSignal): Promise<T> {
+  return (await transport(path, { query, signal })) as T;
+}
+
+export async function post<T>(path: string, body: unknown = {}): Promise<T> {
+  return (await transport(path, { method: "POST", body })) as T;
+}

@@ -1,0 +1,178 @@
+/** Dense series over time on a canvas (uPlot). The last values stand beside it as text, for everyone. */
+
+import { useEffect, useMemo, useRef, useState } from "react";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+
+import { clock, compact } from "../format";
+import { colorOf, useThemeVersion } from "./colors";
+
+export interface Line {
+  label: string;
+  /** A colour token: "accent", "busy", "good", "warn". */
+  color: string;
+  /** Parallel to `times`; null where nothing was measured. */
+  values: readonly (number | null)[];
+  fill?: boolean;
+}
+
+interface Props {
+  label: string;
+  /** Unix seconds, or steps with `x="number"`; growing. */
+  times: readonly number[];
+  lines: readonly Line[];
+  unit?: string;
+  format?: (value: number | null) => string;
+  height?: number;
+  x?: "time" | "number";
+  /** Fixed horizontal range, so that charts under one another agree. */
+  range?: readonly [number, number] | undefined;
+  /** Charts with the same key share one cursor. */
+  sync?: string;
+  /** Shown until there are two points. */
+  empty?: string;
+  /** Moments marked with a vertical line, with a colour token. */
+  marks?: readonly { at: number; color: string }[];
+}
+
+export function Chart(props: Props) {
+  const { times, lines, height = 160, x = "time", range, marks } = props;
+  const host = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const live = useRef({ range, marks, format: props.format ?? compact });
+  live.current = { range, marks, format: props.format ?? compact };
+  const [cursor, setCursor] = useState<number | null>(null);
+  const theme = useThemeVersion();
+  const shape = lines.map((l) => `${l.label}:${l.color}:${l.fill ? 1 : 0}`).join("|");
+  const data = useMemo(() => [times, ...lines.map((l) => l.values)] as unknown as uPlot.AlignedData, [times, lines]);
+  const latest = useRef(data);
+  latest.current = data;
+
+  useEffect(() => {
+    const element = host.current;
+    if (!element) return;
+    const grid = { stroke: colorOf("line"), width: 1 };
+    const axis: uPlot.Axis = { stroke: colorOf("faint"), grid, ticks: { show: false }, font: "11px ui-sans-serif, system-ui, sans-serif" };
+    const options: uPlot.Options = {
+      width: Math.max(80, element.clientWidth),
+      height,
+      padding: [8, 4, 0, 0],
+      legend: { show: false },
+      cursor: {
+        y: false,
+        points: { size: 6 },
+        drag: { setScale: false, x: false },
+        ...(props.sync ? { sync: { key: props.sync } } : {}),
+      },
+      scales: {
+        x: { time: x === "time", range: (_, min, max) => (live.current.range ? [...live.current.range] : [min, max === min ? min + 1 : max]) },
+        y: { range: (_, min, max) => (min === max ? [Math.min(0, min), max === 0 ? 1 : max * 1.25] : uPlot.rangeNum(Math.min(min, min > 0 && min < max * 0.5 ? 0 : min), max, 0.12, true)) },
+      },
+      axes: [
+        { ...axis, grid: { show: false }, size: 26, gap: 4, space: 90, values: (_, splits) => splits.map((v) => (x === "time" ? clock(v).slice(0, 8) : compact(v))) },
+        { ...axis, size: 48, gap: 6, space: 34, values: (_, splits) => splits.map((v) => live.current.format(v)) },
+      ],
+      series: [
+        {},
+        ...lines.map((line): uPlot.Series => ({
+          label: line.label,
+          stroke: colorOf(line.color),
+          width: 1.75,
+          spanGaps: false,
+          points: { show: false },
+          ...(line.fill ? { fill: translucent(colorOf(line.color), 0.12) } : {}),
+        })),
+      ],
+      hooks: {
+        setCursor: [(u) => setCursor(u.cursor.idx ?? null)],
+        drawClear: [
+          (u) => {
+            for (const mark of live.current.marks ?? []) {
+              const at = Math.round(u.valToPos(mark.at, "x", true));
+              if (at < u.bbox.left || at > u.bbox.left + u.bbox.width) continue;
+              u.ctx.strokeStyle = colorOf(mark.color);
+              u.ctx.globalAlpha = 0.55;
+              u.ctx.beginPath();
+              u.ctx.moveTo(at, u.bbox.top);
+              u.ctx.lineTo(at, u.bbox.top + u.bbox.height);
+              u.ctx.stroke();
+              u.ctx.globalAlpha = 1;
+            }
+          },
+        ],
+      },
+    };
+    const made = new uPlot(options, latest.current, element);
+    plot.current = made;
+    const watcher = new ResizeObserver(() => {
+      if (element.clientWidth > 0) made.setSize({ width: element.clientWidth, height });
+    });
+    watcher.observe(element);
+    return () => {
+      watcher.disconnect();
+      made.destroy();
+      plot.current = null;
+    };
+    // The plot is rebuilt for another shape or theme only; data goes in below.
+  }, [shape, theme, height, x, props.sync]);
+
+  useEffect(() => {
+    plot.current?.setData(data);
+  }, [data, range]);
+
+  const format = live.current.format;
+  const index = cursor ?? lastKnown(lines);
+  const enough = times.length >= 2 && lines.some((l) => l.values.some((v) => v !== null));
+  return (
+    <figure className="relative flex min-w-0 flex-col gap-1" aria-label={props.label}>
+      <figcaption className="flex flex-wrap items-baseline gap-x-4 text-sm text-muted">
+        {lines.map((line) => (
+          <span key={line.label} className="inline-flex items-center gap-1.5">
+            <span aria-hidden className="h-0.5 w-3 rounded-full" style={{ background: `var(--color-${line.color})` }} />
+            {line.label}
+            <span className="font-medium text-ink">{format(index === null ? null : (line.values[index] ?? null))}</span>
+            {props.unit}
+          </span>
+        ))}
+        {cursor !== null && times[cursor] !== undefined && <span className="ml-auto text-faint">{x === "time" ? clock(times[cursor]) : `step ${compact(times[cursor])}`}</span>}
+      </figcaption>
+      <div ref={host} aria-hidden className={enough ? "" : "invisible"} style={{ height }} />
+      {!enough && <p className="absolute inset-0 grid place-items-center text-sm text-faint">{props.empty ?? "Nothing measured yet"}</p>}
+    </figure>
+  );
+}
+
+function lastKnown(lines: readonly Line[]): number | null {
+  const values = lines[0]?.values ?? [];
+  for (let i = values.length - 1; i >= 0; i -= 1) if (values[i] !== null) return i;
+  return null;
+}
+
+function translucent(color: string, alpha: number): string {
+  return `color-mix(in oklab, ${color} ${alpha * 100}%, transparent)`;
+}
+
+/** A line without axes, for a card. */
+export function Sparkline(props: { values: readonly (number | null)[]; color?: string; label: string }) {
+  const known = props.values.filter((v): v is number => v !== null);
+  if (known.length < 2) return <div className="h-7" />;
+  const low = Math.min(...known, 0);
+  const high = Math.max(...known);
+  const span = high - low || 1;
+  const step = 100 / (props.values.length - 1);
+  let path = "";
+  let pen = false;
+  props.values.forEach((value, i) => {
+    if (value === null) {
+      pen = false;
+      return;
+    }
+    path += `${pen ? "L" : "M"}${(i * step).toFixed(2)} ${(26 - ((value - low) / span) * 24).toFixed(2)}`;
+    pen = true;
+  });
+  return (
+    <svg role="img" aria-label={props.label} viewBox="0 0 100 28" preserveAspectRatio="none" className="h-7 w-full">
+      <path d={path} fill="none" stroke={`var(--color-${props.color ?? "accent"})`} strokeWidth="1.5" vectorEffect="non-scaling-stroke" strokeLinejoin="round" />
+    </svg>
+  );
+}

@@ -1,0 +1,42 @@
+/** Tokens as colours a canvas understands; read again when the theme changes. */
+
+import { useSyncExternalStore } from "react";
+
+const cache = new Map<string, string>();
+const listeners = new Set<() => void>();
+let version = 0;
+let probe: HTMLElement | null = null;
+
+export function themeChanged(): void {
+  cache.clear();
+  version += 1;
+  for (const listener of listeners) listener();
+}
+
+if (typeof matchMedia === "function") matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);
+
+/** "accent" → what `--color-accent` is right now. */
+export function colorOf(token: string): string {
+  const known = cache.get(token);
+  if (known !== undefined) return known;
+  if (probe === null) {
+    probe = document.createElement("span");
+    probe.style.display = "none";
+    document.body.append(probe);
+  }
+  probe.style.color = `var(--color-${token})`;
+  const color = getComputedStyle(probe).color;
+  cache.set(token, color);
+  return color;
+}
+
+/** A number that changes when colours do. */
+export function useThemeVersion(): number {
+  return useSyncExternalStore(
+    (listener) => {
+      listeners.add(listener);
+      return () => listeners.delete(listener);
+    },
+    () => version,
+  );
+}

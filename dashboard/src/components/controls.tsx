@@ -1,0 +1,83 @@
+/** Buttons and fields: one look, one size, every one with a name. */
+
+import type { ButtonHTMLAttributes, InputHTMLAttributes, ReactNode, SelectHTMLAttributes } from "react";
+import { useId } from "react";
+
+type ButtonLook = "plain" | "primary" | "danger" | "ghost";
+
+const LOOKS: Record<ButtonLook, string> = {
+  plain: "border bg-surface hover:bg-hover",
+  primary: "bg-accent text-on-accent hover:opacity-90",
+  danger: "border border-bad/50 text-bad hover:bg-bad-soft",
+  ghost: "text-muted hover:bg-hover hover:text-ink",
+};
+
+export function Button({ look = "plain", className = "", ...rest }: ButtonHTMLAttributes<HTMLButtonElement> & { look?: ButtonLook }) {
+  return (
+    <button
+      type="button"
+      className={`inline-flex h-8 shrink-0 items-center justify-center gap-1.5 whitespace-nowrap rounded-md px-3 font-medium transition-colors disabled:opacity-50 ${LOOKS[look]} ${className}`}
+      {...rest}
+    />
+  );
+}
+
+/** A button that is only an icon must say what it does. */
+export function IconButton({ label, className = "", ...rest }: ButtonHTMLAttributes<HTMLButtonElement> & { label: string }) {
+  return (
+    <button
+      type="button"
+      aria-label={label}
+      title={label}
+      className={`inline-flex size-8 shrink-0 items-center justify-center rounded-md text-muted transition-colors hover:bg-hover hover:text-ink disabled:opacity-50 ${className}`}
+      {...rest}
+    />
+  );
+}
+
+const FIELD = "h-8 min-w-0 rounded-md border border-edge/60 bg-surface px-2.5 hover:border-edge focus:border-accent";
+
+export function Input({ className = "", ...rest }: InputHTMLAttributes<HTMLInputElement>) {
+  return <input className={`${FIELD} ${className}`} autoComplete="off" spellCheck={false} {...rest} />;
+}
+
+export function Select({ className = "", ...rest }: SelectHTMLAttributes<HTMLSelectElement>) {
+  return <select className={`${FIELD} pr-7 ${className}`} {...rest} />;
+}
+
+/** A labelled field with its explanation and, when it is wrong, why. */
+export function Field(props: { label: string; hint?: ReactNode; error?: string | undefined; children: (ids: { id: string; "aria-describedby"?: string; "aria-invalid"?: true }) => ReactNode }) {
+  const id = useId();
+  const note = props.error ?? props.hint;
+  return (
+    <div className="flex flex-col gap-1">
+      <label htmlFor={id} className="text-sm font-medium">{props.label}</label>
+      {props.children({ id, ...(note ? { "aria-describedby": `${id}-note` } : {}), ...(props.error ? { "aria-invalid": true as const } : {}) })}
+      {note && <p id={`${id}-note`} className={`text-sm ${props.error ? "text-bad" : "text-faint"}`}>{note}</p>}
+    </div>
+  );
+}
+
+/** A few choices, one of them taken. */
+export function Segmented<T extends string>(props: { label: string; value: T; options: readonly (readonly [value: T, label: ReactNode])[]; onChange: (value: T) => void }) {
+  return (
+    <div role="radiogroup" aria-label={props.label} className="inline-flex h-8 items-center gap-0.5 rounded-md border bg-raised p-0.5">
+      {props.options.map(([value, label]) => (
+        <button
+          key={value}
+          type="button"
+          role="radio"
+          aria-checked={value === props.value}
+          onClick={() => props.onChange(value)}
+          className={`inline-flex h-full items-center gap-1.5 rounded-[5px] px-2.5 text-sm font-medium transition-colors ${value === props.value ? "bg-surface text-ink shadow-[0_0_0_1px_var(--color-line)]" : "text-muted hover:text-ink"}`}
+        >
+          {label}
+        </button>
+      ))}
+    </div>
+  );
+}
+
+export function Kbd(props: { children: ReactNode }) {
+  return <kbd className="rounded border bg-raised px-1.5 py-px font-sans text-xs text-muted">{props.children}</kbd>;
+}

@@ -1,0 +1,48 @@
+/** Times and sizes as elements: short to read, exact on hover. */
+
+import { Link } from "@tanstack/react-router";
+
+import { ago, age, bytes, duration, fullTime, moment, UNKNOWN } from "../format";
+import { useServerNow } from "../state/store";
+
+/** A moment, as the clock shows it. */
+export function Time(props: { at: number | null | undefined }) {
+  if (props.at === null || props.at === undefined) return <span className="text-faint">{UNKNOWN}</span>;
+  return <time dateTime={new Date(props.at * 1000).toISOString()} title={fullTime(props.at)} className="whitespace-nowrap">{moment(props.at)}</time>;
+}
+
+/** How long ago a moment was; goes on by itself. */
+export function Ago(props: { at: number | null | undefined; bare?: boolean }) {
+  const now = useServerNow();
+  if (props.at === null || props.at === undefined) return <span className="text-faint">{UNKNOWN}</span>;
+  const seconds = now - props.at;
+  return (
+    <time dateTime={new Date(props.at * 1000).toISOString()} title={fullTime(props.at)} className="whitespace-nowrap">
+      {props.bare ? age(seconds) : ago(seconds)}
+    </time>
+  );
+}
+
+export function Bytes(props: { value: number | null | undefined }) {
+  return <span className="whitespace-nowrap" title={props.value == null ? undefined : `${props.value.toLocaleString("en-US")} bytes`}>{bytes(props.value)}</span>;
+}
+
+export function Duration(props: { seconds: number | null | undefined }) {
+  return <span className="whitespace-nowrap" title={props.seconds == null ? undefined : `${props.seconds} s`}>{duration(props.seconds)}</span>;
+}
+
+/** A name somebody else chose: shown as text, cut when long, whole on hover. */
+export function Name(props: { children: string | null | undefined; mono?: boolean }) {
+  if (!props.children) return <span className="text-faint">{UNKNOWN}</span>;
+  return <span className={`foreign block truncate ${props.mono ? "font-mono text-sm" : ""}`} title={props.children}>{props.children}</span>;
+}
+
+const LINK = "foreign inline-block max-w-full truncate align-bottom text-accent hover:underline";
+
+export function WorkerLink(props: { id: string }) {
+  return <Link to="/workers" search={{ worker: props.id }} className={LINK} title={props.id}>{props.id}</Link>;
+}
+
+export function RunLink(props: { id: string }) {
+  return <Link to="/runs/$job" params={{ job: props.id }} className={LINK} title={props.id}>{props.id}</Link>;
+}

@@ -1,0 +1,28 @@
+/** Filters live in the URL, as plain words: `?level=warn&q=loss`. Every value is text; an empty one is left out. */
+
+import { useNavigate, useSearch } from "@tanstack/react-router";
+import { useCallback } from "react";
+
+export type Search = Record<string, string | undefined>;
+
+export function parseSearch(text: string): Search {
+  return Object.fromEntries(new URLSearchParams(text));
+}
+
+export function stringifySearch(search: Record<string, unknown>): string {
+  const pairs = Object.entries(search).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  return pairs.length === 0 ? "" : `?${new URLSearchParams(pairs.map(([key, value]) => [key, String(value)])).toString()}`;
+}
+
+/** The filters of this page, and a way to change some of them. Typing replaces the entry in the history, choosing adds one. */
+export function useFilters(): [Search, (change: Search, how?: { replace?: boolean }) => void] {
+  const search = useSearch({ strict: false }) as Search;
+  const navigate = useNavigate();
+  const change = useCallback(
+    (next: Search, how?: { replace?: boolean }) => {
+      void navigate({ to: ".", search: (before: Search) => ({ ...before, ...next }), replace: how?.replace ?? false } as never);
+    },
+    [navigate],
+  );
+  return [search, change];
+}

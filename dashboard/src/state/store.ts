@@ -1,0 +1,94 @@
+/** The one store: the reducer's state, handed to React at most once a frame, however much happens. */
+
+import { useRef, useSyncExternalStore } from "react";
+
+import { initialState, reduce } from "./reducer";
+import type { Action, State } from "./types";
+
+let state: State = initialState();
+let shown: State = state;
+let waiting = false;
+const listeners = new Set<() => void>();
+
+export function dispatch(action: Action): void {
+  state = reduce(state, action);
+  if (waiting) return;
+  waiting = true;
+  // A hidden tab draws no frames; it still must not fall behind for ever.
+  if (document.hidden) setTimeout(show, 250);
+  else requestAnimationFrame(show);
+}
+
+function show(): void {
+  waiting = false;
+  if (shown === state) return;
+  shown = state;
+  for (const listener of listeners) listener();
+}
+
+export function reset(): void {
+  state = initialState();
+  show();
+}
+
+export function getState(): State {
+  return shown;
+}
+
+function subscribe(listener: () => void): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+/** A part of the state. Renders again when `equal` says that part changed. */
+export function useStore<T>(select: (state: State) => T, equal: (a: T, b: T) => boolean = Object.is): T {
+  const last = useRef<{ state: State; select: (state: State) => T; value: T } | null>(null);
+  return useSyncExternalStore(subscribe, () => {
+    const known = last.current;
+    if (known !== null && known.state === shown && known.select === select) return known.value;
+    const value = select(shown);
+    const kept = known !== null && equal(known.value, value) ? known.value : value;
+    last.current = { state: shown, select, value: kept };
+    return kept;
+  });
+}
+
+// --- time --------------------------------------------------------------------------------------------------
+
+let nowMs = Date.now();
+const clocks = new Set<() => void>();
+let ticking: ReturnType<typeof setInterval> | null = null;
+
+function tick(): void {
+  nowMs = Date.now();
+  for (const listener of clocks) listener();
+}
+
+function subscribeClock(listener: () => void): () => void {
+  clocks.add(listener);
+  ticking ??= setInterval(tick, 1000);
+  return () => {
+    clocks.delete(listener);
+    if (clocks.size === 0 && ticking !== null) {
+      clearInterval(ticking);
+      ticking = null;
+    }
+  };
+}
+
+/** Browser clock in ms, once a second, the same for everyone on the page. */
+export function useNowMs(): number {
+  return useSyncExternalStore(subscribeClock, () => nowMs);
+}
+
+/** The coordinator's clock in Unix seconds, once a second. Stands still while we are disconnected from it. */
+export function useServerNow(): number {
+  const now = useNowMs();
+  const skew = useStore((s) => s.skewS);
+  return now / 1000 + skew;
+}
+
+/** Whether what is shown may be old: disconnected, or connecting again. */
+export function useStale(): boolean {
+  return useStore((s) => s.connection.phase === "disconnected" && s.connection.heardAtMs !== null);
+}

@@ -1,0 +1,108 @@
+/** Everything the dashboard knows. It changes in one place only: `reducer.ts`. */
+
+import type {
+  Barrier, Checkpoint, CoordinatorStatus, Dataset, LogEntry, Metrics, Recovery, Snapshot, Task, Worker,
+} from "../api/types";
+
+/**
+ * How we hear from the coordinator.
+ * - connecting: never heard from it yet
+ * - live: the event stream is open
+ * - polling: the stream does not work, but asking does
+ * - disconnected: neither; the last values stay, dimmed
+ */
+export interface Connection {
+  phase: "connecting" | "live" | "polling" | "disconnected";
+  /** Why it is not live, for people; "" when it is. */
+  reason: string;
+  hint: string;
+  /** Browser clock, ms. When the next try comes, while disconnected. */
+  nextTryAtMs: number | null;
+  /** Browser clock, ms. When anything was last heard; null before the first time. */
+  heardAtMs: number | null;
+  /** A 401 or 403: trying again does not help, a token does. */
+  needsToken: boolean;
+}
+
+/** A fact from the stream, or from before this page was opened. */
+export interface Happening {
+  /** The stream's id, unique and in order within one life of the coordinator. */
+  id: string;
+  kind: string;
+  at: number;
+  jobId: string | null;
+  workerId: string | null;
+  text: string;
+  level: "info" | "good" | "warn" | "bad";
+  data: Readonly<Record<string, unknown>>;
+}
+
+/** One sample a second of what changes all the time; arrays are parallel, oldest first. */
+export interface Series {
+  times: number[];
+  rps: (number | null)[];
+  activeWorkers: (number | null)[];
+  throughput: (number | null)[];
+  barrierP99: (number | null)[];
+  checkpointMbS: (number | null)[];
+  planMs: (number | null)[];
+}
+
+/** Points of one run, one a poll; arrays are parallel, oldest first. */
+export interface RunSeries {
+  times: number[];
+  step: (number | null)[];
+  loss: (number | null)[];
+  throughput: (number | null)[];
+}
+
+/** A change of a run's members. */
+export interface Generation {
+  jobId: string;
+  number: number;
+  at: number;
+  kind: "joined" | "failed" | "left";
+  workerId: string;
+  reason: string;
+}
+
+export interface State {
+  connection: Connection;
+  /** Server clock minus browser clock, seconds: ages are right even where clocks are not. */
+  skewS: number;
+  coordinator: CoordinatorStatus | null;
+  workers: ReadonlyMap<string, Worker>;
+  datasets: ReadonlyMap<string, Dataset>;
+  /** Newest first. */
+  checkpoints: readonly Checkpoint[];
+  /** Those that wait first, then the ones that ended last. */
+  barriers: readonly Barrier[];
+  /** Newest first. */
+  tasks: readonly Task[];
+  /** Newest first. */
+  recoveries: readonly Recovery[];
+  metrics: Metrics | null;
+  /** Oldest first, bounded. */
+  logs: readonly LogEntry[];
+  /** Newest first, bounded. */
+  happenings: readonly Happening[];
+  /** Oldest first, bounded. */
+  generations: readonly Generation[];
+  series: Series;
+  runSeries: ReadonlyMap<string, RunSeries>;
+}
+
+/** One server-sent event. */
+export interface FeedEvent {
+  id: string;
+  kind: string;
+  data: unknown;
+}
+
+export type Action =
+  | { type: "snapshot"; snapshot: Snapshot; atMs: number }
+  | { type: "workers"; workers: Worker[]; atMs: number }
+  | { type: "recoveries"; recoveries: Recovery[] }
+  | { type: "past"; events: FeedEvent[] }
+  | { type: "events"; events: FeedEvent[]; atMs: number }
+  | { type: "connection"; connection: Partial<Connection> };

@@ -1,0 +1,5 @@
+import { Page } from "../components/Page";
+
+export function Checkpoints() {
+  return <Page title="Checkpoints">{null}</Page>;
+}

@@ -1,0 +1,5 @@
+import { Page } from "../components/Page";
+
+export function Overview() {
+  return <Page title="Overview">{null}</Page>;
+}

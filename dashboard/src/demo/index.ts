@@ -1,13 +1,41 @@
-/** Demo mode: a simulated run played through the same reducer. */
+/** Demo mode: a simulated run that fails and recovers, played through the same reducer as a real one. */
 
-import { ApiError } from "../api/client";
 import type { Backend } from "../state/backend";
+import type { Action } from "../state/types";
+import { Simulation } from "./simulation";
+import { transportFor } from "./transport";
+
+const PAST_S = 15 * 60;
+const EVERY_MS = 250;
+const SNAPSHOT_EVERY = 4;
+
+let simulation: Simulation | null = null;
+
+/** One run for as long as the page is open, begun a quarter of an hour ago. */
+function current(): Simulation {
+  simulation ??= new Simulation({ startedAt: Date.now() / 1000 - PAST_S });
+  return simulation;
+}
 
 export const demo: Backend = {
-  start() {
-    return () => undefined;
+  start(dispatch: (action: Action) => void): () => void {
+    const run = current();
+    const past = run.advance(Date.now() / 1000).filter((event) => event.kind !== "metrics" && event.kind !== "logs");
+    dispatch({ type: "snapshot", snapshot: run.snapshot(), atMs: Date.now() });
+    dispatch({ type: "past", events: past });
+    dispatch({ type: "recoveries", recoveries: run.recoveries });
+    dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextTryAtMs: null, heardAtMs: Date.now(), needsToken: false } });
+    let turn = 0;
+    const timer = setInterval(() => {
+      const events = run.advance(Date.now() / 1000);
+      if (events.length > 0) dispatch({ type: "events", events, atMs: Date.now() });
+      turn += 1;
+      if (turn % SNAPSHOT_EVERY === 0) {
+        dispatch({ type: "snapshot", snapshot: run.snapshot(), atMs: Date.now() });
+        dispatch({ type: "connection", connection: { heardAtMs: Date.now() } });
+      }
+    }, EVERY_MS);
+    return () => clearInterval(timer);
   },
-  transport(path) {
-    return Promise.reject(new ApiError(`Demo mode has no answer for ${path}.`, { status: 404, code: "not_found" }));
-  },
+  transport: transportFor(current),
 };

@@ -1,0 +1,532 @@
+/**
+ * A run that fails and recovers, made up step by step: eight workers, saves that fill tier by tier, a crash, a slow
+ * worker, a bucket that is out of reach, a machine that is taken away and given back.
+ *
+ * Pure: time arrives as `advance(now)`, chance from the seed. What comes out are the events a coordinator would send,
+ * and the snapshot it would answer with.
+ */
+
+import type {
+  Barrier, Checkpoint, Dataset, LogEntry, Metrics, Recovery, Snapshot, Task, Worker, WorkerState,
+} from "../api/types";
+import type { FeedEvent } from "../state/types";
+import { Random } from "./random";
+import { dealShards, movedShards, type Plan } from "./shards";
+
+export const JOB = "gpt-small";
+export const DATASET = "web-text";
+export const PICTURES = "fruit-images";
+export const TASK = "task-7f3a91c2";
+
+const TICK_S = 0.25;
+const WORKERS = 8;
+const STEPS = 12_000;
+const STEPS_PER_S = 2.4;
+const SAVE_EVERY = 60;
+const SNAPSHOT_EVERY = 10;
+const SYNC_EVERY = 25;
+const TOKENS_PER_STEP = 8 * 16 * 1_024;
+const SAVE_BYTES = 1_486_000_000;
+const LOGS_KEPT = 2_000;
+const CYCLE_S = 200;
+
+type Act = "crash" | "slow" | "outage" | "leave" | "return";
+
+/** What goes wrong, and when in each cycle. */
+const SCRIPT: readonly (readonly [number, Act])[] = [
+  [38, "crash"],
+  [84, "slow"],
+  [112, "outage"],
+  [146, "leave"],
+  [168, "return"],
+];
+
+interface Pending {
+  at: number;
+  run: () => void;
+}
+
+export class Simulation {
+  readonly startedAt: number;
+  readonly workers = new Map<string, Worker>();
+  readonly datasets = new Map<string, Dataset>();
+  checkpoints: Checkpoint[] = [];
+  barriers: Barrier[] = [];
+  tasks: Task[] = [];
+  recoveries: Recovery[] = [];
+  logs: LogEntry[] = [];
+  plan: Plan;
+  now: number;
+  step = 0;
+  private random: Random;
+  private events: FeedEvent[] = [];
+  private pending: Pending[] = [];
+  private numbers = { event: 0, log: 0x1000, generation: 0, incarnation: 0, plan: 0, save: 0 };
+  private playedUntil = 0;
+  private phase: WorkerState = "initializing";
+  private slowUntil = 0;
+  private outageUntil = 0;
+  private safeStep = 0;
+  private loss = 10.8;
+  private barrierWaits: number[] = [];
+
+  constructor(options: { startedAt: number; seed?: number }) {
+    this.startedAt = this.now = options.startedAt;
+    this.random = new Random(options.seed ?? 7);
+    this.registerDatasets();
+    this.tasks = pastTasks(this.startedAt);
+    for (let rank = 0; rank < WORKERS; rank += 1) this.join(rank, "a new worker of the job");
+    this.plan = dealShards(this.datasets.get(DATASET)!, this.names(), null, 1, "the first plan");
+    this.moved("the first plan for 8 workers");
+    this.startTask();
+    this.after(1.5, () => this.becomeAll("loading"));
+    this.after(3, () => this.becomeAll("training"));
+  }
+
+  /** Everything that happens until then. */
+  advance(until: number): FeedEvent[] {
+    while (this.now + TICK_S <= until) {
+      this.now += TICK_S;
+      this.tick();
+    }
+    const happened = this.events;
+    this.events = [];
+    return happened;
+  }
+
+  snapshot(): Snapshot {
+    return {
+      coordinator: {
+        connected: true,
+        address: "simulated",
+        uptime: this.now - this.startedAt,
+        version: "demo",
+        leader: true,
+        generation: this.numbers.generation,
+        started_at: this.startedAt,
+        server_time: this.now,
+        jobs: { [JOB]: this.numbers.generation },
+      },
+      workers: [...this.workers.values()].map((worker) => ({ ...worker })),
+      datasets: [...this.datasets.values()],
+      checkpoints: this.checkpoints.slice(0, 100),
+      barriers: this.barriers.slice(0, 100),
+      metrics: this.metrics(),
+      tasks: this.tasks.map((task) => ({ ...task })),
+      logs: this.logs.slice(-100).reverse(),
+    };
+  }
+
+  names(): string[] {
+    return [...this.workers.values()].filter((worker) => worker.status !== "failed").map((worker) => worker.id);
+  }
+
+  addTask(task: Task): void {
+    this.tasks = [task, ...this.tasks];
+    this.publish("task_created", { spec: taskSpec(task), reason: task.reason, at_s: this.now });
+  }
+
+  changeTask(id: string, change: Partial<Task> & { reason: string }): Task | undefined {
+    const task = this.tasks.find((each) => each.id === id);
+    if (!task) return undefined;
+    Object.assign(task, change);
+    const { status, worker_ids, reason } = task;
+    this.publish("task_changed", { task_id: id, status, worker_ids, reason, at_s: this.now });
+    return task;
+  }
+
+  addDataset(dataset: Dataset): void {
+    this.datasets.set(dataset.id, dataset);
+    this.publish("dataset_registered", { spec: datasetSpec(dataset), reason: "registered", at_s: this.now });
+  }
+
+  after(seconds: number, run: () => void): void {
+    this.pending.push({ at: this.now + seconds, run });
+  }
+
+  // --- one moment ---------------------------------------------------------------------------------------------------
+
+  private tick(): void {
+    const due = this.pending.filter((each) => each.at <= this.now);
+    this.pending = this.pending.filter((each) => each.at > this.now);
+    for (const each of due) each.run();
+    this.playScript();
+    if (this.phase === "training") this.train();
+    for (const worker of this.workers.values()) this.beat(worker);
+    if (Math.floor(this.now) !== Math.floor(this.now - TICK_S)) this.publish("metrics", this.metrics());
+  }
+
+  private playScript(): void {
+    const since = this.now - this.startedAt;
+    const cycle = Math.floor(since / CYCLE_S);
+    for (const [offset, act] of SCRIPT) {
+      const at = cycle * CYCLE_S + offset;
+      if (at <= since && at > this.playedUntil) {
+        this.playedUntil = at;
+        this.play(act);
+      }
+    }
+  }
+
+  private play(act: Act): void {
+    if (act === "crash") this.crash(5);
+    else if (act === "slow") this.slowDown(2);
+    else if (act === "outage") this.outageUntil = this.now + 28;
+    else if (act === "leave") this.leave(7);
+    else this.comeBack(7);
+  }
+
+  private train(): void {
+    const slow = this.now < this.slowUntil ? 0.45 : 1;
+    const share = this.names().length / WORKERS;
+    const before = this.step;
+    this.step += STEPS_PER_S * TICK_S * slow * (0.25 + 0.75 * share);
+    const reached = Math.floor(this.step);
+    for (let step = Math.floor(before) + 1; step <= reached; step += 1) this.made(step);
+  }
+
+  private made(step: number): void {
+    this.loss = 2.31 + 8.2 * Math.exp(-step / 420) + this.random.around(0, 0.03);
+    if (step % SNAPSHOT_EVERY === 0) this.safeStep = step;
+    if (step % SAVE_EVERY === 0) this.save(step);
+    if (step % SYNC_EVERY === 0) this.sync(step);
+    if (step % 10 === 0) {
+      this.log("info", `step ${step}: loss ${this.loss.toFixed(4)}, lr 3.00e-04, ${Math.round(this.throughput()).toLocaleString("en")} tokens/s`, `${JOB}-rank0`);
+    }
+    if (step >= STEPS) this.begin();
+    const task = this.tasks.find((each) => each.id === TASK);
+    if (task) task.progress = Math.min(100, (step / STEPS) * 100);
+    this.plan.done = Math.min(1, ((step * 128) % this.plan.samples) / this.plan.samples);
+  }
+
+  /** The run has reached its end: another begins, so that there is always something to see. */
+  private begin(): void {
+    this.step = 0;
+    this.safeStep = 0;
+  }
+
+  private beat(worker: Worker): void {
+    if (worker.status === "failed") return;
+    const training = worker.status === "training" || worker.status === "checkpointing";
+    const lagging = this.now < this.slowUntil && worker.rank === 2;
+    worker.last_heartbeat = this.now - this.random.between(0, 0.6);
+    worker.current_step = Math.floor(this.step) - (lagging ? 1 : 0);
+    worker.assigned_shards = this.plan.counts.get(worker.id) ?? 0;
+    worker.metrics = training
+      ? {
+          loss: round(this.loss, 4),
+          lr: 3e-4,
+          tokens_per_second: Math.round(this.throughput() / this.names().length),
+          data_position: (Math.floor(this.step) * 128) % this.plan.samples,
+        }
+      : {};
+    const use = training ? (lagging ? 31 : 93) : 4;
+    worker.resources = {
+      cpu_percent: round(this.random.around(training ? 142 : 12, 14), 1),
+      memory_used_bytes: Math.round(this.random.around(38e9, 4e8)),
+      gpus: [
+        {
+          index: 0,
+          utilization_percent: round(Math.max(0, Math.min(100, this.random.around(use, 5))), 1),
+          memory_used_bytes: training ? 61_200_000_000 : 1_300_000_000,
+          memory_total_bytes: 85_899_345_920,
+        },
+      ],
+      disk_read_bytes: Math.round((this.now - this.startedAt) * 4.1e7),
+      disk_write_bytes: Math.round((this.now - this.startedAt) * 2.6e7),
+      network_rx_bytes: Math.round((this.now - this.startedAt) * 9.4e8),
+      network_tx_bytes: Math.round((this.now - this.startedAt) * 9.3e8),
+    };
+  }
+
+  private throughput(): number {
+    const slow = this.now < this.slowUntil ? 0.45 : 1;
+    return this.random.around(STEPS_PER_S * TOKENS_PER_STEP * slow, 9_000);
+  }
+
+  private metrics(): Metrics {
+    const saves = this.checkpoints.filter((each) => each.throughput_mb_s !== null).slice(0, 5);
+    const waits = [...this.barrierWaits].sort((one, other) => one - other);
+    return {
+      checkpoint_throughput: saves.length ? saves.reduce((sum, each) => sum + each.throughput_mb_s!, 0) / saves.length : null,
+      coordinator_rps: round(this.names().length * 1.9 + this.random.between(0, 3), 1),
+      active_workers: [...this.workers.values()].filter((worker) => ["active", "training", "checkpointing"].includes(worker.status)).length,
+      total_workers: this.workers.size,
+      barrier_latency_p99: waits.length ? round(waits[Math.floor(waits.length * 0.99)]! * 1000, 1) : null,
+      shard_assignment_time: 0.4,
+    };
+  }
+
+  // --- workers ------------------------------------------------------------------------------------------------------
+
+  private join(rank: number, reason: string): void {
+    const id = `${JOB}-rank${rank}`;
+    const superseded = this.workers.get(id)?.incarnation ?? 0;
+    this.numbers.generation += 1;
+    this.numbers.incarnation += 1;
+    const host = `gpu-${String(1 + Math.floor(rank / 2)).padStart(2, "0")}`;
+    const metadata = { pid: String(4_100 + this.numbers.incarnation * 7), world_size: String(WORKERS) };
+    this.workers.set(id, {
+      id, ip: host, port: 29_500, status: "initializing", gpu_count: 1, last_heartbeat: this.now, assigned_shards: 0,
+      current_epoch: 0, current_step: Math.floor(this.step), current_task: TASK, resources: null, metrics: {},
+      job_id: JOB, rank, incarnation: this.numbers.incarnation, connected: true, joined_at: this.now,
+      memory_bytes: 137_438_953_472, reason, metadata,
+    });
+    this.publish("worker_joined", {
+      spec: { worker_id: id, job_id: JOB, hostname: host, port: 29_500, gpu_count: 1, memory_bytes: 137_438_953_472, metadata },
+      registration_id: this.random.hex(12), incarnation: this.numbers.incarnation, generation: this.numbers.generation,
+      superseded, reason, at_s: this.now,
+    });
+  }
+
+  private gone(rank: number, kind: "worker_failed" | "worker_left", reason: string): Worker {
+    const worker = this.workers.get(`${JOB}-rank${rank}`)!;
+    this.numbers.generation += 1;
+    Object.assign(worker, { status: "failed", reason, connected: false, resources: null, metrics: {} });
+    this.publish(kind, {
+      worker_id: worker.id, job_id: JOB, incarnation: worker.incarnation, generation: this.numbers.generation, reason, at_s: this.now,
+    });
+    return worker;
+  }
+
+  private becomeAll(status: WorkerState): void {
+    this.phase = status;
+    for (const worker of this.workers.values()) if (worker.status !== "failed") worker.status = status;
+  }
+
+  private crash(rank: number): void {
+    const worker = this.gone(rank, "worker_failed", "its connection was lost and it did not come back within 0.5 s");
+    const lastStep = Math.floor(this.step);
+    this.log("error", `Rank ${rank}: CUDA error: uncorrectable ECC error encountered`, worker.id);
+    this.log("error", `worker '${worker.id}' failed: ${worker.reason}`, null, "coordinator");
+    this.breakBarrier(worker.id);
+    this.becomeAll("recovering");
+    this.replan(`'${worker.id}' failed`);
+    this.after(0.75, () => this.join(rank, `a new incarnation after a failure`));
+    this.after(1, () => this.log("warn", "rendezvous: 8 of 8 are here; world size 8", `${JOB}-rank0`));
+    this.after(3.25, () => {
+      this.becomeAll("loading");
+      this.replan(`'${worker.id}' came back`);
+    });
+    this.after(3.75, () => this.recover(worker.id, lastStep, 8, 8, "MEMORY", { detect: 0.41, rendezvous: 0.62, spawn: 2.18, load: 0.19, first_step: 0.42 }));
+  }
+
+  private recover(worker: string, lastStep: number, before: number, after: number, tier: string, phases: Record<string, number>): void {
+    this.step = this.safeStep;
+    const lost = lastStep - this.safeStep;
+    const total = Object.values(phases).reduce((sum, seconds) => sum + seconds, 0);
+    const reason = `recovered in ${total.toFixed(2)} s at step ${this.safeStep} from ${tier}, ${lost} steps lost, ${before} -> ${after} workers`;
+    const recovery: Recovery = {
+      job_id: JOB, worker_id: `${JOB}-rank0`, at: this.now, total_s: total, phases_s: phases, resumed_step: this.safeStep,
+      lost_steps: lost, tier, world_before: before, world_after: after, reason,
+    };
+    this.recoveries = [recovery, ...this.recoveries].slice(0, 200);
+    const { at, total_s: _total, ...rest } = recovery;
+    this.publish("recovery_recorded", { ...rest, at_s: at });
+    this.log("info", reason, `${JOB}-rank0`);
+    this.log("info", `data: ${worker} takes up its shards where the checkpoint left them`, worker);
+    this.becomeAll("training");
+  }
+
+  private slowDown(rank: number): void {
+    this.slowUntil = this.now + 14;
+    const name = `${JOB}-rank${rank}`;
+    this.log("warn", `GPU 0 throttles: 87 °C, clocks at 45 %`, name);
+    const barrier = this.open(`sync`, Math.floor(this.step));
+    barrier.arrived = this.names().length - 1;
+    barrier.missing = [name];
+    this.after(6, () => this.release(barrier));
+  }
+
+  private leave(rank: number): void {
+    const name = `${JOB}-rank${rank}`;
+    const lastStep = Math.floor(this.step);
+    this.log("warn", "this machine is to be taken away in 30 s; saving and leaving", name);
+    this.gone(rank, "worker_left", "its machine is taken away; it saved and left");
+    this.safeStep = lastStep;
+    this.becomeAll("recovering");
+    this.replan(`'${name}' left`);
+    this.after(2, () => this.recover(`${JOB}-rank0`, lastStep, 8, 7, "MEMORY", { detect: 0.2, rendezvous: 0.58, spawn: 1.02, load: 0.11, first_step: 0.3 }));
+    this.after(4, () => {
+      this.workers.delete(name);
+      this.publish("worker_forgotten", { worker_id: name, reason: "it left for good", at_s: this.now });
+    });
+  }
+
+  private comeBack(rank: number): void {
+    const lastStep = Math.floor(this.step);
+    this.safeStep = lastStep;
+    this.join(rank, "a machine was added to the job");
+    this.becomeAll("recovering");
+    this.replan(`'${JOB}-rank${rank}' joined`);
+    this.after(2.25, () => this.recover(`${JOB}-rank${rank}`, lastStep, 7, 8, "MEMORY", { detect: 0.05, rendezvous: 0.71, spawn: 1.2, load: 0.14, first_step: 0.31 }));
+  }
+
+  // --- checkpoints --------------------------------------------------------------------------------------------------
+
+  private save(step: number): void {
+    this.numbers.save += 1;
+    const id = `${String(step).padStart(8, "0")}-${this.random.hex(6)}-4d2-01`;
+    const parent = this.checkpoints.find((each) => each.status === "completed")?.id ?? "";
+    const checkpoint: Checkpoint = {
+      id, step, epoch: 0, size: SAVE_BYTES, path: `/nvme/${JOB}/checkpoint_step_${String(step).padStart(8, "0")}.pt`,
+      created_at: this.now, completed_at: null, worker_id: `${JOB}-rank0`, job_id: JOB, status: "in_progress", tiers: [],
+      digest: "", throughput_mb_s: null, reason: "a rank began to save", metadata: {},
+    };
+    this.checkpoints = [checkpoint, ...this.checkpoints].slice(0, 300);
+    this.publish("checkpoint_started", {
+      checkpoint_id: id, job_id: JOB, worker_id: checkpoint.worker_id, step, epoch: 0, path: checkpoint.path,
+      size_bytes: SAVE_BYTES, reason: checkpoint.reason, at_s: this.now,
+    });
+    const seconds = this.random.between(1.3, 1.9);
+    const digest = `xxh3-128:${this.random.hex(32)}`;
+    this.after(seconds, () => this.complete(id, { tiers: ["MEMORY", "NVME"], seconds, digest, parent }));
+    this.after(seconds + 3.5, () => {
+      if (this.now < this.outageUntil) this.missTier(id);
+      else this.complete(id, { tiers: ["MEMORY", "NVME", "S3"], seconds, digest, parent });
+    });
+  }
+
+  private complete(id: string, save: { tiers: string[]; seconds: number; digest: string; parent: string }): void {
+    const old = this.checkpoints.find((each) => each.id === id);
+    if (!old) return;
+    const done: Checkpoint = {
+      ...old, status: "completed", tiers: save.tiers, digest: save.digest, completed_at: this.now,
+      throughput_mb_s: SAVE_BYTES / 1e6 / save.seconds, reason: `safe on ${save.tiers.at(-1)}`,
+    };
+    this.checkpoints = this.checkpoints.map((each) => (each.id === id ? done : each));
+    this.publish("checkpoint_completed", {
+      checkpoint_id: id, job_id: JOB, worker_id: done.worker_id, step: done.step, epoch: 0, path: done.path, size_bytes: done.size,
+      tiers: done.tiers, digest: done.digest, duration_s: save.seconds, parent_id: save.parent, data_json: "", metadata: {},
+      reason: done.reason, at_s: this.now,
+    });
+  }
+
+  private missTier(id: string): void {
+    const step = this.checkpoints.find((each) => each.id === id)?.step ?? 0;
+    this.log("warn", `step ${step} is not on S3: 503 Slow Down after 3 tries; it stays on NVME and the next save tries again`, `${JOB}-rank0`);
+  }
+
+  // --- barriers and shards --------------------------------------------------------------------------------------------
+
+  private open(name: string, step: number): Barrier {
+    const barrier: Barrier = {
+      id: `${JOB}/${name}@${step}#1`, name, job_id: JOB, step, arrived: 0, total: this.names().length, status: "waiting",
+      created_at: this.now, ended_at: null, missing: [], reason: "waiting",
+    };
+    this.barriers = [barrier, ...this.barriers].slice(0, 100);
+    return barrier;
+  }
+
+  private sync(step: number): void {
+    const barrier = this.open("sync", step);
+    this.release(barrier, this.random.between(0.004, 0.03));
+  }
+
+  private release(barrier: Barrier, seconds?: number): void {
+    if (barrier.status !== "waiting") return;
+    const waited = seconds ?? this.now - barrier.created_at;
+    Object.assign(barrier, {
+      status: "complete", arrived: barrier.total, missing: [], ended_at: barrier.created_at + waited, reason: `all ${barrier.total} have arrived`,
+    });
+    this.barrierWaits = [...this.barrierWaits, waited].slice(-200);
+    this.publish("barrier_released", {
+      job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation,
+      arrived: barrier.total, opened_at_s: barrier.created_at, waited_s: waited, reason: barrier.reason, at_s: this.now,
+    });
+  }
+
+  private breakBarrier(missing: string): void {
+    const barrier = this.open("sync", Math.floor(this.step) + 1);
+    const reason = `'${missing}' is gone: its connection was lost 0.5 s ago; ${barrier.total} others had arrived`;
+    Object.assign(barrier, { status: "broken", arrived: barrier.total, total: barrier.total + 1, missing: [missing], ended_at: this.now, reason });
+    this.publish("barrier_broken", {
+      job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation, arrived: barrier.arrived,
+      missing: [missing], expected: barrier.total, opened_at_s: barrier.created_at, reason, at_s: this.now,
+    });
+  }
+
+  private replan(reason: string): void {
+    this.numbers.plan += 1;
+    this.plan = dealShards(this.datasets.get(DATASET)!, this.names(), this.plan, this.plan.version + 1, reason);
+    this.moved(reason);
+  }
+
+  private moved(reason: string): void {
+    this.publish("shards_moved", {
+      job_id: JOB, dataset_id: DATASET, epoch: 0, version: this.plan.version, workers: this.names().length,
+      moved: movedShards(this.plan), reason, at_s: this.now,
+    });
+  }
+
+  // --- the rest ---------------------------------------------------------------------------------------------------------
+
+  private registerDatasets(): void {
+    const common = { shuffle: true, seed: 42, registered_at: this.startedAt, metadata: {} };
+    this.addDataset({
+      ...common, id: DATASET, name: "Web text", path: "s3://datasets/web-text", format: "tokens", total_samples: 2_400_000,
+      shard_size: 10_000, shard_count: 240,
+    });
+    this.addDataset({
+      ...common, id: PICTURES, name: "Fruit images", path: "/data/fruit", format: "webdataset", total_samples: 61_488,
+      shard_size: 1_000, shard_count: 62,
+    });
+  }
+
+  private startTask(): void {
+    const task: Task = {
+      id: TASK, name: "pretrain-gpt-small", type: "train", status: "pending", worker_ids: [], worker_count: WORKERS,
+      dataset_id: DATASET, config: { learning_rate: 3e-4, batch_size: 16, seq_length: 1024, max_steps: STEPS },
+      created_at: this.startedAt, started_at: null, completed_at: null, progress: 0, reason: "waiting for a launcher to take it",
+    };
+    this.addTask(task);
+    this.changeTask(TASK, { status: "running", started_at: this.now, worker_ids: this.names(), reason: "torchrun is up" });
+  }
+
+  private log(level: string, message: string, worker: string | null, source = "worker"): void {
+    this.numbers.log += 1;
+    const entry: LogEntry = {
+      id: `log_${this.numbers.log.toString(16).padStart(8, "0")}`, timestamp: this.now, level, message, source,
+      task_id: worker ? TASK : null, worker_id: worker,
+    };
+    this.logs.push(entry);
+    if (this.logs.length > LOGS_KEPT) this.logs.splice(0, this.logs.length - LOGS_KEPT);
+    this.publish("logs", [entry]);
+  }
+
+  private publish(kind: string, data: unknown): void {
+    this.numbers.event += 1;
+    this.events.push({ id: `demo-${this.numbers.event}`, kind, data });
+  }
+}
+
+function pastTasks(before: number): Task[] {
+  const common = { worker_ids: [], dataset_id: DATASET, type: "train", worker_count: 8 };
+  return [
+    {
+      ...common, id: "task-51d0c4aa", name: "pretrain-warmup", status: "completed", config: { max_steps: 2_000 },
+      created_at: before - 5_400, started_at: before - 5_390, completed_at: before - 4_100, progress: 100, reason: "training ended",
+    },
+    {
+      ...common, id: "task-0b77e91f", name: "pretrain-lr-1e-2", status: "failed", config: { learning_rate: 0.01, max_steps: 2_000 },
+      created_at: before - 9_000, started_at: before - 8_990, completed_at: before - 8_870, progress: 11,
+      reason: "exit status 1 of rank 3: RuntimeError: loss is not finite at step 214",
+    },
+  ];
+}
+
+function taskSpec(task: Task): Record<string, unknown> {
+  return {
+    task_id: task.id, name: task.name, type: task.type, dataset_id: task.dataset_id, worker_count: task.worker_count,
+    config_json: JSON.stringify(task.config),
+  };
+}
+
+function datasetSpec(dataset: Dataset): Record<string, unknown> {
+  const { id, name: _name, shard_count: _count, registered_at: _at, ...rest } = dataset;
+  return { dataset_id: id, ...rest, files: [] };
+}
+
+function round(value: number, digits: number): number {
+  return Number(value.toFixed(digits));
+}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from strata.core import views
+from strata.core import task_views, views
 from strata.core.barriers import BarrierLimits
 from strata.core.cluster import Cluster, Limits
 from strata.core.ledger import DataCommit, RankRecord
@@ -19,9 +19,9 @@ from strata.core.membership import MembershipLimits
 from strata.core.messages import (
     DEFAULT_JOB,
     SOFT_EVENTS,
-    AdvanceTask,
     ArriveAtBarrier,
     BarrierTicket,
+    BeginAttempt,
     CheckpointId,
     Command,
     CreateTask,
@@ -29,19 +29,23 @@ from strata.core.messages import (
     DatasetSpec,
     Decision,
     DeregisterWorker,
+    EndAttempt,
     Event,
+    ExitCause,
     Instant,
     JobId,
+    NoteProgress,
     NotifyCheckpoint,
     PlanEpoch,
+    QueueTask,
     Rebalance,
     RegisterDataset,
     Registered,
     RegisterWorker,
+    RestartTask,
     StopTask,
     TaskId,
     TaskSpec,
-    TaskStatus,
     Tick,
     WorkerId,
     WorkerSpec,
@@ -275,11 +279,33 @@ class Fleet:
     def stop_task(self, task_id: str = "t", reason: str = "") -> Decision:
         return self.do(StopTask(task_id=TaskId(task_id), reason=reason))
 
-    def advance(self, status: TaskStatus, task_id: str = "t", workers: Iterable[str] = ()) -> Decision:
-        workers_ids = tuple(WorkerId(worker) for worker in workers)
+    def restart_task(self, task_id: str = "t", reason: str = "") -> Decision:
+        return self.do(RestartTask(task_id=TaskId(task_id), reason=reason))
+
+    def queue_task(self, reason: str, task_id: str = "t") -> Decision:
+        return self.do(QueueTask(task_id=TaskId(task_id), reason=reason))
+
+    def begin(self, task_id: str = "t") -> Decision:
+        return self.do(BeginAttempt(task_id=TaskId(task_id), reason="the launcher takes it"))
+
+    def end(
+        self, task_id: str = "t", *, cause: ExitCause | None = None, attempt: int | None = None
+    ) -> Decision:
+        """The running attempt is over, or the one named."""
+        if attempt is None:
+            attempt = self.cluster.tasks.get(TaskId(task_id)).attempt
+        return self.do(EndAttempt(task_id=TaskId(task_id), attempt=attempt, cause=cause))
+
+    def progress(
+        self, step: int, total: int = 100, task_id: str = "t", workers: Iterable[str] = ("a",)
+    ) -> Decision:
         return self.do(
-            AdvanceTask(
-                task_id=TaskId(task_id), status=status, worker_ids=workers_ids, reason="the launcher says so"
+            NoteProgress(
+                task_id=TaskId(task_id),
+                attempt=self.cluster.tasks.get(TaskId(task_id)).attempt,
+                worker_ids=tuple(WorkerId(worker) for worker in workers),
+                step=step,
+                total_steps=total,
             )
         )
 
@@ -322,5 +348,5 @@ def shown(cluster: Cluster) -> Mapping[str, Any]:
         "checkpoints": [views.checkpoint(record) for record in cluster.checkpoints.shown()],
         "latest": {job: cluster.checkpoints.latest(job) for job in cluster.membership.jobs()},
         "barriers": [b for b in views.barriers(cluster, limit=1000) if b.status != "waiting"],
-        "tasks": [views.task(cluster, task, {}) for task in cluster.tasks.tasks.values()],
+        "tasks": [task_views.task(task, {}) for task in cluster.tasks.tasks.values()],
     }

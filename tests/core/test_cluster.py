@@ -22,10 +22,10 @@ from strata.core.messages import (
     Command,
     Decision,
     Event,
+    ExitCause,
     Rebalance,
     Refused,
     SwapValue,
-    TaskStatus,
     Tick,
     WorkerJoined,
 )
@@ -100,7 +100,6 @@ def test_every_command_has_a_hostile_form() -> None:
 WORKERS = st.sampled_from(["a", "b", "c", "d"])
 JOBS = st.sampled_from(["default", "default", "default", "other"])
 CHECKPOINTS = st.sampled_from([f"c{n}" for n in range(6)])
-STATUSES: tuple[TaskStatus, ...] = get_args(TaskStatus)
 
 
 class Histories(RuleBasedStateMachine):
@@ -200,11 +199,17 @@ class Histories(RuleBasedStateMachine):
 
     @rule(
         task=st.sampled_from(["t", "u"]),
-        status=st.sampled_from(STATUSES),
-        workers=st.lists(WORKERS, max_size=2),
+        verb=st.sampled_from(["begin", "end", "stop_task", "restart_task"]),
+        step=st.integers(0, 3),
     )
-    def advance(self, task: str, status: TaskStatus, workers: list[str]) -> None:
-        self.attempt("advance", status, task, workers)
+    def move_task(self, task: str, verb: str, step: int) -> None:
+        self.attempt(verb, task)
+        if task in self.fleet.cluster.tasks.tasks:
+            self.attempt("progress", step, 10, task)
+
+    @rule(task=st.sampled_from(["t", "u"]), retry=st.booleans())
+    def fail_task(self, task: str, retry: bool) -> None:
+        self.attempt("end", task, cause=ExitCause(kind="lost", message="gone", may_retry=retry))
 
     @rule(key=st.sampled_from(["k", "l"]), version=st.integers(0, 4))
     def swap(self, key: str, version: int) -> None:

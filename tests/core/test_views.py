@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from strata.core import views
+from strata.core import task_views, views
 from strata.core.membership import Report
 from strata.core.messages import CheckpointId, DatasetId, JobId, ReportRecovery, TaskId, WorkerId
 from tests.core.builders import Fleet, data_json, shown, trained
@@ -205,10 +205,15 @@ def test_every_round_of_a_barrier_has_an_id_of_its_own(fleet: Fleet) -> None:
 
 def test_a_task_shows_its_times_its_workers_and_why(fleet: Fleet) -> None:
     fleet.create_task("t", dataset_id=DatasetId("d"), worker_count=2)
-    fleet.advance("running", workers=["a", "b"])
-    fleet.now_s += 3
-    fleet.advance("completed")
-    view = views.task(fleet.cluster, fleet.cluster.tasks.get(TaskId("t")), {"lr": 0.1})
+    fleet.begin()
+    fleet.progress(0, workers=["a", "b"])
+    fleet.now_s += 2
+    fleet.progress(25, workers=["a", "b"])
+    view = task_views.task(fleet.cluster.tasks.get(TaskId("t")), {})
+    assert (view.progress, view.steps_per_s, view.eta_s) == (25.0, 12.5, 6.0)
+    fleet.now_s += 1
+    fleet.end()
+    view = task_views.task(fleet.cluster.tasks.get(TaskId("t")), {"lr": 0.1})
     assert (view.status, view.progress, view.worker_ids) == ("completed", 100.0, ["a", "b"])
     assert (view.completed_at, view.config, view.dataset_id) == (fleet.now.wall_s, {"lr": 0.1}, "d")
 

@@ -16,8 +16,9 @@ from strata.coordinator.logs import LogFilter, LogStore
 from strata.coordinator.metrics import CoordinatorMetrics
 from strata.coordinator.pages import Pages
 from strata.coordinator.sessions import Sessions
-from strata.core import views
+from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
+from strata.core.task_views import TaskView
 from strata.core.views import LogView
 
 CHECKPOINTS_SHOWN = 500
@@ -134,9 +135,9 @@ class Runtime:
             shard_assignment_time=self.metrics.plan_ms(),
         )
 
-    def _tasks(self, cluster: Cluster) -> list[views.TaskView]:
+    def _tasks(self, cluster: Cluster) -> list[TaskView]:
         newest = list(reversed(cluster.tasks.tasks.values()))[:TASKS_SHOWN]
-        return [views.task(cluster, task, orjson.loads(task.spec.config_json)) for task in newest]
+        return [task_views.task(task, orjson.loads(task.spec.config_json)) for task in newest]
 
     def _dashboard(self, cluster: Cluster) -> views.DashboardView:
         return views.DashboardView(

@@ -20,11 +20,11 @@ from strata.core.datasets import Datasets
 from strata.core.membership import Membership, MembershipLimits
 from strata.core.messages import (
     Accepted,
-    AdvanceTask,
     ArriveAtBarrier,
     BarrierArrived,
     BarrierBroken,
     BarrierReleased,
+    BeginAttempt,
     CheckpointCompleted,
     CheckpointFailed,
     CheckpointRemoved,
@@ -36,10 +36,13 @@ from strata.core.messages import (
     DatasetRegistered,
     Decision,
     DeregisterWorker,
+    EndAttempt,
     Event,
     Instant,
+    NoteProgress,
     NotifyCheckpoint,
     PlanEpoch,
+    QueueTask,
     Rebalance,
     RecoveryRecorded,
     Refused,
@@ -48,12 +51,14 @@ from strata.core.messages import (
     RegisterWorker,
     Reply,
     ReportRecovery,
+    RestartTask,
     ShardsMoved,
     StopTask,
     Swapped,
     SwapValue,
     TaskChanged,
     TaskCreated,
+    TaskProgressed,
     Tick,
     ValueDropped,
     ValueSwapped,
@@ -130,16 +135,12 @@ class Cluster:
                 created = self.tasks.decide_create(command, now)
                 fact(created)
                 return Accepted(reason=created.reason)
-            case StopTask():
-                stopped = self.tasks.decide_stop(command, now)
-                if stopped is None:
+            case StopTask() | RestartTask() | QueueTask() | BeginAttempt() | EndAttempt() | NoteProgress():
+                changed = self.tasks.decide_change(command, now)
+                if changed is None:
                     return Accepted(reason=f"it is {self.tasks.get(command.task_id).status} already")
-                fact(stopped)
-                return Accepted(reason=stopped.reason)
-            case AdvanceTask():
-                advanced = self.tasks.decide_advance(command, now)
-                fact(advanced)
-                return Accepted(reason=advanced.reason)
+                fact(changed)
+                return Accepted(reason=changed.reason)
             case ReportRecovery():
                 member = self.membership.admit(command.worker_id, incarnation=command.incarnation)
                 recorded = self.recoveries.decide_report(command, member.spec.job_id, now)
@@ -245,7 +246,7 @@ class Cluster:
                 self.barriers.apply(event)
             case CheckpointStarted() | CheckpointCompleted() | CheckpointFailed() | CheckpointRemoved():
                 self._apply_checkpoint(event)
-            case TaskCreated() | TaskChanged():
+            case TaskCreated() | TaskChanged() | TaskProgressed():
                 self.tasks.apply(event)
             case RecoveryRecorded():
                 self.recoveries.apply(event)

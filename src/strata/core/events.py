@@ -12,6 +12,7 @@ from strata.core.terms import (
     CheckpointId,
     DatasetId,
     DatasetSpec,
+    ExitCause,
     Instant,
     JobId,
     TaskId,
@@ -199,6 +200,22 @@ class TaskChanged:
     worker_ids: tuple[WorkerId, ...]
     reason: str
     at_s: float
+    attempt: int = 0  # the latest one; 0 while there was none
+    failures: int = 0  # attempts that failed since somebody last asked for the task to run
+    stopping: bool = False  # asked to stop; its processes are on their way out
+    cause: ExitCause | None = None  # of the latest attempt that failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskProgressed:
+    task_id: TaskId
+    attempt: int
+    worker_ids: tuple[WorkerId, ...]
+    step: int
+    total_steps: int  # 0: not known
+    steps_per_s: float  # smoothed; 0.0: not known yet
+    reason: str
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +277,7 @@ Event = (
     | CheckpointRemoved
     | TaskCreated
     | TaskChanged
+    | TaskProgressed
     | RecoveryRecorded
     | ValueSwapped
     | ValueDropped

@@ -27,6 +27,7 @@ from strata.core.events import (
     ShardsMoved,
     TaskChanged,
     TaskCreated,
+    TaskProgressed,
     ValueDropped,
     ValueSwapped,
     WorkerFailed,
@@ -49,6 +50,7 @@ from strata.core.terms import (
     CheckpointStatus,
     DatasetId,
     DatasetSpec,
+    ExitCause,
     FileSpan,
     Instant,
     JobId,
@@ -63,12 +65,12 @@ __all__ = [
     "DEFAULT_JOB",
     "SOFT_EVENTS",
     "Accepted",
-    "AdvanceTask",
     "ArriveAtBarrier",
     "BarrierArrived",
     "BarrierBroken",
     "BarrierReleased",
     "BarrierTicket",
+    "BeginAttempt",
     "CheckpointCompleted",
     "CheckpointFailed",
     "CheckpointId",
@@ -85,14 +87,18 @@ __all__ = [
     "DatasetSpec",
     "Decision",
     "DeregisterWorker",
+    "EndAttempt",
     "Event",
+    "ExitCause",
     "FileSpan",
     "Instant",
     "InvalidArgument",
     "JobId",
+    "NoteProgress",
     "NotifyCheckpoint",
     "Overloaded",
     "PlanEpoch",
+    "QueueTask",
     "Rebalance",
     "RecoveryRecorded",
     "Refused",
@@ -101,6 +107,7 @@ __all__ = [
     "Registered",
     "Reply",
     "ReportRecovery",
+    "RestartTask",
     "ShardsMoved",
     "Stale",
     "StopTask",
@@ -109,6 +116,7 @@ __all__ = [
     "TaskChanged",
     "TaskCreated",
     "TaskId",
+    "TaskProgressed",
     "TaskSpec",
     "TaskStatus",
     "Tick",
@@ -190,13 +198,47 @@ class StopTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvanceTask:
-    """A launcher reports what became of a task."""
+class RestartTask:
+    """Run a task that has failed or was stopped again, from its latest good checkpoint."""
 
     task_id: TaskId
-    status: TaskStatus
-    worker_ids: tuple[WorkerId, ...]
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueTask:
+    """Why a pending task still waits."""
+
+    task_id: TaskId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginAttempt:
+    """A launcher is about to start a pending task. The attempt is durable before its processes exist."""
+
+    task_id: TaskId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndAttempt:
+    """An attempt is over and nothing of it is left; without a cause it ended well."""
+
+    task_id: TaskId
+    attempt: int
+    cause: ExitCause | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoteProgress:
+    """How far the workers of a running attempt say they have come."""
+
+    task_id: TaskId
+    attempt: int
+    worker_ids: tuple[WorkerId, ...]
+    step: int
+    total_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +292,11 @@ Command = (
     | NotifyCheckpoint
     | CreateTask
     | StopTask
-    | AdvanceTask
+    | RestartTask
+    | QueueTask
+    | BeginAttempt
+    | EndAttempt
+    | NoteProgress
     | ReportRecovery
     | SwapValue
     | PlanEpoch

@@ -19,6 +19,7 @@ DEFAULT_JOB = JobId("default")
 
 CheckpointStatus = Literal["in_progress", "completed", "failed"]
 TaskStatus = Literal["pending", "running", "completed", "failed", "stopped"]
+CauseKind = Literal["exit", "signal", "exception", "oom", "lost", "launch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +79,22 @@ class TaskSpec:
     dataset_id: DatasetId | None
     worker_count: int
     config_json: str
+    gpus_per_worker: int = 0
+    max_retries: int = 3
+    """How many attempts may fail before the task has; each goes on from the latest good checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitCause:
+    """Why an attempt at a task ended badly: the first failure, not the ones that followed from it."""
+
+    kind: CauseKind
+    message: str
+    """One line for people: 'rank 1 was killed by SIGSEGV', 'ValueError: ...'."""
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: str = ""
+    """SIGKILL, SIGSEGV, ...; empty when no signal was the cause."""
+    traceback: str = ""
+    may_retry: bool = True
+    """False where another attempt must end the same way, such as a configuration that is refused."""

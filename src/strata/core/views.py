@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from strata.core.audit import AuditReport, Commit, audit_all
 from strata.core.barriers import missing_members
@@ -25,10 +25,9 @@ from strata.core.messages import (
     DatasetSpec,
     JobId,
     RecoveryRecorded,
-    TaskStatus,
     Unknown,
 )
-from strata.core.tasks import Task
+from strata.core.task_views import TaskView
 
 WorkerState = Literal[
     "active", "idle", "training", "checkpointing", "recovering", "failed", "initializing", "loading"
@@ -153,23 +152,6 @@ class BarrierView:
     created_at: float
     ended_at: float | None
     missing: list[str]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskView:
-    id: str
-    name: str
-    type: str
-    status: TaskStatus
-    worker_ids: list[str]
-    worker_count: int
-    dataset_id: str | None
-    config: dict[str, Any]
-    created_at: float
-    started_at: float | None
-    completed_at: float | None
-    progress: float
     reason: str
 
 
@@ -446,25 +428,6 @@ def barriers(cluster: Cluster, *, limit: int) -> Iterator[BarrierView]:
             missing=[] if isinstance(outcome, BarrierReleased) else list(outcome.missing),
             reason=outcome.reason,
         )
-
-
-def task(cluster: Cluster, record: Task, config: dict[str, Any]) -> TaskView:
-    spec = record.spec
-    return TaskView(
-        id=spec.task_id,
-        name=spec.name,
-        type=spec.type,
-        status=record.status,
-        worker_ids=list(record.worker_ids),
-        worker_count=spec.worker_count,
-        dataset_id=spec.dataset_id,
-        config=config,
-        created_at=record.created_at_s,
-        started_at=record.started_at_s,
-        completed_at=record.ended_at_s,
-        progress=100.0 if record.status == "completed" else 0.0,
-        reason=record.reason,
-    )
 
 
 def recovery(record: RecoveryRecorded) -> RecoveryView:

@@ -6,7 +6,8 @@ its cluster) to find its runs again: they outlive the coordinator, and a new one
 
 Promises every launcher keeps:
 - `Started` comes at most once per run and `Exited` or `Lost` exactly once, as the last word on it.
-- Nothing of a run is left when its last word has been said: no process, port or shared memory.
+- No process or port of a run is left when its last word has been said. Snapshots in shared memory stay for the next
+  attempt, until `forget`.
 - Output is told in order, by stream; lines told before a crash of the coordinator may be told again, none is lost
   within the launcher's bounds.
 """
@@ -18,8 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from strata.core.messages import TaskId
+from strata.core.messages import ExitCause, TaskId
 from strata.errors import StrataError
+
+__all__ = [
+    "Capacity",
+    "ExitCause",
+    "Exited",
+    "LaunchFailed",
+    "LaunchPlan",
+    "Launcher",
+    "Listener",
+    "Lost",
+    "Observation",
+    "Output",
+    "OutputLine",
+    "Started",
+]
 
 
 class LaunchFailed(StrataError):
@@ -48,8 +64,6 @@ class LaunchPlan:
     """host:port of the coordinator's gRPC face, which is also a rendezvous (back end `strata`)."""
     max_restarts: int = 100
     """How often torchrun may start the workers anew within this attempt."""
-    shared_memory: tuple[str, ...] = ()
-    """Beginnings of the names under /dev/shm that the run's workers use; gone when the run has ended for good."""
 
     @property
     def run_id(self) -> str:
@@ -67,25 +81,6 @@ class Capacity:
 
     workers: int
     gpus: int
-
-
-CauseKind = Literal["exit", "signal", "exception", "oom", "lost", "launch"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitCause:
-    """Why a run ended badly: the first failure, not the ones that followed from it."""
-
-    kind: CauseKind
-    message: str
-    """One line for people: 'rank 1 was killed by SIGSEGV', 'ValueError: ...'."""
-    rank: int | None = None
-    exit_code: int | None = None
-    signal: str = ""
-    """SIGKILL, SIGSEGV, ...; empty when no signal was the cause."""
-    traceback: str = ""
-    may_retry: bool = True
-    """False where another attempt must end the same way, such as a configuration that is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +157,10 @@ class Launcher(Protocol):
 
         Returns at once; `Exited` or `Lost` follows. Unknown and ended runs are no error.
         """
+        ...
+
+    async def forget(self, task_id: TaskId) -> None:
+        """The task will not run again by itself: remove what its runs keep in shared memory for a quick restart."""
         ...
 
     async def close(self) -> None:

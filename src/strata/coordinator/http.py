@@ -42,6 +42,7 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
+from strata.core.task_views import TaskView
 
 
 class RegisterDatasetBody(BaseModel):
@@ -261,7 +262,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         wanted = LogFilter(level=level, task_id=task_id, worker_id=worker_id, text=q, after=after)
         return json_response(logs.newest(limit, wanted))
 
-    @app.get("/api/tasks", response_model=list[views.TaskView], tags=["tasks"])
+    @app.get("/api/tasks", response_model=list[TaskView], tags=["tasks"])
     async def tasks(request: Request) -> Response:
         return await page("tasks", request)
 

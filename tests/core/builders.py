@@ -322,7 +322,7 @@ class Fleet:
     def _restarted(self, history: Iterable[Event]) -> Fleet:
         fleet = Fleet(self.limits, snapshot=history)
         fleet.now_s = self.now_s
-        fleet.cluster.membership.resume_clock(fleet.now)
+        fleet.cluster.resume_clock(fleet.now)
         return fleet
 
 

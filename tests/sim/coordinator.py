@@ -91,7 +91,7 @@ class SimCoordinator:
         history = self._disk.load()
         for event in history:
             self.cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
-        self.cluster.membership.resume_clock(self._now())
+        self.cluster.resume_clock(self._now())
         self.world.tell(f"coordinator starts (boot {self._boot}) and replays {len(history)} events")
         self.oracle.restarted(self.cluster)
         self._later(TICK_S, self._tick)

@@ -100,7 +100,7 @@ class Engine:
                     hint="Restore it from a copy, or start with another --data-dir.",
                 ) from error
             count += 1
-        self.cluster.membership.resume_clock(self.clock.now())
+        self.cluster.resume_clock(self.clock.now())
         self._since_snapshot = count
         return count
 

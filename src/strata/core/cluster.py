@@ -251,7 +251,7 @@ class Cluster:
             case RecoveryRecorded():
                 self.recoveries.apply(event)
             case ValueSwapped() | ValueDropped():
-                self.values.apply(event)
+                self.values.apply(event, now)
             case _:
                 assert_never(event)
 
@@ -263,6 +263,11 @@ class Cluster:
         after = self.checkpoints.position(job)
         if (before and before.checkpoint_id) != (after and after.checkpoint_id):
             self.datasets.commit(job, data_commit(after.data_json) if after is not None else None)
+
+    def resume_clock(self, now: Instant) -> None:
+        """After a replay, which knows no time: every time-out begins anew."""
+        self.membership.resume_clock(now)
+        self.values.resume_clock(now)
 
     @property
     def plans_are_stale(self) -> bool:

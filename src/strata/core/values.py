@@ -1,7 +1,8 @@
 """Named values that change only by compare-and-swap: what agents of a run use to find each other.
 
 A version number is given out once and never again, so a swap that expects an old value always fails. Values
-nobody has touched for a day are dropped. Pure: time arrives as `now`.
+nobody has touched for a day are dropped; a restart gives each another day, since how long it took is unknown to
+the monotonic clock, and the other one may be set. Pure: time arrives as `now`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Values:
     def __init__(self) -> None:
         self.values: dict[str, Value] = {}
         self.version = 0
+        self._touched_mono_s: dict[str, float] = {}
 
     def decide_swap(self, command: SwapValue, now: Instant) -> ValueSwapped | None:
         """The swap, or None when somebody else was faster. Expecting version 0 means: expecting nothing."""
@@ -58,16 +60,22 @@ class Values:
         )
 
     def decide_tick(self, now: Instant) -> Iterator[ValueDropped]:
-        for key, value in list(self.values.items()):
-            if now.wall_s - value.at_s > DROP_AFTER_S:
+        for key, touched_mono_s in list(self._touched_mono_s.items()):
+            if now.mono_s - touched_mono_s > DROP_AFTER_S:
                 yield ValueDropped(key=key, reason="untouched for a day", at_s=now.wall_s)
 
-    def apply(self, event: ValueSwapped | ValueDropped) -> None:
+    def apply(self, event: ValueSwapped | ValueDropped, now: Instant) -> None:
         if isinstance(event, ValueDropped):
             self.values.pop(event.key, None)
+            self._touched_mono_s.pop(event.key, None)
             return
         self.values[event.key] = Value(body=event.body, version=event.version, at_s=event.at_s)
+        self._touched_mono_s[event.key] = now.mono_s
         self.version = max(self.version, event.version)
+
+    def resume_clock(self, now: Instant) -> None:
+        """After a replay: everything was touched now."""
+        self._touched_mono_s = dict.fromkeys(self.values, now.mono_s)
 
     def compact(self) -> list[Event]:
         by_age = sorted(self.values.items(), key=lambda item: item[1].version)

@@ -1,6 +1,16 @@
-/** The one place where the dashboard's state changes: a snapshot, and the events since. Pure. */
+/**
+ * The one place where the dashboard's state changes: a snapshot, and the events since. Pure.
+ *
+ * Every event can be applied twice with the same result, because a snapshot may or may not hold it already. All
+ * lists are bounded, so that a page left open for weeks stays as small as one just opened.
+ */
 
-import type { Action, State } from "./types";
+import type { Barrier, Checkpoint, LogEntry, Metrics, Recovery, Snapshot, Task, TaskStatus, Worker } from "../api/types";
+import { tell, type Facts } from "./facts";
+import { addRunPoints, addSample, emptySeries, mergeRunHistory, mergeSeries } from "./series";
+import type { Action, FeedEvent, Generation, Happening, State } from "./types";
+
+export const LIMITS = { logs: 5_000, happenings: 500, generations: 2_000, checkpoints: 500, barriers: 100, tasks: 500, recoveries: 1_000 };
 
 export function initialState(): State {
   return {
@@ -17,12 +27,342 @@ export function initialState(): State {
     logs: [],
     happenings: [],
     generations: [],
-    series: { times: [], rps: [], activeWorkers: [], throughput: [], barrierP99: [], checkpointMbS: [], planMs: [] },
+    series: emptySeries(),
     runSeries: new Map(),
+    planRevision: 0,
   };
 }
 
 export function reduce(state: State, action: Action): State {
-  if (action.type === "connection") return { ...state, connection: { ...state.connection, ...action.connection } };
-  return state;
+  switch (action.type) {
+    case "snapshot":
+      return applyEvents(applySnapshot(state, action.snapshot, action.atMs), action.since ?? [], action.atMs, true);
+    case "events":
+      return applyEvents(state, action.events, action.atMs, false);
+    case "past":
+      return applyPast(state, action.events);
+    case "recoveries":
+      return { ...state, recoveries: action.recoveries.slice(0, LIMITS.recoveries) };
+    case "history":
+      return { ...state, series: mergeSeries(action.series, state.series) };
+    case "runHistory": {
+      const runSeries = new Map(state.runSeries);
+      runSeries.set(action.jobId, mergeRunHistory(action.series, state.runSeries.get(action.jobId)));
+      return { ...state, runSeries };
+    }
+    case "connection":
+      return { ...state, connection: { ...state.connection, ...action.connection } };
+  }
+}
+
+// --- snapshot -------------------------------------------------------------------------------------------------
+
+function applySnapshot(state: State, snapshot: Snapshot, atMs: number): State {
+  const workers = new Map(snapshot.workers.map((w) => [w.id, w]));
+  return {
+    ...state,
+    connection: { ...state.connection, heardAtMs: atMs },
+    skewS: settle(state, snapshot.coordinator.server_time - atMs / 1000),
+    coordinator: snapshot.coordinator,
+    workers,
+    datasets: new Map(snapshot.datasets.map((d) => [d.id, d])),
+    checkpoints: withOlder(snapshot.checkpoints, state.checkpoints, (c) => c.created_at, LIMITS.checkpoints),
+    barriers: snapshot.barriers,
+    tasks: withOlder(snapshot.tasks, state.tasks, (t) => t.created_at, LIMITS.tasks),
+    metrics: snapshot.metrics,
+    logs: appendLogs(state.logs, [...snapshot.logs].reverse()),
+    generations: state.generations.length > 0 ? state.generations : guessGenerations(snapshot.workers),
+    runSeries: addRunPoints(state.runSeries, workers.values(), snapshot.coordinator.server_time),
+  };
+}
+
+/** Clocks are compared once, and again only when they have really moved: ages must not jitter. */
+function settle(state: State, skewS: number): number {
+  return state.coordinator !== null && Math.abs(skewS - state.skewS) < 2 ? state.skewS : skewS;
+}
+
+/** The snapshot holds the newest only; what we knew beyond its end is still true. */
+function withOlder<T extends { id: string }>(newest: readonly T[], known: readonly T[], at: (item: T) => number, limit: number): T[] {
+  const end = newest.at(-1);
+  if (end === undefined || known.length <= newest.length) return [...newest];
+  const ids = new Set(newest.map((item) => item.id));
+  return [...newest, ...known.filter((item) => at(item) < at(end) && !ids.has(item.id))].slice(0, limit);
+}
+
+/** Before any event is known, each worker's own joining is. */
+function guessGenerations(workers: readonly Worker[]): Generation[] {
+  return workers
+    .map((w): Generation => ({ jobId: w.job_id, number: 0, at: w.joined_at, kind: "joined", workerId: w.id, reason: "" }))
+    .sort((a, b) => a.at - b.at)
+    .slice(-LIMITS.generations);
+}
+
+// --- events ---------------------------------------------------------------------------------------------------
+
+/** State that a batch of events works on: copied once, however many there are. */
+interface Draft {
+  state: State;
+  workers: Map<string, Worker> | null;
+}
+
+function applyEvents(state: State, events: readonly FeedEvent[], atMs: number, again: boolean): State {
+  if (events.length === 0) return state;
+  const draft: Draft = { state: { ...state, connection: again ? state.connection : { ...state.connection, heardAtMs: atMs } }, workers: null };
+  const told: Happening[] = [];
+  const generations: Generation[] = [];
+  const logs: LogEntry[] = [];
+  for (const event of events) {
+    if (event.kind === "logs") {
+      logs.push(...(event.data as LogEntry[]));
+      continue;
+    }
+    if (event.kind === "metrics") {
+      const metrics = event.data as Metrics;
+      draft.state.metrics = metrics;
+      if (!again) draft.state.series = addSample(draft.state.series, metrics, draft.state.runSeries, atMs / 1000 + state.skewS);
+      continue;
+    }
+    apply(draft, event);
+    const happening = tell(event);
+    if (happening) told.push(happening);
+    const generation = generationOf(event);
+    if (generation) generations.push(generation);
+  }
+  if (draft.workers) draft.state.workers = draft.workers;
+  if (logs.length > 0) draft.state.logs = appendLogs(draft.state.logs, logs);
+  if (told.length > 0) draft.state.happenings = prepend(told.reverse(), draft.state.happenings, LIMITS.happenings);
+  if (generations.length > 0) draft.state.generations = addGenerations(draft.state.generations, generations);
+  return draft.state;
+}
+
+function applyPast(state: State, events: readonly FeedEvent[]): State {
+  const told = events.map(tell).filter((h) => h !== null).reverse();
+  const generations = events.map(generationOf).filter((g) => g !== null);
+  return {
+    ...state,
+    happenings: merged(told, state.happenings),
+    generations: addGenerations(generations.length > 0 ? generations : state.generations, state.generations.filter((g) => g.number > 0)),
+  };
+}
+
+function apply(draft: Draft, event: FeedEvent): void {
+  const { state } = draft;
+  switch (event.kind as keyof Facts) {
+    case "worker_joined": {
+      const d = event.data as Facts["worker_joined"];
+      const known = workersOf(draft).get(d.spec.worker_id);
+      if (known && known.incarnation >= d.incarnation) break;
+      workersOf(draft).set(d.spec.worker_id, {
+        id: d.spec.worker_id, ip: d.spec.hostname, port: d.spec.port, status: "active", gpu_count: d.spec.gpu_count,
+        last_heartbeat: d.at_s, assigned_shards: 0, current_epoch: known?.current_epoch ?? 0, current_step: known?.current_step ?? 0,
+        current_task: null, resources: null, metrics: {}, job_id: d.spec.job_id, rank: null, incarnation: d.incarnation,
+        connected: false, joined_at: d.at_s, memory_bytes: d.spec.memory_bytes, reason: d.reason, metadata: d.spec.metadata,
+      });
+      setGeneration(state, d.spec.job_id, d.generation);
+      break;
+    }
+    case "worker_failed": {
+      const d = event.data as Facts["worker_failed"];
+      const known = workersOf(draft).get(d.worker_id);
+      if (known && known.incarnation <= d.incarnation) workersOf(draft).set(d.worker_id, { ...known, status: "failed", connected: false, rank: null, reason: d.reason });
+      setGeneration(state, d.job_id, d.generation);
+      break;
+    }
+    case "worker_left": {
+      const d = event.data as Facts["worker_left"];
+      const known = workersOf(draft).get(d.worker_id);
+      if (known && known.incarnation <= d.incarnation) workersOf(draft).delete(d.worker_id);
+      setGeneration(state, d.job_id, d.generation);
+      break;
+    }
+    case "worker_forgotten":
+      workersOf(draft).delete((event.data as Facts["worker_forgotten"]).worker_id);
+      break;
+    case "dataset_registered": {
+      const { spec, at_s } = event.data as Facts["dataset_registered"];
+      const { dataset_id, ...rest } = spec;
+      const dataset = { ...rest, id: dataset_id, name: spec.metadata["name"] ?? dataset_id, shard_count: Math.ceil(spec.total_samples / spec.shard_size), registered_at: at_s };
+      state.datasets = new Map(state.datasets).set(dataset_id, dataset);
+      break;
+    }
+    case "shards_moved":
+      state.planRevision += 1;
+      break;
+    case "barrier_released": {
+      const d = event.data as Facts["barrier_released"];
+      endBarrier(state, { ...barrierOf(d), total: d.arrived, status: "complete", missing: [] });
+      break;
+    }
+    case "barrier_broken": {
+      const d = event.data as Facts["barrier_broken"];
+      endBarrier(state, { ...barrierOf(d), total: d.expected, status: "broken", missing: d.missing });
+      break;
+    }
+    case "checkpoint_started": {
+      const d = event.data as Facts["checkpoint_started"];
+      if (state.checkpoints.some((c) => c.id === d.checkpoint_id)) break;
+      putCheckpoint(state, {
+        id: d.checkpoint_id, step: d.step, epoch: d.epoch, size: d.size_bytes, path: d.path, created_at: d.at_s, completed_at: null, worker_id: d.worker_id,
+        job_id: d.job_id, status: "in_progress", tiers: [], digest: "", throughput_mb_s: null, reason: d.reason, metadata: {},
+      });
+      break;
+    }
+    case "checkpoint_completed": {
+      const d = event.data as Facts["checkpoint_completed"];
+      const known = state.checkpoints.find((c) => c.id === d.checkpoint_id);
+      putCheckpoint(state, {
+        id: d.checkpoint_id, step: d.step, epoch: d.epoch, size: d.size_bytes, path: d.path, created_at: known?.created_at ?? d.at_s - d.duration_s,
+        completed_at: known?.completed_at ?? d.at_s, worker_id: d.worker_id, job_id: d.job_id, status: "completed", tiers: d.tiers, digest: d.digest,
+        throughput_mb_s: d.duration_s > 0 ? d.size_bytes / 1e6 / d.duration_s : null, reason: d.reason, metadata: d.metadata,
+      });
+      break;
+    }
+    case "checkpoint_failed": {
+      const d = event.data as Facts["checkpoint_failed"];
+      const known = state.checkpoints.find((c) => c.id === d.checkpoint_id);
+      if (known?.status === "completed") break;
+      putCheckpoint(state, {
+        id: d.checkpoint_id, step: d.step, epoch: d.epoch, size: known?.size ?? 0, path: d.path, created_at: known?.created_at ?? d.at_s, completed_at: null,
+        worker_id: d.worker_id, job_id: d.job_id, status: "failed", tiers: [], digest: "", throughput_mb_s: null, reason: d.reason, metadata: known?.metadata ?? {},
+      });
+      break;
+    }
+    case "checkpoint_removed": {
+      const { checkpoint_id } = event.data as Facts["checkpoint_removed"];
+      state.checkpoints = state.checkpoints.filter((c) => c.id !== checkpoint_id);
+      break;
+    }
+    case "task_created": {
+      const { spec, reason, at_s } = event.data as Facts["task_created"];
+      if (state.tasks.some((t) => t.id === spec.task_id)) break;
+      const task: Task = {
+        id: spec.task_id, name: spec.name, type: spec.type, status: "pending", worker_ids: [], worker_count: spec.worker_count, dataset_id: spec.dataset_id,
+        config: parsed(spec.config_json), created_at: at_s, started_at: null, completed_at: null, progress: 0, reason,
+      };
+      state.tasks = [task, ...state.tasks].slice(0, LIMITS.tasks);
+      break;
+    }
+    case "task_changed": {
+      const d = event.data as Facts["task_changed"];
+      state.tasks = state.tasks.map((t) => (t.id === d.task_id ? changed(t, d) : t));
+      break;
+    }
+    case "recovery_recorded": {
+      const { at_s, ...d } = event.data as Facts["recovery_recorded"];
+      const recovery: Recovery = { ...d, at: at_s, total_s: Object.values(d.phases_s).reduce((sum, s) => sum + s, 0) };
+      const known = state.recoveries.some((r) => r.at === recovery.at && r.job_id === recovery.job_id && r.worker_id === recovery.worker_id);
+      if (!known) state.recoveries = [recovery, ...state.recoveries].slice(0, LIMITS.recoveries);
+      break;
+    }
+  }
+}
+
+function workersOf(draft: Draft): Map<string, Worker> {
+  draft.workers ??= new Map(draft.state.workers);
+  return draft.workers;
+}
+
+function setGeneration(state: State, jobId: string, generation: number): void {
+  const known = state.coordinator;
+  if (known === null || (known.jobs[jobId] ?? 0) >= generation) return;
+  state.coordinator = { ...known, generation: Math.max(known.generation, generation), jobs: { ...known.jobs, [jobId]: generation } };
+}
+
+function barrierOf(d: { job_id: string; barrier_id: string; step: number; round: number; arrived: number; opened_at_s: number; reason: string; at_s: number }) {
+  return {
+    id: `${d.job_id}/${d.barrier_id}@${d.step}#${d.round}`,
+    name: d.barrier_id, job_id: d.job_id, step: d.step, arrived: d.arrived, created_at: d.opened_at_s, ended_at: d.at_s, reason: d.reason,
+  };
+}
+
+function endBarrier(state: State, barrier: Barrier): void {
+  const rest = state.barriers.filter((b) => b.id !== barrier.id);
+  const open = rest.filter((b) => b.status === "waiting");
+  const ended = rest.filter((b) => b.status !== "waiting");
+  const at = ended.findIndex((b) => (b.ended_at ?? 0) <= (barrier.ended_at ?? 0));
+  ended.splice(at < 0 ? ended.length : at, 0, barrier);
+  state.barriers = [...open, ...ended.slice(0, LIMITS.barriers)];
+}
+
+function putCheckpoint(state: State, checkpoint: Checkpoint): void {
+  const at = state.checkpoints.findIndex((c) => c.id === checkpoint.id);
+  if (at >= 0) {
+    state.checkpoints = state.checkpoints.with(at, checkpoint);
+    return;
+  }
+  state.checkpoints = [checkpoint, ...state.checkpoints].slice(0, LIMITS.checkpoints);
+}
+
+const ENDED: ReadonlySet<string> = new Set(["completed", "failed", "stopped"]);
+
+function changed(task: Task, d: Facts["task_changed"]): Task {
+  const status = d.status as TaskStatus;
+  return {
+    ...task,
+    status,
+    worker_ids: d.worker_ids.length > 0 || ENDED.has(status) ? d.worker_ids : task.worker_ids,
+    started_at: status === "running" ? (task.started_at ?? d.at_s) : task.started_at,
+    completed_at: ENDED.has(status) ? d.at_s : null,
+    progress: status === "completed" ? 100 : task.progress,
+    reason: d.reason,
+  };
+}
+
+function parsed(json: string): Record<string, unknown> {
+  try {
+    return JSON.parse(json) as Record<string, unknown>;
+  } catch {
+    return {};
+  }
+}
+
+// --- bounded lists --------------------------------------------------------------------------------------------
+
+function logNumber(id: string): number {
+  return Number.parseInt(id.slice(4), 16);
+}
+
+/** Ids grow, so an entry is new exactly when its number is beyond the last one's. */
+function appendLogs(known: readonly LogEntry[], entries: readonly LogEntry[]): readonly LogEntry[] {
+  const last = known.at(-1);
+  const after = last === undefined ? -1 : logNumber(last.id);
+  const fresh = entries.filter((e) => logNumber(e.id) > after);
+  if (fresh.length === 0) return known;
+  const room = Math.max(0, LIMITS.logs - fresh.length);
+  return [...(room === 0 ? [] : known.slice(-room)), ...fresh.slice(-LIMITS.logs)];
+}
+
+function prepend(fresh: readonly Happening[], known: readonly Happening[], limit: number): readonly Happening[] {
+  const ids = new Set(known.map((h) => h.id));
+  const news = fresh.filter((h) => !ids.has(h.id));
+  return news.length === 0 ? known : [...news, ...known].slice(0, limit);
+}
+
+function merged(past: readonly Happening[], known: readonly Happening[]): readonly Happening[] {
+  const ids = new Set(known.map((h) => h.id));
+  return [...known, ...past.filter((h) => !ids.has(h.id))].sort((a, b) => b.at - a.at).slice(0, LIMITS.happenings);
+}
+
+function generationOf(event: FeedEvent): Generation | null {
+  switch (event.kind) {
+    case "worker_joined": {
+      const d = event.data as Facts["worker_joined"];
+      return { jobId: d.spec.job_id, number: d.generation, at: d.at_s, kind: "joined", workerId: d.spec.worker_id, reason: d.reason };
+    }
+    case "worker_failed":
+    case "worker_left": {
+      const d = event.data as Facts["worker_failed"];
+      return { jobId: d.job_id, number: d.generation, at: d.at_s, kind: event.kind === "worker_failed" ? "failed" : "left", workerId: d.worker_id, reason: d.reason };
+    }
+    default:
+      return null;
+  }
+}
+
+function addGenerations(known: readonly Generation[], fresh: readonly Generation[]): readonly Generation[] {
+  const key = (g: Generation) => `${g.jobId}\n${g.number}\n${g.workerId}\n${g.kind}`;
+  const keys = new Set(known.map(key));
+  const news = fresh.filter((g) => !keys.has(key(g)));
+  if (news.length === 0) return known;
+  return [...known, ...news].sort((a, b) => a.at - b.at).slice(-LIMITS.generations);
 }

@@ -90,6 +90,8 @@ export interface State {
   generations: readonly Generation[];
   series: Series;
   runSeries: ReadonlyMap<string, RunSeries>;
+  /** Grows whenever shards have changed hands: ask for the plan again. */
+  planRevision: number;
 }
 
 /** One server-sent event. */
@@ -100,9 +102,16 @@ export interface FeedEvent {
 }
 
 export type Action =
-  | { type: "snapshot"; snapshot: Snapshot; atMs: number }
-  | { type: "workers"; workers: Worker[]; atMs: number }
+  /**
+   * `since`: events that came after the snapshot was asked for. They may or may not be in it, so they are applied
+   * to it once more; every event can be applied twice.
+   */
+  | { type: "snapshot"; snapshot: Snapshot; since?: FeedEvent[]; atMs: number }
   | { type: "recoveries"; recoveries: Recovery[] }
+  /** Facts from before this page was opened, oldest first. */
   | { type: "past"; events: FeedEvent[] }
   | { type: "events"; events: FeedEvent[]; atMs: number }
+  /** Points from before this page was opened. */
+  | { type: "history"; series: Partial<Series> & { times: number[] } }
+  | { type: "runHistory"; jobId: string; series: RunSeries }
   | { type: "connection"; connection: Partial<Connection> };

@@ -1,0 +1,34 @@
+import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
+import { RouterProvider } from "@tanstack/react-router";
+import { StrictMode } from "react";
+import { createRoot } from "react-dom/client";
+
+import { ApiError } from "./api/client";
+import { applyTheme, startBackend } from "./mode";
+import { router } from "./router";
+import "./styles/app.css";
+
+const queries = new QueryClient({
+  defaultOptions: {
+    queries: {
+      staleTime: 2_000,
+      refetchOnWindowFocus: false,
+      // A refusal stays a refusal; only a lost connection is worth another try.
+      retry: (failures, error) => failures < 2 && !(error instanceof ApiError && error.status > 0),
+    },
+  },
+});
+
+applyTheme();
+startBackend();
+
+const root = document.getElementById("root");
+if (root) {
+  createRoot(root).render(
+    <StrictMode>
+      <QueryClientProvider client={queries}>
+        <RouterProvider router={router} />
+      </QueryClientProvider>
+    </StrictMode>,
+  );
+}

@@ -1,0 +1,52 @@
+/** Every view is a URL, and so is every filter in it. */
+
+import { createHashHistory, createRootRoute, createRoute, createRouter, lazyRouteComponent, type ErrorComponentProps } from "@tanstack/react-router";
+
+import { Page } from "./components/Page";
+import { Empty, ErrorNote, Loading } from "./components/states";
+import { DEMO_ONLY } from "./mode";
+import { parseSearch, stringifySearch, type Search } from "./search";
+import { Shell } from "./shell/Shell";
+import { Overview } from "./views/Overview";
+
+const root = createRootRoute({ component: Shell, validateSearch: (search: Record<string, unknown>) => search as Search, notFoundComponent: NotFound });
+
+const overview = createRoute({ getParentRoute: () => root, path: "/", component: Overview });
+const runs = createRoute({ getParentRoute: () => root, path: "/runs", component: lazyRouteComponent(() => import("./views/Runs"), "Runs") });
+const run = createRoute({ getParentRoute: () => root, path: "/runs/$job", component: lazyRouteComponent(() => import("./views/Runs"), "RunDetail") });
+const workers = createRoute({ getParentRoute: () => root, path: "/workers", component: lazyRouteComponent(() => import("./views/Workers"), "Workers") });
+const data = createRoute({ getParentRoute: () => root, path: "/data", component: lazyRouteComponent(() => import("./views/Data"), "Data") });
+const checkpoints = createRoute({ getParentRoute: () => root, path: "/checkpoints", component: lazyRouteComponent(() => import("./views/Checkpoints"), "Checkpoints") });
+const barriers = createRoute({ getParentRoute: () => root, path: "/barriers", component: lazyRouteComponent(() => import("./views/Barriers"), "Barriers") });
+const tasks = createRoute({ getParentRoute: () => root, path: "/tasks", component: lazyRouteComponent(() => import("./views/Tasks"), "Tasks") });
+const logs = createRoute({ getParentRoute: () => root, path: "/logs", component: lazyRouteComponent(() => import("./views/Logs"), "Logs") });
+const settings = createRoute({ getParentRoute: () => root, path: "/settings", component: lazyRouteComponent(() => import("./views/Settings"), "Settings") });
+
+export const router = createRouter({
+  routeTree: root.addChildren([overview, runs, run, workers, data, checkpoints, barriers, tasks, logs, settings]),
+  parseSearch,
+  stringifySearch,
+  defaultErrorComponent: Failed,
+  defaultPendingComponent: Pending,
+  defaultPreload: "intent",
+  // A static build has no server that would answer every path with the same page.
+  ...(DEMO_ONLY ? { history: createHashHistory() } : {}),
+});
+
+declare module "@tanstack/react-router" {
+  interface Register {
+    router: typeof router;
+  }
+}
+
+function Pending() {
+  return <Page title="Loading"><Loading rows={6} /></Page>;
+}
+
+function Failed({ error, reset }: ErrorComponentProps) {
+  return <Page title="This view failed"><ErrorNote error={error} onRetry={reset} /></Page>;
+}
+
+function NotFound() {
+  return <Page title="Not found"><Empty title="There is no such view">The navigation beside lists them all.</Empty></Page>;
+}

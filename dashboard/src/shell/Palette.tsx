@@ -1,0 +1,120 @@
+/** Go anywhere, find anything: views, runs, workers, tasks, datasets, and what can be done. */
+
+import { useNavigate } from "@tanstack/react-router";
+import { Activity, Boxes, Database, FlaskConical, ListChecks, Play, SunMoon, type LucideIcon } from "lucide-react";
+import { Dialog as Radix } from "radix-ui";
+import { useEffect, useId, useMemo, useRef, useState } from "react";
+
+import { DEMO_ONLY, setMode, setTheme, useMode } from "../mode";
+import { runIds } from "../state/runs";
+import { getState } from "../state/store";
+import { VIEWS } from "./views";
+
+interface Item {
+  id: string;
+  label: string;
+  kind: string;
+  icon: LucideIcon;
+  run: () => void;
+}
+
+const SHOWN = 50;
+
+export function Palette(props: { open: boolean; onClose: () => void }) {
+  return (
+    <Radix.Root open={props.open} onOpenChange={(open) => { if (!open) props.onClose(); }}>
+      <Radix.Portal>
+        <Radix.Overlay className="fixed inset-0 z-40 bg-[oklch(0.15_0.01_240/0.45)]" />
+        <Radix.Content aria-describedby={undefined} className="fixed top-[12vh] left-1/2 z-50 flex max-h-[70vh] w-[94vw] max-w-xl -translate-x-1/2 flex-col overflow-hidden rounded-xl border bg-surface shadow-2xl focus:outline-none">
+          <Radix.Title className="sr-only">Command palette</Radix.Title>
+          <Body onClose={props.onClose} />
+        </Radix.Content>
+      </Radix.Portal>
+    </Radix.Root>
+  );
+}
+
+function Body({ onClose }: { onClose: () => void }) {
+  const navigate = useNavigate();
+  const mode = useMode();
+  const listId = useId();
+  const list = useRef<HTMLUListElement>(null);
+  const [words, setWords] = useState("");
+  const [at, setAt] = useState(0);
+
+  const items = useMemo<Item[]>(() => {
+    const state = getState();
+    const go = (to: string, search: Record<string, string> = {}) => () => void navigate({ to, search } as never);
+    return [
+      ...VIEWS.map((v): Item => ({ id: v.to, label: v.label, kind: "view", icon: v.icon, run: go(v.to) })),
+      { id: "start", label: "Start a task", kind: "do", icon: Play, run: go("/tasks", { start: "1" }) },
+      { id: "register", label: "Register a dataset", kind: "do", icon: Database, run: go("/data", { register: "1" }) },
+      { id: "dark", label: "Dark theme", kind: "do", icon: SunMoon, run: () => setTheme("dark") },
+      { id: "light", label: "Light theme", kind: "do", icon: SunMoon, run: () => setTheme("light") },
+      ...(DEMO_ONLY ? [] : [{ id: "mode", label: mode === "demo" ? "Leave demo mode" : "Demo mode", kind: "do", icon: FlaskConical, run: () => setMode(mode === "demo" ? "live" : "demo") }]),
+      ...runIds(state).map((job): Item => ({ id: `run ${job}`, label: job, kind: "run", icon: Activity, run: () => void navigate({ to: "/runs/$job", params: { job } }) })),
+      ...[...state.workers.keys()].map((w): Item => ({ id: `worker ${w}`, label: w, kind: "worker", icon: Boxes, run: go("/workers", { worker: w }) })),
+      ...state.tasks.map((t): Item => ({ id: `task ${t.id}`, label: t.name === t.id ? t.id : `${t.name} (${t.id})`, kind: "task", icon: ListChecks, run: go("/tasks", { task: t.id }) })),
+      ...[...state.datasets.values()].map((d): Item => ({ id: `dataset ${d.id}`, label: d.id, kind: "dataset", icon: Database, run: go("/data", { dataset: d.id }) })),
+    ];
+  }, [navigate, mode]);
+
+  const found = useMemo(() => {
+    const parts = words.toLowerCase().split(/\s+/).filter(Boolean);
+    return items.filter((i) => parts.every((p) => `${i.kind} ${i.label}`.toLowerCase().includes(p))).slice(0, SHOWN);
+  }, [items, words]);
+
+  const choose = (item: Item | undefined) => {
+    if (!item) return;
+    onClose();
+    item.run();
+  };
+  useEffect(() => {
+    list.current?.children[at]?.scrollIntoView({ block: "nearest" });
+  }, [at]);
+
+  return (
+    <>
+      <input
+        role="combobox"
+        aria-expanded
+        aria-controls={listId}
+        aria-activedescendant={found[at] ? `${listId}-${at}` : undefined}
+        aria-label="Find a view, run, worker, task or dataset"
+        placeholder="Find a view, run, worker, task or dataset …"
+        autoFocus
+        value={words}
+        onChange={(event) => {
+          setWords(event.target.value);
+          setAt(0);
+        }}
+        onKeyDown={(event) => {
+          if (event.key === "ArrowDown") setAt(Math.min(found.length - 1, at + 1));
+          else if (event.key === "ArrowUp") setAt(Math.max(0, at - 1));
+          else if (event.key === "Enter") choose(found[at]);
+          else return;
+          event.preventDefault();
+        }}
+        className="h-12 border-b bg-transparent px-4 text-lg outline-none focus-visible:outline-none"
+      />
+      <ul ref={list} id={listId} role="listbox" aria-label="Results" className="min-h-0 flex-1 overflow-y-auto p-2">
+        {found.map((item, i) => (
+          <li
+            key={item.id}
+            id={`${listId}-${i}`}
+            role="option"
+            aria-selected={i === at}
+            onMouseMove={() => setAt(i)}
+            onClick={() => choose(item)}
+            className={`flex h-9 cursor-pointer items-center gap-3 rounded-md px-2.5 ${i === at ? "bg-accent-soft" : ""}`}
+          >
+            <item.icon aria-hidden className="size-4 shrink-0 text-muted" />
+            <span className="foreign min-w-0 flex-1 truncate">{item.label}</span>
+            <span className="text-sm text-muted">{item.kind}</span>
+          </li>
+        ))}
+        {found.length === 0 && <li role="option" aria-selected={false} aria-disabled className="px-3 py-6 text-center text-muted">Nothing has that name</li>}
+      </ul>
+    </>
+  );
+}

@@ -1,0 +1,218 @@
+/**
+ * Keeps the state in step with a coordinator.
+ *
+ * The event stream brings facts the moment they are durable; a snapshot every few seconds brings what is no fact
+ * (heartbeats, progress, who waits). After a break the stream is taken up where it ended; when the coordinator says
+ * `resync`, a new snapshot is. Where streams do not get through, snapshots alone do. Nothing is ever thrown away
+ * while the coordinator is out of reach: the state says so and when the next try comes.
+ */
+
+import { API_URL, ApiError, authorization, get, httpTransport, refusal, unreachable } from "../api/client";
+import type { Recovery, Snapshot } from "../api/types";
+import type { Backend } from "./backend";
+import { EventParser } from "./sse";
+import type { Action, FeedEvent } from "./types";
+
+const FIRST_RETRY_MS = 1_000;
+const LAST_RETRY_MS = 10_000;
+/** The coordinator sends its figures every second; this long without a word and the line is dead. */
+const SILENCE_MS = 10_000;
+const POLL_MS = 2_000;
+const HIDDEN_POLL_MS = 10_000;
+const STREAM_RETRY_MS = 15_000;
+const SNAPSHOT_PATIENCE_MS = 15_000;
+
+let wake: (() => void) | null = null;
+
+/** Try now instead of at the next time announced. */
+export function retryNow(): void {
+  wake?.();
+}
+
+export const live: Backend = {
+  transport: httpTransport,
+  start(dispatch) {
+    const follower = new Follower(dispatch);
+    void follower.run();
+    return () => follower.stop();
+  },
+};
+
+class Follower {
+  private readonly ended = new AbortController();
+  private lastId = "";
+  /** Events since the snapshot under way was asked for; null when none is. */
+  private since: FeedEvent[] | null = null;
+  private pollTimer: ReturnType<typeof setTimeout> | undefined;
+  private workers = 0;
+
+  constructor(private readonly dispatch: (action: Action) => void) {}
+
+  stop(): void {
+    this.ended.abort();
+    clearTimeout(this.pollTimer);
+  }
+
+  async run(): Promise<void> {
+    let failures = 0;
+    while (!this.ended.signal.aborted) {
+      let reason: unknown;
+      try {
+        await this.follow(() => {
+          failures = 0;
+        });
+        reason = unreachable("the stream ended");
+      } catch (error) {
+        reason = error;
+      }
+      if (this.ended.signal.aborted) return;
+      clearTimeout(this.pollTimer);
+      if (failures > 0 && (await this.pollOnly())) continue;
+      const waitMs = failures === 0 ? 250 : Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** (failures - 1));
+      failures += 1;
+      // A stream that merely broke is taken up again at once; nobody needs to hear of it.
+      if (failures > 1) this.announce(reason, waitMs);
+      await this.sleep(waitMs);
+    }
+  }
+
+  /** Follows the stream until it breaks. */
+  private async follow(onOpen: () => void): Promise<void> {
+    const line = new AbortController();
+    const signal = AbortSignal.any([this.ended.signal, line.signal]);
+    let silence = setTimeout(() => line.abort(), SILENCE_MS);
+    try {
+      let response: Response;
+      try {
+        response = await fetch(`${API_URL}/events`, {
+          headers: { Accept: "text/event-stream", ...(this.lastId ? { "Last-Event-ID": this.lastId } : {}), ...authorization() },
+          signal,
+          cache: "no-store",
+        });
+      } catch {
+        throw unreachable(line.signal.aborted ? `no answer within ${SILENCE_MS / 1000} s` : "the connection was refused or lost");
+      }
+      if (!response.ok) throw await refusal(response);
+      if (!response.body || !response.headers.get("content-type")?.startsWith("text/event-stream")) {
+        throw new ApiError("The event stream did not open.", { status: response.status, code: "no_stream", hint: `Something between here and ${API_URL} does not pass streams on.` });
+      }
+      const resumed = this.lastId !== "";
+      await Promise.all([this.snapshot(), resumed ? null : this.past()]);
+      onOpen();
+      this.dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextTryAtMs: null, needsToken: false } });
+      this.schedulePoll();
+      const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+      const parser = new EventParser(this.lastId);
+      for (;;) {
+        let piece: ReadableStreamReadResult<string>;
+        try {
+          piece = await reader.read();
+        } catch {
+          throw unreachable(line.signal.aborted ? `not a word for ${SILENCE_MS / 1000} s` : "the stream broke");
+        }
+        if (piece.done) return;
+        clearTimeout(silence);
+        silence = setTimeout(() => line.abort(), SILENCE_MS);
+        const events = parser.push(piece.value);
+        this.lastId = parser.lastId;
+        if (events.length > 0) this.take(events);
+      }
+    } finally {
+      clearTimeout(silence);
+      line.abort();
+    }
+  }
+
+  private take(events: FeedEvent[]): void {
+    this.since?.push(...events);
+    this.dispatch({ type: "events", events, atMs: Date.now() });
+    if (events.some((e) => e.kind === "resync")) {
+      void this.snapshot().catch(() => undefined); // The stream itself will tell when the coordinator is gone.
+      void this.past();
+    }
+  }
+
+  private async snapshot(): Promise<void> {
+    const since: FeedEvent[] = (this.since = []);
+    const signal = AbortSignal.any([this.ended.signal, AbortSignal.timeout(SNAPSHOT_PATIENCE_MS)]);
+    try {
+      const snapshot = await get<Snapshot>("/dashboard", undefined, signal);
+      this.workers = snapshot.workers.length;
+      this.dispatch({ type: "snapshot", snapshot, since: [...since], atMs: Date.now() });
+    } catch (error) {
+      if (error instanceof ApiError || this.ended.signal.aborted) throw error;
+      throw unreachable(`no answer within ${SNAPSHOT_PATIENCE_MS / 1000} s`);
+    } finally {
+      if (this.since === since) this.since = null;
+    }
+  }
+
+  /** What happened before this page was opened; an older coordinator does not tell. */
+  private async past(): Promise<void> {
+    const signal = this.ended.signal;
+    const [events, recoveries] = await Promise.allSettled([
+      get<{ id: string; event: string; data: unknown }[]>("/events/recent", undefined, signal),
+      get<Recovery[]>("/recoveries", undefined, signal),
+    ]);
+    if (events.status === "fulfilled") this.dispatch({ type: "past", events: events.value.map((e) => ({ id: e.id, kind: e.event, data: e.data })) });
+    if (recoveries.status === "fulfilled") this.dispatch({ type: "recoveries", recoveries: recoveries.value });
+  }
+
+  private schedulePoll(): void {
+    clearTimeout(this.pollTimer);
+    // A large fleet is asked less often: its snapshot is larger, and no eye follows a thousand workers at once.
+    const waitMs = document.hidden ? HIDDEN_POLL_MS : POLL_MS + 2 * this.workers;
+    this.pollTimer = setTimeout(() => {
+      void this.snapshot()
+        .catch(() => undefined)
+        .finally(() => {
+          if (!this.ended.signal.aborted) this.schedulePoll();
+        });
+    }, waitMs);
+  }
+
+  /** Without a stream: snapshots alone, until it is time to try the stream again. False when they fail too. */
+  private async pollOnly(): Promise<boolean> {
+    const untilMs = Date.now() + STREAM_RETRY_MS;
+    try {
+      await this.snapshot();
+      this.dispatch({
+        type: "connection",
+        connection: { phase: "polling", reason: "The event stream does not get through; asking every two seconds instead.", hint: "A proxy between here and the coordinator may hold streams back.", nextTryAtMs: null, needsToken: false },
+      });
+      while (Date.now() < untilMs && !this.ended.signal.aborted) {
+        await this.sleep(POLL_MS);
+        await this.snapshot();
+      }
+      return true;
+    } catch {
+      return false;
+    }
+  }
+
+  private announce(error: unknown, waitMs: number): void {
+    const refused = error instanceof ApiError && (error.status === 401 || error.status === 403);
+    this.dispatch({
+      type: "connection",
+      connection: {
+        phase: "disconnected",
+        reason: error instanceof Error ? error.message : String(error),
+        hint: error instanceof ApiError ? error.hint : "",
+        nextTryAtMs: Date.now() + waitMs,
+        needsToken: refused,
+      },
+    });
+  }
+
+  private async sleep(ms: number): Promise<void> {
+    await new Promise<void>((resolve) => {
+      const timer = setTimeout(resolve, ms);
+      wake = () => {
+        clearTimeout(timer);
+        resolve();
+      };
+      this.ended.signal.addEventListener("abort", () => wake?.(), { once: true });
+    });
+    wake = null;
+  }
+}

@@ -1,0 +1,142 @@
+/** Curves over time: points are added at the end, thinned when there are too many, never invented. Pure. */
+
+import type { Metrics, Worker } from "../api/types";
+import type { RunSeries, Series } from "./types";
+
+export const POINTS_KEPT = 1_800;
+/** A gap this long breaks the line: nobody measured in between. */
+export const GAP_S = 15;
+
+export function emptySeries(): Series {
+  return { times: [], rps: [], activeWorkers: [], throughput: [], barrierP99: [], checkpointMbS: [], planMs: [] };
+}
+
+export function emptyRunSeries(): RunSeries {
+  return { times: [], step: [], loss: [], throughput: [] };
+}
+
+type Table = { times: number[] } & Record<string, (number | null)[]>;
+
+function append<T extends { times: number[] }>(series: T, at: number, point: Omit<{ [K in keyof T]: number | null }, "times">): T {
+  const table = series as unknown as Table;
+  const last = table.times.at(-1);
+  if (last !== undefined && at <= last) return series;
+  const gap = last !== undefined && at - last > GAP_S;
+  const grown: Record<string, (number | null)[]> = {};
+  for (const key of Object.keys(table)) {
+    const values = table[key] ?? [];
+    const next = key === "times" ? at : ((point as Record<string, number | null>)[key] ?? null);
+    const middle = gap ? [key === "times" ? (last + at) / 2 : null] : [];
+    grown[key] = [...values, ...middle, next];
+  }
+  return thin(grown as unknown as T);
+}
+
+/** When full, the older half keeps every other point: far back is coarser, and nothing is cut off. */
+function thin<T extends { times: number[] }>(series: T): T {
+  if (series.times.length <= POINTS_KEPT) return series;
+  const half = Math.floor(series.times.length / 2);
+  const table = series as unknown as Table;
+  const thinned: Record<string, (number | null)[]> = {};
+  for (const key of Object.keys(table)) thinned[key] = (table[key] ?? []).filter((_, i) => i >= half || i % 2 === 0);
+  return thinned as unknown as T;
+}
+
+export function addSample(series: Series, metrics: Metrics, runs: ReadonlyMap<string, RunSeries>, at: number): Series {
+  return append(series, at, {
+    rps: metrics.coordinator_rps,
+    activeWorkers: metrics.active_workers,
+    throughput: totalThroughput(runs, at),
+    barrierP99: metrics.barrier_latency_p99,
+    checkpointMbS: metrics.checkpoint_throughput,
+    planMs: metrics.shard_assignment_time,
+  });
+}
+
+/** Of all runs heard from lately. */
+function totalThroughput(runs: ReadonlyMap<string, RunSeries>, at: number): number | null {
+  let total: number | null = null;
+  for (const run of runs.values()) {
+    const last = run.throughput.at(-1);
+    if (last !== null && last !== undefined && at - (run.times.at(-1) ?? 0) < GAP_S) total = (total ?? 0) + last;
+  }
+  return total;
+}
+
+/** What the workers of one run say about it: the step of the furthest, the mean of what each measured. */
+export function runPoint(workers: readonly Worker[]): { step: number | null; loss: number | null; throughput: number | null } {
+  const alive = workers.filter((w) => w.status !== "failed");
+  return {
+    step: alive.length === 0 ? null : Math.max(...alive.map((w) => w.current_step)),
+    loss: mean(alive.map((w) => w.metrics["loss"])),
+    throughput: alive.some(isWorking) ? throughputOf(alive) : null,
+  };
+}
+
+function isWorking(worker: Worker): boolean {
+  return worker.status === "training" || worker.status === "checkpointing" || worker.status === "active";
+}
+
+/** Workers report the throughput of the whole run, so their mean is the run's. */
+export function throughputOf(workers: readonly Worker[]): number | null {
+  for (const key of ["tokens_per_second", "samples_per_second"]) {
+    const value = mean(workers.map((w) => w.metrics[key]));
+    if (value !== null) return value;
+  }
+  const step = mean(workers.map((w) => w.metrics["step_time_s"]));
+  return step === null || step <= 0 ? null : 1 / step;
+}
+
+/** What `throughputOf` counts. */
+export function throughputUnit(workers: readonly Worker[]): string {
+  if (workers.some((w) => typeof w.metrics["tokens_per_second"] === "number")) return "tokens/s";
+  if (workers.some((w) => typeof w.metrics["samples_per_second"] === "number")) return "samples/s";
+  return "steps/s";
+}
+
+function mean(values: readonly (number | null | undefined)[]): number | null {
+  let sum = 0;
+  let n = 0;
+  for (const value of values) {
+    if (typeof value !== "number" || !Number.isFinite(value)) continue;
+    sum += value;
+    n += 1;
+  }
+  return n === 0 ? null : sum / n;
+}
+
+export function addRunPoints(known: ReadonlyMap<string, RunSeries>, workers: Iterable<Worker>, at: number): ReadonlyMap<string, RunSeries> {
+  const byJob = new Map<string, Worker[]>();
+  for (const worker of workers) {
+    const list = byJob.get(worker.job_id);
+    if (list) list.push(worker);
+    else byJob.set(worker.job_id, [worker]);
+  }
+  if (byJob.size === 0) return known;
+  const grown = new Map(known);
+  for (const [job, list] of byJob) grown.set(job, append(grown.get(job) ?? emptyRunSeries(), at, runPoint(list)));
+  return grown;
+}
+
+/** Points from before, followed by those we saw ourselves. */
+export function mergeSeries(past: Partial<Series> & { times: number[] }, seen: Series): Series {
+  return joined(past, seen);
+}
+
+export function mergeRunHistory(past: RunSeries, seen: RunSeries | undefined): RunSeries {
+  return joined(past, seen ?? emptyRunSeries());
+}
+
+function joined<T extends { times: number[] }>(past: Partial<T> & { times: number[] }, seen: T): T {
+  const first = seen.times[0] ?? Number.POSITIVE_INFINITY;
+  const kept = past.times.filter((at) => at < first).length;
+  const table = seen as unknown as Table;
+  const before = past as unknown as Partial<Table>;
+  const result: Record<string, (number | null)[]> = {};
+  for (const key of Object.keys(table)) {
+    const old = (before[key] ?? []).slice(0, kept);
+    while (old.length < kept) old.push(null);
+    result[key] = [...old, ...(table[key] ?? [])];
+  }
+  return thin(result as unknown as T);
+}

@@ -1,0 +1,49 @@
+/** Server-sent events from a stream of text, whatever the pieces it arrives in. Pure. */
+
+import type { FeedEvent } from "./types";
+
+export class EventParser {
+  private rest = "";
+  private id: string;
+
+  /** `lastId`: where an earlier stream ended. */
+  constructor(lastId = "") {
+    this.id = lastId;
+  }
+
+  get lastId(): string {
+    return this.id;
+  }
+
+  /** The events that this piece completes. One that is not JSON is left out: it is no fact. */
+  push(piece: string): FeedEvent[] {
+    const events: FeedEvent[] = [];
+    const blocks = (this.rest + piece).split("\n\n");
+    this.rest = blocks.pop() ?? "";
+    for (const block of blocks) {
+      const event = this.read(block);
+      if (event) events.push(event);
+    }
+    return events;
+  }
+
+  private read(block: string): FeedEvent | null {
+    let kind = "message";
+    const data: string[] = [];
+    for (const line of block.split("\n")) {
+      const colon = line.indexOf(":");
+      if (colon <= 0) continue; // A comment keeps the line open.
+      const field = line.slice(0, colon);
+      const value = line.charAt(colon + 1) === " " ? line.slice(colon + 2) : line.slice(colon + 1);
+      if (field === "id") this.id = value;
+      else if (field === "event") kind = value;
+      else if (field === "data") data.push(value);
+    }
+    if (data.length === 0) return null;
+    try {
+      return { id: this.id, kind, data: JSON.parse(data.join("\n")) as unknown };
+    } catch {
+      return null;
+    }
+  }
+}

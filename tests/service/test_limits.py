@@ -156,14 +156,17 @@ def test_session_that_does_not_read_is_ended_and_its_worker_failed(shared: Coord
 
 
 def test_flood_of_log_lines_is_dropped_counted_and_reported(shared: Coordinator) -> None:
-    before = _metric(shared, "strata_log_lines_dropped")
+    before = _metric(shared, 'strata_log_lines_dropped_total{why="rate"}')
     batch = pb.LogBatch(entries=[pb.LogEntry(timestamp=time.time(), message="again")] * 2_000)
     with stub(shared.address) as calls, channel(shared.address) as own:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="chatty", job_id="chatty"))
         session = RawSession(own).hello("chatty")
         for _ in range(6):
             session.send(logs=batch)
-        eventually(lambda: _metric(shared, "strata_log_lines_dropped") - before > 5_000, within_s=15)
+        eventually(
+            lambda: _metric(shared, 'strata_log_lines_dropped_total{why="rate"}') - before > 5_000,
+            within_s=15,
+        )
         told = eventually(
             lambda: [
                 e for e in shared.get("/api/logs?worker_id=chatty&level=warn") if "dropped" in e["message"]

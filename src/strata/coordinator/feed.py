@@ -27,6 +27,7 @@ from strata.core.messages import (
 )
 
 ENTRIES_KEPT = 5_000
+BYTES_KEPT = 16_000_000
 COALESCE_S = 0.1
 KEEPALIVE_S = 15.0
 
@@ -40,7 +41,8 @@ class _Entry:
 class Feed:
     def __init__(self, boot_id: str) -> None:
         self._boot = boot_id
-        self._entries: deque[_Entry] = deque(maxlen=ENTRIES_KEPT)
+        self._entries: deque[_Entry] = deque()
+        self._bytes = 0
         self._number = 0
         self._news = asyncio.Event()
         self._joined: tuple[tuple[int, int], bytes] = ((0, 0), b"")
@@ -59,18 +61,16 @@ class Feed:
     def publish(self, kind: str, data: Any) -> None:
         self._number += 1
         body = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-        self._entries.append(
-            _Entry(
-                self._number,
-                b"id: %s-%d\nevent: %s\ndata: %s\n\n"
-                % (
-                    self._boot.encode(),
-                    self._number,
-                    kind.encode(),
-                    body,
-                ),
-            )
+        entry = b"id: %s-%d\nevent: %s\ndata: %s\n\n" % (
+            self._boot.encode(),
+            self._number,
+            kind.encode(),
+            body,
         )
+        self._entries.append(_Entry(self._number, entry))
+        self._bytes += len(entry)
+        while len(self._entries) > ENTRIES_KEPT or (self._bytes > BYTES_KEPT and len(self._entries) > 1):
+            self._bytes -= len(self._entries.popleft().body)
         self._news.set()
 
     @property

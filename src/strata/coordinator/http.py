@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal, cast
 
 import orjson
-from fastapi import FastAPI, Path, Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
@@ -21,8 +21,9 @@ import strata
 from strata.coordinator.auth import Gatekeeper
 from strata.coordinator.dashboard import Dashboard
 from strata.coordinator.door import Door, ErrorBody, install_error_handlers, json_response
-from strata.coordinator.logs import LogFilter
+from strata.coordinator.log_routes import install_log_routes
 from strata.coordinator.pages import Page
+from strata.coordinator.params import NOT_FOUND, Limit, NameInPath, Words
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.sampling import Previews, PreviewView, count_samples
 from strata.coordinator.verifying import Verifications, VerificationView
@@ -96,16 +97,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "Too much to do; try again",
     }.items()
 }
-_NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": ErrorBody, "description": "No such thing"}}
 _CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {"model": ErrorBody, "description": "It exists already, and differs"}
 }
-
-Limit = Annotated[int, Query(ge=1, le=10_000)]
-Level = Annotated[Literal["debug", "info", "warn", "error"] | None, Query(description="Least severe wanted")]
-Words = Annotated[str | None, Query(max_length=checks.NAME_LIMIT)]
-AfterId = Annotated[str | None, Query(pattern=r"^log_[0-9a-f]{1,16}$")]
-NameInPath = Annotated[str, Path(max_length=checks.NAME_LIMIT)]
 
 
 def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
@@ -116,7 +110,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         responses=_ERRORS,
         redoc_url=None,
     )
-    engine, pages, logs = runtime.engine, runtime.pages, runtime.logs
+    engine, pages = runtime.engine, runtime.pages
     previews = Previews()
     verifications = Verifications()
 
@@ -166,7 +160,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     @app.get(
         "/api/datasets/{dataset_id}/shards",
         response_model=views.ShardPlanView,
-        responses=_NOT_FOUND,
+        responses=NOT_FOUND,
         tags=["data"],
     )
     async def shards(
@@ -192,7 +186,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     @app.get(
         "/api/datasets/{dataset_id}/audit",
         response_model=list[views.AuditView],
-        responses=_NOT_FOUND,
+        responses=NOT_FOUND,
         tags=["data"],
     )
     async def audit(
@@ -206,7 +200,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         return json_response(views.audits(cluster, DatasetId(dataset_id), job=job, epoch=epoch))
 
     @app.get(
-        "/api/datasets/{dataset_id}/preview", response_model=PreviewView, responses=_NOT_FOUND, tags=["data"]
+        "/api/datasets/{dataset_id}/preview", response_model=PreviewView, responses=NOT_FOUND, tags=["data"]
     )
     async def preview(
         dataset_id: NameInPath, worker_id: Words = None, limit: Annotated[int, Query(ge=1, le=20)] = 5
@@ -224,7 +218,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     @app.post(
         "/api/checkpoints/{checkpoint_id}/verify",
         response_model=VerificationView,
-        responses={202: {"model": VerificationView, "description": "It is being read"}, **_NOT_FOUND},
+        responses={202: {"model": VerificationView, "description": "It is being read"}, **NOT_FOUND},
         tags=["checkpoints"],
     )
     async def verify_checkpoint(checkpoint_id: NameInPath) -> Response:
@@ -250,23 +244,11 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     async def prometheus() -> Response:
         return Response(await runtime.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/api/logs", response_model=list[views.LogView], tags=["logs"])
-    async def all_logs(
-        limit: Limit = 100,
-        level: Level = None,
-        task_id: Words = None,
-        worker_id: Words = None,
-        q: Words = None,
-        after: AfterId = None,
-    ) -> Response:
-        wanted = LogFilter(level=level, task_id=task_id, worker_id=worker_id, text=q, after=after)
-        return json_response(logs.newest(limit, wanted))
-
     @app.get("/api/tasks", response_model=list[TaskView], tags=["tasks"])
     async def tasks(request: Request) -> Response:
         return await page("tasks", request)
 
-    @app.post("/api/tasks", status_code=201, responses={**_NOT_FOUND, **_CONFLICT}, tags=["tasks"])
+    @app.post("/api/tasks", status_code=201, responses={**NOT_FOUND, **_CONFLICT}, tags=["tasks"])
     async def create_task(body: CreateTaskBody) -> TaskCreatedBody:
         try:
             json.dumps(body.config, allow_nan=False)  # orjson would make null of it.
@@ -286,18 +268,11 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         await engine.submit(CreateTask(spec=spec))
         return TaskCreatedBody(task_id=spec.task_id)
 
-    @app.post("/api/tasks/{task_id}/stop", responses=_NOT_FOUND, tags=["tasks"])
+    @app.post("/api/tasks/{task_id}/stop", responses=NOT_FOUND, tags=["tasks"])
     async def stop_task(task_id: NameInPath) -> TaskStoppedBody:
         await engine.submit(StopTask(task_id=TaskId(task_id), reason="asked to stop over the API"))
         task = (await engine.settled()).tasks.get(TaskId(task_id))
         return TaskStoppedBody(task_id=task_id, status=task.status, reason=task.reason)
-
-    @app.get(
-        "/api/tasks/{task_id}/logs", response_model=list[views.LogView], responses=_NOT_FOUND, tags=["tasks"]
-    )
-    async def task_logs(task_id: NameInPath, limit: Limit = 100, after: AfterId = None) -> Response:
-        (await engine.settled()).tasks.get(TaskId(task_id))
-        return json_response(logs.newest(limit, LogFilter(task_id=task_id, after=after)))
 
     @app.get("/api/dashboard", response_model=views.DashboardView, tags=["coordinator"])
     async def dashboard(request: Request) -> Response:
@@ -315,6 +290,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(runtime.feed.follow(last), media_type="text/event-stream", headers=headers)
 
+    install_log_routes(app, runtime)
     install_error_handlers(app)
     _document_units(app)
     return Dashboard(Door(app, gatekeeper))

@@ -1,91 +1,106 @@
-"""The log of the whole fleet: a bounded ring of structured entries that can be searched and followed.
+"""The log of the whole fleet: structured entries that can be searched and followed, in memory and on disk.
 
-Lines arrive from workers, tasks and the coordinator itself. Names and messages are data: control characters
-are replaced, overlong lines are cut, and a worker that floods loses lines by policy. What was dropped is counted
-and reported in the log itself, never silently.
+Lines arrive from workers, tasks and the coordinator itself; they are data, tidied as they come in. Whoever sends more
+than its share loses lines by policy: debug and info first, so that a flood does not hide the error behind it. What was
+dropped is counted and said in the log itself, never silently. The newest entries are in a bounded ring, all that are
+kept in the archive; a question that the ring can answer does not touch the disk. Runs on the event loop and never waits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 
+from strata.coordinator.log_archive import LogArchive, LogFilter, number_of
+from strata.core.loglines import LogLine
+from strata.core.logtext import LEVELS, Tidy, clean, level_of
 from strata.core.views import LogView
 
-LEVELS = ("debug", "info", "warn", "error")
-_LEVEL_NAMES = {"warning": "warn", "critical": "error", "fatal": "error", "trace": "debug"}
-MESSAGE_LIMIT = 8_192
 ENTRIES_KEPT = 20_000
 CHARACTERS_KEPT = 16_000_000
 LINES_PER_SECOND = 500
-"""What one worker may send on average."""
-BURST_LINES = 10.0 * LINES_PER_SECOND
+"""What one sender may send on average, unless the settings say otherwise."""
+BURST_S = 10.0
+"""Seconds' worth of lines that may come at once."""
+RESERVE = 0.2
+"""Share of the burst that only warnings and errors may use."""
+FLEET_LINES_PER_SECOND = 20_000
+"""What all senders together may send."""
 LATEST_S = 1e11
 """Far beyond any clock that is merely wrong; a line that claims a later time is given the present."""
-
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-def clean(message: str) -> str:
-    """Text that cannot move a cursor, ring a bell or turn a line around; newlines and tabs stay."""
-    message = _CONTROL.sub("�", _ANSI.sub("", message).replace("\r\n", "\n"))
-    if len(message) > MESSAGE_LIMIT:
-        message = f"{message[:MESSAGE_LIMIT]}… ({len(message):,} characters)"
-    return message
-
-
-def level_of(name: str) -> str:
-    name = name.lower()
-    name = _LEVEL_NAMES.get(name, name)
-    return name if name in LEVELS else "info"
+COALESCE_S = 0.1
+KEEPALIVE_S = 15.0
+FOLLOWED_AT_ONCE = 1_000
+"""A reader that follows is told of so many entries at a time, and how many more there were."""
 
 
 @dataclass(slots=True)
 class _Budget:
     """A token bucket, refilled by the monotonic clock."""
 
+    per_second: float
     tokens: float
     filled_mono_s: float
     dropped: int = 0
 
+    @property
+    def burst(self) -> float:
+        return BURST_S * self.per_second
+
+    def refill(self, now_mono_s: float) -> None:
+        self.tokens = min(self.burst, self.tokens + (now_mono_s - self.filled_mono_s) * self.per_second)
+        self.filled_mono_s = now_mono_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogFilter:
-    level: str | None = None
-    """The least severe level that is wanted."""
-    task_id: str | None = None
-    worker_id: str | None = None
-    text: str | None = None
-    after: str | None = None
-    """Only entries newer than the one with this id."""
+class Missed:
+    """So many entries a follower could not be told of."""
 
-    def __call__(self, entry: LogView) -> bool:
-        if self.level is not None and LEVELS.index(entry.level) < LEVELS.index(self.level):
-            return False
-        if self.task_id is not None and entry.task_id != self.task_id:
-            return False
-        if self.worker_id is not None and entry.worker_id != self.worker_id:
-            return False
-        return self.text is None or self.text.lower() in entry.message.lower()
+    count: int
 
 
 class LogStore:
-    def __init__(self, *, entries_kept: int = ENTRIES_KEPT, characters_kept: int = CHARACTERS_KEPT) -> None:
+    def __init__(
+        self,
+        archive: LogArchive | None = None,
+        *,
+        tidy: Tidy | None = None,
+        lines_per_second: int = LINES_PER_SECOND,
+        entries_kept: int = ENTRIES_KEPT,
+        characters_kept: int = CHARACTERS_KEPT,
+    ) -> None:
+        self.archive = archive
+        self._tidy = tidy or Tidy()
+        self._lines_per_second = lines_per_second
         self._entries_kept = entries_kept
         self._characters_kept = characters_kept
         self._characters = 0
         self._entries: deque[LogView] = deque()
-        self._next = time.time_ns() // 1_000
-        """Ids grow over restarts too, so that whoever follows the log does not wait for numbers to come round."""
+        self._number = archive.last_number if archive is not None else 0
         self._budgets: dict[str, _Budget] = {}
+        self._fleet = _Budget(FLEET_LINES_PER_SECOND, FLEET_LINES_PER_SECOND, time.monotonic())
+        self._news = asyncio.Event()
+        self._closed = False
+        self.counts = dict.fromkeys(LEVELS, 0)
+        """Entries taken in, by level."""
         self.dropped_total = 0
-        self.on_entries: Callable[[list[LogView]], None] = lambda entries: None
+        self.followers = 0
+        self.on_entries: Callable[[Sequence[LogView]], None] = lambda entries: None
+
+    @property
+    def total(self) -> int:
+        """Entries taken in since the start: a follower's position."""
+        return sum(self.counts.values())
+
+    # --- taking in ------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -97,111 +112,195 @@ class LogStore:
         task_id: str | None = None,
         worker_id: str | None = None,
     ) -> None:
-        entry = self._entry(level, message, source, at_s, task_id, worker_id)
-        self.on_entries([entry])
+        """One entry of the coordinator's own, outside every budget."""
+        self._take([LogLine(at_s, level, message, source, task_id or "")], worker_id)
 
-    def add_from_worker(
-        self, worker_id: str, lines: Iterable[tuple[float, str, str, str, str]], *, dropped: int = 0
+    def add_lines(
+        self, lines: Sequence[LogLine], *, sender: str, worker_id: str | None = None, dropped: int = 0
     ) -> None:
-        """Lines of (at_s, level, message, source, task_id), within the worker's budget; `dropped` it lost itself."""
-        budget = self._refilled(worker_id)
-        accepted = []
-        for at_s, level, message, source, task_id in lines:
-            if budget.tokens < 1.0:
-                dropped += 1
-                continue
-            budget.tokens -= 1.0
-            accepted.append(self._entry(level, message, source, at_s, task_id or None, worker_id))
+        """Lines of a worker or a task, within the sender's budget; `dropped` were lost before they came here."""
+        budget = self._refilled(sender)
+        accepted = list(lines)
+        if budget.tokens - budget.burst * RESERVE < len(lines) or self._fleet.tokens < len(lines):
+            accepted = [line for line in lines if self._affordable(budget, line)]
+        else:
+            budget.tokens -= len(lines)
+            self._fleet.tokens -= len(lines)
+        dropped += len(lines) - len(accepted)
         self.dropped_total += dropped
         budget.dropped += dropped
-        if accepted:
-            self.on_entries(accepted)
+        self._take(accepted, worker_id)
+
+    def _affordable(self, budget: _Budget, line: LogLine) -> bool:
+        weighty = level_of(line.level) in ("warn", "error")
+        least = 1.0 if weighty else 1.0 + budget.burst * RESERVE
+        if budget.tokens < least or (self._fleet.tokens < 1.0 and not weighty):
+            return False
+        budget.tokens -= 1.0
+        self._fleet.tokens -= 1.0
+        return True
 
     def report_drops(self) -> None:
         """Called about once a second: says in the log itself what is missing from it."""
-        for worker_id in list(self._budgets):
-            budget = self._refilled(worker_id)
+        for sender in list(self._budgets):
+            budget = self._refilled(sender)
             if budget.dropped:
+                kind, _, name = sender.partition(" ")
                 self.add(
                     level="warn",
-                    message=f"{budget.dropped:,} log lines of '{worker_id}' were dropped: more came than the "
-                    f"{LINES_PER_SECOND} a second that are kept",
+                    message=f"{budget.dropped:,} log lines of '{name}' were dropped: more came than the "
+                    f"{self._lines_per_second:,} a second that are kept",
                     source="coordinator",
                     at_s=time.time(),
-                    worker_id=worker_id,
+                    worker_id=name if kind == "worker" else None,
+                    task_id=name if kind == "task" else None,
                 )
                 budget.dropped = 0
-            elif budget.tokens >= BURST_LINES:
-                del self._budgets[worker_id]  # Quiet for long enough to begin anew.
+            elif budget.tokens >= budget.burst:
+                del self._budgets[sender]  # Quiet for long enough to begin anew.
+
+    def _refilled(self, sender: str) -> _Budget:
+        now_mono_s = time.monotonic()
+        budget = self._budgets.get(sender)
+        if budget is None:
+            per_second = self._lines_per_second
+            budget = self._budgets[sender] = _Budget(per_second, BURST_S * per_second, now_mono_s)
+        budget.refill(now_mono_s)
+        self._fleet.refill(now_mono_s)
+        return budget
+
+    def _take(self, lines: Sequence[LogLine], worker_id: str | None) -> None:
+        if not lines:
+            return
+        now_s = time.time()
+        messages = self._tidy.all([line.message for line in lines])
+        # Numbers follow the clock, over restarts too, so that whoever follows the log never waits for them.
+        number = max(self._number, time.time_ns() // 1_000)
+        entries = [
+            LogView(
+                id=f"log_{number + offset:08x}",
+                timestamp=line.at_s if 0.0 <= line.at_s <= LATEST_S else now_s,
+                level=level_of(line.level),
+                message=message,
+                source=_label(line.source)[:64] or "worker",
+                task_id=_label(line.task_id) or None,
+                worker_id=worker_id,
+            )
+            for offset, (line, message) in enumerate(zip(lines, messages, strict=True), 1)
+        ]
+        self._number = number + len(entries)
+        self._entries.extend(entries)
+        for entry in entries:
+            self.counts[entry.level] += 1
+            self._characters += len(entry.message)
+        while len(self._entries) > self._entries_kept or self._characters > self._characters_kept:
+            self._characters -= len(self._entries.popleft().message)
+        if self.archive is not None:
+            self.archive.put(entries)
+        self._news.set()
+        self.on_entries(entries)
+
+    # --- asking ---------------------------------------------------------------------------------------------
 
     def newest(self, limit: int, wanted: LogFilter) -> list[LogView]:
-        """Newest first, at most `limit`, all of them wanted."""
-        after = int(wanted.after.removeprefix("log_"), 16) if wanted.after else 0
+        """Of the entries in memory: newest first, at most `limit`, all of them wanted."""
+        after, before = wanted.after_number, wanted.before_number
         found: list[LogView] = []
         for entry in reversed(self._entries):
-            if len(found) >= limit or int(entry.id.removeprefix("log_"), 16) <= after:
+            number = number_of(entry.id)
+            if len(found) >= limit or number <= after:
                 break
-            if wanted(entry):
+            if number < before and wanted(entry):
                 found.append(entry)
         return found
+
+    async def search(self, limit: int, wanted: LogFilter) -> list[LogView]:
+        """Newest first, at most `limit`, from memory and from disk."""
+        found = self.newest(limit, wanted)
+        oldest = number_of(self._entries[0].id) if self._entries else self._number + 1
+        if self.archive is None or len(found) >= limit or wanted.after_number >= oldest:
+            return found
+        return found + await asyncio.to_thread(self.archive.search, limit - len(found), wanted, below=oldest)
+
+    async def follow(self, wanted: LogFilter) -> AsyncIterator[list[LogView] | Missed]:
+        """Entries as they come, oldest first, from the one after `wanted.after` or from now on. Empty: still here."""
+        self.followers += 1
+        try:
+            at = self.total
+            if wanted.after is not None:
+                yield (await self.search(FOLLOWED_AT_ONCE, wanted))[::-1]
+            while not self._closed:
+                if at == self.total and not await self._has_news():
+                    yield []
+                    continue
+                fresh, at = self.total - at, self.total
+                seen = list(islice(reversed(self._entries), fresh))[::-1]
+                entries = [entry for entry in seen if wanted(entry)]
+                missed = fresh - len(seen) + max(0, len(entries) - FOLLOWED_AT_ONCE)
+                if missed:
+                    yield Missed(count=missed)
+                if entries:
+                    yield entries[-FOLLOWED_AT_ONCE:]
+        finally:
+            self.followers -= 1
+
+    async def _has_news(self) -> bool:
+        self._news.clear()
+        try:
+            async with asyncio.timeout(KEEPALIVE_S):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        await asyncio.sleep(COALESCE_S)
+        return True
+
+    def end_followers(self) -> None:
+        """Every follower's stream ends, in order."""
+        self._closed = True
+        self._news.set()
+
+    def close(self) -> None:
+        """What is not on disk yet is written."""
+        if self.archive is not None:
+            self.archive.close()
 
     def __iter__(self) -> Iterator[LogView]:
         return iter(self._entries)
 
-    def _refilled(self, worker_id: str) -> _Budget:
-        now_mono_s = time.monotonic()
-        budget = self._budgets.get(worker_id)
-        if budget is None:
-            budget = self._budgets[worker_id] = _Budget(BURST_LINES, now_mono_s)
-        refill = (now_mono_s - budget.filled_mono_s) * LINES_PER_SECOND
-        budget.tokens = min(BURST_LINES, budget.tokens + refill)
-        budget.filled_mono_s = now_mono_s
-        return budget
 
-    def _entry(
-        self,
-        level: str,
-        message: str,
-        source: str,
-        at_s: float,
-        task_id: str | None,
-        worker_id: str | None,
-    ) -> LogView:
-        entry = LogView(
-            id=f"log_{self._next:08x}",
-            timestamp=at_s if 0.0 <= at_s <= LATEST_S else time.time(),
-            level=level_of(level),
-            message=clean(message),
-            source=clean(source)[:64] or "worker",
-            task_id=clean(task_id)[:256] if task_id is not None else None,
-            worker_id=worker_id,
-        )
-        self._next += 1
-        self._entries.append(entry)
-        self._characters += len(entry.message)
-        while len(self._entries) > self._entries_kept or self._characters > self._characters_kept:
-            self._characters -= len(self._entries.popleft().message)
-        return entry
+@lru_cache(maxsize=4_096)
+def _label(name: str) -> str:
+    return clean(name)[:256]
 
 
 class LogStoreHandler(logging.Handler):
     """The coordinator's own `logging` records, in the same log. Records of other threads are handed over."""
 
     def __init__(self, store: LogStore, call_soon: Callable[[Callable[[], None]], object]) -> None:
-        super().__init__()
+        super().__init__(logging.INFO)
         self._store = store
         self._call_soon = call_soon
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = self.format(record)
+        try:
+            message = self.format(record)
+        except Exception:  # A record that cannot be formatted must not stop who wrote it.
+            self.handleError(record)
+            return
 
         def add() -> None:
             self._store.add(
-                level=record.levelname, message=message, source="coordinator", at_s=record.created
+                level=record.levelname,
+                message=message,
+                source="coordinator",
+                at_s=record.created,
+                worker_id=getattr(record, "worker_id", None),
+                task_id=getattr(record, "task_id", None),
             )
 
         if threading.get_ident() == self._thread:
             add()
         else:
-            self._call_soon(add)
+            with suppress(RuntimeError):  # The loop has ended; so has the log.
+                self._call_soon(add)

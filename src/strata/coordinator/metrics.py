@@ -50,9 +50,6 @@ class CoordinatorMetrics:
         self._failures = Counter("strata_worker_failures", "Workers declared failed", registry=self.registry)
         self.workers = Gauge("strata_workers", "Known workers by status", ["status"], registry=self.registry)
         self.generation = Gauge("strata_generation", "Changes of the member set", registry=self.registry)
-        self.log_lines_dropped = Gauge(
-            "strata_log_lines_dropped", "Log lines dropped by policy", registry=self.registry
-        )
         self.sessions = Gauge("strata_sessions", "Connected worker sessions", registry=self.registry)
         self._counts: dict[str, int] = {}
         self._total = 0

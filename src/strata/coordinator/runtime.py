@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import orjson
 
 import strata
+from strata.coordinator.collectors import LogCollector
 from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.feed import Feed
 from strata.coordinator.journal import Journal
-from strata.coordinator.logs import LogFilter, LogStore
+from strata.coordinator.log_archive import LogFilter
+from strata.coordinator.logs import LogStore
 from strata.coordinator.metrics import CoordinatorMetrics
 from strata.coordinator.pages import Pages
 from strata.coordinator.sessions import Sessions
@@ -25,6 +29,9 @@ CHECKPOINTS_SHOWN = 500
 BARRIERS_SHOWN = 100
 LOGS_SHOWN = 100
 TASKS_SHOWN = 500
+LOGS_EVERY_S = 0.1
+LOGS_AT_ONCE = 500
+"""Of a flood, browsers are told the newest lines and how many there were besides."""
 
 
 @dataclass
@@ -37,16 +44,17 @@ class Runtime:
     pages: Pages
     started_at_s: float
     address: str = ""
+    _fresh_logs: list[LogView] = field(default_factory=list)
 
     @classmethod
-    def create(cls, journal: Journal, limits: Limits) -> Runtime:
+    def create(cls, journal: Journal, limits: Limits, logs: LogStore) -> Runtime:
         """A runtime with the journal's state; its engine is not running yet."""
         cluster, clock = Cluster(limits), SystemClock()
         engine = Engine(cluster, journal, clock)
         runtime = cls(
             engine=engine,
             sessions=Sessions(cluster, clock),
-            logs=LogStore(),
+            logs=logs,
             feed=Feed(boot_id=secrets.token_hex(4)),
             metrics=CoordinatorMetrics(),
             pages=Pages(engine),
@@ -57,6 +65,7 @@ class Runtime:
             runtime.sessions.committed,
             runtime.feed.committed,
         ]
+        runtime.metrics.registry.register(LogCollector(logs))
         engine.on_plan = runtime.metrics.planned
         runtime.logs.on_entries = runtime._publish_logs
         runtime._define_pages()
@@ -79,12 +88,22 @@ class Runtime:
             self.metrics.workers.labels(state).set(counts.get(state, 0))
         self.metrics.generation.set(cluster.membership.generation)
         self.metrics.sessions.set(len(self.sessions))
-        self.metrics.log_lines_dropped.set(self.logs.dropped_total)
         return self.metrics.exposition()
 
-    def _publish_logs(self, entries: list[LogView]) -> None:
-        if self.feed.readers:
-            self.feed.publish("logs", entries)
+    def _publish_logs(self, entries: Sequence[LogView]) -> None:
+        """Gathered for a moment: one event for many lines."""
+        if not self.feed.readers:
+            return
+        if not self._fresh_logs:
+            asyncio.get_running_loop().call_later(LOGS_EVERY_S, self._tell_logs)
+        self._fresh_logs += entries
+
+    def _tell_logs(self) -> None:
+        fresh, self._fresh_logs = self._fresh_logs, []
+        skipped = len(fresh) - LOGS_AT_ONCE
+        if skipped > 0:
+            self.feed.publish("logs_skipped", {"count": skipped})
+        self.feed.publish("logs", fresh[-LOGS_AT_ONCE:])
 
     # --- pages ----------------------------------------------------------------------------------------------
 

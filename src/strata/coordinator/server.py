@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import socket
+import sqlite3
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,10 +25,12 @@ from strata.coordinator.auth import Gatekeeper, GrpcGate
 from strata.coordinator.connections import HttpConnection
 from strata.coordinator.http import create_app
 from strata.coordinator.journal import SqliteJournal
-from strata.coordinator.logs import LogStoreHandler
+from strata.coordinator.log_archive import LogArchive
+from strata.coordinator.logs import LogStore, LogStoreHandler
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.service import CoordinatorService
 from strata.coordinator.settings import CoordinatorSettings, is_loopback
+from strata.core.logtext import Tidy
 from strata.errors import StrataError
 from strata.rpc.methods import handlers
 
@@ -58,7 +61,7 @@ class Server:
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
         self._journal = SqliteJournal(settings.data_dir)
-        self.runtime = Runtime.create(self._journal, settings.limits)
+        self.runtime = Runtime.create(self._journal, settings.limits, _open_logs(settings))
         self.grpc_port = 0
         self.http_port = 0
         self._grpc: grpc.aio.Server | None = None
@@ -76,7 +79,8 @@ class Server:
         runtime.address = f"{settings.url_host}:{self.grpc_port}"
         loop = asyncio.get_running_loop()
         self._log_handler = LogStoreHandler(runtime.logs, loop.call_soon_threadsafe)
-        logging.getLogger("strata").addHandler(self._log_handler)
+        for logger in _own_loggers():
+            logger.addHandler(self._log_handler)
         http = self._http = _http_server(create_app(runtime, gatekeeper), settings)
         self._tasks = [
             asyncio.create_task(runtime.engine.run(), name="engine"),
@@ -107,6 +111,7 @@ class Server:
             await self._grpc.stop(0.2)
         if self._http is not None:
             self.runtime.feed.close()
+            self.runtime.logs.end_followers()
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # Connections we cut are no news.
             self._http.should_exit = True
         with suppress(TimeoutError):
@@ -116,8 +121,10 @@ class Server:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._log_handler is not None:
-            logging.getLogger("strata").removeHandler(self._log_handler)
+            for logger in _own_loggers():
+                logger.removeHandler(self._log_handler)
         self.runtime.engine.close()
+        self.runtime.logs.close()
         with suppress(FileNotFoundError):
             self.address_file.unlink()
 
@@ -231,6 +238,25 @@ def run(settings: CoordinatorSettings) -> None:
         asyncio.run(serve(settings))
     else:
         uvloop.run(serve(settings))
+
+
+def _open_logs(settings: CoordinatorSettings) -> LogStore:
+    archive = None
+    try:
+        archive = LogArchive(
+            settings.data_dir / "logs.sqlite",
+            limit_bytes=settings.log_limit_mb * 1_000_000,
+            keep_s=settings.log_days * 86_400,
+        )
+    except (sqlite3.Error, OSError) as error:
+        log.warning("log lines are kept in memory only: %s", error)
+    return LogStore(archive, tidy=Tidy(settings.secrets), lines_per_second=settings.log_lines_per_second)
+
+
+def _own_loggers() -> list[logging.Logger]:
+    """Where a handler hears each record once: everything, and Strata's own where that keeps to itself."""
+    ours = logging.getLogger("strata")
+    return [logging.getLogger()] if ours.propagate else [logging.getLogger(), ours]
 
 
 def _allow_many_connections() -> None:

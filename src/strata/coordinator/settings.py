@@ -63,6 +63,19 @@ class CoordinatorSettings:
         least=1,
         most=1_000_000,
     )
+    log_limit_mb: int = setting(
+        256, "Megabytes of log that are kept on disk.", env="STRATA_LOG_LIMIT_MB", least=1, most=1_000_000
+    )
+    log_days: float = setting(
+        7.0, "Days that log lines are kept.", env="STRATA_LOG_DAYS", least=0.001, most=3650
+    )
+    log_lines_per_second: int = setting(
+        500,
+        "Log lines that one worker or task may send on average.",
+        env="STRATA_LOG_LINES_PER_SECOND",
+        least=1,
+        most=1_000_000,
+    )
     token: str = setting(
         "", "Shared secret that callers must present; grants everything.", env="STRATA_TOKEN", secret=True
     )

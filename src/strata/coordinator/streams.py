@@ -18,6 +18,7 @@ from strata.coordinator.refusals import Context, barrier_text, refuse, unreadabl
 from strata.coordinator.sessions import Sessions, WorkerSession
 from strata.coordinator.waits import Outcome
 from strata.core import checks
+from strata.core.loglines import LogLine
 from strata.core.messages import (
     DatasetId,
     DeregisterWorker,
@@ -167,9 +168,10 @@ class Streams:
             case "logs":
                 self._metrics.request("Session.logs")
                 entries = message.logs.entries[:LOG_LINES_PER_BATCH]
-                lines = ((e.timestamp, e.level, e.message, e.source, e.task_id) for e in entries)
+                lines = [LogLine(e.timestamp, e.level, e.message, e.source, e.task_id) for e in entries]
                 lost = len(message.logs.entries) - len(entries) + message.logs.dropped
-                self._logs.add_from_worker(session.worker_id, lines, dropped=lost)
+                sender = f"worker {session.worker_id}"
+                self._logs.add_lines(lines, sender=sender, worker_id=session.worker_id, dropped=lost)
                 return 1 + len(message.logs.entries) // ITEMS_PER_MESSAGE
             case "goodbye":
                 self._metrics.request("Session.goodbye")

@@ -64,10 +64,16 @@ class LineAssembler:
         *lines, self._rest = (self._rest + data).split(b"\n")
         done: list[LogLine] = []
         for line in lines:
-            self._take(line, now_s, done)
+            self._take(_text(line), now_s, done)
         if len(self._rest) > LINE_LIMIT_BYTES:
-            self._take(self._rest, now_s, done)
+            self._take(_text(self._rest), now_s, done)
             self._rest = b""
+        return done
+
+    def feed_line(self, line: str, now_s: float) -> list[LogLine]:
+        """The same for whoever has whole lines, without their ends."""
+        done: list[LogLine] = []
+        self._take(line[:LINE_LIMIT_BYTES], now_s, done)
         return done
 
     def idle(self, now_s: float) -> list[LogLine]:
@@ -81,15 +87,15 @@ class LineAssembler:
         """The stream has ended: everything is complete, also a line without an end."""
         done: list[LogLine] = []
         if self._rest:
-            self._take(self._rest, now_s, done)
+            self._take(_text(self._rest), now_s, done)
             self._rest = b""
         self._release(done)
         return done
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _take(self, raw: bytes, now_s: float, done: list[LogLine]) -> None:
-        text = raw[:LINE_LIMIT_BYTES].decode(errors="replace").rstrip("\r")
+    def _take(self, text: str, now_s: float, done: list[LogLine]) -> None:
+        text = text.rstrip("\r\n")
         if "\r" in text:
             text = text.rpartition("\r")[2]  # What a progress bar wrote over was not meant to stay.
         plain = _RANK.sub("", text)
@@ -142,8 +148,12 @@ def entries_from_lines(
 ) -> list[LogLine]:
     """The entries of a text that is there as a whole."""
     assembler = LineAssembler(source=source, task_id=task_id)
-    text = "".join(line if line.endswith("\n") else line + "\n" for line in lines)
-    return assembler.feed(text.encode(errors="replace"), at_s) + assembler.close(at_s)
+    entries = [entry for line in lines for entry in assembler.feed_line(line, at_s)]
+    return entries + assembler.close(at_s)
+
+
+def _text(raw: bytes) -> str:
+    return raw[:LINE_LIMIT_BYTES].decode(errors="replace")
 
 
 def _level(plain: str) -> str:

@@ -1,0 +1,313 @@
+"""The log on disk: one SQLite file with a writer thread of its own, bounded by size and by age.
+
+Whoever has entries hands them over and goes on; they are on disk a moment later, and outlive a `kill -9` from then on.
+When more comes than the disk takes, entries are refused and counted, never waited for. Searches read on connections of
+their own, outside the interpreter's lock, and are ended when they take too long. A file that cannot be read is put
+aside and a new one begun: the log is worth having, and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from strata.core.logtext import LEVELS
+from strata.core.views import LogView
+from strata.errors import StrataError
+
+log = logging.getLogger("strata.coordinator.logs")
+
+FLUSH_S = 0.25
+PENDING_LIMIT = 50_000
+"""Entries that may wait for the disk."""
+TIDY_EVERY_S = 5.0
+DROP_AT_A_TIME = 5_000
+SEARCH_LIMIT_S = 5.0
+CLOCK_SLACK_S = 3600.0
+"""Clocks of workers may be this far ahead of ours, and a search from some time on still finds their lines."""
+WAL_LIMIT_BYTES = 16 << 20
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, level INTEGER NOT NULL, source TEXT NOT NULL,
+    task TEXT, worker TEXT, message TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_task ON entries (task, id) WHERE task IS NOT NULL;
+CREATE INDEX IF NOT EXISTS by_worker ON entries (worker, id) WHERE worker IS NOT NULL;
+CREATE INDEX IF NOT EXISTS by_weight ON entries (id) WHERE level >= 2;
+CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, value BLOB NOT NULL);
+"""
+
+
+class SearchTooLong(StrataError):
+    """The log is large and the question wide."""
+
+    code = "overloaded"
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"The search took longer than {SEARCH_LIMIT_S:.0f} s.",
+            hint="Narrow it down: name a task, a worker, a level or a time (since).",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFilter:
+    """Which entries are wanted."""
+
+    level: str | None = None
+    """The least severe level that is wanted."""
+    task_id: str | None = None
+    worker_id: str | None = None
+    text: str | None = None
+    after: str | None = None
+    """Only entries newer than the one with this id."""
+    before: str | None = None
+    """Only entries older than the one with this id."""
+    since_s: float | None = None
+    until_s: float | None = None
+
+    def __call__(self, entry: LogView) -> bool:
+        """Whether an entry is wanted, whatever its place in the log."""
+        if self.level is not None and LEVELS.index(entry.level) < LEVELS.index(self.level):
+            return False
+        if self.task_id is not None and entry.task_id != self.task_id:
+            return False
+        if self.worker_id is not None and entry.worker_id != self.worker_id:
+            return False
+        if self.since_s is not None and entry.timestamp < self.since_s:
+            return False
+        if self.until_s is not None and entry.timestamp >= self.until_s:
+            return False
+        return self.text is None or self.text.lower() in entry.message.lower()
+
+    @property
+    def after_number(self) -> int:
+        return number_of(self.after) if self.after else 0
+
+    @property
+    def before_number(self) -> int:
+        return number_of(self.before) if self.before else 2**63 - 1
+
+
+def number_of(entry_id: str) -> int:
+    return min(int(entry_id.removeprefix("log_"), 16), 2**63 - 1)
+
+
+class LogArchive:
+    def __init__(self, path: Path, *, limit_bytes: int, keep_s: float) -> None:
+        self.path = path
+        self.refused_total = 0
+        """Entries that are not on disk, because it was too slow or failed."""
+        self._limit_bytes = limit_bytes
+        self._keep_s = keep_s
+        self._pending: list[LogView] = []
+        self._notes: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._writing = False
+        self._closing = False
+        self._failing = False
+        self._next_tidy_s = 0.0
+        self._db = _open(path)
+        self.last_number: int = self._db.execute("SELECT coalesce(max(id), 0) FROM entries").fetchone()[0]
+        self._thread = threading.Thread(target=self._write, name="log-archive", daemon=True)
+        self._thread.start()
+
+    # --- for the event loop, never waiting ------------------------------------------------------------------
+
+    def put(self, entries: Sequence[LogView]) -> None:
+        with self._changed:
+            room = PENDING_LIMIT - len(self._pending)
+            self._pending += entries[:room] if len(entries) > room else entries
+            self.refused_total += max(0, len(entries) - room)
+
+    def keep_note(self, key: str, value: bytes) -> None:
+        """A small value that is to be there after a restart."""
+        with self._changed:
+            self._notes[key] = value
+
+    # --- waiting, for other threads -------------------------------------------------------------------------
+
+    def note(self, key: str) -> bytes | None:
+        with closing(self._reader()) as db:
+            row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
+            return bytes(row[0]) if row is not None else None
+
+    def search(self, limit: int, wanted: LogFilter, *, below: int) -> list[LogView]:
+        """Newest first, with numbers below `below`, at most `limit`."""
+        where, values = ["id < ?"], [min(below, wanted.before_number)]
+        terms: list[tuple[str, object]] = []
+        first = wanted.after_number
+        if wanted.since_s is not None:
+            terms.append(("at >= ?", wanted.since_s))
+            first = max(first, int((wanted.since_s - CLOCK_SLACK_S) * 1e6))
+        if wanted.until_s is not None:
+            terms.append(("at < ?", wanted.until_s))
+        if wanted.task_id is not None:
+            terms.append(("task = ?", wanted.task_id))
+        if wanted.worker_id is not None:
+            terms.append(("worker = ?", wanted.worker_id))
+        if wanted.text is not None:
+            terms.append((r"message LIKE ? ESCAPE '\'", f"%{_escaped(wanted.text)}%"))
+        where += ["id > ?", *(term for term, _ in terms)]
+        if wanted.level is not None:
+            where.append(f"level >= {LEVELS.index(wanted.level)}")  # Literally: an index depends on it.
+        query = (
+            "SELECT id, at, level, source, task, worker, message FROM entries "
+            f"WHERE {' AND '.join(where)} ORDER BY id DESC LIMIT ?"
+        )
+        with closing(self._reader()) as db:
+            until_s = time.monotonic() + SEARCH_LIMIT_S
+            db.set_progress_handler(lambda: time.monotonic() > until_s, 100_000)
+            try:
+                rows = db.execute(query, [*values, first, *(value for _, value in terms), limit]).fetchall()
+            except sqlite3.OperationalError as error:
+                if "interrupted" in str(error):
+                    raise SearchTooLong from None
+                raise
+        return [
+            LogView(
+                id=f"log_{number:08x}",
+                timestamp=at,
+                level=LEVELS[level],
+                message=message,
+                source=source,
+                task_id=task,
+                worker_id=worker,
+            )
+            for number, at, level, source, task, worker, message in rows
+        ]
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Whether everything handed over so far has been dealt with in time."""
+        with self._changed:
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._pending and not self._writing, timeout_s)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(10)
+        with suppress(sqlite3.Error):
+            self._db.close()
+
+    # --- the writer -----------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, FLUSH_S)
+                entries, self._pending = self._pending, []
+                notes, self._notes = self._notes, {}
+                closing_now = self._closing
+                self._writing = True
+            try:
+                self._store(entries, notes)
+            finally:
+                with self._changed:
+                    self._writing = False
+                    self._changed.notify_all()
+            if closing_now:
+                return
+
+    def _store(self, entries: list[LogView], notes: dict[str, bytes]) -> None:
+        try:
+            if entries or notes:
+                with self._db:
+                    self._db.execute("BEGIN")
+                    self._db.executemany(
+                        "INSERT OR IGNORE INTO entries VALUES (?,?,?,?,?,?,?)", map(_row, entries)
+                    )
+                    self._db.executemany("INSERT OR REPLACE INTO notes VALUES (?,?)", notes.items())
+            now_s = time.monotonic()
+            if now_s >= self._next_tidy_s:
+                self._next_tidy_s = now_s + TIDY_EVERY_S
+                self._make_room()
+            if self._failing:
+                self._failing = False
+                log.info("the log is written to disk again")
+        except sqlite3.Error as error:
+            self.refused_total += len(entries)
+            if not self._failing:
+                self._failing = True
+                log.warning(
+                    "the log cannot be written to %s, lines are kept in memory only: %s", self.path, error
+                )
+
+    def _make_room(self) -> None:
+        oldest = int((time.time() - self._keep_s) * 1e6)
+        while self._db.execute(
+            "DELETE FROM entries WHERE id IN (SELECT id FROM entries WHERE id < ? LIMIT ?)",
+            (oldest, DROP_AT_A_TIME),
+        ).rowcount:
+            pass
+        while self.used_bytes() > self._limit_bytes:
+            dropped = self._db.execute(
+                "DELETE FROM entries WHERE id IN (SELECT id FROM entries ORDER BY id LIMIT ?)",
+                (DROP_AT_A_TIME,),
+            )
+            if not dropped.rowcount:
+                break
+
+    def used_bytes(self) -> int:
+        """What the entries take; freed pages are used again before the file grows."""
+        pages, free, size = (
+            self._db.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int((pages - free) * size)
+
+    def _reader(self) -> sqlite3.Connection:
+        return sqlite3.connect(f"file:{quote(str(self.path))}?mode=ro", uri=True, timeout=SEARCH_LIMIT_S)
+
+
+def _row(entry: LogView) -> tuple[object, ...]:
+    return (
+        number_of(entry.id),
+        entry.timestamp,
+        LEVELS.index(entry.level),
+        entry.source,
+        entry.task_id,
+        entry.worker_id,
+        entry.message,
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    try:
+        return _connect(path)
+    except sqlite3.DatabaseError as error:
+        aside = path.with_name(f"{path.name}.unreadable-{time.time_ns() // 1_000_000_000}")
+        log.warning(
+            "the log %s cannot be read (%s); it is kept as %s and a new one begun", path, error, aside.name
+        )
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+        return _connect(path)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.execute(f"PRAGMA journal_size_limit={WAL_LIMIT_BYTES}")
+        db.executescript(_SCHEMA)
+        db.execute("SELECT max(id) FROM entries").fetchone()
+    except sqlite3.DatabaseError:
+        db.close()
+        raise
+    return db

@@ -1,5 +1,110 @@
+/** Who waits for whom, and for how long. Waiting barriers come first, each with those that have not arrived. */
+
+import { Milestone } from "lucide-react";
+import { useMemo } from "react";
+
+import type { Barrier } from "../api/types";
+import { Card, Meter } from "../components/Card";
 import { Page } from "../components/Page";
+import { Empty } from "../components/states";
+import { Status } from "../components/Status";
+import { Table, type Column } from "../components/Table";
+import { Ago, Duration, Name, RunLink, Time, WorkerLink } from "../components/values";
+import { age, count, plural } from "../format";
+import { useFilters } from "../search";
+import { useServerNow, useStore } from "../state/store";
+
+const MISSING_SHOWN = 12;
+
+const COLUMNS: readonly Column<Barrier>[] = [
+  { id: "status", header: "Status", value: (barrier) => barrier.status, cell: (barrier) => <Status value={barrier.status} />, width: "120px" },
+  { id: "name", header: "Barrier", value: (barrier) => barrier.name, cell: (barrier) => <Name>{barrier.name}</Name> },
+  { id: "run", header: "Run", value: (barrier) => barrier.job_id, cell: (barrier) => <RunLink id={barrier.job_id} /> },
+  { id: "step", header: "Step", value: (barrier) => barrier.step, cell: (barrier) => count(barrier.step), align: "right", width: "90px" },
+  { id: "arrived", header: "Arrived", value: (barrier) => barrier.arrived, cell: (barrier) => `${count(barrier.arrived)} of ${count(barrier.total)}`, align: "right", width: "120px" },
+  { id: "took", header: "Took", value: tookS, cell: (barrier) => <Duration seconds={tookS(barrier)} />, align: "right", width: "100px" },
+  { id: "ended", header: "Ended", value: (barrier) => barrier.ended_at, cell: (barrier) => <Time at={barrier.ended_at} />, align: "right", width: "130px" },
+  { id: "reason", header: "Reason", cell: (barrier) => <Name>{barrier.reason}</Name>, width: "minmax(14rem, 3fr)" },
+];
+
+function tookS(barrier: Barrier): number | null {
+  return barrier.ended_at === null ? null : barrier.ended_at - barrier.created_at;
+}
 
 export function Barriers() {
-  return <Page title="Barriers">{null}</Page>;
+  const [search, setFilters] = useFilters();
+  const barriers = useStore((state) => state.barriers);
+  const waiting = useMemo(() => barriers.filter((barrier) => barrier.status === "waiting"), [barriers]);
+  const ended = useMemo(() => barriers.filter((barrier) => barrier.status !== "waiting"), [barriers]);
+  const broken = ended.filter((barrier) => barrier.status === "broken").length;
+  return (
+    <Page title="Barriers" fill subtitle={`${count(waiting.length)} waiting, ${count(broken)} of the last ${count(ended.length)} broken`}>
+      {waiting.length > 0 && (
+        <ul className="grid gap-3 lg:grid-cols-2" aria-label="Waiting barriers">
+          {waiting.slice(0, 20).map((barrier) => <li key={barrier.id}><Waiting barrier={barrier} /></li>)}
+        </ul>
+      )}
+      <Card title="Ended" hint="the last hundred" flush className="min-h-64 flex-1">
+        <div className="flex h-full min-h-0 flex-col">
+          <Table
+            label="Ended barriers"
+            rows={ended}
+            columns={COLUMNS}
+            rowId={(barrier) => barrier.id}
+            sort={search["sort"]}
+            onSort={(sort) => setFilters({ sort })}
+            empty={<Empty icon={Milestone} title="No barrier has ended yet">Workers meet at barriers: before a save, at the end of an epoch, or where your script calls barrier().</Empty>}
+          />
+        </div>
+      </Card>
+    </Page>
+  );
+}
+
+function Waiting(props: { barrier: Barrier }) {
+  const { barrier } = props;
+  const now = useServerNow();
+  return (
+    <Card
+      title={<span className="foreign">{barrier.name}</span>}
+      hint={<>step {count(barrier.step)} of <RunLink id={barrier.job_id} /></>}
+      actions={<><Status value="waiting" pill /><span className="font-medium"><Ago at={barrier.created_at} bare /></span></>}
+    >
+      <div className="flex flex-col gap-3">
+        <div className="flex items-center gap-3">
+          <Meter label={`Arrived at ${barrier.name}`} value={barrier.arrived} max={barrier.total} />
+          <span className="shrink-0 text-muted">{count(barrier.arrived)} of {count(barrier.total)}</span>
+        </div>
+        {barrier.missing.length > 0 ? (
+          <div>
+            <p className="mb-1 text-muted">Missing for {age(now - barrier.created_at)}:</p>
+            <ul className="flex flex-col gap-1">
+              {barrier.missing.slice(0, MISSING_SHOWN).map((name) => <Missing key={name} name={name} now={now} />)}
+            </ul>
+            {barrier.missing.length > MISSING_SHOWN && <p className="mt-1 text-faint">and {plural(barrier.missing.length - MISSING_SHOWN, "other")}</p>}
+          </div>
+        ) : (
+          <p className="text-muted">More workers are expected than have joined; those that are here have all arrived.</p>
+        )}
+      </div>
+    </Card>
+  );
+}
+
+function Missing(props: { name: string; now: number }) {
+  const worker = useStore((state) => state.workers.get(props.name));
+  return (
+    <li className="flex min-w-0 items-center gap-3">
+      <span className="min-w-0 flex-1"><WorkerLink id={props.name} /></span>
+      {worker ? (
+        <>
+          <span className="text-faint">step {count(worker.current_step)}</span>
+          <span className="text-muted">heard {age(props.now - worker.last_heartbeat)} ago</span>
+          <Status value={worker.status} />
+        </>
+      ) : (
+        <span className="text-faint">not known</span>
+      )}
+    </li>
+  );
 }

@@ -1,5 +1,145 @@
+/** What could be gone back to: every checkpoint, where it lies, who made it, and whether its bytes are still the same. */
+
+import { useQuery } from "@tanstack/react-query";
+import { HardDriveDownload } from "lucide-react";
+import { useMemo } from "react";
+
+import { get } from "../api/client";
+import type { Checkpoint } from "../api/types";
+import { Facts } from "../components/Card";
+import { Input, Select } from "../components/controls";
+import { Drawer } from "../components/Dialog";
 import { Page } from "../components/Page";
+import { Empty, ErrorNote, Loading } from "../components/states";
+import { Status } from "../components/Status";
+import { Table, type Column } from "../components/Table";
+import { Ago, Bytes, Name, RunLink, Time, WorkerLink } from "../components/values";
+import { count, number, plural } from "../format";
+import { useFilters } from "../search";
+import { useStore } from "../state/store";
+import { Ladder } from "./checkpoints/Ladder";
+import { Verify } from "./checkpoints/Verify";
+
+const COLUMNS: readonly Column<Checkpoint>[] = [
+  { id: "step", header: "Step", value: (each) => each.step, cell: (each) => <span className="font-medium">{count(each.step)}</span>, align: "right", width: "90px" },
+  { id: "status", header: "Status", value: (each) => each.status, cell: (each) => <Status value={each.status} title={each.reason} />, width: "130px" },
+  { id: "tiers", header: "Tiers", value: (each) => each.tiers.length, cell: (each) => <Ladder tiers={each.tiers} status={each.status} />, width: "170px" },
+  { id: "size", header: "Size", value: (each) => each.size, cell: (each) => <Bytes value={each.size} />, align: "right", width: "100px" },
+  { id: "speed", header: "Speed", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "110px" },
+  { id: "made", header: "Made", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "120px" },
+  { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} /> },
+  { id: "author", header: "Author", value: (each) => each.worker_id, cell: (each) => <Name>{each.worker_id}</Name> },
+  { id: "path", header: "Path", value: (each) => each.path, cell: (each) => <Name mono>{each.path}</Name>, width: "minmax(12rem, 2fr)" },
+  { id: "digest", header: "Digest", cell: (each) => <Name mono>{each.digest}</Name>, width: "minmax(7rem, 1fr)" },
+];
 
 export function Checkpoints() {
-  return <Page title="Checkpoints">{null}</Page>;
+  const [search, setFilters] = useFilters();
+  const recent = useStore((state) => state.checkpoints);
+  const history = useQuery({
+    queryKey: ["checkpoints"],
+    queryFn: ({ signal }) => get<Checkpoint[]>("/checkpoints", {}, signal),
+    staleTime: 60_000,
+  });
+  const all = useMemo(() => together(recent, history.data ?? []), [recent, history.data]);
+  const status = search["status"] ?? "";
+  const words = (search["q"] ?? "").toLowerCase();
+  const shown = useMemo(
+    () => all.filter((each) => (!status || each.status === status) && (!words || `${each.step} ${each.id} ${each.job_id} ${each.worker_id} ${each.path}`.toLowerCase().includes(words))),
+    [all, status, words],
+  );
+  const open = all.find((each) => each.id === search["checkpoint"]) ?? null;
+  const last = all.find((each) => each.status === "completed");
+
+  return (
+    <Page
+      title="Checkpoints"
+      fill
+      subtitle={last ? <>step {count(last.step)} is safe, made <Ago at={last.completed_at ?? last.created_at} /></> : "none is complete yet"}
+      actions={
+        <>
+          <Input type="search" data-search aria-label="Search checkpoints" placeholder="Step, run, author, path" value={search["q"] ?? ""} onChange={(event) => setFilters({ q: event.target.value || undefined }, { replace: true })} />
+          <Select aria-label="Status" value={status} onChange={(event) => setFilters({ status: event.target.value || undefined })}>
+            <option value="">Every status</option>
+            <option value="completed">Completed</option>
+            <option value="in_progress">In progress</option>
+            <option value="failed">Failed</option>
+          </Select>
+        </>
+      }
+    >
+      {history.isError && <ErrorNote error={history.error} onRetry={() => void history.refetch()} />}
+      <section className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface" aria-label="History">
+        {history.isPending && all.length === 0 ? (
+          <div className="p-4"><Loading rows={8} /></div>
+        ) : (
+          <Table
+            label="Checkpoints"
+            rows={shown}
+            columns={COLUMNS}
+            rowId={(each) => each.id}
+            sort={search["sort"]}
+            onSort={(sort) => setFilters({ sort })}
+            selected={open?.id}
+            onOpen={(each) => setFilters({ checkpoint: each.id })}
+            empty={
+              all.length === 0 ? (
+                <Empty icon={HardDriveDownload} title="No checkpoint yet">The first one appears when a run saves to a disk or a bucket.</Empty>
+              ) : (
+                <Empty icon={HardDriveDownload} title="None of them matches">There are {plural(all.length, "checkpoint")}; take a filter away.</Empty>
+              )
+            }
+          />
+        )}
+      </section>
+      <CheckpointDrawer checkpoint={open} onClose={() => setFilters({ checkpoint: undefined })} />
+    </Page>
+  );
+}
+
+/** What the stream knows is newer than what was asked for. Newest first. */
+export function together(recent: readonly Checkpoint[], history: readonly Checkpoint[]): Checkpoint[] {
+  const known = new Set(recent.map((each) => each.id));
+  const oldest = recent.at(-1)?.created_at ?? Infinity;
+  // One that the stream once had and has no longer was removed.
+  return [...recent, ...history.filter((each) => !known.has(each.id) && each.created_at <= oldest)];
+}
+
+function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () => void }) {
+  const { checkpoint } = props;
+  return (
+    <Drawer open={checkpoint !== null} onClose={props.onClose} title={checkpoint ? `Checkpoint of step ${count(checkpoint.step)}` : "Checkpoint"} description={checkpoint?.reason ? <span className="foreign">{checkpoint.reason}</span> : undefined}>
+      {checkpoint && (
+        <div className="flex flex-col gap-5">
+          <div className="flex items-center gap-4"><Status value={checkpoint.status} pill /><Ladder tiers={checkpoint.tiers} status={checkpoint.status} /></div>
+          <Facts
+            items={[
+              ["Run", <RunLink key="run" id={checkpoint.job_id} />],
+              ["Author", <WorkerLink key="author" id={checkpoint.worker_id} />],
+              ["Step", count(checkpoint.step)],
+              ["Epoch", count(checkpoint.epoch)],
+              ["Size", <Bytes key="size" value={checkpoint.size} />],
+              ["Speed", checkpoint.throughput_mb_s === null ? "–" : `${number(checkpoint.throughput_mb_s)} MB/s`],
+              ["Begun", <Time key="begun" at={checkpoint.created_at} />],
+              ["Safe since", <Time key="safe" at={checkpoint.completed_at} />],
+              ...Object.entries(checkpoint.metadata).map(([name, value]) => [name, value] as const),
+            ]}
+          />
+          <Copyable label="Path" text={checkpoint.path} />
+          <Copyable label="Id" text={checkpoint.id} />
+          <Copyable label="Digest" text={checkpoint.digest} />
+          {checkpoint.status === "completed" && <Verify key={checkpoint.id} id={checkpoint.id} size={checkpoint.size} />}
+        </div>
+      )}
+    </Drawer>
+  );
+}
+
+function Copyable(props: { label: string; text: string }) {
+  return (
+    <div className="flex flex-col gap-1">
+      <h3 className="text-sm text-muted">{props.label}</h3>
+      <p className="foreign rounded-md border bg-raised px-3 py-2 font-mono text-sm break-all select-all">{props.text || "–"}</p>
+    </div>
+  );
 }

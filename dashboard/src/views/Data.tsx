@@ -1,5 +1,186 @@
+/** Where the data is, who reads which part of it, how far they are, and what it looks like. */
+
+import { useQuery } from "@tanstack/react-query";
+import { Database, Plus } from "lucide-react";
+import { useEffect, useMemo, useState } from "react";
+
+import { ApiError, get } from "../api/client";
+import type { Dataset } from "../api/types";
+import { Card, Facts } from "../components/Card";
+import { Button, Select } from "../components/controls";
 import { Page } from "../components/Page";
+import { Empty, ErrorNote, Loading } from "../components/states";
+import { Table, type Column } from "../components/Table";
+import { Ago, Name, Time } from "../components/values";
+import { count, plural } from "../format";
+import { useFilters } from "../search";
+import { useStore } from "../state/store";
+import { Register } from "./data/Register";
+import { Samples } from "./data/Samples";
+import { ShardMap } from "./data/ShardMap";
+import type { Audit, Preview, ShardPlan } from "./data/types";
+
+const AGAIN_MS = 5_000;
+
+const COLUMNS: readonly Column<Dataset>[] = [
+  { id: "id", header: "Dataset", value: (dataset) => dataset.id, cell: (dataset) => <Name>{dataset.name === dataset.id ? dataset.id : `${dataset.name} (${dataset.id})`}</Name>, width: "minmax(10rem, 2fr)" },
+  { id: "format", header: "Format", value: (dataset) => dataset.format, width: "110px" },
+  { id: "samples", header: "Samples", value: (dataset) => dataset.total_samples, cell: (dataset) => count(dataset.total_samples), align: "right", width: "130px" },
+  { id: "shards", header: "Shards", value: (dataset) => dataset.shard_count, cell: (dataset) => count(dataset.shard_count), align: "right", width: "90px" },
+  { id: "order", header: "Order", value: (dataset) => (dataset.shuffle ? `shuffled, seed ${dataset.seed}` : "as stored"), width: "150px" },
+  { id: "registered", header: "Registered", value: (dataset) => dataset.registered_at, cell: (dataset) => <Ago at={dataset.registered_at} />, align: "right", width: "130px" },
+  { id: "path", header: "Path", value: (dataset) => dataset.path, cell: (dataset) => <Name mono>{dataset.path}</Name>, width: "minmax(12rem, 3fr)" },
+];
 
 export function Data() {
-  return <Page title="Data">{null}</Page>;
+  const [search, setFilters] = useFilters();
+  const known = useStore((state) => state.datasets);
+  const ready = useStore((state) => state.coordinator !== null);
+  const datasets = useMemo(() => [...known.values()], [known]);
+  const chosen = known.get(search["dataset"] ?? "") ?? datasets[0] ?? null;
+  const registering = search["register"] === "1";
+
+  return (
+    <Page
+      title="Data"
+      subtitle={plural(datasets.length, "dataset")}
+      actions={<Button look="primary" onClick={() => setFilters({ register: "1" })}><Plus aria-hidden className="size-4" />Register a dataset</Button>}
+    >
+      <section className="flex flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Datasets">
+        {!ready ? (
+          <div className="p-4"><Loading /></div>
+        ) : (
+          <Table
+            label="Datasets"
+            rows={datasets}
+            columns={COLUMNS}
+            rowId={(dataset) => dataset.id}
+            height={280}
+            sort={search["sort"]}
+            onSort={(sort) => setFilters({ sort })}
+            selected={chosen?.id}
+            onOpen={(dataset) => setFilters({ dataset: dataset.id, worker: undefined })}
+            empty={
+              <Empty icon={Database} title="No dataset is registered" action={<Button onClick={() => setFilters({ register: "1" })}>Register one</Button>}>
+                Training scripts register theirs by themselves; you can also do it here.
+              </Empty>
+            }
+          />
+        )}
+      </section>
+      {chosen && <Chosen key={chosen.id} dataset={chosen} />}
+      <Register open={registering} onClose={() => setFilters({ register: undefined })} onDone={(dataset) => setFilters({ register: undefined, dataset: dataset.id })} />
+    </Page>
+  );
+}
+
+function Chosen(props: { dataset: Dataset }) {
+  const { dataset } = props;
+  const path = `/datasets/${encodeURIComponent(dataset.id)}`;
+  const plan = useQuery({
+    queryKey: ["shards", dataset.id],
+    queryFn: ({ signal }) => get<ShardPlan>(`${path}/shards`, { limit: 10_000 }, signal),
+    refetchInterval: AGAIN_MS,
+    retry: false,
+  });
+  const audit = useQuery({
+    queryKey: ["audit", dataset.id],
+    queryFn: ({ signal }) => get<Audit[]>(`${path}/audit`, {}, signal),
+    refetchInterval: 2 * AGAIN_MS,
+    retry: false,
+  });
+  // A change of the plan is news: it is asked for at once.
+  const moved = useStore((state) => state.happenings.find((each) => each.kind === "shards_moved" && each.data["dataset_id"] === dataset.id)?.id);
+  const { refetch } = plan;
+  useEffect(() => {
+    if (moved !== undefined) void refetch();
+  }, [moved, refetch]);
+  const proof = audit.data?.find((each) => each.job_id === plan.data?.job_id && each.epoch === plan.data?.epoch) ?? audit.data?.at(-1);
+
+  return (
+    <div className="grid items-start gap-4 xl:grid-cols-[3fr_2fr]">
+      <div className="flex min-w-0 flex-col gap-4">
+        <Card title={<span className="foreign">Shards of {dataset.name}</span>}>
+          {plan.isPending ? (
+            <Loading rows={8} />
+          ) : plan.isError ? (
+            isMissing(plan.error) ? (
+              <Empty icon={Database} title="Nobody reads it yet">Shards are dealt out when a worker joins and asks for them.</Empty>
+            ) : (
+              <ErrorNote error={plan.error} onRetry={() => void plan.refetch()} />
+            )
+          ) : (
+            <ShardMap plan={plan.data} audit={proof} />
+          )}
+        </Card>
+        <Card title="About it">
+          <Facts
+            columns={2}
+            items={[
+              ["Id", dataset.id],
+              ["Format", dataset.format],
+              ["Samples", count(dataset.total_samples)],
+              ["Samples in a shard", count(dataset.shard_size)],
+              ["Registered", <Time key="registered" at={dataset.registered_at} />],
+              ["Path", <span key="path" title={dataset.path}>{dataset.path}</span>],
+              ...Object.entries(dataset.metadata).map(([name, value]) => [name, value] as const),
+            ]}
+          />
+        </Card>
+      </div>
+      <PreviewCard dataset={dataset} readers={readersOf(plan.data)} path={path} />
+    </div>
+  );
+}
+
+function isMissing(error: unknown): boolean {
+  return error instanceof ApiError && error.status === 404;
+}
+
+function readersOf(plan: ShardPlan | undefined): string[] {
+  const names = new Set<string>();
+  for (const shard of plan?.shards ?? []) if (shard.worker_id !== null) names.add(shard.worker_id);
+  return [...names].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+}
+
+function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; path: string }) {
+  const { dataset, readers, path } = props;
+  const [search, setFilters] = useFilters();
+  const present = useStore((state) => state.workers);
+  const worker = search["worker"] ?? "";
+  const [limit, setLimit] = useState(3);
+  const preview = useQuery({
+    queryKey: ["preview", dataset.id, worker, limit],
+    queryFn: ({ signal }) => get<Preview>(`${path}/preview`, { worker_id: worker, limit }, signal),
+    refetchInterval: worker ? AGAIN_MS : false,
+    placeholderData: (before) => before,
+    retry: false,
+  });
+  const choices = readers.filter((name) => present.has(name)).slice(0, 500);
+  return (
+    <Card
+      title="Samples"
+      hint={worker ? "what it reads now" : "the first ones"}
+      actions={
+        <Select aria-label="Whose samples" className="max-w-48" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
+          <option value="">From the beginning</option>
+          {worker && !choices.includes(worker) && <option value={worker}>{worker}</option>}
+          {choices.map((name) => <option key={name} value={name}>{name}</option>)}
+        </Select>
+      }
+    >
+      {preview.isPending ? (
+        <Loading rows={6} />
+      ) : preview.isError ? (
+        <ErrorNote error={preview.error} onRetry={() => void preview.refetch()} />
+      ) : preview.data.samples.length === 0 ? (
+        <Empty icon={Database} title="There is nothing to read">{worker ? "This worker has read all of its shards." : "The dataset has no samples that can be shown."}</Empty>
+      ) : (
+        <div className="flex flex-col gap-3">
+          <Samples preview={preview.data} />
+          {limit < 10 && preview.data.samples.length === limit && <Button look="ghost" onClick={() => setLimit(10)}>Show ten</Button>}
+        </div>
+      )}
+    </Card>
+  );
 }

@@ -1,5 +1,239 @@
+/**
+ * The log of the whole fleet, live. What the coordinator still has comes first, the stream goes on from there; filters
+ * are in the URL. Scrolling up, or Pause, holds the lines still; nothing is lost meanwhile, it is counted.
+ */
+
+import { useQuery } from "@tanstack/react-query";
+import { useVirtualizer } from "@tanstack/react-virtual";
+import { Download, Pause, Play, ScrollText, WrapText } from "lucide-react";
+import { useDeferredValue, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
+
+import { get } from "../api/client";
+import type { LogEntry } from "../api/types";
+import { Facts } from "../components/Card";
+import { Button, Input, Select } from "../components/controls";
+import { Drawer } from "../components/Dialog";
 import { Page } from "../components/Page";
+import { Empty, ErrorNote, Loading } from "../components/states";
+import { lookOf, Status, TONE_TEXT } from "../components/Status";
+import { Name, Time, WorkerLink } from "../components/values";
+import { clockMs, count, plural } from "../format";
+import { useFilters } from "../search";
+import { useStore } from "../state/store";
+import { filterOf, merged, splitMatches, type LogFilter } from "./logs/filter";
+import { exportLogs } from "./logs/export";
+
+const ROW_PX = 24;
+const FETCHED = 2_000;
 
 export function Logs() {
-  return <Page title="Logs">{null}</Page>;
+  const [search, setFilters] = useFilters();
+  const filter = useMemo(() => filterOf(search), [search]);
+  const wrap = search["wrap"] === "1";
+  const live = useStore((state) => state.logs);
+  const early = useQuery({
+    queryKey: ["logs", filter],
+    queryFn: ({ signal }) =>
+      get<LogEntry[]>("/logs", { level: filter.level, task_id: filter.task, worker_id: filter.worker, q: filter.text, limit: FETCHED }, signal),
+    staleTime: Infinity,
+    gcTime: 0,
+  });
+  // New lines may come faster than they can be drawn: React draws what it can.
+  const current = useDeferredValue(live);
+  const lines = useMemo(() => merged(early.data ?? [], current, filter), [early.data, current, filter]);
+  const [held, setHeld] = useState<readonly LogEntry[] | null>(null);
+  useEffect(() => setHeld(null), [filter]);
+  const shown = held ?? lines;
+  const waiting = held ? newer(lines, held.at(-1)?.id) : 0;
+  const [open, setOpen] = useState<LogEntry | null>(null);
+
+  return (
+    <Page
+      title="Logs"
+      fill
+      subtitle={<span aria-live="off">{plural(shown.length, "line")}{held ? ", held still" : ""}</span>}
+      actions={
+        <>
+          <Button aria-pressed={wrap} onClick={() => setFilters({ wrap: wrap ? undefined : "1" })}><WrapText aria-hidden className="size-4" />Wrap</Button>
+          <Button onClick={() => void exportLogs(filter)}><Download aria-hidden className="size-4" />Export</Button>
+          {held ? (
+            <Button look="primary" onClick={() => setHeld(null)}><Play aria-hidden className="size-4" />Resume{waiting > 0 ? ` (${count(waiting)} new)` : ""}</Button>
+          ) : (
+            <Button onClick={() => setHeld(lines)}><Pause aria-hidden className="size-4" />Pause</Button>
+          )}
+        </>
+      }
+    >
+      <Filters filter={filter} onChange={setFilters} />
+      {early.isError && <ErrorNote error={early.error} onRetry={() => void early.refetch()} />}
+      <section className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Lines">
+        {early.isPending && shown.length === 0 ? (
+          <div className="p-4"><Loading rows={12} /></div>
+        ) : shown.length === 0 ? (
+          <Empty icon={ScrollText} title={isFiltered(filter) ? "No line matches" : "Nothing has been logged yet"}>
+            {isFiltered(filter) ? "Take a filter away, or wait: new lines appear by themselves." : "Workers, tasks and the coordinator write here."}
+          </Empty>
+        ) : (
+          <Lines key={wrap ? "wrapped" : "cut"} lines={shown} wrap={wrap} following={held === null} words={filter.text ?? ""} onHold={() => setHeld((before) => before ?? lines)} onFollow={() => setHeld(null)} onOpen={setOpen} />
+        )}
+      </section>
+      <LineDrawer line={open} onClose={() => setOpen(null)} />
+    </Page>
+  );
 }
+
+function newer(lines: readonly LogEntry[], id: string | undefined): number {
+  let found = 0;
+  for (let i = lines.length - 1; i >= 0 && (id === undefined || lines[i]!.id > id); i -= 1) found += 1;
+  return found;
+}
+
+function isFiltered(filter: LogFilter): boolean {
+  return Object.values(filter).some((value) => value !== undefined);
+}
+
+function Filters(props: { filter: LogFilter; onChange: (change: Record<string, string | undefined>, how?: { replace?: boolean }) => void }) {
+  const { filter, onChange } = props;
+  const tasks = useStore((state) => state.tasks);
+  const workers = useStore((state) => state.workers);
+  const names = useMemo(() => [...workers.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true })), [workers]);
+  return (
+    <form role="search" aria-label="Filter the log" className="flex flex-wrap items-center gap-2" onSubmit={(event) => event.preventDefault()}>
+      <Input
+        type="search"
+        data-search
+        aria-label="Search in messages"
+        placeholder="Search in messages"
+        className="min-w-64 flex-1"
+        value={filter.text ?? ""}
+        onChange={(event) => onChange({ q: event.target.value || undefined }, { replace: true })}
+      />
+      <Select aria-label="Least severe level" value={filter.level ?? ""} onChange={(event) => onChange({ level: event.target.value || undefined })}>
+        <option value="">Every level</option>
+        <option value="info">Info and worse</option>
+        <option value="warn">Warnings and worse</option>
+        <option value="error">Errors only</option>
+      </Select>
+      <Select aria-label="Task" className="max-w-56" value={filter.task ?? ""} onChange={(event) => onChange({ task: event.target.value || undefined })}>
+        <option value="">Every task</option>
+        {filter.task && !tasks.some((task) => task.id === filter.task) && <option value={filter.task}>{filter.task}</option>}
+        {tasks.map((task) => <option key={task.id} value={task.id}>{task.name} ({task.id})</option>)}
+      </Select>
+      <Input
+        aria-label="Worker"
+        placeholder="Every worker"
+        list="log-workers"
+        className="w-52"
+        value={filter.worker ?? ""}
+        onChange={(event) => onChange({ worker: event.target.value || undefined }, { replace: true })}
+      />
+      <datalist id="log-workers">{names.map((name) => <option key={name} value={name} />)}</datalist>
+      {isFiltered(filter) && <Button look="ghost" onClick={() => onChange({ q: undefined, level: undefined, task: undefined, worker: undefined })}>Clear</Button>}
+    </form>
+  );
+}
+
+function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; following: boolean; words: string; onHold: () => void; onFollow: () => void; onOpen: (line: LogEntry) => void }) {
+  const { lines, wrap, following } = props;
+  const scroller = useRef<HTMLDivElement>(null);
+  const virtual = useVirtualizer({
+    count: lines.length,
+    getScrollElement: () => scroller.current,
+    estimateSize: () => ROW_PX,
+    getItemKey: (index) => lines[index]?.id ?? index,
+    overscan: 20,
+  });
+  const last = lines.at(-1)?.id;
+  useEffect(() => {
+    if (following && lines.length > 0) virtual.scrollToIndex(lines.length - 1, { align: "end" });
+  }, [following, last, lines.length, virtual]);
+
+  return (
+    <div
+      ref={scroller}
+      role="log"
+      aria-label="Log lines"
+      aria-live="off"
+      tabIndex={0}
+      data-rows
+      className="min-h-0 flex-1 overflow-auto font-mono text-sm"
+      onWheel={(event) => { if (event.deltaY < 0) props.onHold(); }}
+      onTouchMove={props.onHold}
+      onKeyDown={(event) => {
+        if (["ArrowUp", "PageUp", "Home"].includes(event.key)) props.onHold();
+        if (event.key === "End") props.onFollow();
+      }}
+    >
+      <div className="relative min-w-fit" style={{ height: virtual.getTotalSize() }}>
+        {virtual.getVirtualItems().map((item) => {
+          const line = lines[item.index];
+          if (!line) return null;
+          return (
+            <div
+              key={item.key}
+              ref={wrap ? virtual.measureElement : undefined}
+              data-index={item.index}
+              data-row
+              data-log-level={line.level}
+              className={`absolute inset-x-0 flex cursor-pointer gap-3 px-4 hover:bg-hover ${wrap ? "py-0.5" : "items-center whitespace-nowrap"} ${line.level === "error" ? "bg-bad-soft/60" : ""}`}
+              style={{ transform: `translateY(${item.start}px)`, ...(wrap ? {} : { height: ROW_PX }) }}
+              onClick={() => props.onOpen(line)}
+            >
+              <Line line={line} wrap={wrap} words={props.words} />
+            </div>
+          );
+        })}
+      </div>
+    </div>
+  );
+}
+
+function Line(props: { line: LogEntry; wrap: boolean; words: string }) {
+  const { line, wrap, words } = props;
+  return (
+    <>
+      <time className="shrink-0 text-faint" dateTime={new Date(line.timestamp * 1000).toISOString()}>{clockMs(line.timestamp)}</time>
+      <span className={`w-12 shrink-0 font-semibold uppercase ${TONE_TEXT[lookOf(line.level).tone]}`}>{line.level}</span>
+      <span className="foreign w-40 shrink-0 truncate text-muted" title={line.worker_id ?? line.source}>{line.worker_id ?? line.source}</span>
+      <span className={`foreign min-w-0 ${wrap ? "break-words whitespace-pre-wrap" : "whitespace-pre"} ${line.level === "debug" ? "text-muted" : ""}`}>
+        {highlighted(wrap ? line.message : firstLine(line.message), words)}
+      </span>
+    </>
+  );
+}
+
+/** Without wrapping, a traceback is one row that says how much there is behind it. */
+function firstLine(message: string): string {
+  const end = message.indexOf("\n");
+  if (end < 0) return message;
+  const more = message.slice(end).split("\n").filter((part) => part.trim()).length;
+  return more > 0 ? `${message.slice(0, end)}  ⏎ ${plural(more, "more line")}` : message.slice(0, end);
+}
+
+function highlighted(message: string, words: string): ReactNode {
+  if (!words) return message;
+  return splitMatches(message, words).map(({ text, hit }, place) => (hit ? <mark key={place} className="rounded-xs bg-warn-soft text-ink">{text}</mark> : text));
+}
+
+function LineDrawer(props: { line: LogEntry | null; onClose: () => void }) {
+  const { line } = props;
+  return (
+    <Drawer open={line !== null} onClose={props.onClose} title="Log line">
+      {line && (
+        <div className="flex flex-col gap-4">
+          <Facts
+            items={[
+              ["Time", <Time key="t" at={line.timestamp} />],
+              ["Level", <Status key="l" value={line.level} />],
+              ["Source", <Name key="s">{line.source}</Name>],
+              ["Worker", line.worker_id ? <WorkerLink key="w" id={line.worker_id} /> : "–"],
+              ["Task", <Name key="k">{line.task_id}</Name>],
+            ]}
+          />
+          <pre className="foreign max-h-[60vh] overflow-auto rounded-md border bg-raised p-3 font-mono text-sm break-words whitespace-pre-wrap" tabIndex={0}>{line.message}</pre>
+        </div>
+      )}
+    </Drawer>
+  );
+}
+

@@ -1,0 +1,43 @@
+/** The tiers a checkpoint lies in, as rungs that fill from near to far. Each rung has its name: colour is never alone. */
+
+import type { CheckpointStatus } from "../../api/types";
+
+const RUNGS = [
+  ["memory", "Memory"],
+  ["disk", "Disk"],
+  ["bucket", "Bucket"],
+] as const;
+
+type Rung = (typeof RUNGS)[number][0];
+
+/** MEMORY, NVME, LOCAL, S3, GCS … → the rung it is. */
+export function rungOf(tier: string): Rung {
+  const name = tier.toLowerCase();
+  if (name === "memory") return "memory";
+  return ["nvme", "local", "disk", "file"].includes(name) ? "disk" : "bucket";
+}
+
+export function Ladder(props: { tiers: readonly string[]; status: CheckpointStatus }) {
+  const held = new Map(props.tiers.map((tier) => [rungOf(tier), tier]));
+  if (props.tiers.length === 0) {
+    return <span className="text-sm text-faint">{props.status === "in_progress" ? "being written" : "–"}</span>;
+  }
+  return (
+    <span className="inline-flex items-center gap-1" aria-label={`In ${props.tiers.join(", ")}`} role="img">
+      {RUNGS.map(([rung, label]) => (
+        <span
+          key={rung}
+          title={held.get(rung) ?? `not in ${label.toLowerCase()}`}
+          className={`rounded-sm px-1.5 py-px text-xs font-medium ${held.has(rung) ? "bg-accent-soft text-accent" : "border border-dashed text-faint"}`}
+        >
+          {held.has(rung) ? shortName(held.get(rung)!) : label}
+        </span>
+      ))}
+    </span>
+  );
+}
+
+function shortName(tier: string): string {
+  const name = tier.toLowerCase();
+  return name === "memory" ? "Memory" : name === "local" ? "Disk" : tier.slice(0, 12);
+}

@@ -1,0 +1,72 @@
+/** Reads every byte of a checkpoint again and says whether it is what was saved. A long reading is waited for. */
+
+import { useMutation } from "@tanstack/react-query";
+import { ShieldCheck, ShieldX } from "lucide-react";
+
+import { post } from "../../api/client";
+import { Button } from "../../components/controls";
+import { ErrorNote } from "../../components/states";
+import { bytes, plural } from "../../format";
+
+export interface Verification {
+  checkpoint_id: string;
+  status: "verifying" | "whole" | "damaged";
+  size_bytes: number;
+  damages: { path: string; reason: string; start_bytes: number; end_bytes: number; tensors: string[] }[];
+  reason: string;
+}
+
+const AGAIN_MS = 1_000;
+const PATIENCE_MS = 30 * 60_000;
+
+async function verify(id: string): Promise<Verification> {
+  const until = Date.now() + PATIENCE_MS;
+  for (;;) {
+    const found = await post<Verification>(`/checkpoints/${encodeURIComponent(id)}/verify`);
+    if (found.status !== "verifying" || Date.now() > until) return found;
+    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+  }
+}
+
+export function Verify(props: { id: string; size: number }) {
+  const work = useMutation({ mutationFn: () => verify(props.id) });
+  return (
+    <section aria-label="Verification" className="flex flex-col gap-3 border-t pt-4">
+      <div className="flex items-center gap-3">
+        <Button look="primary" disabled={work.isPending} onClick={() => work.mutate()}>
+          <ShieldCheck aria-hidden className="size-4" />{work.isPending ? "Reading …" : "Verify"}
+        </Button>
+        <p className="text-muted">Reads all {bytes(props.size)} again and compares them with the manifest.</p>
+      </div>
+      <div aria-live="polite">
+        {work.isError && <ErrorNote error={work.error} />}
+        {work.data && <Outcome found={work.data} />}
+      </div>
+    </section>
+  );
+}
+
+function Outcome(props: { found: Verification }) {
+  const { found } = props;
+  if (found.status === "verifying") return <p className="text-muted">{found.reason}</p>;
+  if (found.status === "whole") {
+    return (
+      <p className="flex items-center gap-2 rounded-md bg-good-soft px-3 py-2 font-medium text-good">
+        <ShieldCheck aria-hidden className="size-4 shrink-0" />Whole: {found.reason}
+      </p>
+    );
+  }
+  return (
+    <div className="rounded-md bg-bad-soft px-3 py-2">
+      <p className="flex items-center gap-2 font-medium text-bad"><ShieldX aria-hidden className="size-4 shrink-0" />Damaged: {plural(found.damages.length, "range")}</p>
+      <ul className="mt-2 flex flex-col gap-2">
+        {found.damages.map((damage) => (
+          <li key={`${damage.path}:${damage.start_bytes}`} className="foreign break-words">
+            {damage.reason}
+            {damage.tensors.length > 0 && <span className="block font-mono text-sm text-muted">{damage.tensors.join(", ")}</span>}
+          </li>
+        ))}
+      </ul>
+    </div>
+  );
+}

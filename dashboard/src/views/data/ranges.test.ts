@@ -1,0 +1,35 @@
+import { describe, expect, it } from "vitest";
+
+import { movedIn, rowsOf } from "./ranges";
+import type { Shard, ShardPlan } from "./types";
+
+function shard(id: number, worker: string | null, change: Partial<Shard> = {}): Shard {
+  return { id, start: id * 10, stop: id * 10 + 10, done: 0, reported: 0, worker_id: worker, moved: false, ...change };
+}
+
+function plan(shards: Shard[]): ShardPlan {
+  return { dataset_id: "d", job_id: "j", epoch: 0, version: 1, reason: "", samples_done: 0, total_samples: shards.length * 10, shard_count: shards.length, shards };
+}
+
+describe("shard map", () => {
+  it("joins neighbours of one worker, and not across another's", () => {
+    const rows = rowsOf(plan([shard(0, "w2"), shard(1, "w2"), shard(2, "w10"), shard(3, "w2")]));
+    expect(rows.map((row) => row.workerId)).toEqual(["w2", "w10"]);
+    expect(rows[0]!.ranges.map((range) => [range.firstShard, range.lastShard])).toEqual([[0, 1], [3, 3]]);
+  });
+
+  it("keeps what moved apart from what stayed", () => {
+    const one = plan([shard(0, "a"), shard(1, "a", { moved: true, done: 4 }), shard(2, "a", { moved: true, done: 6 })]);
+    expect(rowsOf(one)[0]!.ranges.map((range) => [range.moved, range.done])).toEqual([[false, 0], [true, 10]]);
+    expect(movedIn(one)).toBe(2);
+  });
+
+  it("adds up every sample exactly once", () => {
+    const one = plan(Array.from({ length: 100 }, (_, id) => shard(id, id % 7 === 0 ? null : `w${id % 5}`, { done: id % 10 })));
+    const rows = rowsOf(one);
+    expect(rows.reduce((sum, row) => sum + row.samples, 0)).toBe(1_000);
+    expect(rows.at(-1)!.workerId).toBeNull();
+    const joined = rows.flatMap((row) => row.ranges).reduce((sum, range) => sum + range.stop - range.start, 0);
+    expect(joined).toBe(1_000);
+  });
+});

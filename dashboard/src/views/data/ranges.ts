@@ -1,0 +1,58 @@
+/** A shard plan as rows of ranges: one row for each reader, neighbouring shards joined. Pure. */
+
+import type { Shard, ShardPlan } from "./types";
+
+export interface Range {
+  firstShard: number;
+  lastShard: number;
+  start: number;
+  stop: number;
+  /** Samples that a checkpoint has committed. */
+  done: number;
+  /** Samples read, committed or not. */
+  reported: number;
+  moved: boolean;
+}
+
+export interface Row {
+  /** null: nobody reads these. */
+  workerId: string | null;
+  shards: number;
+  moved: number;
+  samples: number;
+  done: number;
+  ranges: Range[];
+}
+
+export function rowsOf(plan: ShardPlan): Row[] {
+  const rows = new Map<string | null, Row>();
+  let last: { row: Row; shard: Shard } | null = null;
+  for (const shard of plan.shards) {
+    const row = rows.get(shard.worker_id) ?? { workerId: shard.worker_id, shards: 0, moved: 0, samples: 0, done: 0, ranges: [] };
+    rows.set(shard.worker_id, row);
+    row.shards += 1;
+    row.moved += shard.moved ? 1 : 0;
+    row.samples += shard.stop - shard.start;
+    row.done += shard.done;
+    const range = row.ranges.at(-1);
+    if (range && last?.row === row && last.shard.moved === shard.moved) {
+      range.lastShard = shard.id;
+      range.stop = shard.stop;
+      range.done += shard.done;
+      range.reported += shard.reported;
+    } else {
+      row.ranges.push({
+        firstShard: shard.id, lastShard: shard.id, start: shard.start, stop: shard.stop, done: shard.done, reported: shard.reported, moved: shard.moved,
+      });
+    }
+    last = { row, shard };
+  }
+  return [...rows.values()].sort((a, b) => {
+    if (a.workerId === null || b.workerId === null) return a.workerId === null ? 1 : -1;
+    return a.workerId.localeCompare(b.workerId, "en", { numeric: true });
+  });
+}
+
+export function movedIn(plan: ShardPlan): number {
+  return plan.shards.reduce((sum, shard) => sum + (shard.moved ? 1 : 0), 0);
+}

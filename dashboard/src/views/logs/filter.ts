@@ -1,0 +1,63 @@
+/** Which log lines are wanted, and how what was fetched and what is streamed become one list. Pure. */
+
+import type { LogEntry } from "../../api/types";
+import type { Search } from "../../search";
+
+export interface LogFilter {
+  level?: string | undefined;
+  task?: string | undefined;
+  worker?: string | undefined;
+  text?: string | undefined;
+}
+
+export const LEVELS = ["debug", "info", "warn", "error"];
+/** More than this is not kept on the page; the coordinator has them. */
+export const LINES_SHOWN = 10_000;
+
+export function filterOf(search: Search): LogFilter {
+  const level = search["level"];
+  return {
+    level: level && LEVELS.includes(level) ? level : undefined,
+    task: search["task"] || undefined,
+    worker: search["worker"] || undefined,
+    text: search["q"] || undefined,
+  };
+}
+
+export function matches(line: LogEntry, filter: LogFilter): boolean {
+  if (filter.level && LEVELS.indexOf(line.level) < LEVELS.indexOf(filter.level)) return false;
+  if (filter.task && line.task_id !== filter.task) return false;
+  if (filter.worker && line.worker_id !== filter.worker) return false;
+  return !filter.text || line.message.toLowerCase().includes(filter.text.toLowerCase());
+}
+
+/**
+ * Oldest first. `fetched` is newest first and filtered already; `live` is oldest first and has everything. Where the
+ * stream has run on so far that there is a gap between the two, what was fetched is let go.
+ */
+export function merged(fetched: readonly LogEntry[], live: readonly LogEntry[], filter: LogFilter): LogEntry[] {
+  const newest = fetched[0]?.id ?? "";
+  const everything = !filter.level && !filter.task && !filter.worker && !filter.text;
+  const isGap = fetched.length > 0 && live.length > 0 && live[0]!.id > newest && live.length >= LINES_SHOWN / 4;
+  const before = isGap ? [] : [...fetched].reverse();
+  const after = live.filter((line) => (isGap || line.id > newest) && (everything || matches(line, filter)));
+  const all = before.concat(after);
+  return all.length > LINES_SHOWN ? all.slice(-LINES_SHOWN) : all;
+}
+
+/** A message cut where it matches, so that the matches can be marked. */
+export function splitMatches(message: string, words: string): { text: string; hit: boolean }[] {
+  const parts: { text: string; hit: boolean }[] = [];
+  const low = message.toLowerCase();
+  const wanted = words.toLowerCase();
+  // Lower case may be longer than the original (İ): then places do not agree, and nothing is marked.
+  if (!wanted || low.length !== message.length) return [{ text: message, hit: false }];
+  let from = 0;
+  for (let at = low.indexOf(wanted); at >= 0; at = low.indexOf(wanted, from)) {
+    if (at > from) parts.push({ text: message.slice(from, at), hit: false });
+    parts.push({ text: message.slice(at, at + wanted.length), hit: true });
+    from = at + wanted.length;
+  }
+  if (from < message.length) parts.push({ text: message.slice(from), hit: false });
+  return parts;
+}

@@ -98,15 +98,35 @@ export interface Task {
   name: string;
   type: string;
   status: TaskStatus;
+  stopping: boolean;
   worker_ids: string[];
   worker_count: number;
+  gpus_per_worker: number;
   dataset_id: string | null;
   config: Record<string, unknown>;
   created_at: number;
   started_at: number | null;
   completed_at: number | null;
   progress: number;
+  step: number;
+  total_steps: number | null;
+  steps_per_s: number | null;
+  eta_s: number | null;
+  attempts: number;
+  max_retries: number;
+  exit_cause: ExitCause | null;
   reason: string;
+}
+
+/** Why an attempt at a task ended badly. */
+export interface ExitCause {
+  kind: string;
+  message: string;
+  rank: number | null;
+  exit_code: number | null;
+  signal: string;
+  traceback: string;
+  may_retry: boolean;
 }
 
 export interface Recovery {

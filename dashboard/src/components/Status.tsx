@@ -27,6 +27,7 @@ const LOOKS: Record<string, Look> = {
   running: { tone: "good", icon: CircleDot, label: "running" },
   completed: { tone: "good", icon: CircleCheck, label: "completed" },
   stopped: { tone: "idle", icon: CircleSlash, label: "stopped" },
+  stopping: { tone: "warn", icon: LoaderCircle, label: "stopping" },
   // checkpoints
   in_progress: { tone: "busy", icon: LoaderCircle, label: "in progress" },
   // barriers

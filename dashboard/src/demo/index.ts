@@ -2,7 +2,7 @@
 
 import type { Backend } from "../state/backend";
 import type { Action } from "../state/types";
-import { Simulation } from "./simulation";
+import { JOB, Simulation } from "./simulation";
 import { transportFor } from "./transport";
 
 const PAST_S = 15 * 60;
@@ -24,6 +24,8 @@ export const demo: Backend = {
     dispatch({ type: "snapshot", snapshot: run.snapshot(), atMs: Date.now() });
     dispatch({ type: "past", events: past });
     dispatch({ type: "recoveries", recoveries: run.recoveries });
+    dispatch({ type: "history", series: structuredClone(run.series) });
+    dispatch({ type: "runHistory", jobId: JOB, series: structuredClone(run.runSeries) });
     dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextTryAtMs: null, heardAtMs: Date.now(), needsToken: false } });
     let turn = 0;
     const timer = setInterval(() => {

@@ -9,7 +9,7 @@
 import type {
   Barrier, Checkpoint, Dataset, LogEntry, Metrics, Recovery, Snapshot, Task, Worker, WorkerState,
 } from "../api/types";
-import type { FeedEvent } from "../state/types";
+import type { FeedEvent, RunSeries, Series } from "../state/types";
 import { Random } from "./random";
 import { dealShards, movedShards, type Plan } from "./shards";
 
@@ -29,6 +29,7 @@ const TOKENS_PER_STEP = 8 * 16 * 1_024;
 const SAVE_BYTES = 1_486_000_000;
 const LOGS_KEPT = 2_000;
 const CYCLE_S = 200;
+const POINTS_KEPT = 3_600;
 
 type Act = "crash" | "slow" | "outage" | "leave" | "return";
 
@@ -55,6 +56,9 @@ export class Simulation {
   tasks: Task[] = [];
   recoveries: Recovery[] = [];
   logs: LogEntry[] = [];
+  /** One point a second. */
+  readonly series: Series = { times: [], rps: [], activeWorkers: [], throughput: [], barrierP99: [], checkpointMbS: [], planMs: [] };
+  readonly runSeries: RunSeries = { times: [], step: [], loss: [], throughput: [] };
   plan: Plan;
   now: number;
   step = 0;
@@ -153,7 +157,24 @@ export class Simulation {
     this.playScript();
     if (this.phase === "training") this.train();
     for (const worker of this.workers.values()) this.beat(worker);
-    if (Math.floor(this.now) !== Math.floor(this.now - TICK_S)) this.publish("metrics", this.metrics());
+    if (Math.floor(this.now) !== Math.floor(this.now - TICK_S)) this.sample();
+  }
+
+  private sample(): void {
+    const metrics = this.metrics();
+    const throughput = this.phase === "training" ? Math.round(this.throughput()) : 0;
+    this.publish("metrics", metrics);
+    append(this.series.times, this.now);
+    append(this.series.rps, metrics.coordinator_rps);
+    append(this.series.activeWorkers, metrics.active_workers);
+    append(this.series.throughput, throughput);
+    append(this.series.barrierP99, metrics.barrier_latency_p99);
+    append(this.series.checkpointMbS, metrics.checkpoint_throughput);
+    append(this.series.planMs, metrics.shard_assignment_time);
+    append(this.runSeries.times, this.now);
+    append(this.runSeries.step, Math.floor(this.step));
+    append(this.runSeries.loss, this.phase === "training" ? round(this.loss, 4) : null);
+    append(this.runSeries.throughput, throughput);
   }
 
   private playScript(): void {
@@ -525,6 +546,11 @@ function taskSpec(task: Task): Record<string, unknown> {
 function datasetSpec(dataset: Dataset): Record<string, unknown> {
   const { id, name: _name, shard_count: _count, registered_at: _at, ...rest } = dataset;
   return { dataset_id: id, ...rest, files: [] };
+}
+
+function append<T>(list: T[], value: T): void {
+  list.push(value);
+  if (list.length > POINTS_KEPT) list.shift();
 }
 
 function round(value: number, digits: number): number {

@@ -90,10 +90,10 @@ function Chosen(props: { dataset: Dataset }) {
     retry: false,
   });
   // A change of the plan is news: it is asked for at once.
-  const moved = useStore((state) => state.happenings.find((each) => each.kind === "shards_moved" && each.data["dataset_id"] === dataset.id)?.id);
+  const moved = useStore((state) => state.planRevision);
   const { refetch } = plan;
   useEffect(() => {
-    if (moved !== undefined) void refetch();
+    if (moved > 0) void refetch();
   }, [moved, refetch]);
   const proof = audit.data?.find((each) => each.job_id === plan.data?.job_id && each.epoch === plan.data?.epoch) ?? audit.data?.at(-1);
 

@@ -1,0 +1,101 @@
+/** Start a task: which recipe, on which data, with how many workers, and the recipe's own settings. */
+
+import { useMutation, useQuery } from "@tanstack/react-query";
+import { useMemo, useState } from "react";
+
+import { get, post } from "../../api/client";
+import { Button, Field, Input, Select } from "../../components/controls";
+import { Dialog } from "../../components/Dialog";
+import { Empty, ErrorNote, Loading } from "../../components/states";
+import { useStore } from "../../state/store";
+import { errorOf } from "../data/Register";
+import { configOf, fieldsOf, initially, type JsonSchema, type Typed } from "./schema";
+import { SchemaForm } from "./SchemaForm";
+
+export interface Recipe {
+  name: string;
+  title?: string;
+  description?: string;
+  schema?: JsonSchema;
+}
+
+export function Start(props: { open: boolean; onClose: () => void; onStarted: (taskId: string) => void }) {
+  const recipes = useQuery({ queryKey: ["recipes"], queryFn: ({ signal }) => get<Recipe[]>("/recipes", {}, signal), enabled: props.open, staleTime: 30_000 });
+  return (
+    <Dialog open={props.open} onClose={props.onClose} wide title="Start a task" description="A recipe the operator has allowed, run with torchrun.">
+      {recipes.isPending ? (
+        <Loading rows={6} />
+      ) : recipes.isError ? (
+        <ErrorNote error={recipes.error} onRetry={() => void recipes.refetch()} />
+      ) : recipes.data.length === 0 ? (
+        <Empty title="There is no recipe">The coordinator's operator says which ones may be run.</Empty>
+      ) : (
+        <StartForm recipes={recipes.data} onClose={props.onClose} onStarted={props.onStarted} />
+      )}
+    </Dialog>
+  );
+}
+
+function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onStarted: (taskId: string) => void }) {
+  const datasets = useStore((state) => state.datasets);
+  const [name, setName] = useState("");
+  const [recipeName, setRecipeName] = useState(props.recipes[0]?.name ?? "");
+  const [dataset, setDataset] = useState("");
+  const [workers, setWorkers] = useState("2");
+  const recipe = props.recipes.find((each) => each.name === recipeName);
+  const fields = useMemo(() => fieldsOf(recipe?.schema ?? {}), [recipe]);
+  const [typed, setTyped] = useState<{ recipe: string; texts: Typed }>({ recipe: "", texts: {} });
+  const texts = typed.recipe === recipeName ? typed.texts : initially(fields);
+  const [told, setTold] = useState<Record<string, string>>({});
+
+  const work = useMutation({
+    mutationFn: (config: Record<string, unknown>) =>
+      post<{ task_id: string }>("/tasks", { name, type: recipeName, ...(dataset ? { dataset_id: dataset } : {}), worker_count: Number(workers), config }),
+    onSuccess: (made) => props.onStarted(made.task_id),
+  });
+  const submit = () => {
+    const { config, errors } = configOf(fields, texts);
+    setTold(errors);
+    if (Object.keys(errors).length === 0) work.mutate(config);
+  };
+
+  return (
+    <form className="flex flex-col gap-5" onSubmit={(event) => { event.preventDefault(); submit(); }}>
+      <div className="grid gap-4 sm:grid-cols-2">
+        <Field label="Name *" error={errorOf(work.error, "name")}>
+          {(ids) => <Input {...ids} required maxLength={256} value={name} onChange={(event) => setName(event.target.value)} />}
+        </Field>
+        <Field label="Recipe" hint={recipe?.description} error={errorOf(work.error, "type")}>
+          {(ids) => (
+            <Select {...ids} value={recipeName} onChange={(event) => { setRecipeName(event.target.value); setTold({}); }}>
+              {props.recipes.map((each) => <option key={each.name} value={each.name}>{each.title ?? each.name}</option>)}
+            </Select>
+          )}
+        </Field>
+        <Field label="Dataset" error={errorOf(work.error, "dataset_id")}>
+          {(ids) => (
+            <Select {...ids} value={dataset} onChange={(event) => setDataset(event.target.value)}>
+              <option value="">None, or as the recipe says</option>
+              {[...datasets.keys()].map((id) => <option key={id} value={id}>{id}</option>)}
+            </Select>
+          )}
+        </Field>
+        <Field label="Workers *" error={errorOf(work.error, "worker_count")}>
+          {(ids) => <Input {...ids} type="number" required min={1} max={100_000} step={1} value={workers} onChange={(event) => setWorkers(event.target.value)} />}
+        </Field>
+      </div>
+      {fields.length > 0 && (
+        <fieldset className="flex flex-col gap-3 border-t pt-4">
+          <legend className="sr-only">Settings of the recipe</legend>
+          <h3 className="font-medium">Settings</h3>
+          <SchemaForm fields={fields} typed={texts} errors={told} onChange={(key, text) => setTyped({ recipe: recipeName, texts: { ...texts, [key]: text } })} />
+        </fieldset>
+      )}
+      {work.isError && <ErrorNote error={work.error} />}
+      <footer className="flex justify-end gap-2">
+        <Button onClick={props.onClose}>Cancel</Button>
+        <Button look="primary" type="submit" disabled={work.isPending}>{work.isPending ? "Starting …" : "Start"}</Button>
+      </footer>
+    </form>
+  );
+}

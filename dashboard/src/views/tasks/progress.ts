@@ -1,0 +1,20 @@
+/** How far a task is and when it will end, from what the coordinator says and otherwise from its pace. Pure. */
+
+import type { Task } from "../../api/types";
+
+/** Seconds left, or null when nobody can tell. */
+export function secondsLeft(task: Task, now: number): number | null {
+  if (task.status !== "running" || task.stopping) return null;
+  if (typeof task.eta_s === "number") return task.eta_s;
+  if (task.started_at === null || task.progress <= 1) return null;
+  return ((now - task.started_at) / task.progress) * (100 - task.progress);
+}
+
+/** Seconds it has run, or ran. */
+export function ranFor(task: Task, now: number): number | null {
+  return task.started_at === null ? null : (task.completed_at ?? now) - task.started_at;
+}
+
+export function hasEnded(task: Task): boolean {
+  return task.status === "completed" || task.status === "failed" || task.status === "stopped";
+}

@@ -22,6 +22,7 @@ from strata.coordinator.auth import Gatekeeper
 from strata.coordinator.dashboard import Dashboard
 from strata.coordinator.door import Door, ErrorBody, install_error_handlers, json_response
 from strata.coordinator.log_routes import install_log_routes
+from strata.coordinator.metric_routes import install_metric_routes
 from strata.coordinator.pages import Page
 from strata.coordinator.params import NOT_FOUND, Limit, NameInPath, Words
 from strata.coordinator.runtime import Runtime
@@ -291,6 +292,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         return StreamingResponse(runtime.feed.follow(last), media_type="text/event-stream", headers=headers)
 
     install_log_routes(app, runtime)
+    install_metric_routes(app, runtime)
     install_error_handlers(app)
     _document_units(app)
     return Dashboard(Door(app, gatekeeper))

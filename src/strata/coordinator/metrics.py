@@ -10,19 +10,32 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from strata.core.messages import BarrierReleased, CheckpointCompleted, CheckpointFailed, Event, WorkerFailed
+from strata.core.messages import (
+    BarrierBroken,
+    BarrierReleased,
+    CheckpointCompleted,
+    CheckpointFailed,
+    Event,
+    RecoveryRecorded,
+    ShardsMoved,
+    WorkerFailed,
+)
 
 RPS_WINDOW_S = 5.0
 CHECKPOINT_WINDOW_S = 300.0
 BARRIERS_KEPT = 1_000
+_LONG_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 900)
+RECOVERY_PHASES = frozenset({"detect", "rendezvous", "spawn", "load", "first_step"})
 _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 
 
 class CoordinatorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.events_total = 0
         self._requests = Counter(
             "strata_grpc_requests",
             "Unary calls and stream messages handled",
@@ -47,6 +60,38 @@ class CoordinatorMetrics:
         self._checkpoints = Counter(
             "strata_checkpoints", "Checkpoints by outcome", ["status"], registry=self.registry
         )
+        self._checkpoint_seconds = Histogram(
+            "strata_checkpoint_seconds",
+            "First byte to durable, of completed checkpoints",
+            buckets=_LONG_BUCKETS,
+            registry=self.registry,
+        )
+        self._barriers = Counter(
+            "strata_barriers", "Barriers that ended, by outcome", ["outcome"], registry=self.registry
+        )
+        self._shards_moved = Counter(
+            "strata_shards_moved", "Shards given to another worker", registry=self.registry
+        )
+        self._recovery = Histogram(
+            "strata_recovery_seconds",
+            "Last step before a loss to the first step after it",
+            buckets=_LONG_BUCKETS,
+            registry=self.registry,
+        )
+        self._recovery_phases = Counter(
+            "strata_recovery_phase_seconds",
+            "Where the time of recoveries went",
+            ["phase"],
+            registry=self.registry,
+        )
+        self._lost_steps = Counter(
+            "strata_recovery_lost_steps", "Steps that had to be made again", registry=self.registry
+        )
+        self._events = Counter("strata_events", "Facts decided", registry=self.registry)
+        self.event_readers = Gauge(
+            "strata_event_readers", "Readers of the event stream", registry=self.registry
+        )
+        self.tasks = Gauge("strata_tasks", "Tasks by status", ["status"], registry=self.registry)
         self._failures = Counter("strata_worker_failures", "Workers declared failed", registry=self.registry)
         self.workers = Gauge("strata_workers", "Known workers by status", ["status"], registry=self.registry)
         self.generation = Gauge("strata_generation", "Changes of the member set", registry=self.registry)
@@ -70,19 +115,36 @@ class CoordinatorMetrics:
         self._plan.observe(seconds)
 
     def committed(self, events: Sequence[Event]) -> None:
+        self.events_total += len(events)
+        self._events.inc(len(events))
         for event in events:
             if isinstance(event, BarrierReleased):
+                self._barriers.labels("released").inc()
                 self._barrier.observe(event.waited_s)
                 self._barrier_waits_s.append(event.waited_s)
             elif isinstance(event, CheckpointCompleted):
                 self._checkpoints.labels("completed").inc()
                 self._checkpoint_bytes.inc(event.size_bytes)
                 if event.duration_s > 0:
+                    self._checkpoint_seconds.observe(event.duration_s)
                     self._saves.append((time.monotonic(), event.size_bytes, event.duration_s))
             elif isinstance(event, CheckpointFailed):
                 self._checkpoints.labels("failed").inc()
             elif isinstance(event, WorkerFailed):
                 self._failures.inc()
+            elif isinstance(event, BarrierBroken):
+                self._barriers.labels("broken").inc()
+            elif isinstance(event, ShardsMoved):
+                self._shards_moved.inc(sum(map(len, event.moved.values())))
+            elif isinstance(event, RecoveryRecorded):
+                self._recovered(event)
+
+    def _recovered(self, event: RecoveryRecorded) -> None:
+        self._recovery.observe(sum(event.phases_s.values()))
+        self._lost_steps.inc(event.lost_steps)
+        for phase, seconds in event.phases_s.items():
+            # Names come from workers; the number of series must not.
+            self._recovery_phases.labels(phase if phase in RECOVERY_PHASES else "other").inc(seconds)
 
     def sample(self) -> None:
         """Called about once a second: the rate is the difference over the window."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import orjson
 
 import strata
-from strata.coordinator.collectors import LogCollector
+from strata.coordinator.collectors import JobCollector, LogCollector
 from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.feed import Feed
 from strata.coordinator.journal import Journal
@@ -20,8 +22,10 @@ from strata.coordinator.logs import LogStore
 from strata.coordinator.metrics import CoordinatorMetrics
 from strata.coordinator.pages import Pages
 from strata.coordinator.sessions import Sessions
+from strata.coordinator.watch import Watch
 from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
+from strata.core.messages import TaskStatus
 from strata.core.task_views import TaskView
 from strata.core.views import LogView
 
@@ -42,6 +46,7 @@ class Runtime:
     feed: Feed
     metrics: CoordinatorMetrics
     pages: Pages
+    watch: Watch
     started_at_s: float
     address: str = ""
     _fresh_logs: list[LogView] = field(default_factory=list)
@@ -51,13 +56,15 @@ class Runtime:
         """A runtime with the journal's state; its engine is not running yet."""
         cluster, clock = Cluster(limits), SystemClock()
         engine = Engine(cluster, journal, clock)
+        metrics, feed = CoordinatorMetrics(), Feed(boot_id=secrets.token_hex(4))
         runtime = cls(
             engine=engine,
             sessions=Sessions(cluster, clock),
             logs=logs,
-            feed=Feed(boot_id=secrets.token_hex(4)),
-            metrics=CoordinatorMetrics(),
+            feed=feed,
+            metrics=metrics,
             pages=Pages(engine),
+            watch=Watch(cluster, metrics, logs, feed.publish, lambda: fleet_figures(cluster, metrics)),
             started_at_s=time.time(),
         )
         engine.listeners += [
@@ -65,7 +72,8 @@ class Runtime:
             runtime.sessions.committed,
             runtime.feed.committed,
         ]
-        runtime.metrics.registry.register(LogCollector(logs))
+        metrics.registry.register(LogCollector(logs))
+        metrics.registry.register(JobCollector(runtime.watch, cluster.checkpoints))
         engine.on_plan = runtime.metrics.planned
         runtime.logs.on_entries = runtime._publish_logs
         runtime._define_pages()
@@ -75,6 +83,7 @@ class Runtime:
         """Once a second: what changes all the time is measured and published together."""
         self.metrics.sample()
         self.logs.report_drops()
+        self.watch.pulse()
         if self.feed.readers:
             self.feed.publish("metrics", self._metrics(self.engine.cluster))
 
@@ -88,6 +97,10 @@ class Runtime:
             self.metrics.workers.labels(state).set(counts.get(state, 0))
         self.metrics.generation.set(cluster.membership.generation)
         self.metrics.sessions.set(len(self.sessions))
+        self.metrics.event_readers.set(self.feed.readers)
+        tasks = Counter(task.status for task in cluster.tasks.tasks.values())
+        for task_status in get_args(TaskStatus):
+            self.metrics.tasks.labels(task_status).set(tasks[task_status])
         return self.metrics.exposition()
 
     def _publish_logs(self, entries: Sequence[LogView]) -> None:
@@ -145,14 +158,7 @@ class Runtime:
         return [views.recovery(record) for record in reversed(cluster.recoveries.records)]
 
     def _metrics(self, cluster: Cluster) -> views.MetricsView:
-        return views.MetricsView(
-            checkpoint_throughput=self.metrics.checkpoint_mb_s(),
-            coordinator_rps=self.metrics.requests_per_second(),
-            active_workers=views.active_workers(cluster),
-            total_workers=len(cluster.membership.members),
-            barrier_latency_p99=self.metrics.barrier_p99_ms(),
-            shard_assignment_time=self.metrics.plan_ms(),
-        )
+        return fleet_figures(cluster, self.metrics)
 
     def _tasks(self, cluster: Cluster) -> list[TaskView]:
         newest = list(reversed(cluster.tasks.tasks.values()))[:TASKS_SHOWN]
@@ -169,3 +175,14 @@ class Runtime:
             tasks=self._tasks(cluster)[:100],
             logs=self.logs.newest(LOGS_SHOWN, LogFilter()),
         )
+
+
+def fleet_figures(cluster: Cluster, metrics: CoordinatorMetrics) -> views.MetricsView:
+    return views.MetricsView(
+        checkpoint_throughput=metrics.checkpoint_mb_s(),
+        coordinator_rps=metrics.requests_per_second(),
+        active_workers=views.active_workers(cluster),
+        total_workers=len(cluster.membership.members),
+        barrier_latency_p99=metrics.barrier_p99_ms(),
+        shard_assignment_time=metrics.plan_ms(),
+    )

@@ -122,6 +122,8 @@ class Membership:
         """In the order of their seats."""
         self.pulses: dict[WorkerId, Pulse] = {}
         self.reports: dict[WorkerId, Report] = {}
+        self.slow: dict[WorkerId, str] = {}
+        """Why, for every worker that the others of its job wait for. Soft, and told from outside."""
         self.failed_mono_s: dict[WorkerId, float] = {}
         """Since when each failed member is known to be."""
         self.generation = 0

@@ -57,6 +57,8 @@ class WorkerView:
     """Whether its session stream is open; workers that make only unary calls have none."""
     joined_at: float
     memory_bytes: int
+    slow: bool
+    """Whether the others of its job wait for it; `reason` says how much."""
     reason: str
     metadata: dict[str, str]
 
@@ -255,7 +257,8 @@ def worker(cluster: Cluster, member: Member, shards: int) -> WorkerView:
         connected=pulse is not None and pulse.connected,
         joined_at=member.joined_at_s,
         memory_bytes=spec.memory_bytes,
-        reason=member.reason,
+        slow=spec.worker_id in cluster.membership.slow,
+        reason=cluster.membership.slow.get(spec.worker_id, member.reason),
         metadata=dict(spec.metadata),
     )
 

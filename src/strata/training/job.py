@@ -33,6 +33,7 @@ from strata.data.commits import DataLedger
 from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch
 from strata.training import rng
+from strata.training.account import TimeAccount
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
 from strata.training.link import CoordinatorLink, open_link
 from strata.training.preemption import EXIT_AGAIN, Preemption
@@ -136,6 +137,7 @@ class ElasticJob:
         self._lasting: SaveHandle | None = None
         self._saved_step = -1  # Of the newest lasting save: the same on every rank.
         self._next_agreement = 1
+        self._account = TimeAccount(self._tracer.before)
         self._steps_here = 0
         self._step_began_s = 0.0
         self._step_s = 0.0
@@ -148,6 +150,7 @@ class ElasticJob:
         self._tracer.mark("joined")
         self._preemption = Preemption(deadline_s=self.options.preemption_deadline_s)
         self._data.set_world(self.rank, self.world_size)
+        self.metrics["total_steps"] = float(self._total_steps())
         self._link = open_link(
             self._coordinator,
             job=self.name,
@@ -227,27 +230,43 @@ class ElasticJob:
         while not self._is_done():
             for batch in self._data:
                 self._alive("training")
+                self._account.enter_step(self.step)
                 yield batch
                 # The loop has come back: this batch is trained.
                 self._data.commit(batch)
                 if batch.step.ends_step:
-                    self._after_step()
+                    self._after_step(batch.step.batch_stop - batch.step.batch_start)
                     if self._is_done():
                         break
                 self._alive("reading data")
+                self._account.enter("waiting")
         self._finish()
 
     def report(self, **metrics: float) -> None:
         """Figures of the step being made (loss, tokens_per_second, …), for everyone who watches. Never waits."""
         self.metrics.update(metrics)
 
+    def waited(self, seconds: float) -> None:
+        """So much of the step being made was waiting for other ranks: who waits least is whom the others wait for."""
+        self.metrics["sync_wait_s"] = seconds
+        self._account.waited(seconds)
+
     def _is_done(self) -> bool:
         if self._max_steps is not None and self.step >= self._max_steps:
             return True
         return self._epochs is not None and self._data.epoch >= self._epochs
 
-    def _after_step(self) -> None:
+    def _total_steps(self) -> int:
+        """How many steps training has altogether, as far as can be known beforehand."""
+        sampler = self._data.sampler
+        each, rest = divmod(sampler.total, sampler.global_batch_size)
+        by_epochs = (each + (rest > 0 and not sampler.drop_last)) * (self._epochs or 0)
+        limits = [limit for limit in (self._max_steps, by_epochs) if limit]
+        return min(limits)
+
+    def _after_step(self, samples: int) -> None:
         now_s = time.monotonic()
+        self._account.made_step()
         self._step_s, self._step_began_s = now_s - self._step_began_s, now_s
         self.step += 1
         self._steps_here += 1
@@ -255,9 +274,12 @@ class ElasticJob:
         if self._steps_here == 1:
             self._first_step()
         self.metrics["step_time_s"] = self._step_s
+        self.metrics["samples_per_second"] = samples / max(self._step_s, 1e-9)
         self.metrics["data_position"] = float(self._data.position)
         self._tell("training")
+        self._account.enter("waiting")
         self._agree()
+        self._account.enter("checkpoint")
         options = self.options
         if self._leaving:
             self._save_finally()
@@ -267,6 +289,7 @@ class ElasticJob:
             self._save(lasting=False)
         if self._leaving:
             self._leave()
+        self._account.enter("waiting")
         self._step_began_s = time.monotonic()
 
     def _agree(self) -> None:
@@ -287,6 +310,7 @@ class ElasticJob:
         raise Preempted(asked=asked)
 
     def _finish(self) -> None:
+        self._account.enter("checkpoint")
         if self._saved_step != self.step:
             self._save_finally()
         if self._manager is not None:
@@ -438,7 +462,8 @@ class ElasticJob:
 
     def _tell(self, state: str) -> None:
         if self._link is not None:
-            self._link.status(state, step=self.step, epoch=self._data.epoch, metrics=self.metrics)
+            metrics = {**self.metrics, **self._account.totals()}
+            self._link.status(state, step=self.step, epoch=self._data.epoch, metrics=metrics)
 
     def _alive(self, doing: str) -> None:
         if self._watchdog is not None:

@@ -37,7 +37,7 @@ class CoordinatorLink:
         self.worker_id = worker_id
         self._metadata = dict(metadata)
         self._orchestrator = TrainingOrchestrator(
-            address, job_id=job, timeout_s=JOIN_TIMEOUT_S, ship_logs=True, on_stale=self._on_stale
+            address, job_id=job, timeout_s=JOIN_TIMEOUT_S, ship_logs=_ships_logs(), on_stale=self._on_stale
         )
         self._notices: queue.Queue[Callable[[], None] | None] = queue.Queue(NOTICES_KEPT)
         self._closing = False
@@ -185,7 +185,14 @@ def open_link(
     address = address or os.environ.get("COORDINATOR_ADDR") or os.environ.get("COORDINATOR_URL")
     if not address:
         return None
+    task = os.environ.get("STRATA_TASK_ID")
+    metadata = {**metadata, **({"task_id": task} if task else {})}
     return CoordinatorLink(address, job=job, worker_id=f"{job}-rank{rank}", metadata=metadata)
+
+
+def _ships_logs() -> bool:
+    """Not where whoever launched this process already takes what it prints to the coordinator."""
+    return os.environ.get("STRATA_SHIP_LOGS", "1") != "0"
 
 
 def _lasts(tiers: tuple[str, ...]) -> bool:

@@ -1,0 +1,135 @@
+"""Which rank the others wait for.
+
+In lock step all ranks take as long as the slowest, so step times alone say nothing. A rank's own time is what it needs
+for a step without waiting for the others; one whose own time is well above the median of the others', report after
+report, is slow. It is so again and again before it is said, and no longer so for as long before that is taken back.
+Pure: `judge` is given what the ranks of one job reported and returns what changed, each with a reason for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strata.core.messages import JobId, WorkerId
+
+SLOW_RATIO = 1.5
+FAIR_RATIO = 1.25
+REPORTS = 5
+"""Reports of new steps in a row that it takes to change our mind."""
+LEAST_S = 0.002
+"""Differences smaller than this are noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What one rank said last."""
+
+    worker_id: WorkerId
+    step: int
+    own_s: float
+    """Time of its newest step, without waiting for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A rank became slow, or is no longer."""
+
+    job_id: JobId
+    worker_id: WorkerId
+    slow: bool
+    own_s: float
+    others_s: float
+    """Median of the others."""
+    reason: str
+
+
+@dataclass(slots=True)
+class _Record:
+    step: int = -1
+    in_a_row: int = 0
+    """Reports that speak against what is said about this rank now."""
+    slow: bool = False
+
+
+class Stragglers:
+    def __init__(self) -> None:
+        self._records: dict[JobId, dict[WorkerId, _Record]] = {}
+        self.slow: dict[WorkerId, str] = {}
+        """Why, for every rank that is slow now."""
+
+    def judge(self, job: JobId, paces: Sequence[Pace]) -> list[Change]:
+        """Called with the newest reports of a job's ranks; a report seen before does not count again."""
+        known = self._records.setdefault(job, {})
+        # One that is alone has nobody who waits for it.
+        self._forget(job, {pace.worker_id for pace in paces} if len(paces) > 1 else set())
+        if len(paces) < 2:
+            return []
+        ordered = sorted(pace.own_s for pace in paces)
+        changes = []
+        for pace in paces:
+            record = known.setdefault(pace.worker_id, _Record())
+            if pace.step <= record.step:
+                if pace.step < record.step:
+                    record.step = pace.step  # It went back to an earlier step.
+                continue
+            record.step = pace.step
+            others_s = _median_without(ordered, pace.own_s)
+            change = self._weigh(job, pace, others_s, record)
+            if change is not None:
+                changes.append(change)
+        return changes
+
+    def keep_only(self, jobs: Mapping[JobId, object]) -> None:
+        for job in [job for job in self._records if job not in jobs]:
+            self._forget(job, set())
+            del self._records[job]
+
+    def _weigh(self, job: JobId, pace: Pace, others_s: float, record: _Record) -> Change | None:
+        limit_s = others_s * (FAIR_RATIO if record.slow else SLOW_RATIO)
+        is_slow = pace.own_s > max(limit_s, others_s + LEAST_S)
+        if is_slow == record.slow:
+            record.in_a_row = 0
+            if is_slow:
+                self.slow[pace.worker_id] = _reason(pace.own_s, others_s)
+            return None
+        record.in_a_row += 1
+        if record.in_a_row < REPORTS:
+            return None
+        record.slow, record.in_a_row = is_slow, 0
+        if is_slow:
+            reason = self.slow[pace.worker_id] = _reason(pace.own_s, others_s)
+        else:
+            self.slow.pop(pace.worker_id, None)
+            reason = f"as fast as the others again: {pace.own_s:.3f} s a step, theirs {others_s:.3f} s"
+        return Change(
+            job_id=job,
+            worker_id=pace.worker_id,
+            slow=is_slow,
+            own_s=pace.own_s,
+            others_s=others_s,
+            reason=reason,
+        )
+
+    def _forget(self, job: JobId, present: set[WorkerId]) -> None:
+        known = self._records[job]
+        for worker_id in [worker_id for worker_id in known if worker_id not in present]:
+            del known[worker_id]
+            self.slow.pop(worker_id, None)
+
+
+def _reason(own_s: float, others_s: float) -> str:
+    times = f"{own_s / others_s:.1f} times" if others_s > 0 else "more than"
+    return f"slow: {own_s:.3f} s of its own for a step, {times} the others' {others_s:.3f} s"
+
+
+def _median_without(ordered: list[float], value: float) -> float:
+    """The median of all but one of the values. `value` is one of them."""
+    count = len(ordered) - 1
+
+    def at(index: int) -> float:
+        # Without one element, everything from its place on moves down by one.
+        return ordered[index + 1] if ordered[index] >= value else ordered[index]
+
+    middle = count // 2
+    return at(middle) if count % 2 else (at(middle - 1) + at(middle)) / 2

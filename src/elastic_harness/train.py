@@ -214,6 +214,8 @@ class Trainer:
         self._seconds += time.perf_counter() - began_s
         if not batch.step.ends_step:
             return
+        if isinstance(self.ddp, DistributedDataParallel):
+            self.job.waited(self.sync.wait_s)
         norm = self._clip()
         self.scaling.step(self._schedule())
         self.optimizer.step()
@@ -293,8 +295,6 @@ class Trainer:
         value = float(loss.detach())
         per_second = tokens / max(seconds, 1e-9)
         self.job.report(loss=value, lr=lr, tokens_per_second=per_second)
-        if isinstance(self.ddp, DistributedDataParallel):
-            self.job.report(sync_wait_s=self.sync.wait_s)
         if self.world.is_main:
             log.info("step %d: loss %.4f, lr %.2e, %.0f tokens/s", step, value, lr, per_second)
 

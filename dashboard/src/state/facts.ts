@@ -1,5 +1,6 @@
 /** The shapes of the facts on the event stream, and how each is told to a person. Pure. */
 
+import type { ExitCause } from "../api/types";
 import { duration, plural } from "../format";
 import type { FeedEvent, Happening } from "./types";
 
@@ -27,8 +28,12 @@ export interface Facts {
   };
   checkpoint_failed: { checkpoint_id: string; job_id: string; worker_id: string; step: number; epoch: number; path: string; reason: string; at_s: number };
   checkpoint_removed: { checkpoint_id: string; reason: string; at_s: number };
-  task_created: { spec: { task_id: string; name: string; type: string; dataset_id: string | null; worker_count: number; config_json: string }; reason: string; at_s: number };
-  task_changed: { task_id: string; status: string; worker_ids: string[]; reason: string; at_s: number };
+  task_created: {
+    spec: { task_id: string; name: string; type: string; dataset_id: string | null; worker_count: number; gpus_per_worker?: number; max_retries?: number; config_json: string };
+    reason: string; at_s: number;
+  };
+  task_changed: { task_id: string; status: string; worker_ids: string[]; reason: string; at_s: number; attempt?: number; stopping?: boolean; cause?: ExitCause | null };
+  task_progressed: { task_id: string; attempt: number; worker_ids: string[]; step: number; total_steps: number; steps_per_s: number; at_s: number };
   recovery_recorded: {
     job_id: string; worker_id: string; phases_s: Record<string, number>; resumed_step: number; lost_steps: number; tier: string;
     world_before: number; world_after: number; reason: string; at_s: number;

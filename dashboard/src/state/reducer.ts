@@ -30,6 +30,7 @@ export function initialState(): State {
     series: emptySeries(),
     runSeries: new Map(),
     planRevision: 0,
+    logsSkipped: 0,
   };
 }
 
@@ -120,6 +121,10 @@ function applyEvents(state: State, events: readonly FeedEvent[], atMs: number, a
       const metrics = event.data as Metrics;
       draft.state.metrics = metrics;
       if (!again) draft.state.series = addSample(draft.state.series, metrics, draft.state.runSeries, atMs / 1000 + state.skewS);
+      continue;
+    }
+    if (event.kind === "logs_skipped") {
+      if (!again) draft.state.logsSkipped += (event.data as { count: number }).count;
       continue;
     }
     apply(draft, event);
@@ -236,8 +241,10 @@ function apply(draft: Draft, event: FeedEvent): void {
       const { spec, reason, at_s } = event.data as Facts["task_created"];
       if (state.tasks.some((t) => t.id === spec.task_id)) break;
       const task: Task = {
-        id: spec.task_id, name: spec.name, type: spec.type, status: "pending", worker_ids: [], worker_count: spec.worker_count, dataset_id: spec.dataset_id,
-        config: parsed(spec.config_json), created_at: at_s, started_at: null, completed_at: null, progress: 0, reason,
+        id: spec.task_id, name: spec.name, type: spec.type, status: "pending", stopping: false, worker_ids: [], worker_count: spec.worker_count,
+        gpus_per_worker: spec.gpus_per_worker ?? 0, dataset_id: spec.dataset_id, config: parsed(spec.config_json), created_at: at_s, started_at: null,
+        completed_at: null, progress: 0, step: 0, total_steps: null, steps_per_s: null, eta_s: null, attempts: 0, max_retries: spec.max_retries ?? 0,
+        exit_cause: null, reason,
       };
       state.tasks = [task, ...state.tasks].slice(0, LIMITS.tasks);
       break;
@@ -245,6 +252,11 @@ function apply(draft: Draft, event: FeedEvent): void {
     case "task_changed": {
       const d = event.data as Facts["task_changed"];
       state.tasks = state.tasks.map((t) => (t.id === d.task_id ? changed(t, d) : t));
+      break;
+    }
+    case "task_progressed": {
+      const d = event.data as Facts["task_progressed"];
+      state.tasks = state.tasks.map((t) => (t.id === d.task_id && d.attempt >= t.attempts ? progressed(t, d) : t));
       break;
     }
     case "recovery_recorded": {
@@ -300,11 +312,29 @@ function changed(task: Task, d: Facts["task_changed"]): Task {
   return {
     ...task,
     status,
+    stopping: d.stopping ?? false,
+    attempts: Math.max(task.attempts, d.attempt ?? 0),
+    exit_cause: d.cause ?? task.exit_cause,
+    eta_s: ENDED.has(status) ? null : task.eta_s,
     worker_ids: d.worker_ids.length > 0 || ENDED.has(status) ? d.worker_ids : task.worker_ids,
     started_at: status === "running" ? (task.started_at ?? d.at_s) : task.started_at,
     completed_at: ENDED.has(status) ? d.at_s : null,
     progress: status === "completed" ? 100 : task.progress,
     reason: d.reason,
+  };
+}
+
+function progressed(task: Task, d: Facts["task_progressed"]): Task {
+  const left = d.total_steps > 0 ? Math.max(0, d.total_steps - d.step) : null;
+  return {
+    ...task,
+    attempts: d.attempt,
+    worker_ids: d.worker_ids.length > 0 ? d.worker_ids : task.worker_ids,
+    step: d.step,
+    total_steps: d.total_steps || null,
+    steps_per_s: d.steps_per_s || null,
+    eta_s: left !== null && d.steps_per_s > 0 ? left / d.steps_per_s : null,
+    progress: d.total_steps > 0 ? Math.min(100, (100 * d.step) / d.total_steps) : task.progress,
   };
 }
 

@@ -92,6 +92,8 @@ export interface State {
   runSeries: ReadonlyMap<string, RunSeries>;
   /** Grows whenever shards have changed hands: ask for the plan again. */
   planRevision: number;
+  /** Lines of a flood that the stream left out; a search still finds them. */
+  logsSkipped: number;
 }
 
 /** One server-sent event. */

@@ -1,0 +1,200 @@
+/**
+ * Is training healthy, and if not, why: one headline for everything the coordinator knows. Pure.
+ *
+ * The gravest finding speaks; the others stand below it. Each names whom it is about, so that the next click leads there.
+ */
+
+import type { Worker } from "../api/types";
+import { age, count, duration, plural } from "../format";
+import { runsOf, type Run } from "./runs";
+import type { State } from "./types";
+
+export type Level = "good" | "warn" | "bad" | "idle" | "unknown";
+
+export interface Finding {
+  level: "warn" | "bad";
+  /** A few words. */
+  title: string;
+  /** One sentence: why. */
+  reason: string;
+  /** Where to look next. */
+  link: { to: "/workers" | "/runs" | "/checkpoints" | "/barriers" | "/tasks"; search?: Record<string, string>; job?: string };
+}
+
+export interface Health {
+  level: Level;
+  headline: string;
+  reason: string;
+  findings: Finding[];
+}
+
+/** A heartbeat comes every few seconds; later than this and something is wrong, though not yet lost. */
+export const LATE_S = 12;
+export const BARRIER_SLOW_S = 30;
+export const STALLED_S = 60;
+const RECENT_S = 600;
+/** Saves come at a rhythm; this many times its length without one is a finding. */
+const OVERDUE = 3;
+
+export function assess(state: State, now: number): Health {
+  if (state.coordinator === null) {
+    return { level: "unknown", headline: state.connection.phase === "disconnected" ? "Not connected" : "Connecting", reason: state.connection.reason || "Waiting for the coordinator's first answer.", findings: [] };
+  }
+  const runs = runsOf(state);
+  const findings = [
+    ...runs.flatMap((run) => [...ofWorkers(run, now), ...ofSaves(run, now), ...ofProgress(run, state, now)]),
+    ...ofBarriers(state, now),
+    ...ofTasks(state, now),
+  ].sort((a, b) => rank(a) - rank(b));
+  const live = runs.filter((run) => run.status === "training" || run.status === "recovering");
+  const stale = state.connection.phase === "disconnected" ? "When last heard: " : "";
+  const worst = findings[0];
+  if (worst) return { level: worst.level, headline: stale + worst.title, reason: worst.reason, findings };
+  if (live.length === 0) {
+    const present = runs.reduce((sum, run) => sum + run.alive, 0);
+    return {
+      level: "idle",
+      headline: `${stale}Nothing is training`,
+      reason: present > 0 ? `${plural(present, "worker")} connected and idle.` : "No worker is connected. Start a task, or launch a job that names this coordinator.",
+      findings,
+    };
+  }
+  return { level: "good", headline: `${stale}Training is healthy`, reason: wellBeing(live, now), findings };
+}
+
+function rank(finding: Finding): number {
+  return finding.level === "bad" ? 0 : 1;
+}
+
+function wellBeing(live: readonly Run[], now: number): string {
+  const workers = live.reduce((sum, run) => sum + run.alive, 0);
+  const who = live.length === 1 && live[0] ? `${plural(workers, "worker")} on ${live[0].id}` : `${plural(workers, "worker")} on ${plural(live.length, "run")}`;
+  const oldest = live.map((run) => run.risk.since).filter((at) => at !== null).sort((a, b) => a - b)[0];
+  const unsaved = live.filter((run) => run.risk.safe === null).length;
+  if (unsaved > 0) return `${who}; the first save has not been made yet.`;
+  return oldest === undefined ? `${who}.` : `${who}, last safe state ${age(now - oldest)} ago.`;
+}
+
+/** "w1", "w1 and w2", "w1, w2 and 5 more" */
+export function names(ids: readonly string[]): string {
+  if (ids.length <= 1) return ids[0] ?? "nobody";
+  if (ids.length <= 3) return `${ids.slice(0, -1).join(", ")} and ${ids.at(-1) ?? ""}`;
+  return `${ids.slice(0, 2).join(", ")} and ${count(ids.length - 2)} more`;
+}
+
+function ofWorkers(run: Run, now: number): Finding[] {
+  const found: Finding[] = [];
+  const failed = run.workers.filter((w) => w.status === "failed" && !replaced(w, run));
+  const filter = { job: run.id, status: "failed" };
+  if (run.status === "failed") {
+    if (now - Math.max(...run.workers.map((w) => w.last_heartbeat)) < RECENT_S || run.task?.status === "running") {
+      found.push({ level: "bad", title: `${run.id} has stopped: every worker is gone`, reason: reasonOf(failed), link: { to: "/workers", search: filter } });
+    }
+    return found;
+  }
+  if (run.alive === 0) return found;
+  if (failed.length > 0) {
+    found.push({ level: "warn", title: `${names(failed.map((w) => w.id))} failed`, reason: `${run.id} goes on with ${plural(run.alive, "worker")}. ${reasonOf(failed)}`, link: { to: "/workers", search: filter } });
+  }
+  if (run.status === "recovering" && (run.recoveries.length > 0 || failed.length > 0 || run.checkpoints.length > 0)) {
+    const starting = run.workers.filter((w) => w.status === "recovering" || w.status === "initializing" || w.status === "loading");
+    found.push({ level: "warn", title: `${run.id} is recovering`, reason: `${plural(starting.length, "worker")} of ${count(run.alive)} ${starting.length === 1 ? "is" : "are"} coming back: ${starting[0]?.status ?? ""}.`, link: { to: "/runs", job: run.id } });
+  }
+  const late = run.workers.filter((w) => w.status !== "failed" && now - w.last_heartbeat > LATE_S);
+  if (late.length > 0) {
+    const longest = Math.max(...late.map((w) => now - w.last_heartbeat));
+    found.push({ level: "warn", title: `${names(late.map((w) => w.id))} ${late.length === 1 ? "is" : "are"} silent`, reason: `No heartbeat for ${age(longest)}.`, link: { to: "/workers", search: { job: run.id, sort: "heard" } } });
+  }
+  return found;
+}
+
+/** A failed worker whose run has recovered since without it is history. */
+function replaced(worker: Worker, run: Run): boolean {
+  return run.recoveries.some((r) => r.at >= worker.last_heartbeat && r.world_after > 0) && run.status !== "failed";
+}
+
+function reasonOf(workers: readonly Worker[]): string {
+  const reasons = new Set(workers.map((w) => w.reason).filter(Boolean));
+  const first = [...reasons][0];
+  if (!first) return "";
+  const sentence = `${first.charAt(0).toUpperCase()}${first.slice(1)}`;
+  return sentence.endsWith(".") ? sentence : `${sentence}.`;
+}
+
+function ofSaves(run: Run, now: number): Finding[] {
+  if (run.alive === 0) return [];
+  const link = { to: "/checkpoints" as const, search: { job: run.id } };
+  const last = run.checkpoints.find((c) => c.status !== "in_progress");
+  const found: Finding[] = [];
+  if (last?.status === "failed" && now - last.created_at < RECENT_S) {
+    found.push({ level: "bad", title: `The last save of ${run.id} failed`, reason: `Step ${count(last.step)}: ${last.reason || "no reason given"}.`, link });
+  }
+  const rhythm = saveRhythm(run);
+  if (rhythm !== null && run.risk.since !== null && run.status === "training") {
+    const since = now - run.risk.since;
+    if (since > Math.max(30, OVERDUE * rhythm)) {
+      found.push({ level: "warn", title: `${run.id} has not saved for ${age(since)}`, reason: `It usually saves every ${duration(Math.round(rhythm))}; ${plural(run.risk.steps, "step")} would be lost now.`, link });
+    }
+  }
+  return found;
+}
+
+/** Seconds between the last saves, by their median; null while there are too few. */
+export function saveRhythm(run: Run): number | null {
+  const times = run.checkpoints.filter((c) => c.status === "completed").slice(0, 10).map((c) => c.created_at);
+  const gaps = times.slice(1).map((at, i) => (times[i] ?? at) - at).filter((gap) => gap > 0).sort((a, b) => a - b);
+  return gaps.length < 2 ? null : (gaps[Math.floor(gaps.length / 2)] ?? null);
+}
+
+function ofProgress(run: Run, state: State, now: number): Finding[] {
+  if (run.status !== "training") return [];
+  const series = state.runSeries.get(run.id);
+  if (!series) return [];
+  let since: number | null = null;
+  for (let i = series.times.length - 1; i >= 0; i -= 1) {
+    const step = series.step[i];
+    if (step === null || step === undefined) continue;
+    if (step !== run.step) break;
+    since = series.times[i] ?? since;
+  }
+  const stepS = Math.max(0, ...run.workers.map((w) => w.metrics["step_time_s"] ?? 0));
+  const limit = Math.max(STALLED_S, 5 * stepS);
+  if (since === null || now - since < limit) return [];
+  return [{ level: "warn", title: `${run.id} makes no progress`, reason: `It has been at step ${count(run.step)} for ${age(now - since)}.`, link: { to: "/runs", job: run.id } }];
+}
+
+function ofBarriers(state: State, now: number): Finding[] {
+  const slow = state.barriers.filter((b) => b.status === "waiting" && now - b.created_at > BARRIER_SLOW_S);
+  const first = slow[0];
+  if (!first) return [];
+  const missing = first.missing.length > 0 ? `${names(first.missing)} ${first.missing.length === 1 ? "is" : "are"} missing` : `${count(first.arrived)} of ${count(first.total)} have arrived`;
+  return [{ level: "warn", title: `Everyone waits at ${first.name}`, reason: `For ${age(now - first.created_at)}: ${missing}.`, link: { to: "/barriers", search: { status: "waiting" } } }];
+}
+
+function ofTasks(state: State, now: number): Finding[] {
+  const failed = state.tasks.filter((t) => t.status === "failed" && now - (t.completed_at ?? 0) < RECENT_S);
+  const first = failed[0];
+  if (!first) return [];
+  return [{ level: "bad", title: `Task ${first.name} failed`, reason: first.reason || "No reason was given.", link: { to: "/tasks", search: { task: first.id } } }];
+}
+
+// --- what would be lost ---------------------------------------------------------------------------------------------
+
+export interface Exposure {
+  /** Of the run with the most to lose; null when nothing trains. */
+  run: Run | null;
+  seconds: number | null;
+  steps: number;
+}
+
+/** How much work would be lost right now: the run whose last safe state is the oldest. */
+export function exposure(runs: readonly Run[], now: number): Exposure {
+  let worst: Exposure = { run: null, seconds: null, steps: 0 };
+  for (const run of runs) {
+    if (run.risk.since === null) continue;
+    const seconds = Math.max(0, now - run.risk.since);
+    if (worst.seconds === null || seconds > worst.seconds) worst = { run, seconds, steps: run.risk.steps };
+  }
+  return worst;
+}
+

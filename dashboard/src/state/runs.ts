@@ -1,0 +1,209 @@
+/** A run is everything that goes by one job id: its workers, saves, recoveries and, when it was started here, its task. Pure. */
+
+import type { Checkpoint, Recovery, Task, Worker } from "../api/types";
+import { runPoint, throughputUnit } from "./series";
+import type { Generation, State } from "./types";
+
+export type RunStatus = "training" | "recovering" | "idle" | "failed" | "ended";
+
+export interface Run {
+  id: string;
+  status: RunStatus;
+  workers: Worker[];
+  alive: number;
+  failed: number;
+  step: number;
+  epoch: number;
+  loss: number | null;
+  throughput: number | null;
+  throughputUnit: string;
+  generation: number;
+  startedAt: number | null;
+  /** Newest first. */
+  checkpoints: Checkpoint[];
+  /** Newest first. */
+  recoveries: Recovery[];
+  task: Task | null;
+  risk: Risk;
+}
+
+/** What would be lost if everything stopped now. */
+export interface Risk {
+  /** The newest completed save. */
+  safe: Checkpoint | null;
+  /** When the safe state was taken; without one, when training began. Null when nothing trains. */
+  since: number | null;
+  /** Steps made since. */
+  steps: number;
+}
+
+const WORKING: ReadonlySet<string> = new Set(["training", "checkpointing"]);
+const STARTING: ReadonlySet<string> = new Set(["recovering", "initializing", "loading"]);
+
+export function runIds(state: State): string[] {
+  const ids = new Set<string>();
+  for (const worker of state.workers.values()) ids.add(worker.job_id);
+  for (const checkpoint of state.checkpoints) ids.add(checkpoint.job_id);
+  for (const recovery of state.recoveries) ids.add(recovery.job_id);
+  return [...ids];
+}
+
+/** Every run, those with living workers first, then by how recently something was heard of them. */
+export function runsOf(state: State): Run[] {
+  const runs = new Map<string, Run>(runIds(state).map((id) => [id, emptyRun(id, state)]));
+  for (const worker of state.workers.values()) runs.get(worker.job_id)?.workers.push(worker);
+  for (const checkpoint of state.checkpoints) runs.get(checkpoint.job_id)?.checkpoints.push(checkpoint);
+  for (const recovery of state.recoveries) runs.get(recovery.job_id)?.recoveries.push(recovery);
+  const started = new Map<string, number>();
+  for (const g of state.generations) if (!started.has(g.jobId)) started.set(g.jobId, g.at);
+  const finished = [...runs.values()].map((run) => complete(run, state, started.get(run.id)));
+  return finished.sort((a, b) => Math.sign(b.alive) - Math.sign(a.alive) || lastHeard(b) - lastHeard(a) || a.id.localeCompare(b.id));
+}
+
+export function runOf(state: State, id: string): Run | null {
+  return runsOf(state).find((run) => run.id === id) ?? null;
+}
+
+function emptyRun(id: string, state: State): Run {
+  return {
+    id, status: "ended", workers: [], alive: 0, failed: 0, step: 0, epoch: 0, loss: null, throughput: null, throughputUnit: "",
+    generation: state.coordinator?.jobs[id] ?? 0, startedAt: null, checkpoints: [], recoveries: [], task: null, risk: { safe: null, since: null, steps: 0 },
+  };
+}
+
+function complete(run: Run, state: State, firstJoin: number | undefined): Run {
+  const { workers } = run;
+  const alive = workers.filter((w) => w.status !== "failed");
+  const point = runPoint(workers);
+  const saves = run.checkpoints.map((c) => c.step);
+  const step = point.step ?? Math.max(0, ...workers.map((w) => w.current_step), ...saves);
+  const starts = [firstJoin, ...workers.map((w) => w.joined_at), ...run.checkpoints.map((c) => c.created_at)].filter((at) => at !== undefined);
+  const startedAt = starts.length === 0 ? null : Math.min(...starts);
+  const named = new Set([run.id, ...workers.map((w) => w.current_task)]);
+  const task = state.tasks.find((t) => named.has(t.id)) ?? null;
+  return {
+    ...run,
+    status: statusOf(workers, alive, task),
+    workers: [...workers].sort((a, b) => (a.rank ?? 1e9) - (b.rank ?? 1e9) || a.id.localeCompare(b.id, "en", { numeric: true })),
+    alive: alive.length,
+    failed: workers.length - alive.length,
+    step,
+    epoch: Math.max(0, ...alive.map((w) => w.current_epoch), ...(alive.length === 0 ? run.checkpoints.map((c) => c.epoch) : [])),
+    loss: point.loss,
+    throughput: point.throughput,
+    throughputUnit: throughputUnit(workers),
+    startedAt,
+    task,
+    risk: riskOf(run.checkpoints, alive, step, startedAt),
+  };
+}
+
+function statusOf(workers: readonly Worker[], alive: readonly Worker[], task: Task | null): RunStatus {
+  if (workers.length === 0 || (task !== null && task.status !== "running" && task.status !== "pending" && alive.length === 0)) return "ended";
+  if (alive.length === 0) return "failed";
+  if (alive.some((w) => STARTING.has(w.status))) return "recovering";
+  if (alive.some((w) => WORKING.has(w.status))) return "training";
+  return "idle";
+}
+
+function riskOf(checkpoints: readonly Checkpoint[], alive: readonly Worker[], step: number, startedAt: number | null): Risk {
+  const safe = newestSafe(checkpoints);
+  const training = alive.some((w) => WORKING.has(w.status) || STARTING.has(w.status));
+  const steps = safe === null ? step : Math.max(0, step - safe.step);
+  return { safe, steps, since: training ? (safe?.created_at ?? startedAt) : null };
+}
+
+/** By time, not by step: after a fallback the newest save may have a smaller step than one of a lost timeline. */
+export function newestSafe(checkpoints: readonly Checkpoint[]): Checkpoint | null {
+  let newest: Checkpoint | null = null;
+  for (const c of checkpoints) if (c.status === "completed" && (newest === null || c.created_at > newest.created_at)) newest = c;
+  return newest;
+}
+
+function lastHeard(run: Run): number {
+  return Math.max(0, ...run.workers.map((w) => w.last_heartbeat), run.checkpoints[0]?.created_at ?? 0, run.recoveries[0]?.at ?? 0);
+}
+
+// --- the timeline -----------------------------------------------------------------------------------------------
+
+export interface Span {
+  from: number;
+  /** Null: still so. */
+  to: number | null;
+  kind: "up" | "down";
+  reason: string;
+}
+
+export interface TimelineRow {
+  workerId: string;
+  spans: Span[];
+}
+
+/** When each worker of a run was there: from its changes of membership, as far back as they are known. */
+export function timelineRows(run: Run, generations: readonly Generation[]): TimelineRow[] {
+  const rows = new Map<string, Span[]>();
+  const spansOf = (id: string) => {
+    const known = rows.get(id);
+    if (known) return known;
+    const made: Span[] = [];
+    rows.set(id, made);
+    return made;
+  };
+  for (const worker of run.workers) spansOf(worker.id);
+  for (const g of generations) {
+    if (g.jobId !== run.id) continue;
+    const spans = spansOf(g.workerId);
+    const open = spans.at(-1);
+    if (open && open.to === null) open.to = g.at;
+    if (g.kind === "joined") spans.push({ from: g.at, to: null, kind: "up", reason: g.reason });
+    else if (g.kind === "failed") spans.push({ from: g.at, to: null, kind: "down", reason: g.reason });
+  }
+  for (const worker of run.workers) {
+    const spans = spansOf(worker.id);
+    if (spans.length > 0) continue;
+    spans.push({ from: worker.joined_at, to: worker.status === "failed" ? worker.last_heartbeat : null, kind: "up", reason: "" });
+    if (worker.status === "failed") spans.push({ from: worker.last_heartbeat, to: null, kind: "down", reason: worker.reason });
+  }
+  return [...rows].map(([workerId, spans]) => ({ workerId, spans }));
+}
+
+/** Changes of membership that belong together: what falls within a moment is one line on the timeline. */
+export function generationLines(generations: readonly Generation[], jobId: string, withinS = 1): { at: number; number: number; text: string; bad: boolean }[] {
+  const lines: { at: number; number: number; joined: number; failed: number; left: number }[] = [];
+  for (const g of generations) {
+    if (g.jobId !== jobId || g.number === 0) continue;
+    const last = lines.at(-1);
+    const line = last && g.at - last.at <= withinS ? last : { at: g.at, number: g.number, joined: 0, failed: 0, left: 0 };
+    if (line !== last) lines.push(line);
+    line.number = Math.max(line.number, g.number);
+    line[g.kind] += 1;
+  }
+  return lines.map(({ at, number, joined, failed, left }) => {
+    const parts = [failed && `${failed} failed`, left && `${left} left`, joined && `${joined} joined`].filter(Boolean);
+    return { at, number, text: parts.join(", "), bad: failed > 0 };
+  });
+}
+
+// --- goodput ----------------------------------------------------------------------------------------------------
+
+export const PHASES = ["detect", "rendezvous", "spawn", "load", "first_step"] as const;
+
+export interface Goodput {
+  /** Of the time since the run began: made progress that counts, was repeated after a recovery, went into recovering. */
+  goodS: number;
+  repeatedS: number;
+  recoveringS: number;
+  totalS: number;
+}
+
+/** From what was recorded: the seconds of each recovery, and its lost steps at the present time per step. */
+export function goodputOf(run: Run, now: number): Goodput | null {
+  if (run.startedAt === null || run.alive === 0) return null;
+  const totalS = now - run.startedAt;
+  if (totalS <= 0) return null;
+  const recoveries = run.recoveries.filter((r) => r.at >= (run.startedAt ?? 0));
+  const recoveringS = Math.min(totalS, recoveries.reduce((sum, r) => sum + r.total_s, 0));
+  const stepS = run.workers.map((w) => w.metrics["step_time_s"]).find((s): s is number => typeof s === "number" && s > 0) ?? 0;
+  const repeatedS = Math.min(totalS - recoveringS, recoveries.reduce((sum, r) => sum + r.lost_steps, 0) * stepS);
+  return { goodS: totalS - recoveringS - repeatedS, repeatedS, recoveringS, totalS };
+}

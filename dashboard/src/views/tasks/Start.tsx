@@ -3,7 +3,7 @@
 import { useMutation, useQuery } from "@tanstack/react-query";
 import { useMemo, useState } from "react";
 
-import { get, post } from "../../api/client";
+import { ApiError, get, post } from "../../api/client";
 import { Button, Field, Input, Select } from "../../components/controls";
 import { Dialog } from "../../components/Dialog";
 import { Empty, ErrorNote, Loading } from "../../components/states";
@@ -17,6 +17,8 @@ export interface Recipe {
   title?: string;
   description?: string;
   schema?: JsonSchema;
+  needs_dataset?: boolean;
+  max_workers?: number | null;
 }
 
 export function Start(props: { open: boolean; onClose: () => void; onStarted: (taskId: string) => void }) {
@@ -52,6 +54,7 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
     mutationFn: (config: Record<string, unknown>) =>
       post<{ task_id: string }>("/tasks", { name, type: recipeName, ...(dataset ? { dataset_id: dataset } : {}), worker_count: Number(workers), config }),
     onSuccess: (made) => props.onStarted(made.task_id),
+    onError: (error) => setTold(configErrors(error)),
   });
   const submit = () => {
     const { config, errors } = configOf(fields, texts);
@@ -72,16 +75,16 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
             </Select>
           )}
         </Field>
-        <Field label="Dataset" error={errorOf(work.error, "dataset_id")}>
+        <Field label={recipe?.needs_dataset ? "Dataset *" : "Dataset"} error={errorOf(work.error, "dataset_id")}>
           {(ids) => (
-            <Select {...ids} value={dataset} onChange={(event) => setDataset(event.target.value)}>
+            <Select {...ids} required={recipe?.needs_dataset ?? false} value={dataset} onChange={(event) => setDataset(event.target.value)}>
               <option value="">None, or as the recipe says</option>
               {[...datasets.keys()].map((id) => <option key={id} value={id}>{id}</option>)}
             </Select>
           )}
         </Field>
         <Field label="Workers *" error={errorOf(work.error, "worker_count")}>
-          {(ids) => <Input {...ids} type="number" required min={1} max={100_000} step={1} value={workers} onChange={(event) => setWorkers(event.target.value)} />}
+          {(ids) => <Input {...ids} type="number" required min={1} max={recipe?.max_workers ?? 100_000} step={1} value={workers} onChange={(event) => setWorkers(event.target.value)} />}
         </Field>
       </div>
       {fields.length > 0 && (
@@ -98,4 +101,11 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
       </footer>
     </form>
   );
+}
+
+/** What the coordinator said about the recipe's settings, by field. */
+function configErrors(error: unknown): Record<string, string> {
+  if (!(error instanceof ApiError)) return {};
+  const told = error.details.filter((detail) => detail.field?.startsWith("config."));
+  return Object.fromEntries(told.map((detail) => [detail.field!.slice("config.".length), detail.message ?? ""]));
 }

@@ -33,7 +33,7 @@ describe("the form of a recipe", () => {
   });
 
   it("says what is wrong, field by field", () => {
-    const typed = { ...initially(fields), steps: "0", lr: "fast", "model.width": "1.5", layers: "[" };
+    const typed = { ...initially(fields), steps: "0", lr: "0", "model.width": "1.5", layers: "[" };
     const { config, errors } = configOf(fields, typed);
     expect(Object.keys(errors)).toEqual(["steps", "lr", "model.width", "layers"]);
     expect(config).toEqual({});

@@ -10,7 +10,6 @@ export interface JsonSchema {
   minimum?: number;
   maximum?: number;
   exclusiveMinimum?: number;
-  exclusiveMaximum?: number;
   properties?: Record<string, JsonSchema>;
   required?: string[];
   anyOf?: JsonSchema[];
@@ -33,6 +32,8 @@ export interface FormField {
   initial: string;
   choices: string[];
   min?: number | undefined;
+  /** More than this. */
+  above?: number | undefined;
   max?: number | undefined;
 }
 
@@ -90,7 +91,6 @@ function fieldOf(schema: JsonSchema, path: string[], required: boolean): FormFie
   const choices = schema.enum?.filter((choice) => choice !== null).map(String) ?? [];
   const kind: FormField["kind"] =
     choices.length > 0 ? "choice" : type === "integer" || type === "number" || type === "boolean" ? type : type === "string" ? "text" : "json";
-  const whole = kind === "integer";
   return {
     path,
     label: schema.title ?? words(path.at(-1) ?? ""),
@@ -99,8 +99,9 @@ function fieldOf(schema: JsonSchema, path: string[], required: boolean): FormFie
     required,
     initial: initialOf(schema.default, kind),
     choices,
-    min: schema.minimum ?? (schema.exclusiveMinimum !== undefined && whole ? schema.exclusiveMinimum + 1 : schema.exclusiveMinimum),
-    max: schema.maximum ?? (schema.exclusiveMaximum !== undefined && whole ? schema.exclusiveMaximum - 1 : schema.exclusiveMaximum),
+    min: schema.minimum,
+    above: schema.exclusiveMinimum,
+    max: schema.maximum,
   };
 }
 
@@ -147,6 +148,7 @@ function parsed(field: FormField, text: string): { value: unknown } | { wrong: s
       if (text.trim() === "" || !Number.isFinite(value)) return { wrong: "This is not a number." };
       if (field.kind === "integer" && !Number.isInteger(value)) return { wrong: "This must be a whole number." };
       if (field.min !== undefined && value < field.min) return { wrong: `At least ${field.min}.` };
+      if (field.above !== undefined && value <= field.above) return { wrong: `More than ${field.above}.` };
       if (field.max !== undefined && value > field.max) return { wrong: `At most ${field.max}.` };
       return { value };
     }

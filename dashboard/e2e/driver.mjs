@@ -1,0 +1,104 @@
+/**
+ * A browser that is told what to do, one JSON command a line, and answers each with one line. Whoever holds the other
+ * end decides what the world does meanwhile: kills workers, stops coordinators, waits.
+ *
+ *   {"n": 1, "op": "open", "url": "http://127.0.0.1:3000/"}     →     {"n": 1, "value": null}
+ *   {"n": 2, "op": "see", "find": {"role": "alert"}}            →     {"n": 2, "error": "…"}
+ */
+
+import { createInterface } from "node:readline";
+
+import { AxeBuilder } from "@axe-core/playwright";
+import { chromium } from "playwright-core";
+
+const PATIENCE_MS = 20_000;
+const settings = JSON.parse(process.argv[2] ?? "{}");
+
+const browser = await chromium.launch({
+  executablePath: settings.chromium ?? "/usr/bin/chromium",
+  args: ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--force-color-profile=srgb"],
+});
+const context = await browser.newContext({
+  viewport: settings.viewport ?? { width: 1440, height: 900 },
+  deviceScaleFactor: settings.scale ?? 1,
+  acceptDownloads: true,
+  reducedMotion: "reduce",
+});
+context.setDefaultTimeout(PATIENCE_MS);
+await context.addInitScript(() => {
+  window.longTasks = [];
+  window.violations = [];
+  document.addEventListener("securitypolicyviolation", (event) => window.violations.push(`${event.violatedDirective} ${event.blockedURI}`));
+  new PerformanceObserver((list) => {
+    for (const entry of list.getEntries()) window.longTasks.push(entry.duration);
+  }).observe({ type: "longtask", buffered: true });
+});
+const page = await context.newPage();
+const complaints = [];
+page.on("console", (message) => {
+  if (message.type() === "error") complaints.push(message.text());
+});
+page.on("pageerror", (error) => complaints.push(`uncaught: ${error.message}`));
+page.on("dialog", (dialog) => {
+  complaints.push(`dialog: ${dialog.message()}`);
+  void dialog.dismiss();
+});
+
+/** A place on the page, named as a person would: by its role and name, its label, or its text. */
+function place({ role, name, label, text, css, exact = false, nth = 0, inside }) {
+  const root = inside ? place(inside) : page;
+  const found = css
+    ? root.locator(css, text === undefined ? {} : { hasText: text })
+    : label !== undefined
+      ? root.getByLabel(label, { exact })
+      : role
+        ? root.getByRole(role, name === undefined ? {} : { name, exact })
+        : root.getByText(text, { exact });
+  return nth === null ? found : found.nth(nth);
+}
+
+const ops = {
+  open: ({ url }) => page.goto(url, { waitUntil: "load" }).then(() => null),
+  reload: () => page.reload({ waitUntil: "load" }).then(() => null),
+  click: ({ find }) => place(find).click(),
+  fill: ({ find, value }) => place(find).fill(value),
+  choose: ({ find, value }) => place(find).selectOption(value).then(() => null),
+  press: ({ key }) => page.keyboard.press(key),
+  see: ({ find, patience_ms }) => place(find).waitFor({ state: "visible", timeout: patience_ms ?? PATIENCE_MS }),
+  miss: ({ find, patience_ms }) => place(find).waitFor({ state: "hidden", timeout: patience_ms ?? PATIENCE_MS }),
+  count: ({ find }) => place({ ...find, nth: null }).count(),
+  text: ({ find }) => place(find).innerText(),
+  texts: ({ find }) => place({ ...find, nth: null }).allInnerTexts(),
+  value: ({ find }) => place(find).inputValue(),
+  url: () => page.url(),
+  evaluate: ({ script }) => page.evaluate(script),
+  until: ({ script, patience_ms }) => page.waitForFunction(script, undefined, { timeout: patience_ms ?? PATIENCE_MS, polling: 50 }).then(() => null),
+  theme: async ({ dark }) => {
+    await page.emulateMedia({ colorScheme: dark ? "dark" : "light", reducedMotion: "reduce" });
+    return null;
+  },
+  size: ({ width, height }) => page.setViewportSize({ width, height }),
+  picture: ({ path }) => page.screenshot({ path, animations: "disabled" }).then(() => null),
+  download: async ({ find, path }) => {
+    const [file] = await Promise.all([page.waitForEvent("download"), place(find).click()]);
+    await file.saveAs(path);
+    return file.suggestedFilename();
+  },
+  axe: async () => {
+    const { violations } = await new AxeBuilder({ page }).withTags(["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]).analyze();
+    return violations.map(({ id, impact, nodes }) => ({ id, impact, nodes: nodes.slice(0, 5).map((node) => `${node.target.join(" ")}: ${node.failureSummary ?? ""}`) }));
+  },
+  complaints: () => complaints.splice(0),
+};
+
+for await (const line of createInterface({ input: process.stdin })) {
+  const { n, op, ...rest } = JSON.parse(line);
+  let answer;
+  try {
+    answer = { n, value: (await ops[op](rest)) ?? null };
+  } catch (error) {
+    answer = { n, error: String(error.message ?? error) };
+  }
+  process.stdout.write(`${JSON.stringify(answer)}\n`);
+}
+await browser.close();

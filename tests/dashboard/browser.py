@@ -1,0 +1,137 @@
+"""A real browser that tests command, through the driver in `dashboard/e2e`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import build_dashboard  # noqa: E402
+
+DRIVER = ROOT / "dashboard" / "e2e" / "driver.mjs"
+CHROMIUM = shutil.which("chromium")
+VIEWS = ("/", "/runs", "/workers", "/data", "/checkpoints", "/barriers", "/tasks", "/logs", "/settings")
+
+
+class BrowserError(Exception):
+    """What the page did not do."""
+
+
+class Browser:
+    """One page. Places on it are named as a person would: role and name, label, or text."""
+
+    def __init__(self, base: str, **settings: Any) -> None:
+        node = build_dashboard.find_node(ROOT / ".venv" / "bin")
+        assert node is not None, "Node is needed to drive a browser"
+        build_dashboard.install_modules(node)
+        self.base = base
+        self._number = 0
+        self._process = subprocess.Popen(
+            [str(node / "node"), str(DRIVER), json.dumps({"chromium": CHROMIUM, **settings})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=DRIVER.parent,
+        )
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+
+    def _do(self, op: str, **rest: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._number += 1
+        self._process.stdin.write(json.dumps({"n": self._number, "op": op, **rest}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise BrowserError(f"the driver ended with status {self._process.wait(10)}")
+        answer = json.loads(line)
+        assert answer["n"] == self._number
+        if "error" in answer:
+            raise BrowserError(f"{op} {rest}: {answer['error']}")
+        return answer["value"]
+
+    def open(self, path: str) -> None:
+        self._do("open", url=self.base + path)
+
+    def click(self, role: str, name: str, **find: Any) -> None:
+        self._do("click", find={"role": role, "name": name, **find})
+
+    def fill(self, label: str, value: str) -> None:
+        self._do("fill", find={"label": label}, value=value)
+
+    def choose(self, label: str, value: str) -> None:
+        self._do("choose", find={"label": label}, value=value)
+
+    def press(self, key: str) -> None:
+        self._do("press", key=key)
+
+    def see(self, text: str | None = None, *, within_s: float = 20.0, **find: Any) -> None:
+        """Wait until it is there to be seen."""
+        found = {**find} if text is None else {"text": text, **find}
+        self._do("see", find=found, patience_ms=within_s * 1000)
+
+    def miss(self, text: str | None = None, *, within_s: float = 20.0, **find: Any) -> None:
+        """Wait until it is gone."""
+        found = {**find} if text is None else {"text": text, **find}
+        self._do("miss", find=found, patience_ms=within_s * 1000)
+
+    def count(self, **find: Any) -> int:
+        return int(self._do("count", find=find))
+
+    def text(self, **find: Any) -> str:
+        return str(self._do("text", find=find))
+
+    def texts(self, **find: Any) -> list[str]:
+        return list(self._do("texts", find=find))
+
+    def evaluate(self, script: str) -> Any:
+        return self._do("evaluate", script=script)
+
+    def until(self, script: str, *, within_s: float = 20.0) -> None:
+        """Wait until the expression is true on the page."""
+        self._do("until", script=script, patience_ms=within_s * 1000)
+
+    def theme(self, *, dark: bool) -> None:
+        self._do("theme", dark=dark)
+
+    def picture(self, path: Path) -> None:
+        self._do("picture", path=str(path))
+
+    def download(self, path: Path, role: str, name: str) -> str:
+        return str(self._do("download", path=str(path), find={"role": role, "name": name}))
+
+    @property
+    def url(self) -> str:
+        return str(self._do("url"))
+
+    def serious(self) -> list[dict[str, Any]]:
+        """What axe calls serious or critical."""
+        return [found for found in self._do("axe") if found["impact"] in ("serious", "critical")]
+
+    def complaints(self) -> list[str]:
+        """Errors on the console since the last time: nothing there is expected but a connection that was refused."""
+        expected = re.compile(r"net::ERR_(CONNECTION|EMPTY|INCOMPLETE|NETWORK)")
+        return [text for text in self._do("complaints") if not expected.search(text)]
+
+    def violations(self) -> list[str]:
+        """What the content security policy stopped."""
+        return list(self.evaluate("window.violations"))

@@ -1,0 +1,43 @@
+"""One coordinator and one browser for all tests of the dashboard that do not end them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dashboard.browser import CHROMIUM, Browser, build_dashboard
+from tests.support import Coordinator
+
+
+@pytest.fixture(scope="session")
+def built() -> Path:
+    """The folder of the build; made now where it is out of date."""
+    build_dashboard.build()
+    return build_dashboard.BUILT
+
+
+@pytest.fixture(scope="session")
+def watched(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    server = Coordinator(tmp_path_factory.mktemp("watched") / "coordinator").start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def browser(watched: Coordinator) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    with Browser(watched.url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Browser, watched: Coordinator) -> Iterator[Browser]:
+    """The browser, on this coordinator; nothing may have gone wrong on the console when the test is over."""
+    browser.base = watched.url
+    browser.complaints()
+    yield browser
+    assert browser.violations() == []
+    assert browser.complaints() == []

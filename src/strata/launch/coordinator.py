@@ -11,15 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from strata.errors import StrataError
+from strata.launch.protocol import LaunchFailed
 
 START_S = 90.0
-
-
-class LaunchFailed(StrataError):
-    """Something we started ended, or did not come up."""
-
-    code = "launch_failed"
 
 
 class CoordinatorProcess:

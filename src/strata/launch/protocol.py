@@ -60,6 +60,8 @@ class LaunchPlan:
     """Beside the launcher's own environment; `COORDINATOR_ADDR` and `STRATA_JOB_ID` are in it."""
     task_dir: Path
     """The task's own folder: its configuration, checkpoints, runs and their output. The same for all attempts."""
+    working_dir: Path | None = None
+    """Where workers start; `task_dir` when None."""
     coordinator: str
     """host:port of the coordinator's gRPC face, which is also a rendezvous (back end `strata`)."""
     max_restarts: int = 100

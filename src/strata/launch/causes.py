@@ -1,0 +1,196 @@
+"""Why a run failed: the first failure of each round of workers, from what workers tell and what torchrun prints.
+
+A worker that raises tells it with its traceback (`strata.launch.entry`). One that is killed cannot; torchrun names its
+rank and exit status. SIGKILL beside a risen count of the kernel's out-of-memory kills is called by that name. A round that
+fails like the two before it, each within a minute, will fail again: then another start is no help.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from strata.core.logtext import Tidy
+from strata.core.messages import ExitCause
+
+USAGE_STATUS = 2
+"""A program that ends with it does not accept how it was called: the same call will not do better."""
+SAME_ROUNDS = 3
+QUICK_ROUND_S = 60.0
+LAST_LINES = 20
+MESSAGE_LIMIT = 1_000
+OUTSIDE_SIGNALS = ("SIGKILL", "SIGTERM")
+"""Sent by somebody else: they say nothing about what the program will do next time."""
+
+_AGENT_LINE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    rank: int
+    message: str
+    traceback: str
+    exit_code: int
+
+
+class Failures:
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        oom_kills: Callable[[], int] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._oom_kills = oom_kills or count_oom_kills
+        self._oom_kills_before = self._oom_kills()
+        self._round_began_s = clock()
+        self._told: list[_Told] = []
+        self._rounds: deque[tuple[ExitCause, bool]] = deque(maxlen=SAME_ROUNDS)
+        self._lines: dict[int | None, deque[str]] = {}
+        self._refused: ExitCause | None = None
+
+    # --- what is heard --------------------------------------------------------------------------------------
+
+    def told(self, rank: int, failure: Mapping[str, Any]) -> None:
+        """A worker's last words. Raises `KeyError` or `TypeError` for what is none."""
+        told = _Told(rank, str(failure["message"]), str(failure["traceback"]), int(failure["exit_code"]))
+        self._told.append(told)
+        if told.exit_code == USAGE_STATUS and self._refused is None:
+            self._refused = replace(self._of_worker(rank, USAGE_STATUS), may_retry=False)
+
+    def read_line(self, rank: int | None, text: str) -> ExitCause | None:
+        """A line of stderr. Returns the cause when it is the agent's that a round has failed."""
+        self._lines.setdefault(rank, deque(maxlen=LAST_LINES)).append(text)
+        found = _AGENT_LINE.search(text) if rank is None else None
+        if found is None:
+            return None
+        cause = self._of_worker(int(found[2]), int(found[1]))
+        now_s = self._clock()
+        self._rounds.append((cause, now_s - self._round_began_s < QUICK_ROUND_S))
+        self._round_began_s = now_s
+        self._told.clear()
+        self._lines.clear()
+        return cause
+
+    # --- what follows ---------------------------------------------------------------------------------------
+
+    def hopeless(self) -> ExitCause | None:
+        """Why starting the workers again would be in vain, if it would."""
+        if self._refused is not None:
+            return self._refused
+        if len(self._rounds) < SAME_ROUNDS or not all(quick for _, quick in self._rounds):
+            return None
+        causes = [cause for cause, _ in self._rounds]
+        last = causes[-1]
+        if last.signal in OUTSIDE_SIGNALS or any(_kind(cause) != _kind(last) for cause in causes):
+            return None
+        message = f"{last.message} ({SAME_ROUNDS} times in a row)"
+        return replace(last, message=message, may_retry=False)
+
+    def cause(self, agent_code: int, *, asked_to_stop: bool) -> ExitCause | None:
+        """Why the run ended; None where it ended well or as it was asked to."""
+        hopeless = self.hopeless()
+        if asked_to_stop:
+            if agent_code != -signal.SIGKILL:
+                return None
+            message = "it did not leave in time and was killed; the newest checkpoint is the one before"
+            return ExitCause(kind="signal", signal="SIGKILL", message=message)
+        if agent_code == 0:
+            return None
+        if hopeless is not None:
+            return hopeless
+        if agent_code > 0 and self._rounds:
+            return self._rounds[-1][0]
+        return self._of_process("the torchrun agent", None, agent_code)
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _of_worker(self, rank: int, code: int) -> ExitCause:
+        told = next((t for t in self._told if t.rank == rank), None)
+        if code > 0 and told is None and self._told:
+            told = self._told[0]
+        if told is None or code < 0:
+            return self._of_process(f"rank {rank}", rank, code)
+        if told.traceback:
+            return ExitCause(
+                kind="exception",
+                message=_tidy(f"rank {told.rank}: {told.message}")[:MESSAGE_LIMIT],
+                rank=told.rank,
+                exit_code=told.exit_code,
+                traceback=_tidy(told.traceback),
+            )
+        return self._of_process(f"rank {told.rank}", told.rank, told.exit_code)
+
+    def _of_process(self, who: str, rank: int | None, code: int) -> ExitCause:
+        lines = "\n".join(self._lines.get(rank, ()))
+        if code >= 0:
+            last = next((line.strip() for line in reversed(lines.splitlines()) if line.strip()), "")
+            message = f"{who} ended with status {code}" + (f": {last}" if last else "")
+            return ExitCause(
+                kind="exit",
+                message=_tidy(message)[:MESSAGE_LIMIT],
+                rank=rank,
+                exit_code=code,
+                traceback=_tidy(lines),
+            )
+        name = signal_name(-code)
+        kills = self._oom_kills()
+        if name == "SIGKILL" and kills > self._oom_kills_before:
+            self._oom_kills_before = kills
+            message = f"{who} was killed by the kernel because memory ran out (SIGKILL)"
+            return ExitCause(kind="oom", message=message, rank=rank, exit_code=code, signal=name)
+        return ExitCause(
+            kind="signal",
+            message=f"{who} was killed by {name}",
+            rank=rank,
+            exit_code=code,
+            signal=name,
+            traceback=_tidy(lines) if name not in OUTSIDE_SIGNALS else "",
+        )
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def count_oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory, here and in this control group."""
+    counts = [_field(Path("/proc/vmstat"), "oom_kill")]
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                counts.append(_field(Path(f"/sys/fs/cgroup{path}/memory.events"), "oom_kill"))
+            elif "memory" in controllers.split(","):
+                counts.append(_field(Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"), "oom_kill"))
+    except (OSError, ValueError):
+        pass
+    return sum(counts)
+
+
+def _field(path: Path, name: str) -> int:
+    try:
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def _kind(cause: ExitCause) -> tuple[str, str]:
+    """What two failures have in common when they are the same: numbers differ from time to time."""
+    return cause.kind, re.sub(r"\d+", "#", cause.message)
+
+
+_tidy = Tidy()

@@ -1,0 +1,171 @@
+"""The one process of a run that outlives coordinators: it starts the agent, keeps its output, and writes down its end.
+
+    python -m strata.launch.keeper RUN_DIR COMMAND...
+
+Files in RUN_DIR, each complete from the moment it exists: `keeper.json` (who keeps this run), `output-NNNNNN.jsonl` (what
+its processes wrote, in segments, the oldest of which go when there are too many), `ended.json` (how it ended, written
+when nothing of the run is left). SIGTERM is passed on to the agent, whose workers save and leave. Were the keeper killed,
+the kernel would send the agent the same signal. A run whose workers fail the same way again and again is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from strata.checkpoint.identity import this_process
+from strata.core.messages import ExitCause
+from strata.launch.causes import Failures
+from strata.launch.entry import KEEPER_VARIABLE, end_with_parent
+from strata.launch.leftovers import RUN_VARIABLE, end_processes
+from strata.launch.output import LINE_LIMIT_BYTES, OutputFile
+
+DRAIN_S = 1.0
+CHUNK_BYTES = 64 * 1024
+
+
+class Keeper:
+    def __init__(self, run_dir: Path, command: Sequence[str]) -> None:
+        self._run_dir = run_dir
+        self._command = command
+        self._output = OutputFile(run_dir)
+        self._failures = Failures()
+        self._readers: set[asyncio.Task[None]] = set()
+        self._asked_to_stop = False
+        self._given_up = False
+        self._agent: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        address = f"strata-{this_process().token}"
+        server = await asyncio.start_unix_server(self._accept, path="\0" + address)
+        write_whole(self._run_dir / "keeper.json", {"process": this_process().token, "pid": os.getpid()})
+        self._agent = agent = await asyncio.create_subprocess_exec(
+            *self._command,
+            env={**os.environ, KEEPER_VARIABLE: address},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=CHUNK_BYTES,
+            start_new_session=True,
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+        )
+        if self._asked_to_stop:
+            agent.terminate()
+        assert agent.stdout is not None
+        assert agent.stderr is not None
+        self._read(agent.stdout, "stdout", None)
+        self._read(agent.stderr, "stderr", None)
+        code = await agent.wait()
+        end_processes(os.environ.get(RUN_VARIABLE, ""))
+        await self._drain()
+        server.close()
+        self._output.close()
+        cause = self._failures.cause(code, asked_to_stop=self._asked_to_stop)
+        write_whole(self._run_dir / "ended.json", {"cause": asdict(cause) if cause is not None else None})
+
+    def _stop(self) -> None:
+        self._asked_to_stop = True
+        if self._agent is not None and self._agent.returncode is None:
+            with suppress(ProcessLookupError):
+                self._agent.terminate()
+
+    def _give_up_if_hopeless(self) -> None:
+        cause = self._failures.hopeless()
+        if cause is not None and not self._given_up and self._agent is not None:
+            self._given_up = True
+            self._say(f"given up: {cause.message}")
+            with suppress(ProcessLookupError):
+                self._agent.terminate()
+
+    # --- output ---------------------------------------------------------------------------------------------
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A worker: a line that says what this connection is, then what it writes."""
+        try:
+            header = json.loads(await reader.readline())
+            if "failure" in header:
+                self._failures.told(header["rank"], header["failure"])
+                self._give_up_if_hopeless()
+            else:
+                await self._read(reader, header["stream"], header["rank"])
+        except (ValueError, KeyError, TypeError, OSError):
+            pass  # Nobody of ours.
+        finally:
+            writer.close()
+
+    def _read(self, reader: asyncio.StreamReader, stream: str, rank: int | None) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._copy(reader, stream, rank))
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+        return task
+
+    async def _copy(self, reader: asyncio.StreamReader, stream: str, rank: int | None) -> None:
+        rest = b""
+        while True:
+            try:
+                data = await reader.read(CHUNK_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > LINE_LIMIT_BYTES:
+                lines.append(rest)
+                rest = b""
+            self._write(lines, stream, rank)
+        if rest:
+            self._write([rest], stream, rank)
+
+    def _write(self, lines: Sequence[bytes], stream: str, rank: int | None) -> None:
+        texts = [line.decode(errors="replace") for line in lines]
+        self._output.write(texts, at_s=time.time(), stream=stream, rank=rank)
+        for text in texts if stream == "stderr" else ():
+            cause = self._failures.read_line(rank, text)
+            if cause is not None and not self._asked_to_stop:
+                self._say(cause.message)
+                self._give_up_if_hopeless()
+
+    def _say(self, text: str) -> None:
+        self._output.write([f"WARNING strata: {text}"], at_s=time.time(), stream="stderr", rank=None)
+
+    async def _drain(self) -> None:
+        if self._readers:
+            await asyncio.wait(set(self._readers), timeout=DRAIN_S)
+
+
+def write_whole(path: Path, value: Mapping[str, Any]) -> None:
+    """The file is there with all of it, or not at all."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(fresh, "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(path)
+
+
+def main() -> None:
+    run_dir, *command = sys.argv[1:]
+    keeper = Keeper(Path(run_dir), command)
+    try:
+        asyncio.run(keeper.run())
+    except OSError as error:
+        cause = ExitCause(kind="launch", message=f"the run could not be kept: {error}")
+        with suppress(OSError):
+            write_whole(Path(run_dir) / "ended.json", {"cause": asdict(cause)})
+        raise
+
+
+if __name__ == "__main__":
+    main()

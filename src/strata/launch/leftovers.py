@@ -1,0 +1,68 @@
+"""What a run could leave behind on this machine, found and removed: processes by a mark in their environment, and
+snapshots in shared memory by the name of the job.
+
+Sessions and process groups change hands (torchrun gives each worker its own); an environment is inherited by everything
+that a run ever starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+RUN_VARIABLE = "STRATA_RUN_ID"
+SHARED_MEMORY = Path("/dev/shm")
+_POLL_S = 0.02
+
+
+def processes_of(run_id: str) -> list[int]:
+    """Process ids of everything alive that a run has started."""
+    mark = f"{RUN_VARIABLE}={run_id}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        with suppress(OSError):  # Gone, or somebody else's.
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def end_processes(run_id: str, *, spare: Collection[int] = (), patience_s: float = 5.0) -> int:
+    """SIGKILL for everything that a run has started, until nothing is left; how many there were."""
+    if not run_id:
+        return 0
+    ended: set[int] = set()
+    deadline_s = time.monotonic() + patience_s
+    while left := [pid for pid in processes_of(run_id) if pid not in spare]:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        ended.update(left)
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(_POLL_S)
+    return len(ended)
+
+
+def shared_memory_of(job: str) -> list[Path]:
+    """Where a job's images and moments are (`strata.checkpoint.staging`, `strata.training.trace`; both import torch)."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job)
+    user = os.getuid()
+    return [
+        SHARED_MEMORY / f"strata-images-{user}" / f"job-{safe[:90].lstrip('._-')}",
+        SHARED_MEMORY / f"strata-run-{user}" / safe[:100],
+    ]
+
+
+def forget_shared_memory(*jobs: str) -> None:
+    for job in jobs:
+        for folder in shared_memory_of(job):
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                folder.parent.rmdir()

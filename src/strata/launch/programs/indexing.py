@@ -1,0 +1,59 @@
+"""The recipe `indexing`: the token index of a text dataset, made once. A stopped one goes on where it was."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+
+from strata.data.tokens.builder import BuildOptions, build_index
+from strata.errors import StrataError
+from strata.launch.context import current_task
+from strata.launch.programs.files import dataset_files
+from strata.launch.programs.presence import Presence
+
+KIB = 1024
+
+
+class _Progress:
+    """Steps are KiB of the sources."""
+
+    def __init__(self, presence: Presence) -> None:
+        self._presence = presence
+        self._done = self._total = 0
+
+    def begin(self, *, total_bytes: int, done_bytes: int) -> None:
+        self._total, self._done = total_bytes, done_bytes
+        self._tell()
+
+    def advance(self, *, source_bytes: int, tokens: int) -> None:
+        self._done += source_bytes
+        self._tell()
+
+    def _tell(self) -> None:
+        self._presence.tell(self._done // KIB, max(1, self._total // KIB))
+
+
+def main() -> None:
+    try:
+        task = current_task()
+        assert task.dataset is not None, "the recipe needs one"
+        with ExitStack() as stack:
+            presence = stack.enter_context(Presence(task))
+            options = BuildOptions(
+                text_key=task.config["text_key"], on_bad=task.config["on_bad"], workers=task.worker_count
+            )
+            report = build_index(
+                dataset_files(task.dataset),
+                task.task_dir / f"{task.dataset.id}.index",
+                tokenizer=task.config["tokenizer"],
+                options=options,
+                progress=_Progress(presence),
+            )
+    except StrataError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    print("\n".join(report.lines()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

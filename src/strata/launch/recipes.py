@@ -1,0 +1,218 @@
+"""Recipes: what may be run here, declared by the operator. Nobody else can name a program.
+
+The built-in ones train and prepare data. Further ones are TOML files in a folder, read when the coordinator starts:
+
+    description = "Fine-tune the small model"
+    script = "finetune.py"                      # beside this file, or an absolute path; or: module = "package.name"
+    arguments = ["--lr", "{learning_rate}"]     # each {key} of config in its place; also {checkpoints} and {task_dir}
+    gpus_per_worker = 1
+
+    [config.learning_rate]
+    type = "number"
+    default = 0.001
+    exclusiveMinimum = 0
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strata.config import ConfigError
+from strata.core.messages import InvalidArgument, Unknown
+from strata.launch.schema import InvalidConfig, Schema, check, filled, nearest, schema_problems
+
+MAX_RECIPES = 1_000
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_PLACE = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
+_OWN_PLACES = frozenset({"task_id", "task_dir", "checkpoints", "dataset_path"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    name: str
+    description: str
+    program: tuple[str, ...]
+    """`-m module`, or the path of a script."""
+    schema: Schema
+    arguments: tuple[str, ...] = ()
+    """Each `{key}` stands for a value of config."""
+    needs_dataset: bool = False
+    one_process: bool = False
+    """The program itself makes use of `worker_count` processors."""
+    gpus_per_worker: int = 0
+    max_workers: int | None = None
+    working_dir: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    built_in: bool = False
+
+    def check(self, config: Mapping[str, Any], *, worker_count: int, dataset_id: str | None) -> None:
+        """Raises `InvalidArgument` with everything that is wrong with a request."""
+        problems = check(self.schema, config)
+        if problems:
+            raise InvalidConfig(self.name, problems)
+        if self.needs_dataset and dataset_id is None:
+            raise InvalidArgument(
+                "dataset_id",
+                f"is missing: '{self.name}' works on a dataset.",
+                hint="POST /api/datasets registers one; GET /api/datasets lists them.",
+            )
+        if self.max_workers is not None and worker_count > self.max_workers:
+            raise InvalidArgument(
+                "worker_count",
+                f"is {worker_count}; '{self.name}' takes at most {self.max_workers}.",
+                hint="Ask for fewer.",
+            )
+
+    def full_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return filled(self.schema, config)
+
+    def command(self, config: Mapping[str, Any], places: Mapping[str, str]) -> tuple[str, ...]:
+        """Program and arguments. A value is one argument, whatever is in it; an argument without its value is left out."""
+        values = {**{key: _written(value) for key, value in config.items()}, **places}
+        arguments = []
+        for argument in self.arguments:
+            names = _PLACE.findall(argument)
+            if all(name in values for name in names):
+                arguments.append(_PLACE.sub(lambda found: values[found[1]], argument))
+            elif arguments and arguments[-1].startswith("--") and not _PLACE.search(arguments[-1]):
+                arguments.pop()  # The flag of a value that was not given.
+        return (*self.program, *arguments)
+
+
+class Recipes:
+    """By name. What is not in here cannot be run."""
+
+    def __init__(self, recipes: Iterable[Recipe]) -> None:
+        self._recipes = {recipe.name: recipe for recipe in recipes}
+
+    def get(self, name: str) -> Recipe:
+        recipe = self._recipes.get(name)
+        if recipe is None:
+            raise Unknown(
+                "recipe", name, hint=f"{_capital(nearest(name, self._recipes))} GET /api/recipes lists them."
+            )
+        return recipe
+
+    def __iter__(self) -> Any:
+        return iter(self._recipes.values())
+
+
+def read_recipes(folder: Path) -> list[Recipe]:
+    """The recipes declared in a folder; none where there is no folder. Raises one `ConfigError` with every problem."""
+    problems: list[str] = []
+    found: list[Recipe] = []
+    for path in sorted(folder.glob("*.toml"))[:MAX_RECIPES]:
+        try:
+            declared = tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            problems.append(f"{path} cannot be read: {error}")
+            continue
+        recipe = _read_recipe(path, declared, problems)
+        if recipe is not None:
+            found.append(recipe)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+_KEYS: dict[str, type | tuple[type, ...]] = {
+    "description": str,
+    "script": str,
+    "module": str,
+    "arguments": list,
+    "config": dict,
+    "required": list,
+    "needs_dataset": bool,
+    "gpus_per_worker": int,
+    "max_workers": int,
+    "working_dir": str,
+    "environment": dict,
+}
+
+
+def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> Recipe | None:
+    before = len(problems)
+    name = path.stem
+    if not NAME.fullmatch(name):
+        problems.append(f"{path}: a recipe's name is small letters, digits, '.', '_' and '-', at most 64")
+    for key, value in declared.items():
+        if key not in _KEYS:
+            problems.append(f"{path}: {key} is not a known key; {nearest(key, _KEYS)}")
+        elif not isinstance(value, _KEYS[key]) or (isinstance(value, bool) and _KEYS[key] is int):
+            problems.append(f"{path}: {key} must be {_TYPE_WORDS[_KEYS[key]]}, not {value!r}")
+    if len(problems) > before:
+        return None
+    schema = {
+        "type": "object",
+        "properties": declared.get("config", {}),
+        "required": declared.get("required", []),
+        "additionalProperties": False,
+    }
+    problems += [f"{path}: {problem}" for problem in schema_problems(schema, "config")]
+    program = _program(path, declared, problems)
+    arguments = tuple(map(str, declared.get("arguments", [])))
+    for argument in arguments:
+        for place in _PLACE.findall(argument):
+            if place not in schema["properties"] and place not in _OWN_PLACES:
+                known = {**schema["properties"], **dict.fromkeys(_OWN_PLACES)}
+                problems.append(
+                    f"{path}: arguments: {{{place}}} is not a key of config; {nearest(place, known)}"
+                )
+    environment = declared.get("environment", {})
+    problems += [
+        f"{path}: environment.{key} must be text, not {value!r}"
+        for key, value in environment.items()
+        if not isinstance(value, str)
+    ]
+    if len(problems) > before:
+        return None
+    working_dir = declared.get("working_dir")
+    return Recipe(
+        name=name,
+        description=declared.get("description", ""),
+        program=program,
+        schema=schema,
+        arguments=arguments,
+        needs_dataset=declared.get("needs_dataset", False),
+        gpus_per_worker=declared.get("gpus_per_worker", 0),
+        max_workers=declared.get("max_workers"),
+        working_dir=(path.parent / working_dir).resolve() if working_dir is not None else None,
+        environment=environment,
+    )
+
+
+def _program(path: Path, declared: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:
+    if ("script" in declared) == ("module" in declared):
+        problems.append(f"{path}: name either a script or a module")
+        return ()
+    if "module" in declared:
+        if not re.fullmatch(r"[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*", declared["module"]):
+            problems.append(f"{path}: module must be the dotted name of a Python module")
+        return ("-m", declared["module"])
+    script = (path.parent / declared["script"]).resolve()
+    if not script.is_file():
+        problems.append(f"{path}: there is no script {script}")
+    return (str(script),)
+
+
+_TYPE_WORDS: dict[type | tuple[type, ...], str] = {
+    str: "text",
+    list: "a list",
+    dict: "a table",
+    bool: "true or false",
+    int: "a whole number",
+}
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith("?") else ".")

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +21,8 @@ from strata.config import environment
 from strata.errors import StrataError
 
 TIMEOUT_S = 10.0
+STREAM_TIMEOUT_S = 45.0
+"""A stream of events is never silent for longer than a third of this."""
 
 Api = Annotated[
     str,
@@ -80,9 +82,41 @@ def post(api: str, path: str, body: object | None = None) -> Any:
     return _call(api, path, data=json.dumps(body if body is not None else {}).encode())
 
 
+def events(api: str, path: str, *, last_id: str = "") -> Iterator[tuple[str, Any]]:
+    """Server-sent events, as (kind, data), until the coordinator ends the stream."""
+    with _open(
+        api, path, headers={"Last-Event-ID": last_id} if last_id else {}, timeout_s=STREAM_TIMEOUT_S
+    ) as lines:
+        try:
+            kind = ""
+            for line in lines:
+                field, _, value = line.decode(errors="replace").rstrip("\n").partition(": ")
+                if field == "event":
+                    kind = value
+                elif field == "data":
+                    yield kind, json.loads(value)
+        except (http.client.HTTPException, OSError, ValueError) as error:
+            raise _silent(api, error) from None
+
+
 def _call(api: str, path: str, data: bytes | None = None) -> Any:
+    with _open(api, path, data) as answer:
+        try:
+            return json.load(answer)
+        except (http.client.HTTPException, OSError, ValueError) as error:
+            raise _silent(api, error) from None
+
+
+def _open(
+    api: str,
+    path: str,
+    data: bytes | None = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Any:
     try:
-        request = urllib.request.Request(api.rstrip("/") + path, data=data)
+        request = urllib.request.Request(api.rstrip("/") + path, data=data, headers=dict(headers or {}))
         if data is not None:
             request.add_header("Content-Type", "application/json")
         token = os.environ.get("STRATA_TOKEN")
@@ -93,17 +127,20 @@ def _call(api: str, path: str, data: bytes | None = None) -> Any:
             from strata.rpc.tls import ssl_context
 
             context = ssl_context()
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
-            return json.load(answer)
+        return urllib.request.urlopen(request, timeout=timeout_s, context=context)
     except urllib.error.HTTPError as error:
         with error:
             raise _refusal(error) from None
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-        raise Unreachable(
-            f"No coordinator answers at {api or 'an empty address'}: {printable(str(reason))}.",
-            hint="Start one with `strata serve`, or pass its address with --api (or STRATA_API_URL).",
-        ) from None
+        raise _silent(api, error) from None
+
+
+def _silent(api: str, error: Exception) -> Unreachable:
+    reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+    return Unreachable(
+        f"No coordinator answers at {api or 'an empty address'}: {printable(str(reason))}.",
+        hint="Start one with `strata serve`, or pass its address with --api (or STRATA_API_URL).",
+    )
 
 
 def _refusal(error: urllib.error.HTTPError) -> Answered:

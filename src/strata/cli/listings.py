@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import Annotated, Any
-from urllib.parse import urlencode
-
-import typer
-from rich.text import Text
 
 from strata.cli.common import (
     DEFAULT_API,
     Api,
     AsJson,
-    Unreachable,
     ago,
     console,
     duration,
@@ -25,16 +18,19 @@ from strata.cli.common import (
     size,
     styled,
 )
+from strata.cli.goodput import bar, legend
+from strata.cli.logs import logs as logs
 
-LEVEL_STYLES = {"error": "bold red", "warn": "yellow", "info": "", "debug": "dim"}
+JOBS_SHOWN = 10
 
 
 def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Is the coordinator there, and how is the fleet?"""
     state = get_facts(api, "/api/status", having="generation")
     metrics = get_facts(api, "/api/metrics", having="coordinator_rps")
+    times = get_rows(api, "/api/goodput")
     if json:
-        print_json({**state, "metrics": metrics})
+        print_json({**state, "metrics": metrics, "goodput": times})
         return
     rows = [
         ("coordinator", f"{state['address']} (version {state['version']}, up {duration(state['uptime'])})"),
@@ -45,7 +41,11 @@ def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         ("shard assignment", _measured(metrics["shard_assignment_time"], "ms")),
         ("checkpoint throughput", _measured(metrics["checkpoint_throughput"], "MB/s")),
     ]
+    present = [spent for spent in times if spent["job_id"] in state["jobs"]][-JOBS_SHOWN:]
+    rows += [(f"job {spent['job_id']}", bar(spent)) for spent in present]
     print_table(("", ""), rows, empty="")
+    if present:
+        console.print(legend())
 
 
 def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
@@ -188,8 +188,9 @@ def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Which tasks were submitted, newest first."""
     found = get_rows(api, "/api/tasks")
+    times = {spent["task_id"]: spent for spent in get_rows(api, "/api/goodput")}
     if json:
-        print_json(found)
+        print_json([{**task, "goodput": times.get(task["id"])} for task in found])
         return
     rows = [
         (
@@ -199,67 +200,18 @@ def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
             styled(t["status"]),
             f"{t['progress']:.0f} %",
             t["worker_count"],
+            bar(times.get(t["id"]), width=10),
             t["reason"],
         )
         for t in found
     ]
     print_table(
-        ("TASK", "NAME", "TYPE", "STATUS", ">PROGRESS", ">WORKERS", "REASON"),
+        ("TASK", "NAME", "TYPE", "STATUS", ">PROGRESS", ">WORKERS", "TIME", "REASON"),
         rows,
         empty="No tasks have been submitted yet.",
     )
-
-
-def logs(
-    api: Api = DEFAULT_API,
-    json: AsJson = False,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="How many lines.")] = 100,
-    level: Annotated[str | None, typer.Option(help="Least severe level: debug, info, warn, error.")] = None,
-    task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
-    worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
-    grep: Annotated[str | None, typer.Option(help="Only lines that contain this text.")] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
-    ] = False,
-) -> None:
-    """The log of the whole fleet, oldest line first."""
-    wanted = {"limit": limit, "level": level, "task_id": task, "worker_id": worker, "q": grep}
-    query = {key: value for key, value in wanted.items() if value is not None}
-    after = ""
-    while True:
-        try:
-            found = get_rows(api, "/api/logs?" + urlencode({**query, **({"after": after} if after else {})}))
-        except Unreachable:
-            if not after:
-                raise
-            time.sleep(1.0)  # It was there: whoever follows waits for it to come back.
-            continue
-        if json and not follow:
-            print_json(found)
-            return
-        for entry in reversed(found):
-            print_json(entry, in_one_line=True) if json else _print_log(entry)
-        if not follow:
-            return
-        sys.stdout.flush()
-        after = found[0]["id"] if found else after
-        time.sleep(0.5)
-
-
-def _print_log(entry: dict[str, Any]) -> None:
-    moment = time.strftime("%H:%M:%S", time.localtime(entry["timestamp"]))
-    console.print(
-        Text.assemble(
-            (moment, "dim"),
-            " ",
-            (f"{entry['level']:5}", LEVEL_STYLES.get(entry["level"], "")),
-            " ",
-            (entry["worker_id"] or entry["source"], "cyan"),
-            " ",
-            entry["message"],
-        ),
-        soft_wrap=True,
-    )
+    if any(t["id"] in times for t in found):
+        console.print(legend())
 
 
 def _measured(value: float | None, unit: str) -> str:

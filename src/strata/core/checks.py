@@ -33,6 +33,7 @@ USUAL_METRICS = frozenset(
         "step_time_s",
         "sync_wait_s",
         "tokens_per_second",
+        "total_steps",
         "training_total_s",
         "waiting_total_s",
     }

@@ -1,0 +1,123 @@
+"""`strata logs`: the log of the whole fleet, searched or followed."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+import typer
+from rich.text import Text
+
+from strata.cli.common import (
+    DEFAULT_API,
+    Api,
+    AsJson,
+    Unreachable,
+    console,
+    errors,
+    events,
+    get_rows,
+    print_json,
+)
+from strata.errors import StrataError
+
+LEVEL_STYLES = {"error": "bold red", "warn": "yellow", "info": "", "debug": "dim"}
+BACK_AFTER_S = 1.0
+_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+BEFORE_ALL = "log_0"
+
+
+class NotATime(StrataError):
+    code = "invalid_argument"
+
+    def __init__(self, option: str, text: str) -> None:
+        super().__init__(
+            f"--{option} '{text}' is not a time.",
+            hint="Write how long ago (90s, 10m, 2h, 3d), or Unix seconds.",
+        )
+
+
+def logs(
+    api: Api = DEFAULT_API,
+    json: AsJson = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="How many lines.")] = 100,
+    level: Annotated[str | None, typer.Option(help="Least severe level: debug, info, warn, error.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
+    grep: Annotated[str | None, typer.Option(help="Only lines that contain this text, in any case.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only from then on: 90s, 10m, 2h, 3d ago.")] = None,
+    until: Annotated[str | None, typer.Option(help="Only until then: 90s, 10m, 2h, 3d ago.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
+    ] = False,
+) -> None:
+    """The log of the whole fleet, oldest line first."""
+    wanted = {
+        "level": level,
+        "task_id": task,
+        "worker_id": worker,
+        "q": grep,
+        "since": _moment("since", since),
+        "until": _moment("until", until),
+    }
+    query = {key: value for key, value in wanted.items() if value is not None}
+    found = get_rows(api, "/api/logs?" + urlencode({**query, "limit": limit}))
+    if json and not follow:
+        print_json(found)
+        return
+    for entry in reversed(found):
+        _show(entry, as_json=json)
+    if follow:
+        _follow(api, query, found[0]["id"] if found else BEFORE_ALL, as_json=json)
+
+
+def _follow(api: str, query: dict[str, Any], last_id: str, *, as_json: bool) -> None:
+    """Over as many connections as it takes: it was there, so whoever follows waits for it to come back."""
+    while True:
+        sys.stdout.flush()
+        try:
+            for kind, data in events(api, "/api/logs/live?" + urlencode(query), last_id=last_id):
+                if kind == "log":
+                    last_id = data["id"]
+                    _show(data, as_json=as_json)
+                    sys.stdout.flush()
+                elif kind == "missed":
+                    errors.print(f"({data['count']:,} lines came too fast to be shown)", style="dim")
+        except Unreachable:
+            pass
+        time.sleep(BACK_AFTER_S)
+
+
+def _show(entry: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(entry, in_one_line=True)
+        return
+    moment = time.strftime("%H:%M:%S", time.localtime(entry["timestamp"]))
+    console.print(
+        Text.assemble(
+            (moment, "dim"),
+            " ",
+            (f"{entry['level']:5}", LEVEL_STYLES.get(entry["level"], "")),
+            " ",
+            (entry["worker_id"] or entry["task_id"] or entry["source"], "cyan"),
+            " ",
+            entry["message"],
+        ),
+        soft_wrap=True,
+    )
+
+
+def _moment(option: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    ago = _AGO.fullmatch(text.strip())
+    if ago:
+        return time.time() - float(ago[1]) * _SECONDS[ago[2]]
+    try:
+        return float(text)
+    except ValueError:
+        raise NotATime(option, text[:40]) from None

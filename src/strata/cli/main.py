@@ -11,7 +11,20 @@ from collections.abc import Callable
 
 import typer
 
-from strata.cli import audit, bench, chaos, checkpoint, demo, doctor, index, listings, replay, serve, validate
+from strata.cli import (
+    audit,
+    bench,
+    chaos,
+    checkpoint,
+    demo,
+    doctor,
+    index,
+    listings,
+    replay,
+    serve,
+    slurm,
+    validate,
+)
 from strata.cli.common import Unreachable, adopt_dotenv, say_error
 from strata.errors import StrataError
 
@@ -40,6 +53,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     validate.validate,
     doctor.doctor,
     chaos.chaos,
+    slurm.slurm,
 )
 for command in COMMANDS:
     app.command()(command)

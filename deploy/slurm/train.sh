@@ -18,6 +18,15 @@ export OMP_NUM_THREADS=1
 export COORDINATOR_ADDR=coordinator.example.org:50051
 export STRATA_JOB_ID=example
 
+# Slurm's warning before the time limit: workers save and leave, and the job queues up again.
+again='' agents=''
+leave() {
+  printf 'the time limit is near: saving and leaving\n'
+  again=1
+  kill -TERM "$agents" || true
+}
+trap leave USR1
+
 # One agent a node. A lost node ends its own agent only; the others meet again without it.
 srun \
   --label \
@@ -41,21 +50,12 @@ srun \
   /shared/run-7/config.yaml &
 agents=$!
 
-# Slurm's warning before the time limit: workers save and leave, and the job queues up again.
-again=''
-leave() {
-  printf 'the time limit is near: saving and leaving\n'
-  again=1
-  kill -TERM "$agents" || true
-}
-trap leave USR1
-
+while :; do # A signal ends the wait, not the agents.
+  wait "$agents" || true
+  kill -0 "$agents" 2>/dev/null || break
+done
 status=0
 wait "$agents" || status=$?
-while kill -0 "$agents" 2>/dev/null; do # A signal ends the wait, not the agents.
-  status=0
-  wait "$agents" || status=$?
-done
 if [[ -n $again && $status -ne 0 ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

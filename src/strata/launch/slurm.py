@@ -157,13 +157,8 @@ set -euo pipefail
 
 {setup}{variables}
 
-# One agent a node. A lost node ends its own agent only; the others meet again without it.
-{steps} \\
-  {agent} &
-agents=$!
-
 # Slurm's warning before the time limit: workers save and leave, and the job queues up again.
-again=''
+again='' agents=''
 leave() {{
   printf 'the time limit is near: saving and leaving\\n'
   again=1
@@ -171,12 +166,17 @@ leave() {{
 }}
 trap leave USR1
 
+# One agent a node. A lost node ends its own agent only; the others meet again without it.
+{steps} \\
+  {agent} &
+agents=$!
+
+while :; do # A signal ends the wait, not the agents.
+  wait "$agents" || true
+  kill -0 "$agents" 2>/dev/null || break
+done
 status=0
 wait "$agents" || status=$?
-while kill -0 "$agents" 2>/dev/null; do # A signal ends the wait, not the agents.
-  status=0
-  wait "$agents" || status=$?
-done
 if [[ -n $again && $status -ne 0 ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

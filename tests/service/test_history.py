@@ -37,7 +37,7 @@ def test_a_second_without_a_measurement_is_a_gap() -> None:
 
 def test_minutes_are_means_of_their_seconds() -> None:
     track = Track(JOB_SERIES)
-    for second in range(0, 150):
+    for second in range(150):
         track.put(NOW_S + second, {"loss": float(second) if second % 2 == 0 else None})
     assert seen(track, NOW_S + 149, NOW_S, step=60) == [29.0, 89.0, 134.0]
 

@@ -88,7 +88,11 @@ class Runtime:
             self.feed.publish("metrics", self._metrics(self.engine.cluster))
 
     async def prometheus(self) -> bytes:
-        cluster = await self.engine.settled()
+        self.measure(await self.engine.settled())
+        return self.metrics.exposition()
+
+    def measure(self, cluster: Cluster) -> None:
+        """Bring the gauges up to date."""
         counts: dict[str, int] = {}
         for member in cluster.membership.members.values():
             status = views.worker_status(cluster, member)
@@ -101,7 +105,6 @@ class Runtime:
         tasks = Counter(task.status for task in cluster.tasks.tasks.values())
         for task_status in get_args(TaskStatus):
             self.metrics.tasks.labels(task_status).set(tasks[task_status])
-        return self.metrics.exposition()
 
     def _publish_logs(self, entries: Sequence[LogView]) -> None:
         """Gathered for a moment: one event for many lines."""

@@ -27,6 +27,7 @@ from strata.coordinator.http import create_app
 from strata.coordinator.journal import SqliteJournal
 from strata.coordinator.log_archive import LogArchive
 from strata.coordinator.logs import LogStore, LogStoreHandler
+from strata.coordinator.otel import OtelExport
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.service import CoordinatorService
 from strata.coordinator.settings import CoordinatorSettings, is_loopback
@@ -62,6 +63,7 @@ class Server:
         self._settings = settings
         self._journal = SqliteJournal(settings.data_dir)
         self.runtime = Runtime.create(self._journal, settings.limits, _open_logs(settings))
+        self._otel = _otel_export(settings, self.runtime)
         self.grpc_port = 0
         self.http_port = 0
         self._grpc: grpc.aio.Server | None = None
@@ -123,6 +125,8 @@ class Server:
         if self._log_handler is not None:
             for logger in _own_loggers():
                 logger.removeHandler(self._log_handler)
+        if self._otel is not None:
+            await asyncio.to_thread(self._otel.close)
         self.runtime.engine.close()
         self.runtime.logs.close()
         with suppress(FileNotFoundError):
@@ -182,7 +186,13 @@ class Server:
 
     async def _pulse(self) -> None:
         while True:
-            self.runtime.pulse()
+            try:
+                self.runtime.pulse()
+                if self._otel is not None:
+                    self.runtime.measure(self.runtime.engine.cluster)
+                    self._otel.refresh()
+            except Exception:  # Who only watches must not end what is watched.
+                log.exception("measuring failed")
             await asyncio.sleep(1.0)
 
     @property
@@ -251,6 +261,12 @@ def _open_logs(settings: CoordinatorSettings) -> LogStore:
     except (sqlite3.Error, OSError) as error:
         log.warning("log lines are kept in memory only: %s", error)
     return LogStore(archive, tidy=Tidy(settings.secrets), lines_per_second=settings.log_lines_per_second)
+
+
+def _otel_export(settings: CoordinatorSettings, runtime: Runtime) -> OtelExport | None:
+    if not settings.otel_endpoint:
+        return None
+    return OtelExport(runtime.metrics.registry, endpoint=settings.otel_endpoint)
 
 
 def _own_loggers() -> list[logging.Logger]:

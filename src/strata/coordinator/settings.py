@@ -76,6 +76,11 @@ class CoordinatorSettings:
         least=1,
         most=1_000_000,
     )
+    otel_endpoint: str = setting(
+        "",
+        "OpenTelemetry collector that figures are sent to, such as http://127.0.0.1:4318.",
+        env="STRATA_OTEL_ENDPOINT",
+    )
     token: str = setting(
         "", "Shared secret that callers must present; grants everything.", env="STRATA_TOKEN", secret=True
     )

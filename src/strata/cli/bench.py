@@ -52,3 +52,11 @@ def recovery(as_json: AsJson = False, quick: Quick = False) -> None:
     from strata.bench import recovery
 
     recovery.main(as_json=as_json, quick=quick)
+
+
+@app.command()
+def dashboard(as_json: AsJson = False, quick: Quick = False) -> None:
+    """First paint, sizes, how soon an event is seen, and what many watchers cost. Needs Chromium."""
+    from strata.bench import dashboard
+
+    dashboard.main(json=as_json, quick=quick)

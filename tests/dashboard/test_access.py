@@ -1,0 +1,47 @@
+"""Everyone can use it: axe finds nothing serious on any view, in either theme, live or simulated."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dashboard.browser import VIEWS, Browser
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_no_view_has_a_serious_violation(page: Browser, theme: str) -> None:
+    page.theme(dark=theme == "dark")
+    found = {}
+    for view in (*VIEWS, "/runs/gpt-small"):
+        page.open(f"{view}?demo")
+        page.see("Simulated data.", css="[role=note]")
+        page.see(role="heading", nth=0)
+        page.until("document.querySelectorAll('main .skeleton').length === 0")
+        serious = page.serious()
+        if serious:
+            found[view] = serious
+    assert found == {}
+
+
+def test_dialogs_have_no_serious_violation(page: Browser) -> None:
+    for address in ("/tasks?demo&start=1", "/data?demo&register=1", "/tasks?demo&task=task-7f3a91c2"):
+        page.open(address)
+        page.see(role="dialog")
+        assert page.serious() == [], address
+
+
+def test_every_view_is_reached_by_keyboard(page: Browser) -> None:
+    page.open("/?demo")
+    page.see(role="heading", nth=0)
+    page.press("Control+k")
+    page.see(role="dialog")
+    page.press("Escape")
+    page.press("g")
+    page.press("l")
+    page.see(role="heading", name="Logs")
+    page.press("/")
+    assert page.evaluate("document.activeElement?.getAttribute('type')") == "search"
+    page.press("Escape")
+    page.press("?")
+    page.see(role="dialog", name="Keyboard")

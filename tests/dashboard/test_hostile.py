@@ -1,0 +1,97 @@
+"""Names and log lines are text, whatever they look like."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from strata.coordinator.logs import clean
+from strata.core.checks import NAME_LIMIT
+from tests.dashboard.browser import Browser
+from tests.dashboard.hostile import LINES, NAMES
+from tests.support import Coordinator, eventually
+
+pytestmark = pytest.mark.browser
+
+
+def shown(text: str) -> str:
+    """As a reader sees it: spaces are one space, marks without width are nothing."""
+    return re.sub(r"[\s\u2028\u2029\ufeff\u200b-\u200f\u061c]+", " ", text).strip()
+
+
+@pytest.fixture(scope="module")
+def filled(watched: Coordinator) -> Coordinator:
+    from strata import TrainingOrchestrator
+
+    names = [name for name in NAMES if len(name.encode()) <= NAME_LIMIT]
+    assert len(names) + len(LINES) >= 150
+    for name in names:
+        body = {"dataset_id": name, "path": f"/data/{name}", "format": "text", "total_samples": 10}
+        status, answer = watched.post("/api/datasets", body)
+        assert status == 201, answer
+    with TrainingOrchestrator(watched.address, job_id="<b>job</b>", ship_logs=True) as worker:
+        worker.register_worker(NAMES[0], metadata={NAMES[1]: NAMES[2]})
+        assert worker.wait_connected(20)
+        logger = logging.getLogger("strata.training.hostile")
+        logger.setLevel(logging.INFO)
+        for line in LINES:
+            logger.info("%s", line)
+        worker.flush_logs()
+        eventually(
+            lambda: len(watched.get(f"/api/logs?limit=1000&worker_id={_quoted(NAMES[0])}")) >= len(LINES),
+            within_s=20,
+        )
+        worker.notify_checkpoint("c<i>1</i>", 3, 1, f"/c/{NAMES[0]}", 10, status="completed", tiers=["<u>S3"])
+        worker.deregister("<b>bye</b>")
+    return watched
+
+
+def _quoted(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(name)
+
+
+def test_every_hostile_log_line_is_shown_as_it_is(filled: Coordinator, page: Browser) -> None:
+    stored = [
+        entry["message"] for entry in filled.get("/api/logs?limit=1000") if entry["source"] != "coordinator"
+    ]
+    assert {clean(line) for line in LINES} <= set(stored)
+    page.open("/logs?wrap=1")
+    page.see(role="log")
+    for line in LINES:
+        words = clean(line)[:200]
+        search = next((part for part in words.splitlines() if part.strip()), words)[:60]
+        page.fill("Search in messages", search)
+        page.until("document.querySelectorAll('[role=log] [data-row]').length >= 1", within_s=10)
+        texts = " ".join(page.texts(css="[role=log] [data-row]"))
+        assert shown(clean(line))[:80] in shown(texts), line
+    assert page.evaluate("window.hacked") is None
+
+
+def test_every_hostile_name_is_shown_as_it_is(filled: Coordinator, page: Browser) -> None:
+    page.open("/data")
+    page.see(role="table", name="Datasets")
+    seen: set[str] = set()
+    for _ in range(40):
+        seen |= {
+            shown(text) for text in page.texts(css="[aria-label=Datasets] [role=row] [role=cell]:first-child")
+        }
+        more = page.evaluate(
+            "(() => { const t = document.querySelector('[role=table][aria-label=Datasets]');"
+            " t.scrollTop += 200; return t.scrollTop + t.clientHeight < t.scrollHeight - 1; })()"
+        )
+        if not more:
+            break
+    seen |= {
+        shown(text) for text in page.texts(css="[aria-label=Datasets] [role=row] [role=cell]:first-child")
+    }
+    expected = {shown(d["name"]) for d in filled.get("/api/datasets")}
+    assert expected <= seen, expected - seen
+    for view in ("/", "/workers", "/checkpoints", "/runs", "/tasks"):
+        page.open(view)
+        page.see(role="heading", name="", nth=0)
+    assert page.evaluate("window.hacked") is None
+    assert page.evaluate("document.querySelectorAll('main script, main iframe, main object').length") == 0

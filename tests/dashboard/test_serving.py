@@ -1,0 +1,121 @@
+"""The coordinator serves the dashboard's files, and only those, with headers a browser can rely on."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from strata.coordinator.dashboard import VIEWS, Dashboard
+from tests.dashboard.browser import ROOT
+from tests.dashboard.browser import VIEWS as PATHS
+from tests.support import Coordinator
+
+
+def ask(
+    server: Coordinator, path: str, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20)
+    try:
+        connection.request(
+            method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        )
+        answer = connection.getresponse()
+        return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+    finally:
+        connection.close()
+
+
+def test_every_view_is_the_application_and_nothing_else_is(watched: Coordinator) -> None:
+    index = ask(watched, "/")[2]
+    assert b'<div id="root">' in index
+    for path in (*PATHS, "/runs/some-job", "/workers?worker=a"):
+        status, headers, body = ask(watched, path)
+        assert (status, body) == (200, index), path
+        assert headers["content-type"].startswith("text/html")
+        assert headers["cache-control"] == "no-cache"
+    for path in ("/api/nothing", "/api/runs", "/nothing", "/assets/none.js", "/index.html/x", "/../setup.py"):
+        status, headers, body = ask(watched, path)
+        assert status == 404, path
+        assert json.loads(body)["code"] == "not_found"
+    assert ask(watched, "/api/tasks/x/stop")[0] == 405
+    assert ask(watched, "/", "POST")[0] in (404, 405)
+
+
+def test_bundles_are_cached_for_ever_and_come_packed(watched: Coordinator) -> None:
+    index = ask(watched, "/")[2].decode()
+    bundles = re.findall(r'(?:src|href)="(/assets/[^"]+)"', index)
+    assert any(path.endswith(".js") for path in bundles)
+    assert any(path.endswith(".css") for path in bundles)
+    for path in bundles:
+        status, headers, plain = ask(watched, path)
+        assert status == 200
+        assert "immutable" in headers["cache-control"]
+        _, packed_headers, packed = ask(watched, path, Accept_Encoding="gzip")
+        assert packed_headers["content-encoding"] == "gzip"
+        assert packed_headers["vary"] == "Accept-Encoding"
+        assert gzip.decompress(packed) == plain
+        assert len(packed) < len(plain)
+        assert ask(watched, path, If_None_Match=headers["etag"])[0] == 304
+        assert ask(watched, path, "HEAD")[2] == b""
+
+
+def test_no_page_runs_inline_scripts_or_loads_from_elsewhere(watched: Coordinator) -> None:
+    _, headers, body = ask(watched, "/")
+    policy = dict(part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == "'self'"
+    assert policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert headers["x-content-type-options"] == "nosniff"
+    scripts = re.findall(r"<script\b[^>]*>(.*?)</script>", body.decode(), re.DOTALL)
+    assert scripts
+    assert all(not inside.strip() for inside in scripts)
+    assert not re.search(r'(?:src|href)="(?:https?:)?//', body.decode())
+
+
+def test_files_need_no_token_and_data_does(built: Path, tmp_path: Path) -> None:
+    server = Coordinator(tmp_path / "coordinator", env={"STRATA_TOKEN": "secret"}).start()
+    try:
+        assert ask(server, "/")[0] == 200
+        assert ask(server, "/logs")[0] == 200
+        for path in ("/api/dashboard", "/metrics", "/openapi.json", "/docs", "/nothing"):
+            assert ask(server, path)[0] == 401, path
+    finally:
+        server.stop()
+
+
+def test_without_a_build_the_page_says_how_to_make_one(tmp_path: Path) -> None:
+    api = Starlette(routes=[Route("/api/health", lambda request: PlainTextResponse("ok"))])
+    client = TestClient(Dashboard(api, tmp_path / "nothing"))
+    assert "make setup" in client.get("/").text
+    assert client.get("/api/health").text == "ok"
+    assert client.get("/logs").status_code == 404
+
+
+def test_views_of_the_application_are_known_to_the_server() -> None:
+    router = (ROOT / "dashboard" / "src" / "router.tsx").read_text()
+    routes = {path.split("/")[1] for path in re.findall(r'path: "(/[^"]*)"', router)}
+    assert routes - {""} == set(VIEWS)
+
+
+@pytest.mark.timeout(300)
+def test_a_wheel_holds_the_dashboard(built: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", str(tmp_path), str(ROOT)], check=True, timeout=280)
+    (wheel,) = tmp_path.glob("strata_runtime-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "strata/dashboard/index.html" in names
+    assert any(re.fullmatch(r"strata/dashboard/assets/index-[\w-]+\.js", name) for name in names)
+    assert not any("node_modules" in name for name in names)

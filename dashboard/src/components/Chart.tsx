@@ -33,6 +33,8 @@ interface Props {
   empty?: string;
   /** Moments marked with a vertical line, with a colour token. */
   marks?: readonly { at: number; color: string }[];
+  /** Room for the numbers at the left, so that charts and a timeline line up. */
+  gutter?: number;
 }
 
 export function Chart(props: Props) {
@@ -70,7 +72,7 @@ export function Chart(props: Props) {
       },
       axes: [
         { ...axis, grid: { show: false }, size: 26, gap: 4, space: 90, values: (_, splits) => splits.map((v) => (x === "time" ? clock(v).slice(0, 8) : compact(v))) },
-        { ...axis, size: 48, gap: 6, space: 34, values: (_, splits) => splits.map((v) => live.current.format(v)) },
+        { ...axis, size: props.gutter ?? 48, gap: 6, space: 34, values: (_, splits) => splits.map((v) => live.current.format(v)) },
       ],
       series: [
         {},
@@ -114,7 +116,7 @@ export function Chart(props: Props) {
       plot.current = null;
     };
     // The plot is rebuilt for another shape or theme only; data goes in below.
-  }, [shape, theme, height, x, props.sync]);
+  }, [shape, theme, height, x, props.sync, props.gutter]);
 
   useEffect(() => {
     plot.current?.setData(data);

@@ -1,5 +1,203 @@
+/** Runs: what trains, what trained; and of one run, its whole story on one line of time. */
+
+import { Link, useNavigate, useParams } from "@tanstack/react-router";
+import { Activity, ArrowLeft } from "lucide-react";
+import { useMemo } from "react";
+
+import { Card, Facts, Figure } from "../components/Card";
+import { Chart } from "../components/Chart";
+import { Button, Input, Segmented } from "../components/controls";
+import { Happenings } from "../components/Happenings";
 import { Page } from "../components/Page";
+import { Empty, Loading } from "../components/states";
+import { Status } from "../components/Status";
+import { Table, type Column } from "../components/Table";
+import { Ago, Name } from "../components/values";
+import { age, clock, compact, count, duration, number, plural } from "../format";
+import { useFilters } from "../search";
+import { generationLines, goodputOf, runsOf, timelineRows, type Run } from "../state/runs";
+import { useServerNow, useStore } from "../state/store";
+import { GoodputBar } from "./runs/GoodputBar";
+import { GUTTER, tiersOf } from "./runs/drawing";
+import { Timeline, TimelineLegend } from "./runs/Timeline";
+import { useRunHistory } from "./runs/history";
+
+const COLUMNS: readonly Column<Run>[] = [
+  { id: "id", header: "Run", value: (r) => r.id, cell: (r) => <Name>{r.id}</Name>, width: "minmax(10rem, 2fr)" },
+  { id: "status", header: "Status", value: (r) => r.status, cell: (r) => <Status value={r.status === "ended" ? "stopped" : r.status} />, width: "130px" },
+  { id: "workers", header: "Workers", value: (r) => r.alive, cell: (r) => (r.failed > 0 ? `${count(r.alive)} + ${count(r.failed)} gone` : count(r.alive)), width: "120px", align: "right" },
+  { id: "step", header: "Step", value: (r) => r.step, cell: (r) => count(r.step), width: "100px", align: "right" },
+  { id: "epoch", header: "Epoch", value: (r) => r.epoch, cell: (r) => count(r.epoch), width: "80px", align: "right" },
+  { id: "loss", header: "Loss", value: (r) => r.loss, cell: (r) => number(r.loss, 4), width: "90px", align: "right" },
+  { id: "throughput", header: "Throughput", value: (r) => r.throughput, cell: (r) => (r.throughput === null ? "–" : `${compact(r.throughput)} ${r.throughputUnit}`), width: "140px", align: "right" },
+  { id: "safe", header: "Last safe", value: (r) => r.risk.safe?.created_at ?? null, cell: (r) => (r.risk.safe ? <Ago at={r.risk.safe.created_at} /> : "never"), width: "120px", align: "right" },
+  { id: "recoveries", header: "Recoveries", value: (r) => r.recoveries.length, cell: (r) => count(r.recoveries.length), width: "110px", align: "right" },
+  { id: "generation", header: "Generation", value: (r) => r.generation, cell: (r) => count(r.generation), width: "110px", align: "right" },
+];
 
 export function Runs() {
-  return <Page title="Runs">{null}</Page>;
+  const [filters, set] = useFilters();
+  const state = useStore((s) => s);
+  const runs = useMemo(() => runsOf(state), [state]);
+  const words = filters["q"]?.toLowerCase() ?? "";
+  const shown = useMemo(() => runs.filter((r) => r.id.toLowerCase().includes(words)), [runs, words]);
+  return (
+    <Page title="Runs" fill actions={<Input data-search type="search" aria-label="Search runs" placeholder="Search runs" value={filters["q"] ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" />}>
+      {state.coordinator === null ? (
+        <Loading rows={6} height={28} />
+      ) : (
+        <div className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface">
+          <RunTable runs={shown} sort={filters["sort"]} onSort={(sort) => set({ sort }, { replace: true })} none={runs.length === 0} />
+        </div>
+      )}
+    </Page>
+  );
+}
+
+function RunTable(props: { runs: readonly Run[]; sort: string | undefined; onSort: (sort: string | undefined) => void; none: boolean }) {
+  const navigate = useNavigate();
+  return (
+    <Table
+      label="Runs"
+      rows={props.runs}
+      columns={COLUMNS}
+      rowId={(r) => r.id}
+      sort={props.sort}
+      onSort={props.onSort}
+      onOpen={(r) => void navigate({ to: "/runs/$job", params: { job: r.id } })}
+      rowHeight={44}
+      empty={<Empty icon={Activity} title={props.none ? "No run yet" : "No run has that name"}>{props.none && <>A run appears when its first worker joins. Start a task, or try <code className="font-mono text-sm">strata demo</code>.</>}</Empty>}
+    />
+  );
+}
+
+const RANGES = [["300", "5 m"], ["900", "15 m"], ["3600", "1 h"], ["all", "All"]] as const;
+type Range = (typeof RANGES)[number][0];
+
+export function RunDetail() {
+  const { job } = useParams({ from: "/runs/$job" });
+  const state = useStore((s) => s);
+  const now = useServerNow();
+  const run = useMemo(() => runsOf(state).find((r) => r.id === job) ?? null, [state, job]);
+  const back = <Link to="/runs" className="inline-flex items-center gap-1 text-sm font-medium text-muted hover:text-ink"><ArrowLeft aria-hidden className="size-3.5" />All runs</Link>;
+  if (state.coordinator === null) return <Page title={job}><Loading rows={8} /></Page>;
+  if (run === null) return <Page title={job} actions={back}><Empty icon={Activity} title="There is no such run">No worker, save or recovery goes by this name.</Empty></Page>;
+  return (
+    <Page
+      title={run.id}
+      subtitle={<span className="flex items-center gap-3"><Status value={run.status === "ended" ? "stopped" : run.status} pill />{run.startedAt !== null && run.alive > 0 && <span>for {age(now - run.startedAt)}</span>}</span>}
+      actions={<>{back}<LogsLink run={run} /></>}
+    >
+      <Story run={run} now={now} />
+    </Page>
+  );
+}
+
+function LogsLink({ run }: { run: Run }) {
+  const worker = run.workers[0];
+  const search = run.task ? { task: run.task.id } : worker ? { worker: worker.id } : {};
+  return <Link to="/logs" search={search} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Logs</Link>;
+}
+
+function Story({ run, now }: { run: Run; now: number }) {
+  const [filters, set] = useFilters();
+  const generations = useStore((s) => s.generations);
+  const happenings = useStore((s) => s.happenings);
+  const series = useStore((s) => s.runSeries.get(run.id));
+  const history = useRunHistory(run.id);
+  const goodput = history.goodput ?? goodputOf(run, now);
+
+  const range: Range = (RANGES.find(([value]) => value === filters["range"])?.[0]) ?? "900";
+  const zoomed = filters["from"] !== undefined && filters["to"] !== undefined;
+  const end = run.alive > 0 ? now : Math.max(run.checkpoints[0]?.created_at ?? 0, run.recoveries[0]?.at ?? 0, ...run.workers.map((w) => w.last_heartbeat)) + 5;
+  const begin = run.startedAt ?? end - 60;
+  const to = zoomed ? Number(filters["to"]) : end;
+  const from = zoomed ? Number(filters["from"]) : range === "all" ? begin - 2 : Math.max(begin - 2, end - Number(range));
+  const view = useMemo(() => [from, to] as const, [from, to]);
+
+  const data = useMemo(
+    () => ({
+      rows: timelineRows(run, generations).filter((row) => row.spans.some((s) => (s.to ?? to) >= from && s.from <= to)),
+      lines: generationLines(generations, run.id, (to - from) / 400),
+      checkpoints: run.checkpoints,
+      recoveries: run.recoveries,
+      tiers: tiersOf(run.checkpoints),
+      statuses: new Map(run.workers.map((w) => [w.id, w.status])),
+    }),
+    [run, generations, from, to],
+  );
+  const marks = useMemo(() => data.lines.map((l) => ({ at: l.at, color: l.bad ? "bad" : "edge" })), [data.lines]);
+  const mine = useMemo(() => happenings.filter((h) => h.jobId === run.id).slice(0, 200), [happenings, run.id]);
+  const times = series?.times ?? [];
+  return (
+    <>
+      <div className="grid gap-4 sm:grid-cols-3 xl:grid-cols-6">
+        <Figure label="Step" value={count(run.step)} hint={`epoch ${count(run.epoch)}${run.task?.total_steps ? `, of ${count(run.task.total_steps)}` : ""}`} />
+        <Figure label="Loss" value={number(run.loss, 4)} />
+        <Figure label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
+        <Figure label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} gone` : `generation ${count(run.generation)}`} />
+        <Figure label="Would be lost now" value={run.risk.since === null ? "nothing" : age(now - run.risk.since)} hint={run.risk.since === null ? "it does not train" : plural(run.risk.steps, "step")} />
+        <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last in ${duration(run.recoveries[0].total_s)}` : "none needed"} />
+      </div>
+      <Card
+        title="Timeline"
+        hint={`${clock(from)} to ${clock(to)}`}
+        actions={
+          <>
+            {zoomed && <Button onClick={() => set({ from: undefined, to: undefined })}>Reset zoom</Button>}
+            <Segmented label="Range" value={range} options={RANGES} onChange={(next) => set({ range: next === "900" ? undefined : next, from: undefined, to: undefined })} />
+          </>
+        }
+      >
+        <Timeline data={data} from={from} to={to} label={summary(run)} onZoom={(a, b) => set({ from: a.toFixed(2), to: b.toFixed(2) })} />
+        <div className="mt-2"><TimelineLegend /></div>
+        <div className="mt-5 grid gap-4">
+          <Chart label="Loss over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "loss", color: "accent", values: series?.loss ?? [] }]} format={(v) => number(v, 4)} height={130} empty="This run has not reported a loss" />
+          <Chart label="Throughput over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "throughput", color: "busy", values: series?.throughput ?? [], fill: true }]} unit={run.throughputUnit} format={compact} height={110} empty="This run has not reported its throughput" />
+        </div>
+      </Card>
+      <div className="grid gap-4 xl:grid-cols-2">
+        <Card title="Goodput" hint="where the time went">{goodput ? <GoodputBar goodput={goodput} /> : <p className="text-muted">Known while the run has workers.</p>}</Card>
+        <Card title="Recoveries" flush><Recoveries run={run} /></Card>
+        <Card title="Events" flush><Happenings items={mine} height={340} /></Card>
+        <Card title="Configuration"><Configuration run={run} /></Card>
+      </div>
+    </>
+  );
+}
+
+function summary(run: Run): string {
+  return `${plural(run.alive, "worker")} up, ${count(run.failed)} gone, ${plural(run.checkpoints.length, "save")}, ${plural(run.recoveries.length, "recovery", "recoveries")}. The list of events below tells the same in words.`;
+}
+
+function Recoveries({ run }: { run: Run }) {
+  if (run.recoveries.length === 0) return <Empty title="No recovery was needed">When a worker is lost, the way back is shown here phase by phase.</Empty>;
+  return (
+    <ol className="max-h-80 divide-y divide-line/60 overflow-y-auto border-t" tabIndex={0} aria-label="Recoveries">
+      {run.recoveries.map((r) => (
+        <li key={`${r.at} ${r.worker_id}`} className="flex flex-col gap-0.5 px-4 py-2.5">
+          <p className="flex items-baseline justify-between gap-3">
+            <span className="font-medium">{duration(r.total_s)}</span>
+            <span className="text-muted">{plural(r.lost_steps, "step")} lost, went on at {count(r.resumed_step)} from {r.tier || "storage"}, {r.world_before} → {r.world_after} workers</span>
+            <span className="shrink-0 text-sm text-faint"><Ago at={r.at} /></span>
+          </p>
+          <p className="flex flex-wrap gap-x-3 text-sm text-muted">{Object.entries(r.phases_s).map(([name, seconds]) => <span key={name}>{name.replace("_", " ")} {duration(seconds)}</span>)}</p>
+          {r.reason && <p className="foreign text-sm break-words text-faint">{r.reason}</p>}
+        </li>
+      ))}
+    </ol>
+  );
+}
+
+function flatten(value: unknown, path: string): (readonly [string, string])[] {
+  if (value !== null && typeof value === "object" && !Array.isArray(value)) return Object.entries(value).flatMap(([key, v]) => flatten(v, path ? `${path}.${key}` : key));
+  return [[path, typeof value === "string" ? value : JSON.stringify(value)]];
+}
+
+function Configuration({ run }: { run: Run }) {
+  const task = run.task;
+  const labels = Object.entries(run.risk.safe?.metadata ?? {});
+  if (!task && labels.length === 0) return <p className="text-muted">This run was not started as a task here, so its configuration stays with its launcher.</p>;
+  const items: (readonly [string, string])[] = task ? [["task", task.name], ["recipe", task.type], ...(task.dataset_id ? [["dataset", task.dataset_id] as const] : []), ["workers asked for", count(task.worker_count)], ...flatten(task.config, "")] : labels;
+  return <Facts items={items} />;
 }

@@ -1,5 +1,130 @@
+/** Settings: where the data comes from, how it looks, and what it needs to come in. */
+
+import { useState, type ReactNode } from "react";
+
+import { API_URL, getToken, setToken } from "../api/client";
+import { Card, Facts } from "../components/Card";
+import { Button, Field, Input, Kbd, Segmented } from "../components/controls";
 import { Page } from "../components/Page";
+import { Ago, Time } from "../components/values";
+import { age, count } from "../format";
+import { DEMO_ONLY, setMode, setTheme, startBackend, useMode, useTheme, type Mode, type Theme } from "../mode";
+import { retryNow } from "../state/connection";
+import { useServerNow, useStore } from "../state/store";
+import { KEYS } from "../shell/keys";
+
+const PHASES = {
+  connecting: "connecting",
+  live: "live: the event stream is open",
+  polling: "polling: the event stream does not get through",
+  disconnected: "disconnected",
+};
 
 export function Settings() {
-  return <Page title="Settings">{null}</Page>;
+  return (
+    <Page title="Settings">
+      <div className="grid max-w-5xl items-start gap-4 lg:grid-cols-2">
+        <ConnectionCard />
+        <TokenCard />
+        <AppearanceCard />
+        <ModeCard />
+        <KeyboardCard />
+      </div>
+    </Page>
+  );
+}
+
+function ConnectionCard() {
+  const mode = useMode();
+  const connection = useStore((s) => s.connection);
+  const coordinator = useStore((s) => s.coordinator);
+  const skew = useStore((s) => s.skewS);
+  const now = useServerNow();
+  const items: (readonly [string, ReactNode])[] = [
+    ["API", mode === "demo" ? "none: simulated" : <code key="a" className="font-mono text-sm">{API_URL}</code>],
+    ["State", PHASES[connection.phase]],
+    ["Last heard", connection.heardAtMs === null ? "never" : <Ago key="h" at={connection.heardAtMs / 1000 + skew} />],
+    ["Coordinator", coordinator?.address ?? "–"],
+    ["Version", coordinator?.version ?? "–"],
+    ["Up for", coordinator ? age(now - coordinator.started_at) : "–"],
+    ["Since", <Time key="s" at={coordinator?.started_at} />],
+    ["Leads", coordinator ? (coordinator.leader ? "yes" : "no, it stands by") : "–"],
+    ["Generation", coordinator ? count(coordinator.generation) : "–"],
+    ["Clock difference", `${skew >= 0 ? "+" : "−"}${Math.abs(skew).toFixed(1)} s`],
+  ];
+  return (
+    <Card title="Connection" actions={connection.phase === "disconnected" && <Button onClick={retryNow}>Try now</Button>}>
+      {connection.reason && <p className="foreign mb-3 rounded-md bg-warn-soft px-3 py-2 break-words">{connection.reason} {connection.hint}</p>}
+      <Facts items={items} />
+      <p className="mt-3 text-sm text-faint">A build with <code className="font-mono">VITE_API_URL</code> set talks to another address.</p>
+    </Card>
+  );
+}
+
+function TokenCard() {
+  const [token, edit] = useState(getToken);
+  const [remember, setRemember] = useState(() => localStorage.getItem("strata.token") !== null);
+  const save = (value: string) => {
+    edit(value);
+    setToken(value, remember);
+    startBackend();
+  };
+  return (
+    <Card title="Access">
+      <form
+        className="flex flex-col gap-3"
+        onSubmit={(event) => {
+          event.preventDefault();
+          save(token.trim());
+        }}
+      >
+        <Field label="Token" hint="Needed when the coordinator was started with one. A viewer's token shows everything; changes need an operator's.">
+          {(ids) => <Input {...ids} type="password" value={token} onChange={(e) => edit(e.target.value)} placeholder="none" />}
+        </Field>
+        <label className="flex items-center gap-2"><input type="checkbox" className="size-4 accent-accent" checked={remember} onChange={(e) => setRemember(e.target.checked)} />Keep it in this browser, not only in this tab</label>
+        <div className="flex gap-2">
+          <Button type="submit" look="primary">Use token</Button>
+          {getToken() && <Button onClick={() => save("")}>Forget it</Button>}
+        </div>
+      </form>
+    </Card>
+  );
+}
+
+function AppearanceCard() {
+  const theme = useTheme();
+  const options: readonly (readonly [Theme, string])[] = [["system", "As the system"], ["dark", "Dark"], ["light", "Light"]];
+  return (
+    <Card title="Appearance">
+      <Segmented label="Theme" value={theme} options={options} onChange={setTheme} />
+    </Card>
+  );
+}
+
+function ModeCard() {
+  const mode = useMode();
+  const options: readonly (readonly [Mode, string])[] = [["live", "Live"], ["demo", "Demo"]];
+  return (
+    <Card title="Mode">
+      <div className="flex flex-col gap-3">
+        {DEMO_ONLY ? <p>This build only demonstrates: it knows no coordinator.</p> : <Segmented label="Mode" value={mode} options={options} onChange={setMode} />}
+        <p className="text-muted">Demo mode plays a simulated run that fails and recovers. It needs no cluster, and every view says that nothing was measured.</p>
+      </div>
+    </Card>
+  );
+}
+
+function KeyboardCard() {
+  return (
+    <Card title="Keyboard" className="lg:col-span-2">
+      <dl className="grid gap-x-8 gap-y-2 lg:grid-cols-2">
+        {KEYS.map(([keys, meaning]) => (
+          <div key={meaning} className="flex items-baseline gap-4">
+            <dt className="flex w-28 shrink-0 gap-1">{keys.map((key) => <Kbd key={key}>{key}</Kbd>)}</dt>
+            <dd className="text-muted">{meaning}</dd>
+          </div>
+        ))}
+      </dl>
+    </Card>
+  );
 }

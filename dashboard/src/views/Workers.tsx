@@ -1,5 +1,106 @@
+/** The fleet: a cell for each worker, or a row; a drawer with everything about one. */
+
+import { Boxes, LayoutGrid, Rows3 } from "lucide-react";
+import { useMemo } from "react";
+
+import type { Worker } from "../api/types";
+import { Card, Meter } from "../components/Card";
+import { Input, Segmented, Select } from "../components/controls";
 import { Page } from "../components/Page";
+import { Empty, Loading } from "../components/states";
+import { Status } from "../components/Status";
+import { Table, type Column } from "../components/Table";
+import { Ago, Bytes, Name } from "../components/values";
+import { count, number, percent, plural } from "../format";
+import { useFilters } from "../search";
+import { useStore } from "../state/store";
+import { Heatmap, Legend, type HeatmapColor } from "./workers/Heatmap";
+import { loadOf, matches } from "./workers/load";
+import { WorkerDrawer } from "./workers/WorkerDrawer";
+
+const COLUMNS: readonly Column<Worker>[] = [
+  { id: "rank", header: "Rank", value: (w) => w.rank, cell: (w) => (w.rank === null ? "–" : count(w.rank)), width: "72px", align: "right" },
+  { id: "id", header: "Worker", value: (w) => w.id, cell: (w) => <Name>{w.id}</Name>, width: "minmax(10rem, 2fr)" },
+  { id: "status", header: "Status", value: (w) => w.status, cell: (w) => <Status value={w.status} title={w.reason} />, width: "140px" },
+  { id: "job", header: "Run", value: (w) => w.job_id, cell: (w) => <Name>{w.job_id}</Name>, width: "minmax(7rem, 1fr)" },
+  { id: "step", header: "Step", value: (w) => w.current_step, cell: (w) => count(w.current_step), width: "100px", align: "right" },
+  { id: "load", header: "Load", value: (w) => loadOf(w).percent, cell: (w) => <LoadCell worker={w} />, width: "minmax(9rem, 1fr)" },
+  { id: "memory", header: "Memory", value: (w) => w.resources?.memory_used_bytes ?? null, cell: (w) => <Bytes value={w.resources?.memory_used_bytes} />, width: "104px", align: "right" },
+  { id: "step_time", header: "Step time", value: (w) => w.metrics["step_time_s"] ?? null, cell: (w) => (w.metrics["step_time_s"] == null ? "–" : `${number((w.metrics["step_time_s"] ?? 0) * 1000)} ms`), width: "104px", align: "right" },
+  { id: "shards", header: "Shards", value: (w) => w.assigned_shards, cell: (w) => count(w.assigned_shards), width: "84px", align: "right" },
+  { id: "heard", header: "Heard", value: (w) => w.last_heartbeat, cell: (w) => <Ago at={w.last_heartbeat} />, width: "110px", align: "right" },
+];
+
+function LoadCell({ worker }: { worker: Worker }) {
+  const { percent: value, of } = loadOf(worker);
+  if (value === null) return <span className="text-faint">no sample</span>;
+  return <span className="flex items-center gap-2"><Meter label={`${of} load`} value={value} className="flex-1" /><span className="w-20 text-right">{of} {percent(value)}</span></span>;
+}
 
 export function Workers() {
-  return <Page title="Workers">{null}</Page>;
+  const [filters, set] = useFilters();
+  const workers = useStore((s) => s.workers);
+  const ready = useStore((s) => s.coordinator !== null);
+  const view = filters["view"] === "table" ? "table" : "grid";
+  const color: HeatmapColor = filters["color"] === "load" ? "load" : "status";
+  const { q, status, job } = filters;
+  const all = useMemo(() => [...workers.values()].sort(byPlace), [workers]);
+  const jobs = useMemo(() => [...new Set(all.map((w) => w.job_id))].sort(), [all]);
+  const shown = useMemo(() => all.filter((w) => matches(w, { q, status, job })), [all, q, status, job]);
+  const counts = useMemo(() => {
+    const found = new Map<string, number>();
+    for (const w of all) if (matches(w, { q, job })) found.set(w.status, (found.get(w.status) ?? 0) + 1);
+    return new Map([...found].sort((a, b) => b[1] - a[1]));
+  }, [all, q, job]);
+  const open = (id: string | undefined) => set({ worker: id });
+  const nobody = <Empty icon={Boxes} title={all.length === 0 ? "No worker has joined yet" : "No worker matches"}>{all.length === 0 ? "Workers appear here the moment they register with this coordinator." : "Change the filters above."}</Empty>;
+
+  return (
+    <Page
+      title="Workers"
+      fill
+      subtitle={ready && plural(shown.length, "worker")}
+      actions={
+        <>
+          <Input data-search type="search" aria-label="Search workers" placeholder="Search workers" value={q ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" />
+          {jobs.length > 1 && (
+            <Select aria-label="Run" value={job ?? ""} onChange={(e) => set({ job: e.target.value || undefined })}>
+              <option value="">All runs</option>
+              {jobs.map((id) => <option key={id} value={id}>{id}</option>)}
+            </Select>
+          )}
+          {view === "grid" && <Segmented label="Colour" value={color} options={[["status", "Status"], ["load", "Load"]]} onChange={(next) => set({ color: next === "status" ? undefined : next })} />}
+          <Segmented
+            label="Layout"
+            value={view}
+            options={[["grid", <><LayoutGrid key="i" aria-hidden className="size-3.5" />Grid</>], ["table", <><Rows3 key="i" aria-hidden className="size-3.5" />Table</>]]}
+            onChange={(next) => set({ view: next === "grid" ? undefined : next })}
+          />
+        </>
+      }
+    >
+      {!ready ? (
+        <Loading rows={8} height={28} />
+      ) : (
+        <>
+          {all.length > 0 && <Legend color={view === "grid" ? color : "status"} counts={counts} active={status} onPick={(next) => set({ status: next })} />}
+          {view === "grid" ? (
+            <Card className="min-h-0 flex-1 overflow-y-auto" flush>
+              <div className="p-3">{shown.length === 0 ? nobody : <Heatmap workers={shown} color={color} selected={filters["worker"]} onOpen={open} />}</div>
+            </Card>
+          ) : (
+            <div className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface">
+              <Table label="Workers" rows={shown} columns={COLUMNS} rowId={(w) => w.id} sort={filters["sort"]} onSort={(sort) => set({ sort }, { replace: true })} selected={filters["worker"]} onOpen={(w) => open(w.id)} empty={nobody} />
+            </div>
+          )}
+        </>
+      )}
+      <WorkerDrawer id={filters["worker"]} onClose={() => open(undefined)} />
+    </Page>
+  );
+}
+
+/** By run, then name: a place that stays when a worker fails and loses its rank. */
+function byPlace(a: Worker, b: Worker): number {
+  return a.job_id.localeCompare(b.job_id) || a.id.localeCompare(b.id, "en", { numeric: true });
 }

@@ -1,0 +1,131 @@
+import { describe, expect, it } from "vitest";
+
+import type { Snapshot } from "../api/types";
+import { assess, exposure, names, saveRhythm } from "./health";
+import { initialState, reduce } from "./reducer";
+import { goodputOf, runsOf } from "./runs";
+import { barrier, checkpoint, NOW, recovery, snapshot, task, worker } from "./samples";
+import type { State } from "./types";
+
+function stateOf(change: Partial<Snapshot>, ...recoveries: ReturnType<typeof recovery>[]): State {
+  const state = reduce(initialState(), { type: "snapshot", snapshot: snapshot(change), atMs: NOW * 1000 });
+  return reduce(state, { type: "recoveries", recoveries });
+}
+
+const saved = [checkpoint()];
+
+describe("the headline", () => {
+  it("before the first answer says what it waits for", () => {
+    expect(assess(initialState(), NOW).level).toBe("unknown");
+  });
+
+  it("is idle when nobody trains, and says what to do", () => {
+    expect(assess(stateOf({ workers: [] }), NOW)).toMatchObject({ level: "idle", headline: "Nothing is training" });
+    expect(assess(stateOf({ workers: [worker({ status: "idle" })] }), NOW)).toMatchObject({ level: "idle", reason: "1 worker connected and idle." });
+  });
+
+  it("is good when all train and the last save is young", () => {
+    const health = assess(stateOf({ checkpoints: saved }), NOW);
+    expect(health).toMatchObject({ level: "good", headline: "Training is healthy" });
+    expect(health.reason).toBe("1 worker on job, last safe state 20 s ago.");
+  });
+
+  it("names who failed and why while the others go on", () => {
+    const workers = [worker(), worker({ id: "w1", status: "failed", reason: "its stream broke" })];
+    expect(assess(stateOf({ workers, checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "w1 failed", reason: "job goes on with 1 worker. Its stream broke." });
+  });
+
+  it("lets a failure rest once the run has recovered without the one that failed", () => {
+    const workers = [worker(), worker({ id: "w1", status: "failed", last_heartbeat: NOW - 100 })];
+    expect(assess(stateOf({ workers, checkpoints: saved }, recovery({ at: NOW - 60 })), NOW).level).toBe("good");
+    expect(assess(stateOf({ workers, checkpoints: saved }, recovery({ at: NOW - 200 })), NOW).level).toBe("warn");
+  });
+
+  it("is bad when every worker is gone", () => {
+    const workers = [worker({ status: "failed", reason: "killed" })];
+    expect(assess(stateOf({ workers }), NOW)).toMatchObject({ level: "bad", headline: "job has stopped: every worker is gone", reason: "Killed." });
+  });
+
+  it("says that a run is coming back", () => {
+    const workers = [worker({ status: "loading" }), worker({ id: "w1", status: "training" })];
+    expect(assess(stateOf({ workers, checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "job is recovering" });
+  });
+
+  it("hears silence", () => {
+    expect(assess(stateOf({ workers: [worker({ last_heartbeat: NOW - 25 })], checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "w0 is silent", reason: "No heartbeat for 25 s." });
+  });
+
+  it("a failed save outranks everything milder", () => {
+    const health = assess(stateOf({ workers: [worker({ last_heartbeat: NOW - 25 })], checkpoints: [checkpoint({ status: "failed", reason: "disk full" }), checkpoint({ id: "b", created_at: NOW - 60 })] }), NOW);
+    expect(health).toMatchObject({ level: "bad", headline: "The last save of job failed", reason: "Step 90: disk full." });
+    expect(health.findings).toHaveLength(2);
+  });
+
+  it("knows the rhythm of saves, and when one is overdue", () => {
+    const rhythm = [0, 1, 2, 3, 4].map((i) => checkpoint({ id: `c${i}`, step: 90 - i * 10, created_at: NOW - 200 - i * 20 }));
+    const state = stateOf({ checkpoints: rhythm });
+    expect(saveRhythm(runsOf(state)[0]!)).toBe(20);
+    expect(assess(state, NOW)).toMatchObject({ level: "warn", headline: "job has not saved for 3 m 20 s" });
+    expect(assess(state, NOW - 150).level).toBe("good");
+  });
+
+  it("names who is missing at a barrier that waits too long", () => {
+    expect(assess(stateOf({ checkpoints: saved, barriers: [barrier({ created_at: NOW - 45 })] }), NOW)).toMatchObject({ level: "warn", reason: "For 45 s: w1 is missing." });
+    expect(assess(stateOf({ checkpoints: saved, barriers: [barrier()] }), NOW).level).toBe("good");
+  });
+
+  it("notices a run that stands still", () => {
+    let state = stateOf({ checkpoints: saved });
+    for (let s = 2; s <= 90; s += 2) {
+      const next = snapshot({ workers: [worker({ last_heartbeat: NOW + s })], checkpoints: [checkpoint({ created_at: NOW + s })] });
+      state = reduce(state, { type: "snapshot", snapshot: { ...next, coordinator: { ...next.coordinator, server_time: NOW + s } }, atMs: (NOW + s) * 1000 });
+    }
+    expect(assess(state, NOW + 90)).toMatchObject({ level: "warn", headline: "job makes no progress", reason: "It has been at step 100 for 1 m 30 s." });
+  });
+
+  it("tells of a task that failed lately, not of one long ago", () => {
+    const failed = (at: number) => stateOf({ checkpoints: saved, tasks: [task({ status: "failed", completed_at: at, reason: "exit code 1" })] });
+    expect(assess(failed(NOW - 10), NOW)).toMatchObject({ level: "bad", headline: "Task t failed", reason: "exit code 1" });
+    expect(assess(failed(NOW - 10_000), NOW).level).toBe("good");
+  });
+
+  it("says that it is old news while disconnected", () => {
+    const state = reduce(stateOf({ checkpoints: saved }), { type: "connection", connection: { phase: "disconnected" } });
+    expect(assess(state, NOW).headline).toBe("When last heard: Training is healthy");
+  });
+});
+
+describe("work at risk", () => {
+  it("is what came after the moment the newest safe state was taken", () => {
+    expect(exposure(runsOf(stateOf({ checkpoints: saved })), NOW)).toMatchObject({ seconds: 20, steps: 10 });
+  });
+
+  it("is everything when nothing was saved", () => {
+    expect(exposure(runsOf(stateOf({})), NOW)).toMatchObject({ seconds: 600, steps: 100 });
+  });
+
+  it("a save that failed or goes on makes nothing safe", () => {
+    const state = stateOf({ checkpoints: [checkpoint({ id: "x", status: "in_progress", step: 99, created_at: NOW - 1 }), checkpoint({ id: "y", status: "failed", step: 98, created_at: NOW - 2 }), checkpoint()] });
+    expect(exposure(runsOf(state), NOW).seconds).toBe(20);
+  });
+
+  it("counts by time: after a fallback the newest save may have the smaller step", () => {
+    const state = stateOf({ workers: [worker({ current_step: 70 })], checkpoints: [checkpoint({ id: "new", step: 60, created_at: NOW - 5 }), checkpoint({ id: "lost", step: 90, created_at: NOW - 50 })] });
+    expect(exposure(runsOf(state), NOW)).toMatchObject({ seconds: 5, steps: 10 });
+  });
+
+  it("is nothing when nobody trains, and the worst of several runs otherwise", () => {
+    expect(exposure(runsOf(stateOf({ workers: [worker({ status: "idle" })] })), NOW)).toEqual({ run: null, seconds: null, steps: 0 });
+    const two = stateOf({ workers: [worker(), worker({ id: "v", job_id: "other" })], checkpoints: [checkpoint(), checkpoint({ id: "o", job_id: "other", created_at: NOW - 90 })] });
+    expect(exposure(runsOf(two), NOW).run?.id).toBe("other");
+  });
+});
+
+it("goodput counts recoveries, and steps that were made twice", () => {
+  const run = runsOf(stateOf({ checkpoints: saved }, recovery({ lost_steps: 10 })))[0]!;
+  expect(goodputOf(run, NOW)).toEqual({ goodS: 591, repeatedS: 5, recoveringS: 4, totalS: 600 });
+});
+
+it("lists of names stay short", () => {
+  expect([names(["a"]), names(["a", "b"]), names(["a", "b", "c"]), names(["a", "b", "c", "d", "e"])]).toEqual(["a", "a and b", "a, b and c", "a, b and 3 more"]);
+});

@@ -1,0 +1,27 @@
+import { expect, it } from "vitest";
+
+import { EventParser } from "./sse";
+
+const STREAM = 'retry: 1000\n\nid: b-1\nevent: worker_joined\ndata: {"a":1}\n\n: still here\n\nid: b-2\nevent: logs\ndata: [{"message":"one\\ntwo: \\u2028three"}]\n\n';
+
+it("gives the same events in whatever pieces the stream arrives", () => {
+  const whole = new EventParser().push(STREAM);
+  expect(whole).toEqual([
+    { id: "b-1", kind: "worker_joined", data: { a: 1 } },
+    { id: "b-2", kind: "logs", data: [{ message: "one\ntwo: \u2028three" }] },
+  ]);
+  for (let size = 1; size < 40; size += 1) {
+    const parser = new EventParser();
+    const events = [];
+    for (let at = 0; at < STREAM.length; at += size) events.push(...parser.push(STREAM.slice(at, at + size)));
+    expect(events).toEqual(whole);
+    expect(parser.lastId).toBe("b-2");
+  }
+});
+
+it("goes on from where an earlier stream ended, and leaves out what is no JSON", () => {
+  const parser = new EventParser("b-7");
+  expect(parser.push("event: x\ndata: {nonsense\n\n")).toEqual([]);
+  expect(parser.lastId).toBe("b-7");
+  expect(parser.push("data: 1\ndata: \n\n")).toEqual([{ id: "b-7", kind: "message", data: 1 }]);
+});

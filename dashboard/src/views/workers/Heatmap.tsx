@@ -1,0 +1,163 @@
+/** Every worker at once, as one cell each. Smooth at a thousand: a cell draws again only when it looks different. */
+
+import { memo, useRef, useState, type CSSProperties, type KeyboardEvent } from "react";
+
+import type { Worker } from "../../api/types";
+import { lookOf, TONE_SOFT, TONE_TEXT } from "../../components/Status";
+import { percent } from "../../format";
+import { loadOf } from "./load";
+
+export type HeatmapColor = "status" | "load";
+
+const SIZES = [
+  { upTo: 24, cell: "h-[74px]", min: 168, gap: 8, detail: "tile" },
+  { upTo: 240, cell: "h-10", min: 40, gap: 4, detail: "glyph" },
+  { upTo: Number.POSITIVE_INFINITY, cell: "h-[22px]", min: 22, gap: 3, detail: "glyph" },
+] as const;
+
+type Detail = (typeof SIZES)[number]["detail"];
+
+export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor; selected: string | undefined; onOpen: (id: string) => void }) {
+  const { workers } = props;
+  const host = useRef<HTMLDivElement>(null);
+  const [focused, setFocused] = useState(0);
+  const size = SIZES.find((s) => workers.length <= s.upTo) ?? SIZES[2];
+  const open = useRef(props.onOpen);
+  open.current = props.onOpen;
+
+  // One stop for the tab key; arrows move inside.
+  const onKeyDown = (event: KeyboardEvent) => {
+    const cells = [...(host.current?.children ?? [])] as HTMLElement[];
+    const top = cells[0]?.offsetTop;
+    const columns = Math.max(1, cells.findIndex((cell) => cell.offsetTop !== top) < 0 ? cells.length : cells.findIndex((cell) => cell.offsetTop !== top));
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, Home: -focused, End: cells.length - 1 - focused }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    const next = Math.min(cells.length - 1, Math.max(0, focused + by));
+    setFocused(next);
+    cells[next]?.focus();
+  };
+
+  return (
+    <div
+      ref={host}
+      role="group"
+      aria-label={`${workers.length} workers; arrow keys move, Enter opens`}
+      onKeyDown={onKeyDown}
+      onClick={(event) => {
+        const cell = (event.target as HTMLElement).closest<HTMLElement>("[data-id]");
+        if (cell?.dataset["id"] !== undefined) open.current(cell.dataset["id"]);
+      }}
+      className="grid content-start"
+      style={{ gridTemplateColumns: `repeat(auto-fill, minmax(${size.min}px, 1fr))`, gap: size.gap }}
+    >
+      {workers.map((worker, i) => {
+        const load = loadOf(worker);
+        return (
+          <Cell
+            key={worker.id}
+            id={worker.id}
+            status={worker.status}
+            load={load.percent === null || worker.status === "failed" ? -1 : Math.round(load.percent / 2) * 2}
+            of={load.of}
+            step={size.detail === "tile" ? worker.current_step : 0}
+            rank={size.detail === "tile" ? worker.rank : null}
+            color={props.color}
+            detail={size.detail}
+            height={size.cell}
+            selected={worker.id === props.selected}
+            stop={i === Math.min(focused, workers.length - 1)}
+          />
+        );
+      })}
+    </div>
+  );
+}
+
+interface CellProps {
+  id: string;
+  status: string;
+  /** Percent; -1 when it is not known. */
+  load: number;
+  of: "GPU" | "CPU";
+  step: number;
+  rank: number | null;
+  color: HeatmapColor;
+  detail: Detail;
+  height: string;
+  selected: boolean;
+  stop: boolean;
+}
+
+const Cell = memo(function Cell(props: CellProps) {
+  const { id, status, load, of, detail } = props;
+  const look = lookOf(status);
+  const Icon = look.icon;
+  const known = load >= 0;
+  const label = `${id}: ${look.label}${known ? `, ${of} ${percent(load)}` : ""}`;
+  const byLoad = props.color === "load";
+  const common = {
+    type: "button" as const,
+    "data-id": id,
+    tabIndex: props.stop ? 0 : -1,
+    title: label,
+    "aria-label": label,
+  };
+  const ring = props.selected ? "outline-2 outline-offset-1 outline-accent" : "";
+  if (detail === "tile") {
+    return (
+      <button {...common} className={`flex min-w-0 flex-col justify-between rounded-md border bg-raised px-3 py-2 text-left hover:bg-hover ${props.height} ${ring}`}>
+        <span className="flex items-center gap-2">
+          <Icon aria-hidden className={`size-3.5 shrink-0 ${TONE_TEXT[look.tone]}`} />
+          <span className="foreign min-w-0 flex-1 truncate font-medium">{id}</span>
+          {props.rank !== null && <span className="text-sm text-faint">#{props.rank}</span>}
+        </span>
+        <span className="flex items-baseline justify-between gap-2 text-sm">
+          <span className={TONE_TEXT[look.tone]}>{look.label}</span>
+          <span className="truncate text-muted">step {props.step.toLocaleString("en-US")}</span>
+        </span>
+        <span className="flex items-center gap-2 text-xs text-muted">
+          <span className="h-1 flex-1 overflow-hidden rounded-full bg-hover"><span className="block h-full rounded-full bg-accent" style={{ width: `${Math.max(0, load)}%` }} /></span>
+          <span className="w-16 text-right">{known ? `${of} ${percent(load)}` : "no sample"}</span>
+        </span>
+      </button>
+    );
+  }
+  const glyph = look.tone === "good" ? null : <Icon aria-hidden className="size-3" strokeWidth={2.5} />;
+  if (byLoad && known) {
+    // The hotter, the fuller: from the page's ground to the accent.
+    const style: CSSProperties = { background: `color-mix(in oklab, var(--color-accent) ${load}%, var(--color-hover))`, color: load > 55 ? "var(--color-on-accent)" : "var(--color-ink)" };
+    return <button {...common} style={style} className={`grid place-items-center rounded-[4px] text-xs hover:brightness-110 ${props.height} ${ring}`}>{props.height === "h-10" ? Math.round(load) : glyph}</button>;
+  }
+  const tone = look.tone === "good" ? "bg-good/80" : TONE_SOFT[look.tone];
+  return <button {...common} className={`grid place-items-center rounded-[4px] hover:brightness-110 ${tone} ${props.height} ${ring} ${look.tone === "bad" ? "shadow-[inset_0_0_0_1.5px_var(--color-bad)]" : ""}`}>{glyph}</button>;
+});
+
+/** What the colours mean. */
+export function Legend(props: { color: HeatmapColor; counts: ReadonlyMap<string, number>; active: string | undefined; onPick: (status: string | undefined) => void }) {
+  return (
+    <div className="flex flex-wrap items-center gap-x-1 gap-y-1">
+      {[...props.counts].map(([status, n]) => {
+        const look = lookOf(status);
+        const on = props.active === status;
+        return (
+          <button
+            key={status}
+            type="button"
+            aria-pressed={on}
+            onClick={() => props.onPick(on ? undefined : status)}
+            className={`inline-flex h-7 items-center gap-1.5 rounded-full px-2.5 text-sm font-medium ${on ? TONE_SOFT[look.tone] : "text-muted hover:bg-hover"}`}
+          >
+            <look.icon aria-hidden className={`size-3.5 ${TONE_TEXT[look.tone]}`} strokeWidth={2.25} />
+            {look.label} <span className="text-ink">{n.toLocaleString("en-US")}</span>
+          </button>
+        );
+      })}
+      {props.color === "load" && (
+        <span className="ml-3 inline-flex items-center gap-2 text-sm text-muted">
+          0 %<span aria-hidden className="h-2 w-24 rounded-full" style={{ background: "linear-gradient(90deg, var(--color-hover), var(--color-accent))" }} />100 %
+        </span>
+      )}
+    </div>
+  );
+}

@@ -1,0 +1,113 @@
+/** Everything about one worker: is it alive, what is it doing, what does it use, what did it say last. */
+
+import { Link } from "@tanstack/react-router";
+import { useQuery } from "@tanstack/react-query";
+import type { ReactNode } from "react";
+
+import { get } from "../../api/client";
+import type { LogEntry, Worker } from "../../api/types";
+import { Facts, Meter } from "../../components/Card";
+import { Drawer } from "../../components/Dialog";
+import { Empty, ErrorNote, Loading } from "../../components/states";
+import { lookOf, Status, TONE_TEXT } from "../../components/Status";
+import { Ago, RunLink, Time } from "../../components/values";
+import { bytes, clockMs, count, number, percent } from "../../format";
+import { useStore } from "../../state/store";
+
+export function WorkerDrawer(props: { id: string | undefined; onClose: () => void }) {
+  const worker = useStore((s) => (props.id ? s.workers.get(props.id) : undefined));
+  return (
+    <Drawer open={props.id !== undefined} onClose={props.onClose} title={props.id ?? ""} description={worker && <span className="flex flex-wrap items-center gap-x-3 gap-y-1"><Status value={worker.status} /><span>heard <Ago at={worker.last_heartbeat} /></span></span>}>
+      {worker ? <Details worker={worker} /> : <Empty title="This worker is not on the list">It has left, or it failed and was forgotten. Its log may still be there: <Link to="/logs" search={{ worker: props.id ?? "" }} className="text-accent hover:underline">search it</Link>.</Empty>}
+    </Drawer>
+  );
+}
+
+function Details({ worker }: { worker: Worker }) {
+  const measured = Object.entries(worker.metrics).filter(([, value]) => value !== null);
+  const metadata = Object.entries(worker.metadata);
+  return (
+    <div className="flex flex-col gap-6">
+      {worker.reason && <p className={`foreign rounded-md bg-raised px-3 py-2 break-words ${worker.status === "failed" ? "text-bad" : "text-muted"}`}>{worker.reason}</p>}
+      <Section title="Now">
+        <Facts
+          columns={2}
+          items={[
+            ["Run", <RunLink key="r" id={worker.job_id} />],
+            ["Rank", worker.rank === null ? "none" : count(worker.rank)],
+            ["Step", count(worker.current_step)],
+            ["Epoch", count(worker.current_epoch)],
+            ["Task", worker.current_task ? <Link key="t" to="/tasks" search={{ task: worker.current_task }} className="text-accent hover:underline">{worker.current_task}</Link> : "none"],
+            ["Shards", <Link key="s" to="/data" search={{ worker: worker.id }} className="text-accent hover:underline">{count(worker.assigned_shards)}</Link>],
+            ["Heartbeat", <Ago key="h" at={worker.last_heartbeat} />],
+            ["Stream", worker.connected ? "open" : "closed"],
+            ["Joined", <Time key="j" at={worker.joined_at} />],
+            ["Incarnation", count(worker.incarnation)],
+            ["Address", worker.port ? `${worker.ip}:${worker.port}` : worker.ip || "–"],
+            ["GPUs", count(worker.gpu_count)],
+          ]}
+        />
+      </Section>
+      <Section title="Resources"><ResourceList worker={worker} /></Section>
+      {measured.length > 0 && <Section title="Measured by the training"><Facts columns={2} items={measured.map(([name, value]) => [name, number(value, 5)] as const)} /></Section>}
+      {metadata.length > 0 && <Section title="Labels"><Facts columns={2} items={metadata} /></Section>}
+      <Section title="Last log lines" action={<Link to="/logs" search={{ worker: worker.id }} className="text-sm font-medium text-accent hover:underline">Follow</Link>}><LastLines id={worker.id} /></Section>
+    </div>
+  );
+}
+
+function Section(props: { title: string; action?: ReactNode; children: ReactNode }) {
+  return (
+    <section className="flex flex-col gap-2.5">
+      <h3 className="flex items-center justify-between text-sm font-medium text-muted">{props.title}{props.action}</h3>
+      {props.children}
+    </section>
+  );
+}
+
+function ResourceList({ worker }: { worker: Worker }) {
+  const r = worker.resources;
+  if (!r) return <p className="text-muted">No sample yet: resources come with heartbeats.</p>;
+  return (
+    <div className="flex flex-col gap-3">
+      <Gauge label="CPU" value={r.cpu_percent} max={Math.max(100, Math.ceil(r.cpu_percent / 100) * 100)} text={percent(r.cpu_percent)} />
+      <Gauge label="Memory" value={r.memory_used_bytes} max={worker.memory_bytes || r.memory_used_bytes} text={worker.memory_bytes ? `${bytes(r.memory_used_bytes)} of ${bytes(worker.memory_bytes)}` : bytes(r.memory_used_bytes)} />
+      {r.gpus.map((gpu) => (
+        <div key={gpu.index} className="flex flex-col gap-1.5">
+          <Gauge label={`GPU ${gpu.index}`} value={gpu.utilization_percent} max={100} text={percent(gpu.utilization_percent)} />
+          <Gauge label={`GPU ${gpu.index} memory`} value={gpu.memory_used_bytes} max={gpu.memory_total_bytes} text={`${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`} />
+        </div>
+      ))}
+      <Facts columns={2} items={[["Disk read", bytes(r.disk_read_bytes)], ["Disk written", bytes(r.disk_write_bytes)], ["Received", bytes(r.network_rx_bytes)], ["Sent", bytes(r.network_tx_bytes)]]} />
+    </div>
+  );
+}
+
+function Gauge(props: { label: string; value: number; max: number; text: string }) {
+  return (
+    <div className="grid grid-cols-[7.5rem_minmax(0,1fr)_9.5rem] items-center gap-3">
+      <span className="text-muted">{props.label}</span>
+      <Meter label={props.label} value={props.value} max={props.max} />
+      <span className="text-right">{props.text}</span>
+    </div>
+  );
+}
+
+function LastLines({ id }: { id: string }) {
+  const lines = useQuery({ queryKey: ["logs", "worker", id], queryFn: ({ signal }) => get<LogEntry[]>("/logs", { worker_id: id, limit: 40 }, signal), refetchInterval: 3_000 });
+  if (lines.isPending) return <Loading rows={4} />;
+  if (lines.isError && !lines.data) return <ErrorNote error={lines.error} onRetry={() => void lines.refetch()} />;
+  const entries = lines.data ?? [];
+  if (entries.length === 0) return <p className="text-muted">It has not logged anything.</p>;
+  return (
+    <ol className="max-h-80 overflow-auto rounded-md bg-raised p-2 font-mono text-xs leading-relaxed" tabIndex={0} aria-label="Last log lines, newest first">
+      {entries.map((entry) => (
+        <li key={entry.id} className="flex gap-2">
+          <span className="shrink-0 text-faint">{clockMs(entry.timestamp)}</span>
+          <span className={`w-9 shrink-0 ${TONE_TEXT[lookOf(entry.level).tone]}`}>{entry.level}</span>
+          <span className="foreign min-w-0 break-words whitespace-pre-wrap">{entry.message}</span>
+        </li>
+      ))}
+    </ol>
+  );
+}

@@ -76,10 +76,10 @@ class Browser:
         self._do("click", find={"role": role, "name": name, **find})
 
     def fill(self, label: str, value: str) -> None:
-        self._do("fill", find={"label": label}, value=value)
+        self._do("fill", find={"label": label, "exact": True}, value=value)
 
     def choose(self, label: str, value: str) -> None:
-        self._do("choose", find={"label": label}, value=value)
+        self._do("choose", find={"label": label, "exact": True}, value=value)
 
     def press(self, key: str) -> None:
         self._do("press", key=key)

@@ -164,7 +164,7 @@ async def _update_row(chromium: Chromium, coordinator: Served, fleet: Fleet, loa
         seeing = asyncio.create_task(asyncio.to_thread(chromium.evaluate, SEEN % text))
         await asyncio.sleep(0.3)
         said_s = time.time()
-        _say(fleet, 0, text)
+        say(fleet, 0, text)
         taken_s.append(float(await seeing) / 1000 - said_s)
     return Row(
         name="from a worker's event to the screen",
@@ -184,7 +184,7 @@ async def _busy_row(chromium: Chromium, coordinator: Served, fleet: Fleet, load:
     began_s, lines = time.monotonic(), 0
     while time.monotonic() - began_s < load.busy_s:
         for _ in range(max(1, fleet.size // 20)):
-            _say(fleet, lines % fleet.size, f"line {lines}: loss 2.31, 41,000 tokens/s")
+            say(fleet, lines % fleet.size, f"line {lines}: loss 2.31, 41,000 tokens/s")
             lines += 1
         await asyncio.sleep(max(0.0, began_s + lines / fleet.size - time.monotonic()))
     tasks: list[float] = await asyncio.to_thread(chromium.evaluate, "window.longTasks")
@@ -245,7 +245,7 @@ def _median_ms(taken_s: list[float]) -> str:
     return f"{median(taken_s) * 1000:.1f} ms" if taken_s else "none"
 
 
-def _say(fleet: Fleet, place: int, text: str) -> None:
+def say(fleet: Fleet, place: int, text: str) -> None:
     entry = pb.LogEntry(timestamp=time.time(), level="info", message=text, source="training")
     fleet.workers[place].say(pb.WorkerMessage(logs=pb.LogBatch(entries=[entry])))
 

@@ -1,0 +1,159 @@
+"""A run from beginning to end without a terminal: data, task, a crash, a checkpoint, logs, the end; and a coordinator
+that goes away and comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tests.dashboard.browser import Browser
+from tests.support import Coordinator, eventually
+
+pytestmark = pytest.mark.browser
+
+DATASET = "stories"
+TASK = "first-run"
+
+
+@pytest.fixture
+def own(tmp_path: Path, built: Path) -> Iterator[Coordinator]:
+    server = Coordinator(tmp_path / "coordinator").start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.timeout(240)
+def test_a_run_is_started_watched_and_stopped_without_a_terminal(
+    own: Coordinator, page: Browser, tmp_path: Path
+) -> None:
+    page.base = own.url
+    register_a_dataset(page, tmp_path / "stories.jsonl")
+    task = start_a_task(page, own)
+    watch_a_checkpoint_complete(page, task)
+    see_a_worker_die_and_recover(page, own, task)
+    filter_the_logs(page, task, tmp_path)
+    stop_the_task(page, own, task)
+    lose_and_regain_the_coordinator(page, own)
+
+
+def register_a_dataset(page: Browser, file: Path) -> None:
+    file.write_text(
+        "".join(json.dumps({"text": f"Story {n}: once upon a time."}) + "\n" for n in range(3_000))
+    )
+    page.open("/data")
+    page.see("No dataset is registered")
+    page.click("button", "Register a dataset")
+    page.see(role="dialog", name="Register a dataset")
+    page.fill("Id", DATASET)
+    page.fill("Path", f"{file}.missing")
+    page.choose("Format", "jsonl")
+    page.fill("Samples in a shard", "100")
+    page.click("button", "Register", exact=True)
+    page.see(css="[role=dialog] [role=alert]")
+    page.fill("Path", str(file))
+    page.click("button", "Register", exact=True)
+    page.miss(role="dialog")
+    page.see(css="[role=row]", text=DATASET)
+    page.see("once upon a time", css="main dd")
+
+
+def start_a_task(page: Browser, own: Coordinator) -> str:
+    page.open("/tasks")
+    page.click("button", "Start a task")
+    page.fill("Name *", TASK)
+    page.choose("Dataset", DATASET)
+    page.fill("Workers *", "2")
+    for label, value in {"Steps": "1000000", "Batch size": "zero", "Checkpoint interval": "40"}.items():
+        page.fill(label, value)
+    page.click("button", "Start", exact=True)
+    page.see("This is not a number.")
+    page.fill("Batch size", "2")
+    page.choose("Device", "cpu")
+    page.fill("model › N embd", "32")
+    page.fill("Seq length", "32")
+    page.click("button", "Start", exact=True)
+    page.see(role="dialog", name=TASK)
+    task = parse_qs(urlsplit(page.url).query)["task"][0]
+    assert own.get(f"/api/tasks/{task}")["config"]["batch_size"] == 2
+    page.see("running", css="[role=dialog] *", within_s=60)
+    return task
+
+
+def watch_a_checkpoint_complete(page: Browser, task: str) -> None:
+    page.open("/checkpoints")
+    page.see(css="[role=row]:has-text('completed')", within_s=90)
+    page.click("row", "", css=f"[role=row]:has-text('{task}'):has-text('completed')")
+    page.see(role="dialog")
+    page.click("button", "Verify")
+    page.see("every byte is what was saved")
+    page.press("Escape")
+
+
+def see_a_worker_die_and_recover(page: Browser, own: Coordinator, task: str) -> None:
+    page.open(f"/runs/{task}")
+    page.see(role="heading", nth=0)
+    before = len(own.get("/api/recoveries"))
+    victim = next(w for w in own.get("/api/workers") if w["id"] == f"{task}-rank1")
+    os.kill(int(victim["metadata"]["pid"]), signal.SIGKILL)
+    page.open("/workers?view=table")
+    page.see(css=f"main :has-text('{task}-rank1'):has-text('failed')", within_s=15)
+    eventually(lambda: len(own.get("/api/recoveries")) > before, within_s=60, every_s=0.2)
+    page.open("/")
+    page.see("recovered in", css="main *", within_s=20)
+    page.open("/workers?view=table")
+    page.see(css=f"main :has-text('{task}-rank1'):has-text('training')", within_s=30)
+
+
+def filter_the_logs(page: Browser, task: str, folder: Path) -> None:
+    page.open("/logs")
+    page.see(css="[role=log] [data-row]")
+    page.choose("Task", task)
+    page.fill("Search in messages", "loss")
+    page.until(
+        "[...document.querySelectorAll('[role=log] [data-row]')].length > 3 &&"
+        " [...document.querySelectorAll('[role=log] [data-row]')].every(r => r.textContent.includes('loss'))"
+    )
+    asked = parse_qs(urlsplit(page.url).query)
+    assert (asked["q"], asked["task"]) == (["loss"], [task])
+    page.click("button", "Pause")
+    page.see(role="button", name="Resume")
+    held = page.texts(css="[role=log] [data-row]")
+    page.until(
+        "/\\d+ new/.test(document.querySelector('header')?.parentElement?.textContent ?? '')", within_s=30
+    )
+    assert page.texts(css="[role=log] [data-row]") == held, "what is paused holds still"
+    saved = folder / "logs.jsonl"
+    page.download(saved, "button", "Export")
+    lines = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert lines
+    assert all("loss" in line["message"] and line["task_id"] == task for line in lines)
+
+
+def stop_the_task(page: Browser, own: Coordinator, task: str) -> None:
+    page.open(f"/tasks?task={task}")
+    page.click("button", "Stop", exact=True)
+    page.see(role="dialog", name=f"Stop {TASK}?")
+    page.click("button", "Stop the task")
+    page.see(css="[role=dialog]:has-text('stopped')", within_s=60)
+    assert own.get(f"/api/tasks/{task}")["status"] == "stopped"
+    page.see(role="button", name="Start again")
+
+
+def lose_and_regain_the_coordinator(page: Browser, own: Coordinator) -> None:
+    page.open("/data")
+    page.see(css="[role=row]", text=DATASET)
+    own.kill()
+    page.see("Disconnected.", css="[role=alert]")
+    page.see("Next try in", css="[role=alert]")
+    page.see(css="[data-stale]")
+    page.see(css="[role=row]", text=DATASET)
+    own.start()
+    page.miss("Disconnected.", css="[role=alert]", within_s=30)
+    page.see("Live", css="nav *")
+    page.miss(css="[data-stale]")

@@ -48,7 +48,7 @@ class JobCollector(Collector):
         figures = dict(list(self._watch.figures.items())[:JOBS_SHOWN])
 
         def gauge(name: str, about: str, value: Callable[[JobFigures], float | None]) -> GaugeMetricFamily:
-            family = GaugeMetricFamily(name, about, labels=["job"])
+            family = GaugeMetricFamily(name, about, labels=["job_id"])
             for job, found in figures.items():
                 number = value(found)
                 if number is not None:
@@ -74,12 +74,12 @@ class JobCollector(Collector):
         yield gauge("strata_job_workers", "Workers that report", lambda f: f.workers)
         yield gauge("strata_job_slow_workers", "Workers that the others wait for", lambda f: f.slow_workers)
         spent = CounterMetricFamily(
-            "strata_job_time_seconds", "Worker-seconds by what they went into", labels=["job", "part"]
+            "strata_job_time_seconds", "Worker-seconds by what they went into", labels=["job_id", "part"]
         )
         saved = GaugeMetricFamily(
             "strata_job_last_checkpoint_timestamp_seconds",
             "When the checkpoint that a recovery would use was completed",
-            labels=["job"],
+            labels=["job_id"],
         )
         for job in figures:
             view = self._watch.goodput.view(job)

@@ -96,6 +96,13 @@ class CoordinatorMetrics:
         self.workers = Gauge("strata_workers", "Known workers by status", ["status"], registry=self.registry)
         self.generation = Gauge("strata_generation", "Changes of the member set", registry=self.registry)
         self.sessions = Gauge("strata_sessions", "Connected worker sessions", registry=self.registry)
+        for family, values in (
+            (self._checkpoints, ("completed", "failed")),
+            (self._barriers, ("released", "broken")),
+            (self._recovery_phases, RECOVERY_PHASES),
+        ):
+            for value in values:
+                family.labels(value)  # From zero on: the first one must be an increase.
         self._counts: dict[str, int] = {}
         self._total = 0
         self._samples: deque[tuple[float, int]] = deque(maxlen=64)
@@ -176,8 +183,11 @@ class CoordinatorMetrics:
             return None
         return sum(size for size, _ in saves) / 1e6 / sum(seconds for _, seconds in saves)
 
-    def exposition(self) -> bytes:
+    def bring_up(self) -> None:
+        """Hand over what was only counted so far."""
         for method, count in self._counts.items():
             self._requests.labels(method).inc(count)
         self._counts.clear()
+
+    def exposition(self) -> bytes:
         return generate_latest(self.registry)

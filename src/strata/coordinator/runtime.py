@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -22,12 +22,15 @@ from strata.coordinator.logs import LogStore
 from strata.coordinator.metrics import CoordinatorMetrics
 from strata.coordinator.pages import Pages
 from strata.coordinator.sessions import Sessions
+from strata.coordinator.tasks import TaskRunner
 from strata.coordinator.watch import Watch
 from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
 from strata.core.messages import TaskStatus
 from strata.core.task_views import TaskView
 from strata.core.views import LogView
+from strata.launch.recipes import Recipe, Recipes
+from strata.launch.recipes_builtin import BUILT_IN
 
 CHECKPOINTS_SHOWN = 500
 BARRIERS_SHOWN = 100
@@ -48,11 +51,16 @@ class Runtime:
     pages: Pages
     watch: Watch
     started_at_s: float
+    recipes: Recipes
+    tasks: TaskRunner | None = None
+    """Once it runs; none where tasks are only kept."""
     address: str = ""
     _fresh_logs: list[LogView] = field(default_factory=list)
 
     @classmethod
-    def create(cls, journal: Journal, limits: Limits, logs: LogStore) -> Runtime:
+    def create(
+        cls, journal: Journal, limits: Limits, logs: LogStore, recipes: Iterable[Recipe] = BUILT_IN
+    ) -> Runtime:
         """A runtime with the journal's state; its engine is not running yet."""
         cluster, clock = Cluster(limits), SystemClock()
         engine = Engine(cluster, journal, clock)
@@ -66,6 +74,7 @@ class Runtime:
             pages=Pages(engine),
             watch=Watch(cluster, metrics, logs, feed.publish, lambda: fleet_figures(cluster, metrics)),
             started_at_s=time.time(),
+            recipes=Recipes(recipes),
         )
         engine.listeners += [
             runtime.metrics.committed,
@@ -92,7 +101,8 @@ class Runtime:
         return self.metrics.exposition()
 
     def measure(self, cluster: Cluster) -> None:
-        """Bring the gauges up to date."""
+        """Bring everything that is only looked at now and then up to date."""
+        self.metrics.bring_up()
         counts: dict[str, int] = {}
         for member in cluster.membership.members.values():
             status = views.worker_status(cluster, member)

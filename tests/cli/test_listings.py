@@ -149,7 +149,7 @@ def test_port_of_something_else_is_exit_3(listed: Coordinator) -> None:
 
 
 def test_silent_port_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strata.cli.common.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("strata.api.TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ran = strata("workers", "--api", f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert ran.code == 3

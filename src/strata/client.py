@@ -1,0 +1,105 @@
+"""Tasks from Python: submit, follow, stop and restart them at a coordinator.
+
+    client = strata.Client("http://127.0.0.1:3000")
+    task = client.submit("training", config={"learning_rate": 1e-3, "steps": 500}, worker_count=2)
+    client.wait(task)
+    client.logs(task)
+
+Every call asks the coordinator's HTTP API and raises `Unreachable` or `Answered` (`strata.api`). Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from strata import api
+from strata.api import Answered, Unreachable
+
+__all__ = ["Answered", "Client", "Unreachable"]
+
+ENDED = ("completed", "failed", "stopped")
+POLL_S = 0.5
+
+
+class Client:
+    """`token` is STRATA_TOKEN where none is given, `url` STRATA_API_URL."""
+
+    def __init__(self, url: str | None = None, *, token: str = "") -> None:
+        self.url = url or os.environ.get("STRATA_API_URL") or api.DEFAULT_API
+        self._token = token
+
+    def recipes(self) -> list[dict[str, Any]]:
+        """What may be run, each with the JSON Schema of its config."""
+        return api.get_rows(self.url, "/api/recipes", token=self._token)
+
+    def submit(
+        self,
+        type: str = "training",
+        *,
+        name: str | None = None,
+        dataset_id: str | None = None,
+        worker_count: int = 1,
+        config: Mapping[str, Any] | None = None,
+        gpus_per_worker: int | None = None,
+        max_retries: int | None = None,
+    ) -> str:
+        """The id of a new task of the recipe `type`."""
+        wish = {
+            "name": name or type,
+            "type": type,
+            "dataset_id": dataset_id,
+            "worker_count": worker_count,
+            "config": dict(config or {}),
+            "gpus_per_worker": gpus_per_worker,
+            "max_retries": max_retries,
+        }
+        body = {key: value for key, value in wish.items() if value is not None}
+        return str(self._post("/api/tasks", body)["task_id"])
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Newest first."""
+        return api.get_rows(self.url, "/api/tasks", token=self._token)
+
+    def task(self, task_id: str) -> dict[str, Any]:
+        return api.get_facts(self.url, f"/api/tasks/{_quoted(task_id)}", having="status", token=self._token)
+
+    def stop(self, task_id: str, *, wait_s: float = 0.0) -> dict[str, Any]:
+        """Ask a task to save and leave; with `wait_s`, until its processes are gone or so much time has passed."""
+        query = urlencode({"wait": wait_s}) if wait_s else ""
+        path = f"/api/tasks/{_quoted(task_id)}/stop" + (f"?{query}" if query else "")
+        return self._post(path, {}, timeout_s=wait_s + api.TIMEOUT_S)
+
+    def restart(self, task_id: str) -> dict[str, Any]:
+        """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+        return self._post(f"/api/tasks/{_quoted(task_id)}/restart", {})
+
+    def logs(self, task_id: str, *, limit: int = 1_000, after: str | None = None) -> list[dict[str, Any]]:
+        """The task's log entries, oldest first; with `after`, only those newer than the entry of that id."""
+        query = urlencode({"limit": limit, **({"after": after} if after else {})})
+        rows = api.get_rows(self.url, f"/api/tasks/{_quoted(task_id)}/logs?{query}", token=self._token)
+        return rows[::-1]
+
+    def wait(self, task_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """The task when it has ended. Raises `TimeoutError`."""
+        deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
+        while True:
+            task = self.task(task_id)
+            if task["status"] in ENDED:
+                return task
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise TimeoutError(
+                    f"task {task_id} is still {task['status']} after {timeout_s:g} s: {task['reason']}"
+                )
+            time.sleep(POLL_S)
+
+    def _post(self, path: str, body: object, *, timeout_s: float | None = None) -> dict[str, Any]:
+        answer: dict[str, Any] = api.post(self.url, path, body, token=self._token, timeout_s=timeout_s)
+        return answer
+
+
+def _quoted(task_id: str) -> str:
+    return quote(task_id, safe="")

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 import strata
 from strata.coordinator.auth import Gatekeeper
 from strata.coordinator.dashboard import Dashboard
+from strata.coordinator.docs_page import install_docs_page
 from strata.coordinator.door import Door, ErrorBody, install_error_handlers, json_response
 from strata.coordinator.log_routes import install_log_routes
 from strata.coordinator.metric_routes import install_metric_routes
@@ -109,6 +110,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         version=strata.__version__,
         description="Who is alive, who reads which data, which checkpoint is safe. Times are Unix seconds.",
         responses=_ERRORS,
+        docs_url=None,
         redoc_url=None,
     )
     engine, pages = runtime.engine, runtime.pages
@@ -293,6 +295,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
 
     install_log_routes(app, runtime)
     install_metric_routes(app, runtime)
+    install_docs_page(app)
     install_error_handlers(app)
     _document_units(app)
     return Dashboard(Door(app, gatekeeper))

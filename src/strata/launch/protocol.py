@@ -151,7 +151,8 @@ class Launcher(Protocol):
         ...
 
     async def start(self, plan: LaunchPlan) -> None:
-        """Returns when the processes exist. Raises `LaunchFailed`, leaving nothing behind."""
+        """Returns when the processes exist, or are about to. Raises `LaunchFailed`, leaving nothing behind; what goes
+        wrong later is told with `Exited`."""
         ...
 
     async def stop(self, run_id: str, *, patience_s: float) -> None:

@@ -43,6 +43,7 @@ export interface Worker {
   connected: boolean;
   joined_at: number;
   memory_bytes: number;
+  slow: boolean;
   reason: string;
   metadata: Record<string, string>;
 }
@@ -184,4 +185,26 @@ export interface Snapshot {
   metrics: Metrics;
   tasks: Task[];
   logs: LogEntry[];
+}
+
+/** The answer of `GET /api/metrics/history`. */
+export interface History {
+  start: number;
+  step: number;
+  job_id: string | null;
+  series: Record<string, { unit: string; values: (number | null)[] }>;
+}
+
+/** The answer of `GET /api/jobs/{job_id}/goodput`, in worker-seconds. */
+export interface Goodput {
+  job_id: string;
+  task_id: string | null;
+  training_s: number;
+  checkpoint_s: number;
+  recovery_s: number;
+  waiting_s: number;
+  total_s: number;
+  goodput: number | null;
+  processes: number;
+  queued_s: number | null;
 }

@@ -8,8 +8,9 @@
  */
 
 import { API_URL, ApiError, authorization, get, httpTransport, refusal, unreachable } from "../api/client";
-import type { Recovery, Snapshot } from "../api/types";
+import type { History, Recovery, Snapshot } from "../api/types";
 import type { Backend } from "./backend";
+import { fleetHistory } from "./series";
 import { EventParser } from "./sse";
 import type { Action, FeedEvent } from "./types";
 
@@ -21,6 +22,8 @@ const POLL_MS = 2_000;
 const HIDDEN_POLL_MS = 10_000;
 const STREAM_RETRY_MS = 15_000;
 const SNAPSHOT_PATIENCE_MS = 15_000;
+const PAST_S = 900;
+const FLEET_SERIES = "coordinator_rps,active_workers,barrier_latency_p99,checkpoint_throughput,shard_assignment_time";
 
 let wake: (() => void) | null = null;
 
@@ -150,12 +153,14 @@ class Follower {
   /** What happened before this page was opened; an older coordinator does not tell. */
   private async past(): Promise<void> {
     const signal = this.ended.signal;
-    const [events, recoveries] = await Promise.allSettled([
+    const [events, recoveries, history] = await Promise.allSettled([
       get<{ id: string; event: string; data: unknown }[]>("/events/recent", undefined, signal),
       get<Recovery[]>("/recoveries", undefined, signal),
+      get<History>("/metrics/history", { series: FLEET_SERIES, since: Math.floor(Date.now() / 1000 - PAST_S) }, signal),
     ]);
     if (events.status === "fulfilled") this.dispatch({ type: "past", events: events.value.map((e) => ({ id: e.id, kind: e.event, data: e.data })) });
     if (recoveries.status === "fulfilled") this.dispatch({ type: "recoveries", recoveries: recoveries.value });
+    if (history.status === "fulfilled") this.dispatch({ type: "history", series: fleetHistory(history.value) });
   }
 
   private schedulePoll(): void {

@@ -13,6 +13,8 @@ export interface Facts {
   };
   worker_failed: WorkerFact;
   worker_left: WorkerFact;
+  worker_slow: { job_id: string; worker_id: string; slow: boolean; own_s: number; others_s: number; reason: string };
+  worker_caught_up: { job_id: string; worker_id: string; slow: boolean; own_s: number; others_s: number; reason: string };
   worker_forgotten: { worker_id: string; reason: string; at_s: number };
   dataset_registered: {
     spec: { dataset_id: string; path: string; format: string; total_samples: number; shard_size: number; shuffle: boolean; seed: number; metadata: Record<string, string> };
@@ -42,8 +44,8 @@ export interface Facts {
 
 export type FactKind = keyof Facts;
 
-/** What an event says in one sentence; null for those that are no news (metrics, logs, releases, removals). */
-export function tell(event: FeedEvent): Happening | null {
+/** What an event says in one sentence; null for those that are no news (metrics, logs, releases, removals). `nowS` dates what does not date itself. */
+export function tell(event: FeedEvent, nowS: number): Happening | null {
   const told = sentence(event);
   if (told === null) return null;
   const data = event.data as Record<string, unknown>;
@@ -51,7 +53,7 @@ export function tell(event: FeedEvent): Happening | null {
   return {
     id: event.id,
     kind: event.kind,
-    at: typeof data["at_s"] === "number" ? data["at_s"] : 0,
+    at: typeof data["at_s"] === "number" ? data["at_s"] : nowS,
     jobId: text(data["job_id"] ?? spec["job_id"]),
     workerId: text(data["worker_id"] ?? spec["worker_id"]),
     text: told[1],
@@ -81,6 +83,14 @@ function sentence({ kind, data }: FeedEvent): [Happening["level"], string] | nul
     case "worker_left": {
       const d = data as Facts["worker_left"];
       return ["info", `${d.worker_id} left${because(d.reason)}`];
+    }
+    case "worker_slow": {
+      const d = data as Facts["worker_slow"];
+      return ["warn", `${d.worker_id} is ${d.reason || "slow"}`];
+    }
+    case "worker_caught_up": {
+      const d = data as Facts["worker_caught_up"];
+      return ["good", `${d.worker_id} is ${d.reason || "as fast as the others again"}`];
     }
     case "worker_forgotten": {
       const d = data as Facts["worker_forgotten"];

@@ -3,7 +3,7 @@ import { describe, expect, it } from "vitest";
 import type { Snapshot } from "../api/types";
 import { assess, exposure, names, saveRhythm } from "./health";
 import { initialState, reduce } from "./reducer";
-import { goodputOf, runsOf } from "./runs";
+import { runsOf } from "./runs";
 import { barrier, checkpoint, NOW, recovery, snapshot, task, worker } from "./samples";
 import type { State } from "./types";
 
@@ -53,6 +53,10 @@ describe("the headline", () => {
 
   it("hears silence", () => {
     expect(assess(stateOf({ workers: [worker({ last_heartbeat: NOW - 25 })], checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "w0 is silent", reason: "No heartbeat for 25 s." });
+  });
+
+  it("names who is slow", () => {
+    expect(assess(stateOf({ workers: [worker(), worker({ id: "w1", slow: true, reason: "slow: 0.9 s a step, the others 0.5" })], checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "w1 is slow" });
   });
 
   it("a failed save outranks everything milder", () => {
@@ -119,11 +123,6 @@ describe("work at risk", () => {
     const two = stateOf({ workers: [worker(), worker({ id: "v", job_id: "other" })], checkpoints: [checkpoint(), checkpoint({ id: "o", job_id: "other", created_at: NOW - 90 })] });
     expect(exposure(runsOf(two), NOW).run?.id).toBe("other");
   });
-});
-
-it("goodput counts recoveries, and steps that were made twice", () => {
-  const run = runsOf(stateOf({ checkpoints: saved }, recovery({ lost_steps: 10 })))[0]!;
-  expect(goodputOf(run, NOW)).toEqual({ goodS: 591, repeatedS: 5, recoveringS: 4, totalS: 600 });
 });
 
 it("lists of names stay short", () => {

@@ -100,6 +100,10 @@ function ofWorkers(run: Run, now: number): Finding[] {
     const starting = run.workers.filter((w) => w.status === "recovering" || w.status === "initializing" || w.status === "loading");
     found.push({ level: "warn", title: `${run.id} is recovering`, reason: `${plural(starting.length, "worker")} of ${count(run.alive)} ${starting.length === 1 ? "is" : "are"} coming back: ${starting[0]?.status ?? ""}.`, link: { to: "/runs", job: run.id } });
   }
+  const slow = run.workers.filter((w) => w.slow && w.status !== "failed");
+  if (slow.length > 0) {
+    found.push({ level: "warn", title: `${names(slow.map((w) => w.id))} ${slow.length === 1 ? "is" : "are"} slow`, reason: reasonOf(slow), link: { to: "/workers", search: { job: run.id, q: slow.length === 1 ? (slow[0]?.id ?? "") : "", sort: "-step_time", view: "table" } } });
+  }
   const late = run.workers.filter((w) => w.status !== "failed" && now - w.last_heartbeat > LATE_S);
   if (late.length > 0) {
     const longest = Math.max(...late.map((w) => now - w.last_heartbeat));

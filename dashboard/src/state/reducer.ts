@@ -128,7 +128,7 @@ function applyEvents(state: State, events: readonly FeedEvent[], atMs: number, a
       continue;
     }
     apply(draft, event);
-    const happening = tell(event);
+    const happening = tell(event, atMs / 1000 + state.skewS);
     if (happening) told.push(happening);
     const generation = generationOf(event);
     if (generation) generations.push(generation);
@@ -141,7 +141,7 @@ function applyEvents(state: State, events: readonly FeedEvent[], atMs: number, a
 }
 
 function applyPast(state: State, events: readonly FeedEvent[]): State {
-  const told = events.map(tell).filter((h) => h !== null).reverse();
+  const told = events.map((event) => tell(event, 0)).filter((h) => h !== null).reverse();
   const generations = events.map(generationOf).filter((g) => g !== null);
   return {
     ...state,
@@ -161,7 +161,7 @@ function apply(draft: Draft, event: FeedEvent): void {
         id: d.spec.worker_id, ip: d.spec.hostname, port: d.spec.port, status: "active", gpu_count: d.spec.gpu_count,
         last_heartbeat: d.at_s, assigned_shards: 0, current_epoch: known?.current_epoch ?? 0, current_step: known?.current_step ?? 0,
         current_task: null, resources: null, metrics: {}, job_id: d.spec.job_id, rank: null, incarnation: d.incarnation,
-        connected: false, joined_at: d.at_s, memory_bytes: d.spec.memory_bytes, reason: d.reason, metadata: d.spec.metadata,
+        connected: false, joined_at: d.at_s, memory_bytes: d.spec.memory_bytes, slow: false, reason: d.reason, metadata: d.spec.metadata,
       });
       setGeneration(state, d.spec.job_id, d.generation);
       break;
@@ -178,6 +178,13 @@ function apply(draft: Draft, event: FeedEvent): void {
       const known = workersOf(draft).get(d.worker_id);
       if (known && known.incarnation <= d.incarnation) workersOf(draft).delete(d.worker_id);
       setGeneration(state, d.job_id, d.generation);
+      break;
+    }
+    case "worker_slow":
+    case "worker_caught_up": {
+      const d = event.data as Facts["worker_slow"];
+      const known = workersOf(draft).get(d.worker_id);
+      if (known) workersOf(draft).set(d.worker_id, { ...known, slow: d.slow, reason: d.reason });
       break;
     }
     case "worker_forgotten":

@@ -184,26 +184,5 @@ export function generationLines(generations: readonly Generation[], jobId: strin
   });
 }
 
-// --- goodput ----------------------------------------------------------------------------------------------------
-
+/** The phases of a recovery, in their order. */
 export const PHASES = ["detect", "rendezvous", "spawn", "load", "first_step"] as const;
-
-export interface Goodput {
-  /** Of the time since the run began: made progress that counts, was repeated after a recovery, went into recovering. */
-  goodS: number;
-  repeatedS: number;
-  recoveringS: number;
-  totalS: number;
-}
-
-/** From what was recorded: the seconds of each recovery, and its lost steps at the present time per step. */
-export function goodputOf(run: Run, now: number): Goodput | null {
-  if (run.startedAt === null || run.alive === 0) return null;
-  const totalS = now - run.startedAt;
-  if (totalS <= 0) return null;
-  const recoveries = run.recoveries.filter((r) => r.at >= (run.startedAt ?? 0));
-  const recoveringS = Math.min(totalS, recoveries.reduce((sum, r) => sum + r.total_s, 0));
-  const stepS = run.workers.map((w) => w.metrics["step_time_s"]).find((s): s is number => typeof s === "number" && s > 0) ?? 0;
-  const repeatedS = Math.min(totalS - recoveringS, recoveries.reduce((sum, r) => sum + r.lost_steps, 0) * stepS);
-  return { goodS: totalS - recoveringS - repeatedS, repeatedS, recoveringS, totalS };
-}

@@ -8,7 +8,7 @@ export function worker(change: Partial<Worker> = {}): Worker {
   return {
     id: "w0", ip: "10.0.0.1", port: 0, status: "training", gpu_count: 0, last_heartbeat: NOW - 1, assigned_shards: 0, current_epoch: 0, current_step: 100,
     current_task: null, resources: null, metrics: { loss: 2, tokens_per_second: 1000, step_time_s: 0.5 }, job_id: "job", rank: 0, incarnation: 1, connected: true,
-    joined_at: NOW - 600, memory_bytes: 0, reason: "", metadata: {}, ...change,
+    joined_at: NOW - 600, memory_bytes: 0, slow: false, reason: "", metadata: {}, ...change,
   };
 }
 

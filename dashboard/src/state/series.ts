@@ -1,6 +1,6 @@
 /** Curves over time: points are added at the end, thinned when there are too many, never invented. Pure. */
 
-import type { Metrics, Worker } from "../api/types";
+import type { History, Metrics, Worker } from "../api/types";
 import type { RunSeries, Series } from "./types";
 
 export const POINTS_KEPT = 1_800;
@@ -39,7 +39,7 @@ function thin<T extends { times: number[] }>(series: T): T {
   const table = series as unknown as Table;
   const thinned: Record<string, (number | null)[]> = {};
   for (const key of Object.keys(table)) thinned[key] = (table[key] ?? []).filter((_, i) => i >= half || i % 2 === 0);
-  return thinned as unknown as T;
+  return thin(thinned as unknown as T);
 }
 
 export function addSample(series: Series, metrics: Metrics, runs: ReadonlyMap<string, RunSeries>, at: number): Series {
@@ -139,4 +139,40 @@ function joined<T extends { times: number[] }>(past: Partial<T> & { times: numbe
     result[key] = [...old, ...(table[key] ?? [])];
   }
   return thin(result as unknown as T);
+}
+
+/** The coordinator's memory as curves; its names differ from ours. */
+export function fleetHistory(history: History): Partial<Series> & { times: number[] } {
+  const of = (name: string) => history.series[name]?.values ?? [];
+  return trimmed({
+    times: timesOf(history),
+    rps: of("coordinator_rps"),
+    activeWorkers: of("active_workers"),
+    barrierP99: of("barrier_latency_p99"),
+    checkpointMbS: of("checkpoint_throughput"),
+    planMs: of("shard_assignment_time"),
+  });
+}
+
+export function runHistory(history: History): RunSeries {
+  const of = (name: string) => history.series[name]?.values ?? [];
+  const measured = (name: string) => of(name).some((v) => v !== null);
+  const stepTime = of("step_time").map((s) => (s === null || s <= 0 ? null : 1 / s));
+  const throughput = measured("tokens_per_second") ? of("tokens_per_second") : measured("samples_per_second") ? of("samples_per_second") : stepTime;
+  return trimmed({ times: timesOf(history), step: of("step"), loss: of("loss"), throughput });
+}
+
+function timesOf(history: History): number[] {
+  const length = Math.max(0, ...Object.values(history.series).map((s) => s.values.length));
+  return Array.from({ length }, (_, i) => history.start + i * history.step);
+}
+
+/** Without the empty beginning, when nothing was measured yet. */
+function trimmed<T extends { times: number[] }>(series: T): T {
+  const table = series as unknown as Table;
+  const curves = Object.keys(table).filter((key) => key !== "times");
+  const first = table.times.findIndex((_, i) => curves.some((key) => (table[key]?.[i] ?? null) !== null));
+  const cut: Record<string, (number | null)[]> = {};
+  for (const key of Object.keys(table)) cut[key] = first < 0 ? [] : (table[key] ?? []).slice(first);
+  return cut as unknown as T;
 }

@@ -53,6 +53,23 @@ export function useStore<T>(select: (state: State) => T, equal: (a: T, b: T) => 
   });
 }
 
+/** Everything but the log: for views that tell the story, and must not be drawn again for every line. */
+export function useStory(): State {
+  return useStore(whole, sameStory);
+}
+
+function whole(s: State): State {
+  return s;
+}
+
+function sameStory(a: State, b: State): boolean {
+  return (
+    a.workers === b.workers && a.checkpoints === b.checkpoints && a.tasks === b.tasks && a.barriers === b.barriers && a.recoveries === b.recoveries &&
+    a.happenings === b.happenings && a.generations === b.generations && a.series === b.series && a.runSeries === b.runSeries && a.metrics === b.metrics &&
+    a.coordinator === b.coordinator && a.connection.phase === b.connection.phase && a.connection.reason === b.connection.reason
+  );
+}
+
 // --- time --------------------------------------------------------------------------------------------------
 
 let nowMs = Date.now();

@@ -14,7 +14,8 @@ import { Ago, Name } from "../components/values";
 import { age, compact, count, millis, number, plural } from "../format";
 import { assess, exposure, saveRhythm, type Finding, type Health, type Level } from "../state/health";
 import { runsOf, type Run } from "../state/runs";
-import { useServerNow, useStore } from "../state/store";
+import { useServerNow, useStore, useStory } from "../state/store";
+import { useRunHistory } from "./runs/history";
 
 const LEVELS: Record<Level, { tone: Tone; icon: LucideIcon }> = {
   good: { tone: "good", icon: CircleCheck },
@@ -27,17 +28,24 @@ const LEVELS: Record<Level, { tone: Tone; icon: LucideIcon }> = {
 const WINDOW_S = 900;
 
 export function Overview() {
-  const state = useStore((s) => s);
+  const state = useStory();
   const now = useServerNow();
   const runs = useMemo(() => runsOf(state), [state]);
   const health = useMemo(() => assess(state, now), [state, now]);
+  const live = runs.filter((r) => r.alive > 0);
+  const only = live.length === 1 ? live[0] : undefined;
+  useRunHistory(only?.id);
   if (state.coordinator === null) return <Page title="Overview"><Waiting health={health} /></Page>;
   const { metrics, series } = state;
   const recent = tail(series.times, now - WINDOW_S);
   const cut = <T,>(values: readonly T[]) => values.slice(recent);
   const times = cut(series.times);
-  const live = runs.filter((r) => r.alive > 0);
+  const window = [Math.max(now - WINDOW_S, Math.min(times[0] ?? now - 60, now - 60)), now] as const;
   const unit = live[0]?.throughputUnit ?? "";
+  // One run has a curve of its own, with a past; several are added up as they are heard.
+  const own = only ? state.runSeries.get(only.id) : undefined;
+  const ownFrom = own ? tail(own.times, now - WINDOW_S) : 0;
+  const throughput = own ? { times: own.times.slice(ownFrom), values: own.throughput.slice(ownFrom) } : { times, values: cut(series.throughput) };
   return (
     <Page title="Overview">
       <div className="grid gap-4 xl:grid-cols-[minmax(0,1.55fr)_minmax(0,1fr)]">
@@ -58,10 +66,10 @@ export function Overview() {
       </div>
       <div className="grid gap-4 xl:grid-cols-2">
         <Card title="Training throughput" hint={live.length > 1 ? "all runs together" : undefined}>
-          <Chart label="Training throughput over time" sync="overview" times={times} lines={[{ label: "throughput", color: "accent", values: cut(series.throughput), fill: true }]} unit={unit} format={compact} height={170} empty="No run has reported its throughput yet" />
+          <Chart label="Training throughput over time" sync="overview" range={window} times={throughput.times} lines={[{ label: "throughput", color: "accent", values: throughput.values, fill: true }]} unit={unit} format={compact} height={170} empty="No run has reported its throughput yet" />
         </Card>
         <Card title="Coordinator requests">
-          <Chart label="Coordinator requests per second over time" sync="overview" times={times} lines={[{ label: "requests", color: "busy", values: cut(series.rps), fill: true }]} unit="/s" format={compact} height={170} />
+          <Chart label="Coordinator requests per second over time" sync="overview" range={window} times={times} lines={[{ label: "requests", color: "busy", values: cut(series.rps), fill: true }]} unit="/s" format={compact} height={170} />
         </Card>
       </div>
       <div className="grid gap-4 xl:grid-cols-[minmax(0,1.2fr)_minmax(0,1fr)]">

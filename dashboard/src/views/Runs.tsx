@@ -15,12 +15,12 @@ import { Table, type Column } from "../components/Table";
 import { Ago, Name } from "../components/values";
 import { age, clock, compact, count, duration, number, plural } from "../format";
 import { useFilters } from "../search";
-import { generationLines, goodputOf, runsOf, timelineRows, type Run } from "../state/runs";
-import { useServerNow, useStore } from "../state/store";
+import { generationLines, runsOf, timelineRows, type Run } from "../state/runs";
+import { useServerNow, useStore, useStory } from "../state/store";
 import { GoodputBar } from "./runs/GoodputBar";
 import { GUTTER, tiersOf } from "./runs/drawing";
 import { Timeline, TimelineLegend } from "./runs/Timeline";
-import { useRunHistory } from "./runs/history";
+import { useGoodput, useRunHistory } from "./runs/history";
 
 const COLUMNS: readonly Column<Run>[] = [
   { id: "id", header: "Run", value: (r) => r.id, cell: (r) => <Name>{r.id}</Name>, width: "minmax(10rem, 2fr)" },
@@ -37,7 +37,7 @@ const COLUMNS: readonly Column<Run>[] = [
 
 export function Runs() {
   const [filters, set] = useFilters();
-  const state = useStore((s) => s);
+  const state = useStory();
   const runs = useMemo(() => runsOf(state), [state]);
   const words = filters["q"]?.toLowerCase() ?? "";
   const shown = useMemo(() => runs.filter((r) => r.id.toLowerCase().includes(words)), [runs, words]);
@@ -76,7 +76,7 @@ type Range = (typeof RANGES)[number][0];
 
 export function RunDetail() {
   const { job } = useParams({ from: "/runs/$job" });
-  const state = useStore((s) => s);
+  const state = useStory();
   const now = useServerNow();
   const run = useMemo(() => runsOf(state).find((r) => r.id === job) ?? null, [state, job]);
   const back = <Link to="/runs" className="inline-flex items-center gap-1 text-sm font-medium text-muted hover:text-ink"><ArrowLeft aria-hidden className="size-3.5" />All runs</Link>;
@@ -104,8 +104,8 @@ function Story({ run, now }: { run: Run; now: number }) {
   const generations = useStore((s) => s.generations);
   const happenings = useStore((s) => s.happenings);
   const series = useStore((s) => s.runSeries.get(run.id));
-  const history = useRunHistory(run.id);
-  const goodput = history.goodput ?? goodputOf(run, now);
+  useRunHistory(run.id);
+  const goodput = useGoodput(run.id);
 
   const range: Range = (RANGES.find(([value]) => value === filters["range"])?.[0]) ?? "900";
   const zoomed = filters["from"] !== undefined && filters["to"] !== undefined;
@@ -157,7 +157,7 @@ function Story({ run, now }: { run: Run; now: number }) {
         </div>
       </Card>
       <div className="grid gap-4 xl:grid-cols-2">
-        <Card title="Goodput" hint="where the time went">{goodput ? <GoodputBar goodput={goodput} /> : <p className="text-muted">Known while the run has workers.</p>}</Card>
+        <Card title="Goodput" hint="where the time went">{goodput ? <GoodputBar goodput={goodput} /> : <p className="text-muted">Its workers have not said yet where their time went.</p>}</Card>
         <Card title="Recoveries" flush><Recoveries run={run} /></Card>
         <Card title="Events" flush><Happenings items={mine} height={340} /></Card>
         <Card title="Configuration"><Configuration run={run} /></Card>

@@ -1,0 +1,219 @@
+"""Tasks over a Ray cluster: a placement group of torchrun agents, spread over its nodes.
+
+The coordinator speaks with Ray through a process of its own (`ray_driver`), because a Ray client ends its process when the
+cluster goes away. When that process ends it is started again and takes the runs up where they are: agents and placement
+groups are detached, so they outlive driver and coordinator. This module imports no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import multiprocessing
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from strata.core.messages import TaskId
+from strata.errors import MissingDependency
+from strata.launch import ray_driver
+from strata.launch.protocol import (
+    Capacity,
+    Exited,
+    LaunchFailed,
+    LaunchPlan,
+    Listener,
+    Lost,
+    Observation,
+    Output,
+    Started,
+)
+from strata.launch.ray_messages import (
+    Adopt,
+    Adopted,
+    CapacitySeen,
+    DriverFailed,
+    Forget,
+    News,
+    RayOptions,
+    Start,
+    Stop,
+    Wish,
+)
+
+log = logging.getLogger("strata.launch.ray")
+
+CONNECT_S = 90.0
+AGAIN_S = 5.0
+CLOSE_S = 10.0
+
+
+class RayLauncher:
+    """See `strata.launch.protocol.Launcher`. Made on the event loop that it tells its observations on."""
+
+    name = "ray"
+
+    def __init__(self, listener: Listener, *, tasks_dir: Path, options: RayOptions) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise MissingDependency("ray", extra="ray", feature="The Ray launcher")
+        self._listener = listener
+        self._tasks_dir = tasks_dir
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._plans: dict[str, LaunchPlan] = {}
+        self._adopted: asyncio.Future[None] | None = None
+        self._capacity = Capacity(workers=0, gpus=0)
+        self._driver: _Driver | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    async def adopt(self, plans: Sequence[LaunchPlan]) -> None:
+        self._plans = {plan.run_id: plan for plan in plans}
+        self._adopted = self._loop.create_future()
+        self._connect()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._adopted
+        except TimeoutError:
+            raise LaunchFailed(
+                f"The Ray cluster at '{self._options.address}' did not answer within {CONNECT_S:g} s.",
+                hint="Look at it with: ray status",
+            ) from None
+        finally:
+            self._adopted = None
+
+    async def start(self, plan: LaunchPlan) -> None:
+        """Hands the plan to the cluster, which may first have to make room for it."""
+        try:
+            plan.run_dir.mkdir(parents=True, exist_ok=True)  # The trace of an attempt, for `forget`.
+        except OSError as error:
+            raise LaunchFailed(
+                f"Task '{plan.task_id}' cannot be started: {error}.", hint=f"Look at {plan.task_dir}."
+            ) from error
+        if not self._tell(Start(plan=plan)):
+            raise LaunchFailed(
+                f"The Ray cluster at '{self._options.address}' is away.", hint="Look at it with: ray status"
+            )
+        self._plans[plan.run_id] = plan
+
+    async def stop(self, run_id: str, *, patience_s: float) -> None:
+        if run_id in self._plans:
+            self._tell(Stop(run_id=run_id, patience_s=patience_s))
+
+    async def forget(self, task_id: TaskId) -> None:
+        runs = [f"{task_id}-{path.name[4:]}" for path in (self._tasks_dir / task_id).glob("run-*")]
+        self._tell(Forget(jobs=(task_id, *runs)))
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._again is not None:
+            self._again.cancel()
+        if self._driver is not None:
+            driver, self._driver = self._driver, None
+            await asyncio.to_thread(driver.close)
+
+    # --- the driver -----------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self._again = None
+        self._driver = _Driver(self)
+        self._tell(Adopt(plans=tuple(self._plans.values())))
+
+    def _tell(self, wish: Wish) -> bool:
+        return self._driver is not None and self._driver.tell(wish)
+
+    def _gone(self, driver: _Driver) -> None:
+        """The driver's process has ended, and not because we closed it."""
+        if self._closed or driver is not self._driver:
+            return
+        self._driver = None
+        self._capacity = Capacity(workers=0, gpus=0)
+        if self._adopted is not None and not self._adopted.done():
+            self._adopted.set_exception(LaunchFailed("The Ray driver ended before it was connected."))
+        log.warning("lost the Ray cluster at '%s'; trying again in %g s", self._options.address, AGAIN_S)
+        self._again = self._loop.call_later(AGAIN_S, self._connect)
+
+    def _heard(self, message: Observation | News) -> None:
+        match message:
+            case CapacitySeen():
+                self._capacity = message.capacity
+            case Adopted():
+                if self._adopted is not None and not self._adopted.done():
+                    self._adopted.set_result(None)
+            case DriverFailed():
+                log.warning("%s", message.reason)
+                if self._adopted is not None and not self._adopted.done():
+                    self._adopted.set_exception(LaunchFailed(message.reason, hint=message.hint))
+            case Started() | Output():
+                if message.run_id in self._plans:
+                    self._listener(message)
+            case Exited() | Lost():
+                if self._plans.pop(message.run_id, None) is not None:
+                    self._listener(message)
+
+
+class _Driver:
+    """The driver's process, and the thread that hears it."""
+
+    def __init__(self, launcher: RayLauncher) -> None:
+        self._launcher = launcher
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=ray_driver.main, args=(theirs, launcher._options), name="strata-ray-driver", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._closing = threading.Event()
+        threading.Thread(target=self._listen, name="ray-driver", daemon=True).start()
+
+    def tell(self, wish: Wish) -> bool:
+        try:
+            self._connection.send(wish)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+        self._process.join(CLOSE_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._connection.close()
+
+    def _listen(self) -> None:
+        loop, launcher = self._launcher._loop, self._launcher
+        heard = threading.Event()
+
+        def hand_over(message: Observation | News) -> None:
+            heard.set()
+            launcher._heard(message)
+
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens any more.
+            while True:
+                try:
+                    message = self._connection.recv()
+                except (EOFError, OSError):
+                    break
+                heard.clear()
+                loop.call_soon_threadsafe(hand_over, message)
+                # One at a time: a busy coordinator slows the driver down, not the other way round.
+                while not heard.wait(1.0) and not self._closing.is_set():
+                    pass
+            loop.call_soon_threadsafe(launcher._gone, self)
+
+
+def namespace(data_dir: Path) -> str:
+    """A name for everything one coordinator has in a cluster, the same after a restart on the same data."""
+    place = f"{socket.gethostname()}:{data_dir.resolve()}"
+    return f"strata-{hashlib.sha256(place.encode()).hexdigest()[:12]}"

@@ -1,0 +1,140 @@
+"""The process that speaks with a Ray cluster on the coordinator's behalf.
+
+Wishes arrive on a pipe, news leave on it; when the pipe closes the process ends and leaves the runs as they are. Each run
+has a thread (`ray_run`). Ray is imported here and in the agents, never in the coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from strata.launch.protocol import Capacity, LaunchPlan, Lost, Observation
+from strata.launch.ray_messages import (
+    Adopt,
+    Adopted,
+    CapacitySeen,
+    DriverFailed,
+    Forget,
+    News,
+    RayOptions,
+    Start,
+    Stop,
+    Wish,
+)
+
+CAPACITY_EVERY_S = 2.0
+
+
+def main(connection: Connection[Observation | News, Wish | None], options: RayOptions) -> None:
+    """What the driver's process runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the coordinator, which closes the pipe.
+    driver = Driver(connection, options)
+    try:
+        driver.connect()
+    except Exception as error:
+        driver.say(
+            DriverFailed(
+                reason=f"The Ray cluster at '{options.address}' cannot be reached: {str(error).strip()[:300]}",
+                hint="Start one with `ray start --head`, or give its address with --ray-address.",
+            )
+        )
+        return
+    driver.serve()
+
+
+class Driver:
+    def __init__(self, connection: Connection[Observation | News, Wish | None], options: RayOptions) -> None:
+        self.options = options
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._runs: dict[str, Any] = {}
+        self._closed = threading.Event()
+
+    def connect(self) -> None:
+        import ray
+
+        ray.init(
+            address=self.options.address,
+            namespace=self.options.namespace,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+        self._see_capacity()
+
+    def serve(self) -> None:
+        """Until the coordinator lets go, or is gone."""
+        threading.Thread(target=self._watch_capacity, name="capacity", daemon=True).start()
+        while True:
+            try:
+                wish = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            match wish:
+                case None:
+                    break
+                case Adopt():
+                    self._adopt(wish.plans)
+                case Start():
+                    self._begin(wish.plan)
+                case Stop():
+                    run = self._runs.get(wish.run_id)
+                    if run is not None:
+                        run.stop(patience_s=wish.patience_s)
+                case Forget():
+                    self._forget(wish.jobs)
+        self._closed.set()
+
+    def say(self, news: Observation | News) -> None:
+        """From any thread. Waits while the coordinator is busy; what nobody hears any more is dropped."""
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send(news)
+
+    # --- runs -----------------------------------------------------------------------------------------------
+
+    def _begin(self, plan: LaunchPlan) -> None:
+        from strata.launch.ray_run import RayRun
+
+        run = self._runs[plan.run_id] = RayRun(plan.run_id, self.options, self.say)
+        run.begin(plan)
+
+    def _adopt(self, plans: Iterable[LaunchPlan]) -> None:
+        from strata.launch.ray_run import RayRun, find_runs
+
+        found = find_runs(self.options.namespace)
+        for plan in plans:
+            agents = found.get(plan.run_id)
+            if agents:
+                del found[plan.run_id]
+                run = self._runs[plan.run_id] = RayRun(plan.run_id, self.options, self.say)
+                run.take_up(plan, agents)
+            else:
+                reason = "nothing of it is left in the Ray cluster"
+                self.say(Lost(run_id=plan.run_id, task_id=plan.task_id, reason=reason))
+        for run_id, agents in found.items():
+            RayRun(run_id, self.options, self.say).end(agents)
+        self.say(Adopted())
+
+    def _forget(self, jobs: Sequence[str]) -> None:
+        from strata.launch.ray_run import forget_everywhere
+
+        threading.Thread(target=forget_everywhere, args=(jobs,), name="forget", daemon=True).start()
+
+    # --- capacity -------------------------------------------------------------------------------------------
+
+    def _watch_capacity(self) -> None:
+        while not self._closed.wait(CAPACITY_EVERY_S):
+            with contextlib.suppress(Exception):  # The cluster is away: its loss is noticed elsewhere.
+                self._see_capacity()
+
+    def _see_capacity(self) -> None:
+        import ray
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        workers = sum(int(node.get("CPU", 0) / self.options.cpus_per_worker) for node in nodes)
+        gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+        self.say(CapacitySeen(capacity=Capacity(workers=workers, gpus=gpus)))

@@ -33,7 +33,7 @@ check: setup
 	$(BIN)/python -m pytest -q tests/core tests/test_tidy.py
 
 bench: setup
-	@for part in $(or $(ARGS),coordinator data checkpoint recovery); do $(BIN)/strata bench $$part || exit 1; done
+	@for part in $(or $(ARGS),coordinator data checkpoint recovery dashboard); do $(BIN)/strata bench $$part || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

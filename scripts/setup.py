@@ -1,8 +1,8 @@
 """Make the virtual environment and see to what else the commands need. Needs only Python and its standard library.
 
-Python packages come pinned from constraints.txt. With `--tests`, programs that tests use are installed as Debian
-packages where this user may do that; otherwise it says what is missing and which tests are left out. With CI=true
-a missing part is a failure.
+Python packages come pinned from constraints.txt; the dashboard is built when its sources have changed. With `--tests`,
+programs that tests use are installed as Debian packages where this user may do that; otherwise it says what is missing
+and which tests are left out. With CI=true a missing part is a failure.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+
+import build_dashboard
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -33,6 +35,7 @@ class Program:
 TEST_PROGRAMS = (
     Program("etcd", "etcd-server", "tests of rendezvous through etcd (marker: etcd)"),
     Program("strace", "strace", "tests that make fsync fail (marker: strace)"),
+    Program("chromium", "chromium", "tests of the dashboard in a browser (marker: browser)"),
 )
 
 
@@ -48,7 +51,8 @@ def main() -> int:
     if not sys.platform.startswith("linux"):
         print("note: Strata is made for Linux; shared memory and direct I/O are not available here.")
     install_packages()
-    return install_programs() if arguments.tests else 0
+    status = build_the_dashboard()
+    return (install_programs() if arguments.tests else 0) or status
 
 
 def install_packages() -> None:
@@ -62,6 +66,20 @@ def install_packages() -> None:
     command = [VENV / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*command, "-c", "constraints.txt", "-e", ".[dev]"], cwd=ROOT, check=True)
     STAMP.write_text(wanted)
+
+
+def build_the_dashboard() -> int:
+    if not build_dashboard.is_current() and build_dashboard.find_node(VENV / "bin") is None:
+        print("Installing Node from PyPI, since this machine has none …", flush=True)
+        command = [VENV / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*command, build_dashboard.NODE_PACKAGE], cwd=ROOT, check=False)
+    try:
+        build_dashboard.build(bin_folder=VENV / "bin")
+    except build_dashboard.CannotBuild as error:
+        if os.environ.get("CI") == "true":
+            return fail("The dashboard could not be built.", str(error))
+        print(f"missing: the dashboard. {error}")
+    return 0
 
 
 def fingerprint() -> str:

@@ -102,12 +102,12 @@ def see_a_worker_die_and_recover(page: Browser, own: Coordinator, task: str) -> 
     victim = next(w for w in own.get("/api/workers") if w["id"] == f"{task}-rank1")
     os.kill(int(victim["metadata"]["pid"]), signal.SIGKILL)
     page.open("/workers?view=table")
-    page.see(css=f"main :has-text('{task}-rank1'):has-text('failed')", within_s=15)
+    page.see(css=f"[role=row]:has-text('{task}-rank1'):has-text('failed')", within_s=15)
     eventually(lambda: len(own.get("/api/recoveries")) > before, within_s=60, every_s=0.2)
     page.open("/")
     page.see("recovered in", css="main *", within_s=20)
     page.open("/workers?view=table")
-    page.see(css=f"main :has-text('{task}-rank1'):has-text('training')", within_s=30)
+    page.see(css=f"[role=row]:has-text('{task}-rank1'):has-text('training')", within_s=30)
 
 
 def filter_the_logs(page: Browser, task: str, folder: Path) -> None:

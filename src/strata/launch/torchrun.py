@@ -7,6 +7,7 @@ own, so a Ctrl-C in the terminal reaches it only through us, and ending it ends 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -17,7 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from strata.rendezvous import TORCHRUN_ENVIRONMENT, rdzv_conf
+from strata.rendezvous import (
+    PRELOAD_VARIABLE,
+    TORCHRUN_ENVIRONMENT,
+    WARM_ARGUMENTS,
+    WARM_BACKENDS,
+    rdzv_conf,
+)
 
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
@@ -54,12 +61,28 @@ class TorchrunSpec:
             *([f"--local-addr={self.local_addr}"] if self.local_addr is not None else []),
             "--monitor-interval=0.1",
             *([f"--log-dir={log_dir}"] if log_dir is not None else []),
-            *self.arguments,
+            *(self._warm_arguments() if python == sys.executable else self.arguments),
         ]
+
+    def _warm_arguments(self) -> list[str]:
+        """A fork server runs files, so a module's file stands in place of its name."""
+        if self.rdzv_backend not in WARM_BACKENDS:
+            return list(self.arguments)
+        if self.arguments[0] != "-m":
+            return [*WARM_ARGUMENTS, *self.arguments]
+        module = importlib.util.find_spec(self.arguments[1])
+        if module is None or module.origin is None:
+            return list(self.arguments)  # Python will say what is wrong with it.
+        return [*WARM_ARGUMENTS, module.origin, *self.arguments[2:]]
 
     def variables(self) -> dict[str, str]:
         on_this_host = {"GLOO_SOCKET_IFNAME": "lo"} if self.local_addr == "127.0.0.1" else {}
-        defaults = {**TORCHRUN_ENVIRONMENT, **on_this_host, "OMP_NUM_THREADS": "1"}
+        defaults = {**TORCHRUN_ENVIRONMENT, **on_this_host, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        if self.arguments[0] == "-m":
+            defaults[PRELOAD_VARIABLE] = self.arguments[1]
+        else:  # A fork server does not put the script's folder on the path, as Python does.
+            folders = [str(Path(self.arguments[0]).resolve().parent), os.environ.get("PYTHONPATH", "")]
+            defaults["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         return {**os.environ, **defaults, **self.environment}
 
 
@@ -85,17 +108,13 @@ class Agent:
 
     def workers(self) -> list[int]:
         """Process ids of the workers that live now, oldest first."""
-        try:
-            children = psutil.Process(self.process.pid).children()
-        except psutil.NoSuchProcess:
-            return []
         alive = []
-        for child in children:
-            with contextlib.suppress(psutil.Error):
-                if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(
-                    child.cmdline()
-                ):
-                    alive.append(child)
+        for child in _living_children(self.process.pid):
+            command = _command(child)
+            if "multiprocessing.forkserver" in command:
+                alive += _living_children(child.pid)
+            elif "resource_tracker" not in command:
+                alive.append(child)
         return [child.pid for child in sorted(alive, key=lambda c: c.create_time())]
 
     def stop(self, *, patience_s: float = LEAVE_S) -> int:
@@ -125,3 +144,17 @@ class Agent:
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _living_children(pid: int) -> list[psutil.Process]:
+    try:
+        return [c for c in psutil.Process(pid).children() if c.status() != psutil.STATUS_ZOMBIE]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

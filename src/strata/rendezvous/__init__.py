@@ -37,6 +37,14 @@ TORCHRUN_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
 )
 """What an agent's environment needs for clean restarts, whatever its rendezvous back end."""
 
+WARM_ARGUMENTS = ("--start-method=forkserver", "--run-path")
+"""Before the script's file: torchrun forks workers that have torch imported already (`strata.rendezvous.warm`)."""
+
+WARM_BACKENDS = ("strata", "etcd")
+
+PRELOAD_VARIABLE = "STRATA_PRELOAD"
+"""Further modules to have imported by then, comma separated: the script's own heavy ones."""
+
 
 def rdzv_conf(overrides: Mapping[str, object] | None = None) -> str:
     """`SECONDS_NOT_MINUTES`, changed by `overrides`, as torchrun's `--rdzv-conf` takes it."""
@@ -65,9 +73,12 @@ def strata_plugin() -> HandlerCreator:
 
 
 __all__ = [
+    "PRELOAD_VARIABLE",
     "RENDEZVOUS_BACKENDS",
     "SECONDS_NOT_MINUTES",
     "TORCHRUN_ENVIRONMENT",
+    "WARM_ARGUMENTS",
+    "WARM_BACKENDS",
     "etcd_plugin",
     "rdzv_conf",
     "strata_plugin",

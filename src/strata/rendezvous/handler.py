@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from strata.rendezvous import SECONDS_NOT_MINUTES, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasClient, CasStore
+from strata.rendezvous.warm import warm_up
 from strata.training.trace import forget_rendezvous, note_rendezvous
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ def create_cas_handler(
     `unreachable` puts that into words."""
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    warm_up()
 
     def seconds(key: str) -> float:
         value = float(params.get(key, SECONDS_NOT_MINUTES[key]))

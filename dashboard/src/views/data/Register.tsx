@@ -3,7 +3,8 @@
 import { useMutation } from "@tanstack/react-query";
 import { useState } from "react";
 
-import { ApiError, post } from "../../api/client";
+import { post } from "../../api/client";
+import { errorOf } from "../../api/errors";
 import type { Dataset } from "../../api/types";
 import { Button, Field, Input, Select } from "../../components/controls";
 import { Dialog } from "../../components/Dialog";
@@ -94,11 +95,4 @@ export function Register(props: { open: boolean; onClose: () => void; onDone: (d
       </form>
     </Dialog>
   );
-}
-
-/** What the coordinator said about one field, if it did. */
-export function errorOf(error: unknown, field: string): string | undefined {
-  if (!(error instanceof ApiError)) return undefined;
-  const told = error.details.find((detail) => detail.field?.split(".").at(-1) === field);
-  return told?.message;
 }

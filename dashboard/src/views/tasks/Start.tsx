@@ -3,12 +3,12 @@
 import { useMutation, useQuery } from "@tanstack/react-query";
 import { useMemo, useState } from "react";
 
-import { ApiError, get, post } from "../../api/client";
+import { get, post } from "../../api/client";
+import { errorOf, errorsInside } from "../../api/errors";
 import { Button, Field, Input, Select } from "../../components/controls";
 import { Dialog } from "../../components/Dialog";
 import { Empty, ErrorNote, Loading } from "../../components/states";
 import { useStore } from "../../state/store";
-import { errorOf } from "../data/Register";
 import { configOf, fieldsOf, initially, type JsonSchema, type Typed } from "./schema";
 import { SchemaForm } from "./SchemaForm";
 
@@ -54,7 +54,7 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
     mutationFn: (config: Record<string, unknown>) =>
       post<{ task_id: string }>("/tasks", { name, type: recipeName, ...(dataset ? { dataset_id: dataset } : {}), worker_count: Number(workers), config }),
     onSuccess: (made) => props.onStarted(made.task_id),
-    onError: (error) => setTold(configErrors(error)),
+    onError: (error) => setTold(errorsInside(error, "config")),
   });
   const submit = () => {
     const { config, errors } = configOf(fields, texts);
@@ -101,11 +101,4 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
       </footer>
     </form>
   );
-}
-
-/** What the coordinator said about the recipe's settings, by field. */
-function configErrors(error: unknown): Record<string, string> {
-  if (!(error instanceof ApiError)) return {};
-  const told = error.details.filter((detail) => detail.field?.startsWith("config."));
-  return Object.fromEntries(told.map((detail) => [detail.field!.slice("config.".length), detail.message ?? ""]));
 }

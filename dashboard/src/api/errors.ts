@@ -1,0 +1,17 @@
+/** What the coordinator said about single fields of a form. */
+
+import { ApiError } from "./client";
+
+/** The last part of a field's path is its name: "body.dataset_id". */
+export function errorOf(error: unknown, field: string): string | undefined {
+  if (!(error instanceof ApiError)) return undefined;
+  return error.details.find((detail) => detail.field?.split(".").at(-1) === field)?.message;
+}
+
+/** Everything said about what is inside of one field, by the path within it. */
+export function errorsInside(error: unknown, field: string): Record<string, string> {
+  if (!(error instanceof ApiError)) return {};
+  const start = `${field}.`;
+  const told = error.details.filter((detail) => detail.field?.startsWith(start));
+  return Object.fromEntries(told.map((detail) => [detail.field!.slice(start.length), detail.message ?? ""]));
+}

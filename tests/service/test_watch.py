@@ -1,0 +1,134 @@
+"""What workers report becomes figures, history, goodput, and the name of the rank the others wait for."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata import TrainingOrchestrator
+from strata.core.stragglers import REPORTS
+from tests.service.clients import EventStream
+from tests.support import Coordinator, eventually
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    env = {"STRATA_HEARTBEAT_INTERVAL": "0.1"}
+    server = Coordinator(tmp_path / "coordinator", env=env).start()
+    yield server
+    server.stop()
+
+
+def report(worker: TrainingOrchestrator, step: int, *, own_s: float, training_s: float) -> None:
+    """In lock step: everyone takes as long as the slowest, and waits for it."""
+    figures = {"loss": 2.0, "tokens_per_second": 100.0, "samples_per_second": 8.0, "step_time_s": 0.5}
+    times = {
+        "process_started_s": 7.0,
+        "training_total_s": training_s,
+        "checkpoint_total_s": 1.0,
+        "recovery_total_s": 0.5,
+        "waiting_total_s": 0.5,
+    }
+    worker.heartbeat(step, 0, state="training", metrics={**figures, **times, "sync_wait_s": 0.5 - own_s})
+
+
+def of_worker(coordinator: Coordinator, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(w for w in coordinator.get("/api/workers") if w["id"] == name)
+    return found
+
+
+def test_job_is_measured_remembered_and_its_slow_rank_named(coordinator: Coordinator) -> None:
+    began_s = time.time()
+    workers = [TrainingOrchestrator(coordinator.address, job_id="run") for _ in range(3)]
+    try:
+        with EventStream(coordinator.http_port) as events:
+            for rank, worker in enumerate(workers):
+                worker.register_worker(f"run-rank{rank}")
+
+            def slow_shown(step: int, own_s: float) -> dict[str, Any] | None:
+                for rank, worker in enumerate(workers):
+                    report(worker, step, own_s=own_s if rank == 2 else 0.1, training_s=8.0 + rank)
+                time.sleep(0.3)
+                shown = of_worker(coordinator, "run-rank2")
+                return shown if shown["slow"] == (own_s > 0.2) else None
+
+            steps = iter(range(10_000))
+            slow = eventually(lambda: slow_shown(next(steps), 0.45), within_s=30)
+            assert next(steps) > REPORTS
+            assert slow["reason"].startswith(
+                "slow: 0.450 s of its own for a step, 4.5 times the others' 0.100 s"
+            )
+            heard = events.wait_for("worker_slow")
+            assert (heard.data["worker_id"], heard.data["job_id"]) == ("run-rank2", "run")
+            (line,) = coordinator.get("/api/logs?worker_id=run-rank2&q=slow")
+            assert line["level"] == "warn"
+            assert "'run-rank2' of job 'run' is slow" in line["message"]
+
+            spent = coordinator.get("/api/jobs/run/goodput")
+            assert (spent["training_s"], spent["checkpoint_s"], spent["waiting_s"]) == (27.0, 3.0, 1.5)
+            assert spent["goodput"] == pytest.approx(27 / 33)
+            assert spent["processes"] == 3
+            history = coordinator.get(
+                f"/api/metrics/history?job_id=run&series=loss,step&series=slow_workers&since={began_s}"
+            )
+            assert history["step"] == 1
+            assert {name: s["unit"] for name, s in history["series"].items()} == {
+                "loss": "1",
+                "step": "steps",
+                "slow_workers": "workers",
+            }
+            assert set(history["series"]["loss"]["values"]) >= {2.0}
+            assert 1.0 in history["series"]["slow_workers"]["values"]
+            fleet = coordinator.get("/api/metrics/history?step=60")
+            assert fleet["series"]["active_workers"]["values"][-1] > 0
+            assert fleet["series"]["memory"]["values"][-1] > 1e6
+
+            eventually(lambda: slow_shown(next(steps), 0.1), within_s=30)
+            events.wait_for("worker_caught_up")
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def test_goodput_survives_a_crash_of_the_coordinator(coordinator: Coordinator) -> None:
+    with TrainingOrchestrator(coordinator.address, job_id="run") as worker:
+        worker.register_worker("w")
+        report(worker, 1, own_s=0.5, training_s=8.0)
+        eventually(lambda: coordinator.get("/api/goodput"), within_s=10)
+        time.sleep(6.0)  # It is written down every five seconds.
+        coordinator.kill()
+        coordinator.start()
+        assert [spent["training_s"] for spent in coordinator.get("/api/goodput")] == [8.0]
+        report(worker, 2, own_s=0.5, training_s=9.0)
+        eventually(lambda: coordinator.get("/api/jobs/run/goodput")["training_s"] == 9.0, within_s=20)
+        assert coordinator.get("/api/jobs/run/goodput")["processes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/api/metrics/history?series=nothing", 422, "coordinator_rps"),
+        ("/api/metrics/history?series=loss", 422, "series"),
+        ("/api/metrics/history?job_id=nobody", 404, "begins when"),
+        ("/api/metrics/history?step=7", 422, "step"),
+        ("/api/metrics/history?since=soon", 422, "since"),
+        ("/api/jobs/nobody/goodput", 404, "reports"),
+        ("/api/tasks/nobody/goodput", 404, "task"),
+    ],
+)
+def test_wrong_questions_are_answered_properly(
+    shared: Coordinator, path: str, status: int, words: str
+) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(shared.url + path, timeout=10)
+    with refused.value as error:
+        assert error.code == status
+        answer = json.load(error)
+        assert words in answer["message"] + answer["hint"]

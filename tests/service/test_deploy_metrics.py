@@ -52,7 +52,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
             worker.register_worker("w")
             figures = {"loss": 1.0, "tokens_per_second": 2.0, "samples_per_second": 3.0, "step_time_s": 0.1}
             times = {
-                "process_started_s": 1.0,
+                "account_began_s": 1.0,
                 "training_total_s": 9.0,
                 "waiting_total_s": 1.0,
                 "sync_wait_s": 0.01,

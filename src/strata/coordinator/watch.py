@@ -29,8 +29,8 @@ from strata.core.stragglers import Change, Pace, Stragglers
 log = logging.getLogger("strata.coordinator.watch")
 
 REST = 30
-"""How many times as long as looking at all workers took must pass until it is done again."""
-KEEP_EVERY_S = 5.0
+"""How many times as long as looking at all workers took must pass until it is done again; the same for writing."""
+KEEP_EVERY_S = 2.0
 GOODPUT_NOTE = "goodput"
 MAKING_STEPS = ("training", "checkpointing")
 
@@ -88,8 +88,10 @@ class Watch:
             self._next_look_mono_s = now_mono_s + REST * (time.monotonic() - now_mono_s)
         self.history.put(now_s, self._fleet(now_mono_s), {job: self._shown(job) for job in self.figures})
         if now_mono_s >= self._next_keep_mono_s and self._logs.archive is not None:
-            self._next_keep_mono_s = now_mono_s + KEEP_EVERY_S
+            began_mono_s = time.monotonic()
             self._logs.archive.keep_note(GOODPUT_NOTE, self.goodput.dump())
+            took_s = time.monotonic() - began_mono_s
+            self._next_keep_mono_s = now_mono_s + max(KEEP_EVERY_S, REST * took_s)
 
     # --- jobs -----------------------------------------------------------------------------------------------
 

@@ -23,11 +23,11 @@ SAMPLES_LIMIT = 2**53  # beyond this JSON numbers lose digits
 METRICS_LIMIT = 32
 USUAL_METRICS = frozenset(
     {
+        "account_began_s",
         "checkpoint_total_s",
         "data_position",
         "loss",
         "lr",
-        "process_started_s",
         "recovery_total_s",
         "samples_per_second",
         "step_time_s",

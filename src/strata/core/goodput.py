@@ -17,8 +17,8 @@ from strata.core.messages import JobId, WorkerId
 PARTS = ("training", "checkpoint", "recovery", "waiting")
 METRIC_NAMES = {part: f"{part}_total_s" for part in PARTS}
 """Under which names workers report them."""
-LIFE_METRIC = "process_started_s"
-"""Which process it is: a worker's name and incarnation may change while it lives, and a name outlives processes."""
+LIFE_METRIC = "account_began_s"
+"""Which account it is: a worker's incarnation may change while its process lives, and its name outlives processes."""
 JOBS_KEPT = 500
 LONGEST_S = 10 * 365 * 86_400.0
 
@@ -49,7 +49,7 @@ class GoodputView:
 class _JobTime:
     parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     lives: dict[WorkerId, tuple[float, dict[str, float]]] = field(default_factory=dict)
-    """The process that each worker was last, and what it had said."""
+    """The account that each worker kept last, and what it had said."""
     processes: int = 0
 
 

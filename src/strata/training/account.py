@@ -1,24 +1,28 @@
 """Where this process's time goes: every second of it is charged to exactly one part.
 
 `enter` says what is being done from now on; what was done until now is charged. A process that replaces one that died
-begins its account with that one's last step, so that no second between them is lost.
+begins its account with that one's last step, so that no second between them is lost; the first account of any other
+process begins with the process, and later ones when they are made.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 
 from strata.core.goodput import LIFE_METRIC, METRIC_NAMES, PARTS
 from strata.training.trace import Footprint, process_start_mono_s
 
+_accounts_made = itertools.count()
+
 
 class TimeAccount:
     def __init__(self, before: Footprint | None) -> None:
-        born_mono_s = process_start_mono_s()
+        began_mono_s = process_start_mono_s() if next(_accounts_made) == 0 else time.monotonic()
         self._totals_s = dict.fromkeys(PARTS, 0.0)
         self._part = "waiting" if before is None else "recovery"
-        self._since_mono_s = born_mono_s if before is None else min(before.mono_s, born_mono_s)
-        self._born_s = round(time.time() - (time.monotonic() - born_mono_s), 3)
+        self._since_mono_s = began_mono_s if before is None else min(before.mono_s, began_mono_s)
+        self._began_s = time.time()
         self._to_redo = before.step if before is not None else 0
         self._recovered = before is None
 
@@ -43,9 +47,9 @@ class TimeAccount:
         self._totals_s["waiting"] += moved_s
 
     def totals(self) -> dict[str, float]:
-        """As they are reported: seconds by part since the beginning, and which process this is."""
+        """As they are reported: seconds by part since the beginning, and which account this is."""
         self.enter(self._part)
         return {
             **{METRIC_NAMES[part]: seconds for part, seconds in self._totals_s.items()},
-            LIFE_METRIC: self._born_s,
+            LIFE_METRIC: self._began_s,
         }

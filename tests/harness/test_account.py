@@ -1,0 +1,86 @@
+"""Every second of a process is charged to exactly one part."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from strata.core.goodput import LIFE_METRIC, METRIC_NAMES
+from strata.training import account as account_module
+from strata.training.account import TimeAccount
+from strata.training.trace import Footprint, process_start_mono_s
+
+PAUSE_S = 0.05
+
+
+def spend(account: TimeAccount, part: str) -> None:
+    account.enter(part)
+    time.sleep(PAUSE_S)
+
+
+def parts(account: TimeAccount) -> dict[str, float]:
+    totals = account.totals()
+    return {part: totals[name] for part, name in METRIC_NAMES.items()}
+
+
+def test_parts_add_up_to_the_time_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(account_module, "_accounts_made", itertools.count())
+    account = TimeAccount(None)
+    for step in range(3):
+        account.enter_step(step)
+        time.sleep(PAUSE_S)
+        account.made_step()
+        spend(account, "checkpoint")
+        spend(account, "waiting")
+    found, since_s = parts(account), time.monotonic() - process_start_mono_s()
+    assert sum(found.values()) == pytest.approx(since_s, abs=0.05)
+    assert found["recovery"] == 0.0
+    assert found["training"] >= 3 * PAUSE_S
+    assert found["checkpoint"] >= 3 * PAUSE_S
+    assert found["waiting"] >= since_s - 6 * PAUSE_S - 1.0, "starting is waiting"
+
+
+def test_waiting_for_others_is_not_training() -> None:
+    account = TimeAccount(None)
+    account.enter_step(0)
+    before = parts(account)
+    time.sleep(PAUSE_S)
+    account.waited(PAUSE_S / 2)
+    after = parts(account)
+    assert after["waiting"] - before["waiting"] == pytest.approx(PAUSE_S / 2, abs=0.001)
+    account.waited(1e9)
+    assert parts(account)["training"] < 0.01, "no more than there was"
+
+
+def test_recovery_lasts_until_lost_steps_are_made_again() -> None:
+    lost_at_mono_s = time.monotonic() - 1000.0
+    before = Footprint(mono_s=lost_at_mono_s, born_mono_s=0.0, step=7, world_size=2)
+    account = TimeAccount(before)
+    for step in (5, 6, 7, 8):
+        account.enter_step(step)
+        time.sleep(PAUSE_S)
+        account.made_step()
+    found = parts(account)
+    assert found["recovery"] == pytest.approx(1000.0 + 2 * PAUSE_S, abs=0.5), (
+        "since the last step before the loss"
+    )
+    assert found["training"] == pytest.approx(2 * PAUSE_S, abs=0.2)
+    assert found["waiting"] == 0.0
+
+
+def test_restart_that_lost_nothing_recovers_with_its_first_step() -> None:
+    account = TimeAccount(Footprint(mono_s=time.monotonic(), born_mono_s=0.0, step=3, world_size=1))
+    account.enter_step(3)
+    time.sleep(PAUSE_S)
+    account.made_step()
+    account.enter_step(4)
+    assert parts(account)["recovery"] >= PAUSE_S
+    assert parts(account)["training"] < PAUSE_S
+
+
+def test_a_later_account_of_the_same_process_begins_when_it_is_made() -> None:
+    first, second = TimeAccount(None), TimeAccount(None)
+    assert sum(parts(second).values()) < 1.0
+    assert first.totals()[LIFE_METRIC] < second.totals()[LIFE_METRIC], "and is another one"

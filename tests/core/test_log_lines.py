@@ -52,7 +52,7 @@ def briefly(entries: list[LogLine]) -> list[tuple[str, str, str, int]]:
 
 def test_tracebacks_of_a_real_process_stay_together() -> None:
     output = failed_run()
-    entries = entries_from_lines(output.decode().splitlines(), at_s=7.0, source="stderr", task_id="t")
+    entries = entries_from_lines(output.decode().split("\n"), at_s=7.0, source="stderr", task_id="t")
     found = briefly(entries)
     assert [(level, first, last) for level, first, last, _ in found] == [
         ("info", "one line", entries[0].message),
@@ -73,7 +73,7 @@ def test_entries_do_not_depend_on_how_the_bytes_were_cut(sizes: list[int]) -> No
         entries += assembler.feed(output[:size], 1.0)
         output = output[size:]
     entries += assembler.feed(output, 1.0) + assembler.close(1.0)
-    assert entries == entries_from_lines(SAMPLE.decode().splitlines(), at_s=1.0, source="stderr")
+    assert entries == entries_from_lines(SAMPLE.decode().split("\n"), at_s=1.0, source="stderr")
 
 
 SAMPLE = (
@@ -83,7 +83,7 @@ SAMPLE = (
 
 
 def test_prefixed_tracebacks_and_keys_are_blocks() -> None:
-    found = briefly(entries_from_lines(SAMPLE.decode().splitlines(), at_s=0.0))
+    found = briefly(entries_from_lines(SAMPLE.decode().split("\n"), at_s=0.0))
     assert [(level, lines) for level, _, _, lines in found] == [
         ("info", 2),
         ("error", 3),

@@ -37,6 +37,7 @@ def test_one_bad_step_or_the_same_report_again_says_nothing() -> None:
     judge = Stragglers()
     for step in range(50):
         assert report(judge, step, a=0.1, b=0.1, c=0.5 if step % REPORTS else 0.1) == []
+    report(judge, 50, a=0.1, b=0.1, c=0.1)
     for _ in range(50):
         assert report(judge, 100, a=0.1, b=0.1, c=0.5) == []
 

@@ -22,6 +22,7 @@ from strata.core.logtext import Tidy
 from strata.core.views import LogView
 
 EVERYTHING = LogFilter()
+NOW_US = time.time_ns() // 1_000
 BURST = int(BURST_S * LINES_PER_SECOND)
 
 
@@ -128,8 +129,8 @@ async def test_search_finds_the_same_in_memory_and_on_disk(archive: LogArchive) 
     for store in (wide, narrow):
         for n, item in enumerate(lines):
             store.add_lines([item], sender=f"worker w{n % 5}", worker_id=f"w{n % 5}")
+        assert archive.flush()
         ids[store] = [e.id for e in await store.search(10_000, EVERYTHING)][::-1]
-    assert archive.flush()
     questions: list[dict[str, object]] = [
         {},
         {"level": "warn"},
@@ -254,7 +255,7 @@ def test_notes_are_there_after_a_restart(tmp_path: Path) -> None:
 
 def view(number: int) -> LogView:
     return LogView(
-        id=f"log_{number:08x}",
+        id=f"log_{NOW_US + number:08x}",
         timestamp=1.0,
         level="info",
         message="x" * 50,

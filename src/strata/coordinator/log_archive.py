@@ -112,6 +112,7 @@ class LogArchive:
         self._notes: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._writing = False
+        self._hurry = False
         self._closing = False
         self._failing = False
         self._next_tidy_s = 0.0
@@ -188,8 +189,9 @@ class LogArchive:
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Whether everything handed over so far has been dealt with in time."""
         with self._changed:
+            self._hurry = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._pending and not self._writing, timeout_s)
+            return self._changed.wait_for(lambda: not self._hurry and not self._writing, timeout_s)
 
     def close(self) -> None:
         with self._changed:
@@ -204,7 +206,8 @@ class LogArchive:
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing, FLUSH_S)
+                self._changed.wait_for(lambda: self._closing or self._hurry, FLUSH_S)
+                self._hurry = False
                 entries, self._pending = self._pending, []
                 notes, self._notes = self._notes, {}
                 closing_now = self._closing

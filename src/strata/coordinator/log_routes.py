@@ -70,6 +70,7 @@ def install_log_routes(app: FastAPI, runtime: Runtime) -> None:
 
         Resumes after `Last-Event-ID`, or after the entry `after`.
         """
+        logs.check_followers()
         last = request.headers.get("last-event-id", "")
         after = last if re.fullmatch(ENTRY_ID, last) else wanted.after
         stream = _stream(logs, replace(wanted, task_id=task_id, after=after))

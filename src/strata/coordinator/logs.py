@@ -22,6 +22,7 @@ from itertools import islice
 from strata.coordinator.log_archive import LogArchive, LogFilter, number_of
 from strata.core.loglines import LogLine
 from strata.core.logtext import LEVELS, Tidy, clean, level_of
+from strata.core.messages import Overloaded
 from strata.core.views import LogView
 
 ENTRIES_KEPT = 20_000
@@ -34,10 +35,13 @@ RESERVE = 0.2
 """Share of the burst that only warnings and errors may use."""
 FLEET_LINES_PER_SECOND = 20_000
 """What all senders together may send."""
+RECALLED = 1_000
+"""Entries of an earlier life that are in memory from the start."""
 LATEST_S = 1e11
 """Far beyond any clock that is merely wrong; a line that claims a later time is given the present."""
 COALESCE_S = 0.1
 KEEPALIVE_S = 15.0
+FOLLOWERS = 64
 FOLLOWED_AT_ONCE = 1_000
 """A reader that follows is told of so many entries at a time, and how many more there were."""
 
@@ -84,7 +88,10 @@ class LogStore:
         self._characters_kept = characters_kept
         self._characters = 0
         self._entries: deque[LogView] = deque()
-        self._number = archive.last_number if archive is not None else 0
+        self._number = 0
+        if archive is not None:
+            self._number = archive.last_number
+            self._keep(archive.search(RECALLED, LogFilter(), below=2**63 - 1)[::-1])
         self._budgets: dict[str, _Budget] = {}
         self._fleet = _Budget(FLEET_LINES_PER_SECOND, FLEET_LINES_PER_SECOND, time.monotonic())
         self._news = asyncio.Event()
@@ -189,16 +196,19 @@ class LogStore:
             for offset, (line, message) in enumerate(zip(lines, messages, strict=True), 1)
         ]
         self._number = number + len(entries)
-        self._entries.extend(entries)
         for entry in entries:
             self.counts[entry.level] += 1
-            self._characters += len(entry.message)
-        while len(self._entries) > self._entries_kept or self._characters > self._characters_kept:
-            self._characters -= len(self._entries.popleft().message)
+        self._keep(entries)
         if self.archive is not None:
             self.archive.put(entries)
         self._news.set()
         self.on_entries(entries)
+
+    def _keep(self, entries: Sequence[LogView]) -> None:
+        self._entries.extend(entries)
+        self._characters += sum(len(entry.message) for entry in entries)
+        while len(self._entries) > self._entries_kept or self._characters > self._characters_kept:
+            self._characters -= len(self._entries.popleft().message)
 
     # --- asking ---------------------------------------------------------------------------------------------
 
@@ -221,6 +231,14 @@ class LogStore:
         if self.archive is None or len(found) >= limit or wanted.after_number >= oldest:
             return found
         return found + await asyncio.to_thread(self.archive.search, limit - len(found), wanted, below=oldest)
+
+    def check_followers(self) -> None:
+        """Each costs something with every line, so there are not any number of them."""
+        if self.followers >= FOLLOWERS:
+            raise Overloaded(
+                f"{self.followers} readers follow the log already, which is the limit.",
+                hint="Close one, or ask /api/logs now and then with `after`.",
+            )
 
     async def follow(self, wanted: LogFilter) -> AsyncIterator[list[LogView] | Missed]:
         """Entries as they come, oldest first, from the one after `wanted.after` or from now on. Empty: still here."""

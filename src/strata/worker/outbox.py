@@ -9,7 +9,10 @@ from collections import deque
 from strata.rpc import coordinator_pb2 as pb
 
 LINES_KEPT = 10_000
+CHARACTERS_KEPT = 16_000_000
 LINES_PER_BATCH = 500
+CHARACTERS_PER_BATCH = 1_000_000
+MESSAGE_LIMIT = 16_384
 
 
 class LogOutbox:
@@ -17,29 +20,36 @@ class LogOutbox:
 
     def __init__(self) -> None:
         self._lines: deque[pb.LogEntry] = deque()
+        self._characters = 0
         self._lock = threading.Lock()
         self._dropped = 0
 
     def put(self, entry: pb.LogEntry) -> None:
         with self._lock:
-            if len(self._lines) >= LINES_KEPT:
-                self._lines.popleft()
-                self._dropped += 1
             self._lines.append(entry)
+            self._characters += len(entry.message)
+            while len(self._lines) > LINES_KEPT or self._characters > CHARACTERS_KEPT:
+                self._characters -= len(self._lines.popleft().message)
+                self._dropped += 1
 
     def take(self) -> pb.LogBatch | None:
         with self._lock:
             if not self._lines and not self._dropped:
                 return None
-            count = min(len(self._lines), LINES_PER_BATCH)
-            batch = pb.LogBatch(entries=[self._lines.popleft() for _ in range(count)], dropped=self._dropped)
+            batch = pb.LogBatch(dropped=self._dropped)
             self._dropped = 0
+            taken = 0
+            while self._lines and len(batch.entries) < LINES_PER_BATCH and taken < CHARACTERS_PER_BATCH:
+                taken += len(self._lines[0].message)
+                batch.entries.append(self._lines.popleft())
+            self._characters -= taken
             return batch
 
     def give_back(self, batch: pb.LogBatch) -> None:
         """A batch that could not be sent goes first again."""
         with self._lock:
             self._lines.extendleft(reversed(batch.entries))
+            self._characters += sum(len(entry.message) for entry in batch.entries)
             self._dropped += batch.dropped
 
 
@@ -61,8 +71,13 @@ class ShippingHandler(logging.Handler):
             pb.LogEntry(
                 timestamp=record.created,
                 level=record.levelname.lower(),
-                message=message[:16_384],
+                message=message if len(message) <= MESSAGE_LIMIT else _cut(message),
                 source="worker",
                 task_id=self._task_id,
             )
         )
+
+
+def _cut(message: str) -> str:
+    """The beginning and the end: a traceback ends with what went wrong."""
+    return f"{message[: MESSAGE_LIMIT // 2]}\n…\n{message[-MESSAGE_LIMIT // 2 :]}"

@@ -17,11 +17,11 @@ from strata.core.messages import InvalidArgument, JobId, TaskId, Unknown
 from strata.core.tasks import Task
 
 SeriesNames = Annotated[
-    list[str] | None,
-    Query(max_length=32, description="Repeat it, or separate names by commas; all by default"),
+    list[str], Query(max_length=32, description="Repeat it, or separate names by commas; all by default")
 ]
 Step = Annotated[
-    Literal[1, 60] | None, Query(description="Seconds between values; by default as fine as `since` allows")
+    Literal["1", "60"] | None,
+    Query(description="Seconds between values; by default as fine as `since` allows"),
 ]
 
 
@@ -30,7 +30,10 @@ def install_metric_routes(app: FastAPI, runtime: Runtime) -> None:
 
     @app.get("/api/metrics/history", response_model=HistoryView, responses=NOT_FOUND, tags=["metrics"])
     async def history(
-        series: SeriesNames = None, job_id: Words = None, since: Moment = None, step: Step = None
+        series: SeriesNames = [],
+        job_id: Words = None,
+        since: Moment = None,
+        step: Step = None,  # noqa: B006
     ) -> Response:
         """The last hour by the second or the last day by the minute, of the fleet or of one job.
 
@@ -38,7 +41,7 @@ def install_metric_routes(app: FastAPI, runtime: Runtime) -> None:
         """
         now_s = time.time()
         units = FLEET_SERIES if job_id is None else JOB_SERIES
-        names = [name for item in series or () for name in item.split(",")] or list(units)
+        names = [name for item in series for name in item.split(",")] or list(units)
         for name in names:
             if name not in units:
                 raise InvalidArgument(
@@ -49,11 +52,11 @@ def install_metric_routes(app: FastAPI, runtime: Runtime) -> None:
             raise Unknown(
                 "history of job", job_id or "", hint="It begins when a worker of the job reports figures."
             )
-        if step is None:
-            step = 60 if since is not None and now_s - since > SECONDS else 1
+        by_minutes = step == "60" or (step is None and since is not None and now_s - since > SECONDS)
         if since is None:
-            since = now_s - (SECONDS if step == 1 else MINUTES * 60)
-        return json_response(track.view(names, now_s=now_s, since_s=since, step=step, job_id=job_id))
+            since = now_s - (MINUTES * 60 if by_minutes else SECONDS)
+        found = track.view(names, now_s=now_s, since_s=since, step=60 if by_minutes else 1, job_id=job_id)
+        return json_response(found)
 
     @app.get("/api/goodput", response_model=list[GoodputView], tags=["metrics"])
     async def goodput() -> Response:

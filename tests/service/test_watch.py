@@ -78,7 +78,7 @@ def test_job_is_measured_remembered_and_its_slow_rank_named(coordinator: Coordin
             assert spent["goodput"] == pytest.approx(27 / 33)
             assert spent["processes"] == 3
             history = coordinator.get(
-                f"/api/metrics/history?job_id=run&series=loss,step&series=slow_workers&since={began_s}"
+                f"/api/metrics/history?job_id=run&series=loss,step,slow_workers&since={began_s}"
             )
             assert history["step"] == 1
             assert {name: s["unit"] for name, s in history["series"].items()} == {

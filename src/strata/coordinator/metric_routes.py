@@ -17,7 +17,7 @@ from strata.core.messages import InvalidArgument, JobId, TaskId, Unknown
 from strata.core.tasks import Task
 
 SeriesNames = Annotated[
-    list[str], Query(max_length=32, description="Repeat it, or separate names by commas; all by default")
+    str | None, Query(max_length=512, description="Names separated by commas; all by default")
 ]
 Step = Annotated[
     Literal["1", "60"] | None,
@@ -30,10 +30,7 @@ def install_metric_routes(app: FastAPI, runtime: Runtime) -> None:
 
     @app.get("/api/metrics/history", response_model=HistoryView, responses=NOT_FOUND, tags=["metrics"])
     async def history(
-        series: SeriesNames = [],
-        job_id: Words = None,
-        since: Moment = None,
-        step: Step = None,  # noqa: B006
+        series: SeriesNames = None, job_id: Words = None, since: Moment = None, step: Step = None
     ) -> Response:
         """The last hour by the second or the last day by the minute, of the fleet or of one job.
 
@@ -41,7 +38,7 @@ def install_metric_routes(app: FastAPI, runtime: Runtime) -> None:
         """
         now_s = time.time()
         units = FLEET_SERIES if job_id is None else JOB_SERIES
-        names = [name for item in series for name in item.split(",")] or list(units)
+        names = series.split(",") if series else list(units)
         for name in names:
             if name not in units:
                 raise InvalidArgument(

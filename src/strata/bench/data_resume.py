@@ -15,21 +15,19 @@ import json
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-import venv
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from strata.bench.environments import environment
 from strata.bench.resume_peers import BATCH, Numbers, phases
 from strata.bench.table import Row, report
 from strata.core.audit import Commit, audit
 from strata.core.ledger import DataCommit
 from strata.core.order import EpochOrder
-from strata.data.index_cache import cache_dir
 from strata.data.readers.base import ReadOptions
 from strata.data.readers.lines import scan
 from strata.data.sampler import ElasticSampler
@@ -44,7 +42,7 @@ NAMES = {"torchdata": "torchdata", "dlrover": "DLRover", "streaming": "MosaicML 
 def run(*, peers: bool = False) -> Iterator[Row]:
     pythons = {"torchdata": Path(sys.executable)}
     if peers:
-        pythons |= {name: _environment(name) for name in REQUIREMENTS}
+        pythons |= {name: environment(name, [needed]) for name, needed in REQUIREMENTS.items()}
     for schedule in SCHEDULES:
         yield _schedule(schedule, pythons)
     yield _resume_cost()
@@ -115,25 +113,6 @@ def _told(answer: dict[str, Any]) -> str:
     if "lost" in answer:
         return f"{answer['lost']} lost + {answer['repeated']} repeated"
     return "refuses" if "refused" in answer else f"does not run ({answer['failed'][0]})"
-
-
-def _environment(peer: str) -> Path:
-    """A virtual environment with the peer, which sees this one's torch and NumPy behind its own packages."""
-    folder = cache_dir() / "bench" / peer
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        venv.create(folder, with_pip=True, clear=True)
-        subprocess.run(
-            [str(python), "-m", "pip", "install", "-q", "--no-deps", REQUIREMENTS[peer]],
-            check=True,
-            stdout=sys.stderr,
-        )
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        (folder / "lib" / version / "site-packages" / "host.pth").write_text(
-            sysconfig.get_path("purelib") + "\n"
-        )
-        (folder / "ready").touch()
-    return python
 
 
 # Costs ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,10 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="Small and fast: shows that it runs, its figures prove nothing.")
 ]
 
+Peers = Annotated[
+    bool, typer.Option("--peers", help="Also install other projects, each into an environment of its own.")
+]
+
 
 @app.command()
 def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
@@ -29,13 +33,13 @@ def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
 
 
 @app.command()
-def data(as_json: AsJson = False, quick: Quick = False) -> None:
+def data(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) -> None:
     """Token indices and their reading, and what a resumed epoch loses or repeats."""
     from strata.bench import data_resume, data_tokens
     from strata.bench.table import report
 
     tokens = data_tokens.run(tokens=5_000_000, text_mb=2) if quick else data_tokens.run()
-    report("Data", chain(tokens, data_resume.run()), as_json=as_json)
+    report("Data", chain(tokens, data_resume.run(peers=peers)), as_json=as_json)
 
 
 @app.command()
@@ -47,11 +51,11 @@ def checkpoint(as_json: AsJson = False, quick: Quick = False) -> None:
 
 
 @app.command()
-def recovery(as_json: AsJson = False, quick: Quick = False) -> None:
+def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) -> None:
     """From the loss of a process or a node to the first step after it, beside plain torchrun."""
     from strata.bench import recovery
 
-    recovery.main(as_json=as_json, quick=quick)
+    recovery.main(as_json=as_json, quick=quick, peers=peers)
 
 
 @app.command()

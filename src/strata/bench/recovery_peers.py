@@ -1,0 +1,129 @@
+"""The same small loop as other projects make it fault tolerant, to be killed beside ours.
+
+    python recovery_peers.py torchft NAME FOLDER     one replica group, under torchrun
+    python recovery_peers.py ray NAME FOLDER         driver of an elastic Ray Train run
+
+Runs in an environment of the peer's own, so it imports of Strata only what leaves footprints. Each is written as its
+project's documentation shows: torchft's DDP example with gloo, Ray Train's `TorchTrainer` with elastic scaling. Each
+worker leaves its process id in FOLDER.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+SAVE_EVERY = 10
+PAUSE_S = 0.02
+
+
+def leave_pid(folder: str, rank: int) -> None:
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+
+
+def torchft(name: str, folder: str) -> None:
+    """Runs until it is killed. The survivors of a lost group go on without it; it rejoins at their step."""
+    import torch
+    from torch import nn
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    from strata.training.trace import Footprints
+
+    group = int(os.environ["REPLICA_GROUP_ID"])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        min_replica_size=1,
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        replica_id=f"group_{group}",
+        timeout=timedelta(seconds=30),
+    )
+    wrapped = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, inner)
+    moments = Footprints(name, group)
+    leave_pid(folder, group)
+    while True:
+        x = torch.randn(64, 96)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(x), x).backward()
+        optimizer.step()
+        moments.leave(manager.current_step(), manager.num_participants())
+        time.sleep(PAUSE_S)
+
+
+def ray(name: str, folder: str) -> None:
+    """Runs until it is killed: restarts from the last reported checkpoint, with as many workers as there are."""
+    import ray as cluster
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    cluster.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ.get("RAY_TMPDIR")
+    )
+    trainer = TorchTrainer(
+        ray_loop,
+        train_loop_config={"name": name, "folder": folder, "path": os.environ["PYTHONPATH"]},
+        scaling_config=ScalingConfig(num_workers=(1, 2), use_gpu=False),
+        run_config=RunConfig(name=name, storage_path=folder, failure_config=FailureConfig(max_failures=-1)),
+    )
+    trainer.fit()
+
+
+def ray_loop(config: dict[str, str]) -> None:
+    import tempfile
+
+    import torch
+    from ray import train
+    from ray.train import Checkpoint
+    from torch import nn
+
+    sys.path.insert(0, config["path"])
+    from strata.training.trace import Footprints
+
+    context = train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    torch.manual_seed(0)
+    model = train.torch.prepare_model(nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = 0
+    latest = train.get_checkpoint()
+    if latest is not None:
+        with latest.as_directory() as at:
+            state = torch.load(Path(at) / "state.pt", weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step = int(state["step"])
+    moments = Footprints(config["name"], rank)
+    leave_pid(config["folder"], rank)
+    while True:
+        x = torch.randn(64, 96)
+        nn.functional.mse_loss(model(x), x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        moments.leave(step, world_size)
+        if step % SAVE_EVERY == 0:
+            with tempfile.TemporaryDirectory() as at:
+                checkpoint = None
+                if rank == 0:
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                    torch.save(state, Path(at) / "state.pt")
+                    checkpoint = Checkpoint.from_directory(at)
+                train.report({"step": step}, checkpoint=checkpoint)
+        time.sleep(PAUSE_S)
+
+
+if __name__ == "__main__":
+    {"torchft": torchft, "ray": ray}[sys.argv[1]](*sys.argv[2:])

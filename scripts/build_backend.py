@@ -7,6 +7,7 @@ dashboard and says what is missing; with CI=true that is a failure.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from typing import Any
 
@@ -27,6 +28,8 @@ def build_wheel(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
     _build_dashboard()
+    # Files of an earlier build have other names, and setuptools would ship what it finds there.
+    shutil.rmtree(build_dashboard.ROOT / "build" / "lib" / "strata" / "dashboard", ignore_errors=True)
     return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 

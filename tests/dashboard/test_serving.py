@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import os
 import re
 import subprocess
 import sys
@@ -112,8 +113,12 @@ def test_views_of_the_application_are_known_to_the_server() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_wheel_holds_the_dashboard(built: Path, tmp_path: Path) -> None:
+    (tmp_path / "egg").mkdir()
+    elsewhere = tmp_path / "setup.cfg"
+    elsewhere.write_text(f"[build]\nbuild_base = {tmp_path}/build\n[egg_info]\negg_base = {tmp_path}/egg\n")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "-w", str(tmp_path), str(ROOT)], check=True, timeout=280)
+    environment = {**os.environ, "DIST_EXTRA_CONFIG": str(elsewhere)}
+    subprocess.run([*command, "-w", str(tmp_path), str(ROOT)], check=True, timeout=280, env=environment)
     (wheel,) = tmp_path.glob("strata_runtime-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "strata/dashboard/index.html" in names

@@ -44,6 +44,8 @@ KEEPALIVE_S = 15.0
 FOLLOWERS = 64
 FOLLOWED_AT_ONCE = 1_000
 """A reader that follows is told of so many entries at a time, and how many more there were."""
+RESUMED_AT_ONCE = 10_000
+"""One that comes back is told of so many that it has not seen."""
 
 
 @dataclass(slots=True)
@@ -246,7 +248,7 @@ class LogStore:
         try:
             at = self.total
             if wanted.after is not None:
-                yield (await self.search(FOLLOWED_AT_ONCE, wanted))[::-1]
+                yield (await self.search(RESUMED_AT_ONCE, wanted))[::-1]
             while not self._closed:
                 if at == self.total and not await self._has_news():
                     yield []

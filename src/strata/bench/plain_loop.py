@@ -21,7 +21,8 @@ from strata.data.steps import Batch
 from strata.training.trace import Footprints
 
 SAVE_EVERY = 10
-ROUND = 60
+SNAPSHOT_EVERY = 50
+WARM_UP_ROUNDS = 2
 
 
 def build(width: int) -> nn.Module:
@@ -57,7 +58,8 @@ def train(checkpoint: str, name: str) -> None:
 
 
 def compare_overhead(steps: int, *, width: int = 512, batch: int = 256) -> tuple[float, float]:
-    """Seconds of a step, median over rounds: the plain loop, and the same in an `ElasticJob` that snapshots as it does by default."""
+    """Seconds of a step, medians over alternating rounds: the plain loop, and the same model in an `ElasticJob` that
+    makes one snapshot a round, as it does by default."""
     from strata.data.loader import ElasticLoader
     from strata.data.sampler import ElasticSampler
     from strata.training.job import ElasticJob, ElasticOptions
@@ -70,6 +72,10 @@ def compare_overhead(steps: int, *, width: int = 512, batch: int = 256) -> tuple
     def loader() -> ElasticLoader:
         return ElasticLoader(dataset, ElasticSampler(len(dataset), global_batch_size=batch, dataset="bench"))
 
+    def plain_batches() -> Iterator[Batch]:
+        while True:
+            yield from loader()
+
     def step(x: torch.Tensor) -> None:
         nn.functional.mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -77,31 +83,33 @@ def compare_overhead(steps: int, *, width: int = 512, batch: int = 256) -> tuple
 
     plain: list[float] = []
     elastic: list[float] = []
+    rounds = max(3, steps // SNAPSHOT_EVERY)
     with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
-        for number in range(max(1, steps // ROUND)):
-            plain.append(_seconds_per_step(iter(loader()), step))
-            job = ElasticJob(
-                model=model,
-                optimizer=optimizer,
-                data=loader(),
-                checkpoints=[f"{folder}/{number}"],
-                max_steps=ROUND + 10,
-                options=ElasticOptions(save_every=1_000_000, snapshot_every=50),
-                job=f"overhead-{os.getpid()}-{number}",
-            )
-            with job:
-                elastic.append(_seconds_per_step(iter(job), step))
+        job = ElasticJob(
+            model=model,
+            optimizer=optimizer,
+            data=loader(),
+            checkpoints=[folder],
+            max_steps=(rounds + WARM_UP_ROUNDS) * SNAPSHOT_EVERY,
+            options=ElasticOptions(save_every=1_000_000, snapshot_every=SNAPSHOT_EVERY),
+            job=f"overhead-{os.getpid()}",
+        )
+        with job:
+            ours, others = iter(job), plain_batches()
+            for number in range(rounds + WARM_UP_ROUNDS):
+                pair = (_seconds_per_step(others, step), _seconds_per_step(ours, step))
+                if number >= WARM_UP_ROUNDS:
+                    plain.append(pair[0])
+                    elastic.append(pair[1])
     return statistics.median(plain), statistics.median(elastic)
 
 
 def _seconds_per_step(batches: Iterator[Batch], step: Callable[[torch.Tensor], None]) -> float:
-    """The mean over one round, after a few steps to warm up."""
-    for _ in range(5):
-        step(next(batches).data[0])
+    """The mean over one round."""
     began_s = time.perf_counter()
-    for _ in range(ROUND):
+    for _ in range(SNAPSHOT_EVERY):
         step(next(batches).data[0])
-    return (time.perf_counter() - began_s) / ROUND
+    return (time.perf_counter() - began_s) / SNAPSHOT_EVERY
 
 
 if __name__ == "__main__":

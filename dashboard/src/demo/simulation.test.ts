@@ -56,7 +56,7 @@ describe("the simulated run", () => {
   it("answers what views ask for, and refuses the rest as a coordinator would", async () => {
     const { simulation } = played(30);
     const ask = transportFor(() => simulation);
-    const made = (await ask("/tasks", { method: "POST", body: { name: "mine", type: "train", config: {} } })) as { task_id: string };
+    const made = (await ask("/tasks", { method: "POST", body: { name: "mine", type: "training", config: {} } })) as { task_id: string };
     simulation.advance(START + 40);
     expect(simulation.tasks.find((task) => task.id === made.task_id)?.status).toBe("running");
     await ask(`/tasks/${made.task_id}/stop`, { method: "POST" });

@@ -12,6 +12,7 @@ import type {
 import type { FeedEvent, RunSeries, Series } from "../state/types";
 import { Random } from "./random";
 import { dealShards, movedShards, type Plan } from "./shards";
+import { newTask, pastTasks, taskSpec } from "./tasks";
 
 export const JOB = "gpt-small";
 export const DATASET = "web-text";
@@ -78,7 +79,7 @@ export class Simulation {
     this.startedAt = this.now = options.startedAt;
     this.random = new Random(options.seed ?? 7);
     this.registerDatasets();
-    this.tasks = pastTasks(this.startedAt);
+    this.tasks = pastTasks(this.startedAt, DATASET);
     for (let rank = 0; rank < WORKERS; rank += 1) this.join(rank, "a new worker of the job");
     this.plan = dealShards(this.datasets.get(DATASET)!, this.names(), null, 1, "the first plan");
     this.moved("the first plan for 8 workers");
@@ -216,7 +217,7 @@ export class Simulation {
     }
     if (step >= STEPS) this.begin();
     const task = this.tasks.find((each) => each.id === TASK);
-    if (task) task.progress = Math.min(100, (step / STEPS) * 100);
+    if (task) Object.assign(task, { step, progress: (step / STEPS) * 100, steps_per_s: STEPS_PER_S, eta_s: (STEPS - step) / STEPS_PER_S });
     this.plan.done = Math.min(1, ((step * 128) % this.plan.samples) / this.plan.samples);
   }
 
@@ -231,6 +232,7 @@ export class Simulation {
     const training = worker.status === "training" || worker.status === "checkpointing";
     const lagging = this.now < this.slowUntil && worker.rank === 2;
     worker.last_heartbeat = this.now - this.random.between(0, 0.6);
+    worker.slow = lagging;
     worker.current_step = Math.floor(this.step) - (lagging ? 1 : 0);
     worker.assigned_shards = this.plan.counts.get(worker.id) ?? 0;
     worker.metrics = training
@@ -291,7 +293,7 @@ export class Simulation {
       id, ip: host, port: 29_500, status: "initializing", gpu_count: 1, last_heartbeat: this.now, assigned_shards: 0,
       current_epoch: 0, current_step: Math.floor(this.step), current_task: TASK, resources: null, metrics: {},
       job_id: JOB, rank, incarnation: this.numbers.incarnation, connected: true, joined_at: this.now,
-      memory_bytes: 137_438_953_472, reason, metadata,
+      memory_bytes: 137_438_953_472, slow: false, reason, metadata,
     });
     this.publish("worker_joined", {
       spec: { worker_id: id, job_id: JOB, hostname: host, port: 29_500, gpu_count: 1, memory_bytes: 137_438_953_472, metadata },
@@ -495,13 +497,9 @@ export class Simulation {
   }
 
   private startTask(): void {
-    const task: Task = {
-      id: TASK, name: "pretrain-gpt-small", type: "train", status: "pending", worker_ids: [], worker_count: WORKERS,
-      dataset_id: DATASET, config: { learning_rate: 3e-4, batch_size: 16, seq_length: 1024, max_steps: STEPS },
-      created_at: this.startedAt, started_at: null, completed_at: null, progress: 0, reason: "waiting for a launcher to take it",
-    };
-    this.addTask(task);
-    this.changeTask(TASK, { status: "running", started_at: this.now, worker_ids: this.names(), reason: "torchrun is up" });
+    const config = { learning_rate: 3e-4, batch_size: 16, seq_length: 1024, steps: STEPS };
+    this.addTask(newTask({ id: TASK, name: "pretrain-gpt-small", worker_count: WORKERS, dataset_id: DATASET, config, created_at: this.startedAt, total_steps: STEPS }));
+    this.changeTask(TASK, { status: "running", started_at: this.now, worker_ids: this.names(), attempts: 1, reason: "torchrun is up" });
   }
 
   private log(level: string, message: string, worker: string | null, source = "worker"): void {
@@ -519,28 +517,6 @@ export class Simulation {
     this.numbers.event += 1;
     this.events.push({ id: `demo-${this.numbers.event}`, kind, data });
   }
-}
-
-function pastTasks(before: number): Task[] {
-  const common = { worker_ids: [], dataset_id: DATASET, type: "train", worker_count: 8 };
-  return [
-    {
-      ...common, id: "task-51d0c4aa", name: "pretrain-warmup", status: "completed", config: { max_steps: 2_000 },
-      created_at: before - 5_400, started_at: before - 5_390, completed_at: before - 4_100, progress: 100, reason: "training ended",
-    },
-    {
-      ...common, id: "task-0b77e91f", name: "pretrain-lr-1e-2", status: "failed", config: { learning_rate: 0.01, max_steps: 2_000 },
-      created_at: before - 9_000, started_at: before - 8_990, completed_at: before - 8_870, progress: 11,
-      reason: "exit status 1 of rank 3: RuntimeError: loss is not finite at step 214",
-    },
-  ];
-}
-
-function taskSpec(task: Task): Record<string, unknown> {
-  return {
-    task_id: task.id, name: task.name, type: task.type, dataset_id: task.dataset_id, worker_count: task.worker_count,
-    config_json: JSON.stringify(task.config),
-  };
 }
 
 function datasetSpec(dataset: Dataset): Record<string, unknown> {

@@ -4,6 +4,7 @@ import { ApiError, type Call, type Transport } from "../api/client";
 import type { Dataset, LogEntry, Task } from "../api/types";
 import { DATASET, JOB, type Simulation } from "./simulation";
 import { samplesOf } from "./samples";
+import { newTask } from "./tasks";
 
 type Answer = (simulation: Simulation, call: Call, ...parts: string[]) => unknown;
 
@@ -133,11 +134,12 @@ function registerDataset(simulation: Simulation, call: Call): Dataset {
 function startTask(simulation: Simulation, call: Call): { task_id: string } {
   const body = call.body as { name: string; type: string; dataset_id?: string | null; worker_count?: number; config?: Record<string, unknown> };
   const id = `task-demo${simulation.tasks.length.toString().padStart(4, "0")}`;
-  simulation.addTask({
-    id, name: body.name, type: body.type, status: "pending", worker_ids: [], worker_count: body.worker_count ?? 1,
-    dataset_id: body.dataset_id ?? null, config: body.config ?? {}, created_at: simulation.now, started_at: null, completed_at: null,
-    progress: 0, reason: "waiting for a launcher to take it",
-  });
+  simulation.addTask(
+    newTask({
+      id, name: body.name, type: body.type, worker_count: body.worker_count ?? 1, dataset_id: body.dataset_id ?? null,
+      config: body.config ?? {}, created_at: simulation.now,
+    }),
+  );
   run(simulation, id);
   return { task_id: id };
 }
@@ -183,18 +185,27 @@ function verify(simulation: Simulation, _call: Call, id?: string): unknown {
 
 const RECIPES = [
   {
-    name: "train",
-    title: "Train a language model",
-    description: "The built-in trainer: a GPT on token data, with elastic recovery.",
+    name: "training",
+    description: "Train a GPT on a text dataset, elastically.",
+    needs_dataset: false,
+    max_workers: null,
+    gpus_per_worker: 1,
+    built_in: true,
     schema: {
       type: "object",
-      required: ["max_steps"],
+      required: [],
       properties: {
-        max_steps: { type: "integer", title: "Steps", minimum: 1, default: 1_000, description: "Optimizer steps until it ends." },
-        learning_rate: { type: "number", title: "Learning rate", exclusiveMinimum: 0, default: 0.0003 },
-        batch_size: { type: "integer", title: "Batch size of each worker", minimum: 1, default: 16 },
-        precision: { type: "string", title: "Precision", enum: ["float32", "bfloat16"], default: "bfloat16" },
-        compile: { type: "boolean", title: "Compile the model", default: false },
+        learning_rate: { type: "number", description: "At full batch, after warm-up.", exclusiveMinimum: 0, default: 0.0003 },
+        batch_size: { type: "integer", description: "Sequences per worker and step.", minimum: 1, default: 8 },
+        steps: { type: "integer", description: "Optimizer steps.", minimum: 1 },
+        precision: { type: "string", description: "Of the forward pass.", enum: ["fp32", "bf16"], default: "fp32" },
+        model: {
+          type: "object",
+          properties: {
+            n_layer: { type: "integer", description: "Transformer blocks.", minimum: 1, default: 2 },
+            n_embd: { type: "integer", description: "Width.", minimum: 1, default: 128 },
+          },
+        },
       },
     },
   },

@@ -26,7 +26,7 @@ export interface Row {
 
 export function rowsOf(plan: ShardPlan): Row[] {
   const rows = new Map<string | null, Row>();
-  let last: { row: Row; shard: Shard } | null = null;
+  let last: { row: Row; shard: Shard } | undefined;
   for (const shard of plan.shards) {
     const row = rows.get(shard.worker_id) ?? { workerId: shard.worker_id, shards: 0, moved: 0, samples: 0, done: 0, ranges: [] };
     rows.set(shard.worker_id, row);

@@ -47,7 +47,7 @@ def directives(script: str) -> dict[str, str]:
 
 
 def assert_clean(script: str) -> None:
-    for command in (["bash", "-n"], [SHELLCHECK, "-s", "bash", "-"]):
+    for command in (["bash", "-n"], [SHELLCHECK, "--shell=bash", "--severity=warning", "-"]):
         done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stdout + done.stderr
 

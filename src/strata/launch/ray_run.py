@@ -256,14 +256,14 @@ class RayRun:
 
     def _heard(self, agent: _Watched, report: AgentReport) -> None:
         if agent.incarnation not in ("", report.incarnation):
-            self._remark(f"agent {agent.index} was started again on {report.node} and joins the others")
+            self._remark(f"agent {agent.index} was started again on node {report.node} and joins the others")
         elif agent.away_since_s is not None:
-            self._remark(f"agent {agent.index} on {report.node} is back")
+            self._remark(f"agent {agent.index} on node {report.node} is back")
         agent.incarnation, agent.node, agent.away_since_s = report.incarnation, report.node, None
         agent.heard = report.name
         agent.ended = report.ended
         if report.cause is not None and self._cause is None:
-            where = f" (agent {agent.index} on {report.node})" if len(self._agents) > 1 else ""
+            where = f" (agent {agent.index} on node {report.node})" if len(self._agents) > 1 else ""
             self._cause = replace(report.cause, message=report.cause.message + where)
         plan = self._plan
         if plan is not None and (report.lines or report.dropped):
@@ -280,7 +280,7 @@ class RayRun:
             return ""
         if agent.away_since_s is None:
             agent.away_since_s = now_s
-            place = agent.node or "its node"
+            place = f"node {agent.node}" if agent.node else "its node"
             self._remark(
                 f"agent {agent.index} is lost with {place}; the others go on until there is room for it"
             )

@@ -1,0 +1,137 @@
+"""Tasks over a real Ray cluster of three nodes on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from strata.launch.leftovers import shared_memory_of
+from strata.launch.ray_layout import room_of, workers_by_agent
+from tests.launch.ray_cluster import ENVIRONMENT, agents_on, ray_cluster
+from tests.support import Coordinator, eventually
+
+TASK = {
+    "name": "over three nodes",
+    "type": "training",
+    "worker_count": 3,
+    "config": {
+        "steps": 100_000,
+        "seq_length": 32,
+        "batch_size": 2,
+        "model": {"n_layer": 1, "n_head": 1, "n_embd": 16},
+        "snapshot_interval": 5,
+        "checkpoint_interval": 1_000,
+        "log_interval": 1,
+        "device": "cpu",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("workers", "rooms", "expected"),
+    [
+        (3, [4, 4, 4], [1, 1, 1]),
+        (1, [2, 2], [1]),
+        (8, [4, 4], [4, 4]),
+        (18, [8, 8, 2], [8, 8, 2]),
+        (5, [2, 2, 2], [2, 2, 1]),
+        (3, [0, 3, 0], [3]),
+        (4, [1, 1], None),
+        (1, [], None),
+    ],
+)
+def test_workers_spread_as_evenly_as_the_nodes_have_room(
+    workers: int, rooms: list[int], expected: list[int] | None
+) -> None:
+    assert workers_by_agent(workers, rooms) == expected
+
+
+def test_a_nodes_room_is_what_it_has_least_of() -> None:
+    assert room_of({"CPU": 7.0}, cpus=2.0, gpus=0) == 3
+    assert room_of({"CPU": 64.0, "GPU": 4.0}, cpus=1.0, gpus=1) == 4
+    assert room_of({"CPU": 2.0, "GPU": 4.0}, cpus=1.0, gpus=1) == 2
+    assert room_of({"CPU": 2.0}, cpus=1.0, gpus=1) == 0
+    assert room_of({"CPU": 0.3 * 3}, cpus=0.3, gpus=0) == 3
+
+
+def test_a_task_spreads_over_nodes_outlives_one_of_them_and_stops_without_a_trace(tmp_path: Path) -> None:
+    with ray_cluster(3, cpus=2) as cluster:
+        flags = ("--launcher", "ray", "--ray-address", cluster.address)
+        server = Coordinator(tmp_path / "data", *flags, env=ENVIRONMENT).start()
+        try:
+            status, created = server.post("/api/tasks", TASK)
+            assert status == 201, created
+            task_id = created["task_id"]
+
+            # It spreads: an agent on each node, three workers altogether.
+            eventually(lambda: task(server)["step"] >= 10, within_s=90, what="steps are made", every_s=0.2)
+            assert [agents_on(node) for node in cluster.nodes] == [1, 1, 1]
+            assert len(task(server)["worker_ids"]) == 3
+
+            # Logs by rank, as with the local launcher.
+            assert "started on 3 nodes of the Ray cluster" in messages(server, task_id)
+            said = f"/api/tasks/{task_id}/logs?worker_id={task_id}-rank0"
+            eventually(lambda: any("loss" in entry["message"] for entry in server.get(said)), within_s=10)
+
+            # A node is lost: its agent is started on another one, and training goes on from a snapshot.
+            before = task(server)["step"]
+            cluster.lose(cluster.nodes[1])
+            eventually(
+                lambda: sorted(map(agents_on, cluster.nodes)) == [1, 2],
+                within_s=60,
+                what="the agent is started on another node",
+                every_s=0.2,
+            )
+            eventually(
+                lambda: task(server)["step"] > before + 10 and len(task(server)["worker_ids"]) == 3,
+                within_s=90,
+                what="all three train again",
+                every_s=0.2,
+            )
+            now = task(server)
+            assert (now["status"], now["attempts"]) == ("running", 1), now
+            assert 0 < now["progress"] < 100
+            eventually(lambda: "was started again on node" in messages(server, task_id), within_s=10)
+            assert "is lost with node" in messages(server, task_id)
+            resumed = [recovery["resumed_step"] for recovery in server.get("/api/recoveries")]
+            assert resumed
+            assert max(resumed) >= before - 10, "from a snapshot, not from the beginning"
+
+            # Stopping leaves nothing behind: no process, no shared memory, no reservation.
+            assert server.post(f"/api/tasks/{task_id}/stop?wait=30", {})[1]["status"] == "stopped"
+            assert [agents_on(node) for node in cluster.nodes] == [0, 0]
+            assert with_mark(task_id) == []
+            segments = [folder for job in (task_id, f"{task_id}-1") for folder in shared_memory_of(job)]
+            eventually(lambda: not any(map(Path.exists, segments)), within_s=10, what="shared memory is free")
+            again = server.post("/api/tasks", {**TASK, "worker_count": 4, "config": {"steps": 1}})
+            assert again[0] == 201
+            eventually(
+                lambda: task(server)["status"] == "completed", within_s=90, what="all four places are free"
+            )
+        finally:
+            server.stop()
+
+
+def task(server: Coordinator) -> dict[str, Any]:
+    """The newest one."""
+    tasks: list[dict[str, Any]] = server.get("/api/tasks")
+    return max(tasks, key=lambda t: float(t["created_at"]))
+
+
+def messages(server: Coordinator, task_id: str) -> str:
+    return "\n".join(entry["message"] for entry in server.get(f"/api/tasks/{task_id}/logs?limit=1000&q=node"))
+
+
+def with_mark(task_id: str) -> list[str]:
+    """Processes that were started for the task."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("STRATA_TASK_ID") == task_id:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,53 @@
+"""The batch script on a real Slurm of three nodes on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strata.launch.sample_job import SampleJob
+from tests.launch.slurm_cluster import is_installed, slurm
+from tests.support import Coordinator, eventually
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    not is_installed(), reason="needs root and Debian's slurmctld, slurmd, slurm-client, munge"
+)
+def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
+    tmp_path: Path, coordinator: Coordinator
+) -> None:
+    job = SampleJob(folder=tmp_path, name="on-slurm", workers=3, agents=3, steps=100_000, save_every=1_000)
+    job.prepare()
+    from tests.cli.running import strata
+
+    script = tmp_path / "job.sh"
+    wrote = strata(
+        *("slurm", str(job.config), "--name", "on-slurm", "--nodes", "3", "--min-nodes", "1"),
+        *("--time", "2", "--warning", "75", "--coordinator", coordinator.address, "-o", str(script)),
+    )
+    assert wrote.code == 0, wrote.err
+    with slurm(tmp_path / "slurm") as cluster:
+        submitted = cluster.run("sbatch", "--parsable", str(script), cwd=tmp_path, GLOO_SOCKET_IFNAME="lo")
+        job_id = submitted.split(";")[0]
+        log = tmp_path / f"on-slurm-{job_id}.log"
+        workers = lambda: [w for w in coordinator.get("/api/workers") if w["status"] == "training"]  # noqa: E731
+        eventually(lambda: len(workers()) == 3, within_s=90, what="three nodes train", every_s=0.5)
+
+        # Slurm warns; workers save and leave; the job is requeued and goes on from what was saved.
+        eventually(
+            lambda: "the time limit is near" in log.read_text(), within_s=150, what="warned", every_s=0.5
+        )
+        eventually(lambda: cluster.job(job_id)["Restarts"] == "1", within_s=90, what="requeued", every_s=0.5)
+        saved = max(c["step"] for c in coordinator.get("/api/checkpoints") if c["status"] == "completed")
+        assert saved % 1_000, "made because of the warning, not by interval"
+        eventually(
+            lambda: len(workers()) == 3 and min(w["current_step"] for w in workers()) > saved,
+            within_s=120,
+            what="it goes on",
+            every_s=0.5,
+        )
+        cluster.run("scancel", job_id)
+        eventually(lambda: not workers(), within_s=60, what="the workers left", every_s=0.5)

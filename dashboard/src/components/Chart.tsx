@@ -16,6 +16,9 @@ export interface Line {
   fill?: boolean;
 }
 
+/** Room for half a time at the right end of the axis. */
+export const RIGHT = 28;
+
 interface Props {
   label: string;
   /** Unix seconds, or steps with `x="number"`; growing. */
@@ -58,7 +61,7 @@ export function Chart(props: Props) {
     const options: uPlot.Options = {
       width: Math.max(80, element.clientWidth),
       height,
-      padding: [8, 4, 0, 0],
+      padding: [8, RIGHT, 0, 0],
       legend: { show: false },
       cursor: {
         y: false,
@@ -71,8 +74,8 @@ export function Chart(props: Props) {
         y: { range: (_, min, max) => (min === max ? [Math.min(0, min), max === 0 ? 1 : max * 1.25] : uPlot.rangeNum(Math.min(min, min > 0 && min < max * 0.5 ? 0 : min), max, 0.12, true)) },
       },
       axes: [
-        { ...axis, grid: { show: false }, size: 26, gap: 4, space: 90, values: (_, splits) => splits.map((v) => (x === "time" ? clock(v).slice(0, 8) : compact(v))) },
-        { ...axis, size: props.gutter ?? 48, gap: 6, space: 34, values: (_, splits) => splits.map((v) => live.current.format(v)) },
+        { ...axis, grid: { show: false }, size: 20, gap: 2, space: 90, values: (_, splits) => splits.map((v) => (x === "time" ? clock(v) : compact(v))) },
+        { ...axis, size: props.gutter ?? 48, gap: 6, space: 34, values: (_, splits) => splits.map((v) => compact(v)) },
       ],
       series: [
         {},

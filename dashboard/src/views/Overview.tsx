@@ -179,7 +179,7 @@ function RunList({ runs }: { runs: readonly Run[] }) {
       {runs.map((run) => (
         <li key={run.id}>
           <Link to="/runs/$job" params={{ job: run.id }} data-row className="grid grid-cols-[minmax(0,1.6fr)_8.5rem_repeat(3,minmax(0,1fr))] items-center gap-3 px-4 py-2.5 hover:bg-hover focus-visible:-outline-offset-2">
-            <span className="min-w-0"><Name>{run.id}</Name><span className="block text-sm text-faint">{plural(run.alive, "worker")}, generation {count(run.generation)}</span></span>
+            <span className="min-w-0"><Name>{run.id}</Name><span className="block truncate text-sm text-faint">{plural(run.alive, "worker")}, generation {count(run.generation)}</span></span>
             <Status value={run.status === "ended" ? "stopped" : run.status} />
             <Cell label="step" value={count(run.step)} />
             <Cell label="loss" value={number(run.loss, 4)} />

@@ -1,18 +1,20 @@
 /** The run timeline: where everything goes and how it is drawn. No React, no clock; colours come from the tokens. */
 
 import type { Checkpoint, Recovery } from "../../api/types";
+import { RIGHT } from "../../components/Chart";
 import { colorOf } from "../../components/colors";
 import { clock } from "../../format";
 import { PHASES, type TimelineRow } from "../../state/runs";
 
 export const GUTTER = 148;
-export const RIGHT = 14;
+const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 const TOP = 22;
-const SAVES = 40;
+const SAVES = 46;
 const RECOVERIES = 22;
 const BOTTOM = 24;
 const RUNG_W = 9;
-const RUNG_H = 7;
+const RUNG_H = 8;
+const RUNG = RUNG_H + 3;
 
 export const PHASE_COLORS: Record<string, string> = { detect: "bad", rendezvous: "warn", spawn: "busy", load: "accent", first_step: "good" };
 
@@ -40,7 +42,7 @@ export interface Layout {
 export function tiersOf(checkpoints: readonly Checkpoint[]): string[] {
   const found = new Set(checkpoints.flatMap((c) => c.tiers));
   const place = (tier: string) => {
-    const at = TIER_ORDER.indexOf(tier);
+    const at = TIER_ORDER.indexOf(tier.toLowerCase());
     return at < 0 ? TIER_ORDER.length : at;
   };
   return [...found].sort((a, b) => place(a) - place(b) || a.localeCompare(b));
@@ -81,7 +83,7 @@ export function draw(ctx: CanvasRenderingContext2D, layout: Layout, data: Timeli
   ctx.clearRect(0, 0, width, height);
   const rowsBottom = rowsTop + data.rows.length * rowHeight;
   const right = width - RIGHT;
-  ctx.font = "11px ui-sans-serif, system-ui, sans-serif";
+  ctx.font = FONT;
   ctx.textBaseline = "middle";
 
   drawAxis(ctx, layout, rowsBottom);
@@ -125,7 +127,7 @@ function drawAxis(ctx: CanvasRenderingContext2D, layout: Layout, bottom: number)
     ctx.globalAlpha = 0.6;
     line(ctx, x, TOP, x, bottom);
     ctx.globalAlpha = 1;
-    ctx.fillText(clock(at), Math.min(layout.width - 26, x), bottom + 14);
+    ctx.fillText(clock(at), x, bottom + 14);
   }
 }
 
@@ -133,9 +135,11 @@ function drawNames(ctx: CanvasRenderingContext2D, layout: Layout, data: Timeline
   ctx.textAlign = "right";
   ctx.fillStyle = colorOf("faint");
   const tierNames = data.tiers.length > 0 ? data.tiers : [];
+  ctx.font = "10px ui-sans-serif, system-ui, sans-serif";
   tierNames.slice(0, 4).forEach((tier, i) => {
-    if (tierNames.length <= 3) ctx.fillText(tier, GUTTER - 10, TOP + SAVES - 6 - i * (RUNG_H + 2) - RUNG_H / 2);
+    if (tierNames.length <= 3) ctx.fillText(tier.toLowerCase(), GUTTER - 10, TOP + SAVES - 6 - i * RUNG - RUNG_H / 2);
   });
+  ctx.font = FONT;
   if (tierNames.length === 0 || tierNames.length > 3) ctx.fillText("saves", GUTTER - 10, TOP + SAVES / 2);
   ctx.fillText("recovery", GUTTER - 10, TOP + SAVES + RECOVERIES / 2 - 2);
   if (layout.rowHeight < 12) {
@@ -277,7 +281,7 @@ function drawSaves(ctx: CanvasRenderingContext2D, layout: Layout, data: Timeline
     if (x < GUTTER - RUNG_W || x > layout.width) continue;
     const failed = checkpoint.status === "failed";
     tiers.slice(0, 3).forEach((tier, i) => {
-      const y = base - i * (RUNG_H + 2) - RUNG_H;
+      const y = base - i * RUNG - RUNG_H;
       const filled = checkpoint.status === "completed" && (data.tiers.length === 0 || checkpoint.tiers.includes(tier));
       if (filled) {
         ctx.fillStyle = colorOf("accent");

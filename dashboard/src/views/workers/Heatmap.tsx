@@ -10,7 +10,7 @@ import { loadOf } from "./load";
 export type HeatmapColor = "status" | "load";
 
 const SIZES = [
-  { upTo: 24, cell: "h-[74px]", min: 168, gap: 8, detail: "tile" },
+  { upTo: 24, cell: "h-[74px]", min: 190, gap: 8, detail: "tile" },
   { upTo: 240, cell: "h-10", min: 40, gap: 4, detail: "glyph" },
   { upTo: Number.POSITIVE_INFINITY, cell: "h-[22px]", min: 22, gap: 3, detail: "glyph" },
 ] as const;
@@ -57,6 +57,7 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
           <Cell
             key={worker.id}
             id={worker.id}
+            name={shortName(worker)}
             status={worker.status}
             load={load.percent === null || worker.status === "failed" ? -1 : Math.round(load.percent / 2) * 2}
             of={load.of}
@@ -74,8 +75,15 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
   );
 }
 
+/** What tells a worker apart from the others of its run. */
+function shortName(worker: Worker): string {
+  const { id, job_id } = worker;
+  return id.length > job_id.length + 1 && id.startsWith(job_id) && /[-_./:]/.test(id.charAt(job_id.length)) ? id.slice(job_id.length + 1) : id;
+}
+
 interface CellProps {
   id: string;
+  name: string;
   status: string;
   /** Percent; -1 when it is not known. */
   load: number;
@@ -109,7 +117,7 @@ const Cell = memo(function Cell(props: CellProps) {
       <button {...common} className={`flex min-w-0 flex-col justify-between rounded-md border bg-raised px-3 py-2 text-left hover:bg-hover ${props.height} ${ring}`}>
         <span className="flex items-center gap-2">
           <Icon aria-hidden className={`size-3.5 shrink-0 ${TONE_TEXT[look.tone]}`} />
-          <span className="foreign min-w-0 flex-1 truncate font-medium">{id}</span>
+          <span className="foreign min-w-0 flex-1 truncate font-medium">{props.name}</span>
           {props.rank !== null && <span className="text-sm text-faint">#{props.rank}</span>}
         </span>
         <span className="flex items-baseline justify-between gap-2 text-sm">

@@ -45,9 +45,10 @@ def build(*, bin_folder: Path | None = None) -> bool:
         if is_current():
             return False
         install_modules(node)
+        made_from = digest()
         print("Building the dashboard …", flush=True)
         _npm(node, "run", "build", "--", "--outDir", str(BUILT), "--emptyOutDir")
-        (BUILT / STAMP).write_text(digest())
+        (BUILT / STAMP).write_text(made_from)
     return True
 
 
@@ -83,7 +84,8 @@ def install_modules(node: Path) -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print("Installing the dashboard's packages …", flush=True)
-    _npm(node, "ci", "--no-audit", "--no-fund", "--loglevel=error")
+    # Not `npm ci`: it refuses a lock file that does not name the binaries of every other platform.
+    _npm(node, "install", "--no-save", "--no-audit", "--no-fund", "--loglevel=error")
     stamp.write_text(wanted)
 
 

@@ -42,5 +42,16 @@ class ElasticDataset:
         return self.__getitems__([sample])[0]
 
     def __getitems__(self, samples: Sequence[int]) -> list[Any]:
+        return self.read(samples)
+
+    def read(self, samples: Sequence[int], *, begin: Callable[[int], None] | None = None) -> list[Any]:
+        """All of them at once; `begin` is told of each sample before its transform runs."""
         rows = self.reader.read(samples)
-        return [self._transform(row) for row in rows] if self._transform else rows
+        if self._transform is None:
+            return rows
+        found = []
+        for sample, row in zip(samples, rows, strict=True):
+            if begin is not None:
+                begin(sample)
+            found.append(self._transform(row))
+        return found

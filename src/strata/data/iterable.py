@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from strata.data.draws import read_samples
 from strata.data.sampler import ElasticSampler, WithSampler
 from strata.data.steps import Batch, Step
 from strata.errors import MissingDependency
@@ -79,9 +80,8 @@ class ElasticIterableDataset(WithSampler, IterableDataset[Batch]):
             self.sampler.move(epoch, position)
         return _Batches(self)
 
-    def read(self, ids: list[int]) -> Any:
-        many = getattr(self._samples, "__getitems__", None)
-        return self._collate(many(ids) if many else [self._samples[i] for i in ids])
+    def read(self, step: Step, ids: list[int]) -> Batch:
+        return Batch(self._collate(read_samples(self._samples, ids, self.sampler, step.epoch)), step)
 
 
 class _Batches:
@@ -102,7 +102,7 @@ class _Batches:
     def __next__(self) -> Batch:
         step, ids = next(self._batches)
         self._next += self._every
-        return Batch(self._dataset.read(ids), step)
+        return self._dataset.read(step, ids)
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self._next}

@@ -8,7 +8,8 @@
 `ElasticLoader` puts PyTorch's `DataLoader` under an `ElasticSampler` (map-style datasets) or an
 `ElasticIterableDataset` and tags every batch with its positions. `state_dict` counts the batches that were
 handed to the trainer; with `commit="explicit"` only those it passed to `commit`. Prefetched batches that
-nobody took are read again after a resume, and are nowhere in the ledger.
+nobody took are read again after a resume, and are nowhere in the ledger. What loader processes draw at random for
+a sample does not depend on them either: see `strata.data.draws`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from strata.data.draws import read_samples, seed_at
 from strata.data.iterable import ElasticIterableDataset
 from strata.data.sampler import ElasticSampler, WithSampler
 from strata.data.steps import Batch, Step
@@ -47,9 +49,10 @@ class ElasticLoader(WithSampler):
             raise ValueError(f"commit is 'taken' or 'explicit', not {commit!r}")
         if dataloader_options.get("in_order") is False:
             raise ValueError("in_order=False would hand out batches in another order than the epoch's")
-        # DataLoader draws a seed at every iteration; from the global generator, a resumed run would see other
-        # random numbers than an undisturbed one.
-        dataloader_options.setdefault("generator", torch.Generator())
+        # DataLoader draws a seed for its processes at every iteration; from the global generator, a resumed run would
+        # see other random numbers than an undisturbed one.
+        self._generator = None if "generator" in dataloader_options else torch.Generator()
+        dataloader_options.setdefault("generator", self._generator)
         # A client of object storage does not survive a fork.
         if dataloader_options.get("num_workers") and getattr(dataset, "is_remote", False):
             dataloader_options.setdefault("multiprocessing_context", "spawn")
@@ -66,7 +69,8 @@ class ElasticLoader(WithSampler):
                 raise ValueError("a map-style dataset needs an ElasticSampler")
             self.sampler = sampler
             self._tagged = _Tagged(sampler)
-            self._loader = DataLoader(dataset, batch_sampler=self._tagged, **dataloader_options)
+            samples = _Samples(dataset, sampler)
+            self._loader = DataLoader(samples, batch_sampler=self._tagged, **dataloader_options)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -82,6 +86,8 @@ class ElasticLoader(WithSampler):
 
     def _read(self) -> Iterator[Batch]:
         self.sampler.rewind()
+        if self._generator is not None:
+            self._generator.manual_seed(seed_at(self.sampler, self.sampler.epoch, self.sampler.position))
         if self._iterable is not None:
             self._iterable.publish()
             yield from self._loader
@@ -96,6 +102,34 @@ class ElasticLoader(WithSampler):
             self.sampler.commit(batch.step)
 
 
+class _Samples:
+    """The user's dataset, asked for the samples of one epoch. To a `worker_init_fn` it looks like the user's own."""
+
+    __slots__ = ("_own", "_sampler")
+
+    def __init__(self, own: Any, sampler: ElasticSampler) -> None:
+        self._own = own
+        self._sampler = sampler
+
+    def __getitems__(self, batch: tuple[int, list[int]]) -> list[Any]:
+        epoch, ids = batch
+        return read_samples(self._own, ids, self._sampler, epoch)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__slots__ or name.startswith("__"):  # Not there yet while it is unpickled.
+            raise AttributeError(name)
+        return getattr(self._own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._own, name, value)
+
+
 class _Tagged:
     """The batch sampler that `DataLoader` sees: notes each step as its ids go to the workers. `DataLoader`
     hands batches back in the same order."""
@@ -104,11 +138,11 @@ class _Tagged:
         self._sampler = sampler
         self.read_ahead: deque[Step] = deque()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         read_ahead = self.read_ahead
         for step, ids in self._sampler.batches():
             read_ahead.append(step)
-            yield ids
+            yield step.epoch, ids
 
     def __len__(self) -> int:
         return len(self._sampler)

@@ -19,12 +19,15 @@ START_S = 60.0
 
 
 class Coordinator:
-    """`strata serve` on free ports; it can be killed, and started again on the same ports and journal."""
+    """`strata serve` on free ports; it can be killed, and started again on the same ports and journal.
+
+    Tasks only wait there, unless `env` names a launcher: most tests are about what is said, not about what runs.
+    """
 
     def __init__(self, data_dir: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.data_dir = data_dir
         self._arguments = arguments
-        self._env = {**os.environ, "STRATA_TOKEN": "", **(env or {})}
+        self._env = {**os.environ, "STRATA_TOKEN": "", "STRATA_LAUNCHER": "none", **(env or {})}
         self.grpc_port = 0
         self.http_port = 0
         self.process: subprocess.Popen[str] | None = None

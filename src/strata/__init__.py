@@ -14,6 +14,7 @@ _HOMES = {
     "StrataError": "strata.errors",
     "AsyncCheckpointWriter": "strata.checkpoint",
     "CheckpointManager": "strata.checkpoint",
+    "Client": "strata.client",
     "DatasetRegistry": "strata.data.registry",
     "ElasticLoader": "strata.data.loader",
     "ElasticSampler": "strata.data.sampler",
@@ -21,6 +22,7 @@ _HOMES = {
     "StorageBackend": "strata.stores",
     "TrainingOrchestrator": "strata.worker.orchestrator",
     "audit": "strata.data.history",
+    "current_task": "strata.launch.context",
     "elastic": "strata.training",
 }
 
@@ -43,12 +45,14 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from strata.checkpoint import AsyncCheckpointWriter as AsyncCheckpointWriter
     from strata.checkpoint import CheckpointManager as CheckpointManager
+    from strata.client import Client as Client
     from strata.data.history import audit as audit
     from strata.data.loader import ElasticLoader as ElasticLoader
     from strata.data.registry import DatasetRegistry as DatasetRegistry
     from strata.data.sampler import ElasticSampler as ElasticSampler
     from strata.data.shards import ShardManager as ShardManager
     from strata.errors import StrataError as StrataError
+    from strata.launch.context import current_task as current_task
     from strata.stores import StorageBackend as StorageBackend
     from strata.training import elastic as elastic
     from strata.worker.orchestrator import TrainingOrchestrator as TrainingOrchestrator

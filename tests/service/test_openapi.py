@@ -35,7 +35,7 @@ from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import RawSession, channel, stub
 from tests.support import Coordinator, eventually
 
-STREAMING = "/api/events"
+STREAMING = ["/api/events", "/api/logs/live"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
         worker = TrainingOrchestrator(shared.address)
         worker.register_worker("alive", port=4000, gpu_count=1, memory_bytes=10, metadata={"zone": "a"})
         worker.register_dataset("images", str(folder), "jsonl", None, 100, metadata={"name": "Images"})
-        worker.heartbeat(3, 1, state="training", task="task-1")
+        figures = {"loss": 1.0, "account_began_s": 1.0, "training_total_s": 2.0}
+        worker.heartbeat(3, 1, state="training", task="task-1", metrics=figures)
         worker.report_progress("images", 0, 0, 50)
         lost = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="lost")).incarnation
         session = RawSession(own).hello("lost", lost)
@@ -73,12 +74,18 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
                 data=data,
             )
         worker.barrier("done", 1, participants=1)
+        eventually(lambda: shared.get("/api/goodput"), within_s=10)
         with pytest.raises(Exception, match="timed out"):
             worker.barrier("broken", 2, participants=2, timeout_s=0.1)
         waiting = calls.WaitBarrier.future(
             pb.WaitBarrierRequest(worker_id="alive", barrier_id="waiting", expected_participants=9)
         )
-        body = {"name": "t", "type": "training", "dataset_id": "images", "config": {"lr": 0.1, "a": [1, {}]}}
+        body = {
+            "name": "t",
+            "type": "training",
+            "dataset_id": "images",
+            "config": {"learning_rate": 0.1, "model": {"n_layer": 1}},
+        }
         _, made = shared.post("/api/tasks", body)
         assert shared.post(f"/api/tasks/{made['task_id']}/stop", {})[0] == 200
         shared.post("/api/tasks", body)
@@ -114,6 +121,7 @@ def test_every_answer_is_what_the_document_says(busy: Coordinator, document: dic
         if "application/json" not in schema or not schema["application/json"].get("schema"):
             continue
         address = path.replace("{dataset_id}", "images").replace("{task_id}", task)
+        address = address.replace("{job_id}", "default")
         try:
             answer = busy.get(address)
         except urllib.error.HTTPError as error:

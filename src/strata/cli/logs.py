@@ -70,7 +70,7 @@ def logs(
         print_json(found)
         return
     for entry in reversed(found):
-        _show(entry, as_json=json)
+        show_entry(entry, as_json=json)
     if follow:
         _follow(api, query, found[0]["id"] if found else BEFORE_ALL, as_json=json)
 
@@ -83,7 +83,7 @@ def _follow(api: str, query: dict[str, Any], last_id: str, *, as_json: bool) -> 
             for kind, data in events(api, "/api/logs/live?" + urlencode(query), last_id=last_id):
                 if kind == "log":
                     last_id = data["id"]
-                    _show(data, as_json=as_json)
+                    show_entry(data, as_json=as_json)
                     sys.stdout.flush()
                 elif kind == "missed":
                     errors.print(f"({data['count']:,} lines came too fast to be shown)", style="dim")
@@ -92,7 +92,7 @@ def _follow(api: str, query: dict[str, Any], last_id: str, *, as_json: bool) -> 
         time.sleep(BACK_AFTER_S)
 
 
-def _show(entry: dict[str, Any], *, as_json: bool) -> None:
+def show_entry(entry: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(entry, in_one_line=True)
         return

@@ -20,9 +20,11 @@ from strata.cli import (
     doctor,
     index,
     listings,
+    logs,
     replay,
     serve,
     slurm,
+    tasks,
     validate,
 )
 from strata.cli.common import Unreachable, adopt_dotenv, say_error
@@ -46,7 +48,11 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     listings.barriers,
     listings.recoveries,
     listings.tasks,
-    listings.logs,
+    logs.logs,
+    tasks.recipes,
+    tasks.submit,
+    tasks.stop,
+    tasks.restart,
     replay.replay,
     audit.audit,
     index.index,
@@ -57,6 +63,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 for command in COMMANDS:
     app.command()(command)
+# What stands after the script is the script's.
+app.command(context_settings={"allow_interspersed_args": False})(tasks.run)
 app.add_typer(checkpoint.app)
 app.add_typer(bench.app)
 

@@ -20,6 +20,10 @@ def serve(
     heartbeat_timeout: Annotated[
         float | None, typer.Option(help="Seconds of silence after which a worker is failed. [30]")
     ] = None,
+    launcher: Annotated[str | None, typer.Option(help="What runs tasks: local, ray or none. [local]")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Where the Ray cluster is, for --launcher ray. [auto]")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with a [coordinator] table.")] = None,
 ) -> None:
     """Run the coordinator, with API and dashboard, until Ctrl-C."""
@@ -32,6 +36,8 @@ def serve(
         "http_port": http_port,
         "data_dir": data_dir,
         "heartbeat_timeout": heartbeat_timeout,
+        "launcher": launcher,
+        "ray_address": ray_address,
     }
     settings = read_settings(file=config, flags=flags)
     logs.configure()

@@ -7,6 +7,7 @@ input gives a traceback. Changing calls check Host and Origin. A body has a limi
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -22,6 +23,9 @@ from strata.errors import StrataError
 
 BODY_LIMIT_BYTES = 1 << 20
 BODY_TIMEOUT_S = 20.0
+DISCARD_BYTES = 64 << 20
+DISCARD_S = 5.0
+DISCARD_PAUSE_S = 0.2
 _STATUSES = {
     "invalid_argument": 422,
     "not_found": 404,
@@ -69,6 +73,7 @@ class Door:
             return
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > BODY_LIMIT_BYTES:
+            await _discard(receive)
             await _too_large()(scope, receive, send)
             return
         taken, complete = 0, False
@@ -86,10 +91,26 @@ class Door:
             taken += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if taken > BODY_LIMIT_BYTES:
+                if not complete:
+                    await _discard(receive)
                 raise HTTPException(413)
             return message
 
         await self._app(scope, limited, send)
+
+
+async def _discard(receive: Receive) -> None:
+    """Take the rest of a body that is too large, within bounds: whoever is still sending would not hear the answer."""
+    taken = 0
+    until_s = asyncio.get_running_loop().time() + DISCARD_S
+    with suppress(TimeoutError):
+        while taken < DISCARD_BYTES:
+            now_s = asyncio.get_running_loop().time()
+            async with asyncio.timeout_at(min(until_s, now_s + DISCARD_PAUSE_S)):
+                message = await receive()
+            taken += len(message.get("body", b""))
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                return
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -150,7 +171,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def _error_body(error: StrataError) -> dict[str, Any]:
-    return ErrorBody(code=error.code, message=error.message, hint=error.hint).model_dump()
+    details = getattr(error, "details", [])
+    return ErrorBody(code=error.code, message=error.message, hint=error.hint, details=details).model_dump()
 
 
 def _too_large() -> Response:

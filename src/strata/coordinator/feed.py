@@ -22,9 +22,11 @@ from strata.core.messages import (
     BarrierReleased,
     Event,
     ShardsMoved,
+    TaskProgressed,
     ValueDropped,
     ValueSwapped,
 )
+from strata.core.tasks import percent, remaining_s
 
 ENTRIES_KEPT = 5_000
 BYTES_KEPT = 16_000_000
@@ -55,6 +57,8 @@ class Feed:
                 self.publish("shards_moved", _moves_in_brief(event))
             elif isinstance(event, BarrierReleased | BarrierBroken):
                 self.publish(_snake(codec.kind_of(event)), _outcome_in_brief(event))
+            elif isinstance(event, TaskProgressed):
+                self.publish("task_progressed", _progress_in_full(event))
             elif not isinstance(event, (*SOFT_EVENTS, ValueSwapped, ValueDropped)):
                 self.publish(_snake(codec.kind_of(event)), event)
 
@@ -150,6 +154,15 @@ def _outcome_in_brief(event: BarrierReleased | BarrierBroken) -> dict[str, Any]:
     """How many came: thousands of names at every step would fill the ring, and the browsers' lines."""
     brief = {f.name: getattr(event, f.name) for f in fields(event) if f.name not in ("arrived", "call_ids")}
     return {**brief, "arrived": len(event.arrived)}
+
+
+def _progress_in_full(event: TaskProgressed) -> dict[str, Any]:
+    """With what the API shows of it, so that nobody needs to ask."""
+    return {
+        **{f.name: getattr(event, f.name) for f in fields(event)},
+        "progress": percent(event.step, event.total_steps),
+        "eta_s": remaining_s(event.step, event.total_steps, event.steps_per_s),
+    }
 
 
 def _snake(name: str) -> str:

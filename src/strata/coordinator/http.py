@@ -6,12 +6,9 @@ door's business.
 
 from __future__ import annotations
 
-import json
-import secrets
 from dataclasses import fields
 from typing import Annotated, Any, Literal, cast
 
-import orjson
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,20 +25,16 @@ from strata.coordinator.pages import Page
 from strata.coordinator.params import NOT_FOUND, Limit, NameInPath, Words
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.sampling import Previews, PreviewView, count_samples
+from strata.coordinator.task_routes import install_task_routes
 from strata.coordinator.verifying import Verifications, VerificationView
 from strata.core import checks, views
 from strata.core.messages import (
     CheckpointId,
-    CreateTask,
     DatasetAccepted,
     DatasetId,
     DatasetSpec,
-    InvalidArgument,
     JobId,
     RegisterDataset,
-    StopTask,
-    TaskId,
-    TaskSpec,
     Unknown,
     WorkerId,
 )
@@ -61,26 +54,6 @@ class RegisterDatasetBody(BaseModel):
     shuffle: bool = False
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     metadata: dict[str, str] = Field(default={}, max_length=checks.PAIRS_LIMIT)
-
-
-class CreateTaskBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    name: str = Field(min_length=1, max_length=checks.NAME_LIMIT, examples=["imagenet-resnet50"])
-    type: str = Field(min_length=1, max_length=64, examples=["training"])
-    dataset_id: str | None = Field(default=None, min_length=1, max_length=checks.NAME_LIMIT)
-    worker_count: int = Field(default=1, ge=1, le=100_000)
-    config: dict[str, Any] = Field(default={}, examples=[{"learning_rate": 0.001, "batch_size": 32}])
-
-
-class TaskCreatedBody(BaseModel):
-    task_id: str
-
-
-class TaskStoppedBody(BaseModel):
-    task_id: str
-    status: str
-    reason: str
 
 
 class HealthBody(BaseModel):
@@ -251,32 +224,6 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     async def tasks(request: Request) -> Response:
         return await page("tasks", request)
 
-    @app.post("/api/tasks", status_code=201, responses={**NOT_FOUND, **_CONFLICT}, tags=["tasks"])
-    async def create_task(body: CreateTaskBody) -> TaskCreatedBody:
-        try:
-            json.dumps(body.config, allow_nan=False)  # orjson would make null of it.
-            config_json = orjson.dumps(body.config).decode()
-        except (ValueError, TypeError, RecursionError) as error:
-            raise InvalidArgument(
-                "config", f"cannot be written as JSON: {error}.", hint="Use plain, finite values."
-            ) from None
-        spec = TaskSpec(
-            task_id=TaskId(f"task-{secrets.token_hex(6)}"),
-            name=body.name,
-            type=body.type,
-            dataset_id=DatasetId(body.dataset_id) if body.dataset_id is not None else None,
-            worker_count=body.worker_count,
-            config_json=config_json,
-        )
-        await engine.submit(CreateTask(spec=spec))
-        return TaskCreatedBody(task_id=spec.task_id)
-
-    @app.post("/api/tasks/{task_id}/stop", responses=NOT_FOUND, tags=["tasks"])
-    async def stop_task(task_id: NameInPath) -> TaskStoppedBody:
-        await engine.submit(StopTask(task_id=TaskId(task_id), reason="asked to stop over the API"))
-        task = (await engine.settled()).tasks.get(TaskId(task_id))
-        return TaskStoppedBody(task_id=task_id, status=task.status, reason=task.reason)
-
     @app.get("/api/dashboard", response_model=views.DashboardView, tags=["coordinator"])
     async def dashboard(request: Request) -> Response:
         return await page("dashboard", request)
@@ -294,6 +241,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         return StreamingResponse(runtime.feed.follow(last), media_type="text/event-stream", headers=headers)
 
     install_log_routes(app, runtime)
+    install_task_routes(app, runtime)
     install_metric_routes(app, runtime)
     install_docs_page(app)
     install_error_handlers(app)

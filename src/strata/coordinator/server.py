@@ -25,14 +25,19 @@ from strata.coordinator.auth import Gatekeeper, GrpcGate
 from strata.coordinator.connections import HttpConnection
 from strata.coordinator.http import create_app
 from strata.coordinator.journal import SqliteJournal
+from strata.coordinator.launchers import launcher_maker, tasks_dir_of, worker_address
 from strata.coordinator.log_archive import LogArchive
 from strata.coordinator.logs import LogStore, LogStoreHandler
 from strata.coordinator.otel import OtelExport
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.service import CoordinatorService
 from strata.coordinator.settings import CoordinatorSettings, is_loopback
+from strata.coordinator.task_plans import Planner
+from strata.coordinator.tasks import TaskRunner
 from strata.core.logtext import Tidy
 from strata.errors import StrataError
+from strata.launch.recipes import read_recipes
+from strata.launch.recipes_builtin import BUILT_IN
 from strata.rpc.methods import handlers
 
 log = logging.getLogger("strata.coordinator")
@@ -61,8 +66,9 @@ class Server:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
+        recipes = [*BUILT_IN, *read_recipes(settings.recipes_dir or settings.data_dir / "recipes")]
         self._journal = SqliteJournal(settings.data_dir)
-        self.runtime = Runtime.create(self._journal, settings.limits, _open_logs(settings))
+        self.runtime = Runtime.create(self._journal, settings.limits, _open_logs(settings), recipes)
         self._otel = _otel_export(settings, self.runtime)
         self.grpc_port = 0
         self.http_port = 0
@@ -90,6 +96,7 @@ class Server:
             asyncio.create_task(self._pulse(), name="pulse"),
         ]
         await _until(lambda: http.started, self._tasks)
+        self._start_tasks()
         self._write_address()
         log.info(
             "serving: gRPC on port %d, API and dashboard on port %d of %s (%d events replayed)",
@@ -179,6 +186,28 @@ class Server:
             raise PortTaken("gRPC", settings.host, settings.grpc_port, "it is in use") from error
         await server.start()
         return server
+
+    def _start_tasks(self) -> None:
+        """Take up what an earlier coordinator left running, and whatever waits."""
+        settings, runtime = self._settings, self.runtime
+        make_launcher = launcher_maker(settings)
+        if make_launcher is None:
+            return
+        planner = Planner(
+            recipes=runtime.recipes,
+            tasks_dir=tasks_dir_of(settings),
+            coordinator=worker_address(settings, self.grpc_port),
+            token=settings.tokens.get("worker", settings.token),
+            stop_timeout_s=settings.task_stop_timeout,
+        )
+        runtime.tasks = TaskRunner(
+            runtime.engine,
+            runtime.logs,
+            planner,
+            make_launcher,
+            stop_timeout_s=settings.task_stop_timeout,
+        )
+        self._tasks.append(asyncio.create_task(runtime.tasks.run(), name="tasks"))
 
     async def _serve_http(self, listener: socket.socket) -> None:
         assert self._http is not None

@@ -81,6 +81,39 @@ class CoordinatorSettings:
         "OpenTelemetry collector that figures are sent to, such as http://127.0.0.1:4318.",
         env="STRATA_OTEL_ENDPOINT",
     )
+    launcher: str = setting(
+        "local",
+        "What runs tasks: 'local' (this machine), 'ray' (a Ray cluster), or 'none' (they only wait).",
+        env="STRATA_LAUNCHER",
+        choices=("local", "ray", "none"),
+    )
+    ray_address: str = setting(
+        "auto", "Where the Ray cluster is, for launcher 'ray'.", env="STRATA_RAY_ADDRESS"
+    )
+    recipes_dir: Path | None = setting(
+        None, "Folder of recipes beside the built-in ones. [DATA_DIR/recipes]", env="STRATA_RECIPES_DIR"
+    )
+    task_workers: int = setting(
+        0,
+        "Workers that tasks may have on this machine altogether; 0: one per core, and at least 8.",
+        env="STRATA_TASK_WORKERS",
+        least=0,
+        most=100_000,
+    )
+    task_gpus: int = setting(
+        -1,
+        "GPUs of this machine that tasks may use; -1: all there are.",
+        env="STRATA_TASK_GPUS",
+        least=-1,
+        most=1024,
+    )
+    task_stop_timeout: float = setting(
+        9.0,
+        "Seconds a stopped task has to save and leave before its processes are killed.",
+        env="STRATA_TASK_STOP_TIMEOUT",
+        least=0.1,
+        most=3600,
+    )
     token: str = setting(
         "", "Shared secret that callers must present; grants everything.", env="STRATA_TOKEN", secret=True
     )

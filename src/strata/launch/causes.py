@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strata.core.logtext import Tidy
 from strata.core.messages import ExitCause
 
 USAGE_STATUS = 2
@@ -24,7 +23,6 @@ USAGE_STATUS = 2
 SAME_ROUNDS = 3
 QUICK_ROUND_S = 60.0
 LAST_LINES = 20
-MESSAGE_LIMIT = 1_000
 OUTSIDE_SIGNALS = ("SIGKILL", "SIGTERM")
 """Sent by somebody else: they say nothing about what the program will do next time."""
 
@@ -120,10 +118,10 @@ class Failures:
         if told.traceback:
             return ExitCause(
                 kind="exception",
-                message=_tidy(f"rank {told.rank}: {told.message}")[:MESSAGE_LIMIT],
+                message=f"rank {told.rank}: {told.message}",
                 rank=told.rank,
                 exit_code=told.exit_code,
-                traceback=_tidy(told.traceback),
+                traceback=told.traceback,
             )
         return self._of_process(f"rank {told.rank}", told.rank, told.exit_code)
 
@@ -134,10 +132,10 @@ class Failures:
             message = f"{who} ended with status {code}" + (f": {last}" if last else "")
             return ExitCause(
                 kind="exit",
-                message=_tidy(message)[:MESSAGE_LIMIT],
+                message=message,
                 rank=rank,
                 exit_code=code,
-                traceback=_tidy(lines),
+                traceback=lines,
             )
         name = signal_name(-code)
         kills = self._oom_kills()
@@ -151,7 +149,7 @@ class Failures:
             rank=rank,
             exit_code=code,
             signal=name,
-            traceback=_tidy(lines) if name not in OUTSIDE_SIGNALS else "",
+            traceback=lines if name not in OUTSIDE_SIGNALS else "",
         )
 
 
@@ -191,6 +189,3 @@ def _field(path: Path, name: str) -> int:
 def _kind(cause: ExitCause) -> tuple[str, str]:
     """What two failures have in common when they are the same: numbers differ from time to time."""
     return cause.kind, re.sub(r"\d+", "#", cause.message)
-
-
-_tidy = Tidy()

@@ -24,6 +24,8 @@ KEEPER_VARIABLE = "STRATA_KEEPER"
 """Name of a Unix socket in the abstract namespace: it goes with the process that listens."""
 EXIT_AGAIN = 75
 """As `strata.training.preemption` has it: not a failure, but a wish to be started again."""
+TOLD_CHARACTERS = 8_000
+"""Of a message or traceback: the keeper takes one line of 64 KiB at most."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -87,7 +89,11 @@ def _send_output(keeper: str, name: str, number: int) -> None:
 
 
 def _tell_failure(keeper: str, *, message: str, exit_code: int, trace: str = "") -> None:
-    failure = {"message": message, "traceback": trace, "exit_code": exit_code}
+    failure = {
+        "message": message[:TOLD_CHARACTERS],
+        "traceback": trace[-TOLD_CHARACTERS:],
+        "exit_code": exit_code,
+    }
     with suppress(OSError):
         _connect(keeper, {"failure": failure}).close()
 

@@ -129,11 +129,13 @@ class Keeper:
             self._write([rest], stream, rank)
 
     def _write(self, lines: Sequence[bytes], stream: str, rank: int | None) -> None:
+        if rank is None and stream == "stderr" and self._asked_to_stop:
+            return  # An agent that is asked to leave complains of it at length.
         texts = [line.decode(errors="replace") for line in lines]
         self._output.write(texts, at_s=time.time(), stream=stream, rank=rank)
         for text in texts if stream == "stderr" else ():
             cause = self._failures.read_line(rank, text)
-            if cause is not None and not self._asked_to_stop:
+            if cause is not None:
                 self._say(cause.message)
                 self._give_up_if_hopeless()
 

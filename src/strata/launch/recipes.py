@@ -121,6 +121,22 @@ def read_recipes(folder: Path) -> list[Recipe]:
     return found
 
 
+def script_recipe(script: Path, *, working_dir: Path, arguments: int) -> str:
+    """The declaration of a script that takes so many arguments, each a value of config."""
+    lines = [
+        f"description = {_quoted('the script ' + script.name)}",
+        f"script = {_quoted(str(script))}",
+        f"working_dir = {_quoted(str(working_dir))}",
+        f"arguments = {json.dumps([f'{{argument_{n}}}' for n in range(arguments)])}",
+        *(f'[config.argument_{n}]\ntype = "string"' for n in range(arguments)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)  # A JSON string is a TOML string.
+
+
 _KEYS: dict[str, type | tuple[type, ...]] = {
     "description": str,
     "script": str,

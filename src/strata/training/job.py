@@ -262,7 +262,7 @@ class ElasticJob:
         each, rest = divmod(sampler.total, sampler.global_batch_size)
         by_epochs = (each + (rest > 0 and not sampler.drop_last)) * (self._epochs or 0)
         limits = [limit for limit in (self._max_steps, by_epochs) if limit]
-        return min(limits)
+        return min(limits, default=0)
 
     def _after_step(self, samples: int) -> None:
         now_s = time.monotonic()

@@ -1,0 +1,156 @@
+"""Why a run failed, and what it wrote: known afterwards, within bounds, whoever was killed in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from strata.checkpoint.staging import job_folder
+from strata.launch.causes import SAME_ROUNDS, Failures
+from strata.launch.leftovers import shared_memory_of
+from strata.launch.output import OutputFile, OutputReader, Place
+from strata.training.job import _image_name
+from strata.training.trace import run_folder
+
+
+class Story:
+    """A run as the keeper hears of it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.kills = 0
+        self.failures = Failures(clock=lambda: self.now_s, oom_kills=lambda: self.kills)
+
+    def round(self, *, rank: int, code: int, took_s: float = 5.0) -> str:
+        self.now_s += took_s
+        cause = self.failures.read_line(
+            None, f"E1115 failed (exitcode: {code}) local_rank: {rank} (pid: 4711) of fn: x"
+        )
+        assert cause is not None
+        return cause.message
+
+    def raised(self, rank: int, message: str) -> None:
+        trace = f"Traceback (most recent call last):\n  File x\n{message}\n"
+        self.failures.told(rank, {"message": message, "traceback": trace, "exit_code": 1})
+
+
+def test_an_exception_is_told_with_its_traceback_and_by_its_first_rank() -> None:
+    story = Story()
+    story.raised(1, "ValueError: no such shape 7")
+    story.raised(0, "RuntimeError: connection closed by peer")
+    assert story.round(rank=1, code=1) == "rank 1: ValueError: no such shape 7"
+    cause = story.failures.cause(1, asked_to_stop=False)
+    assert cause is not None
+    assert (cause.kind, cause.rank, cause.exit_code, cause.may_retry) == ("exception", 1, 1, True)
+    assert cause.traceback.endswith("ValueError: no such shape 7\n")
+
+
+def test_a_signal_has_its_name_and_memory_that_ran_out_is_called_so() -> None:
+    story = Story()
+    assert story.round(rank=0, code=-signal.SIGSEGV) == "rank 0 was killed by SIGSEGV"
+    assert story.round(rank=1, code=-signal.SIGKILL) == "rank 1 was killed by SIGKILL"
+    story.kills += 1
+    assert "memory ran out" in story.round(rank=1, code=-signal.SIGKILL)
+    cause = story.failures.cause(1, asked_to_stop=False)
+    assert cause is not None
+    assert (cause.kind, cause.signal) == ("oom", "SIGKILL")
+    agent = Story().failures.cause(-signal.SIGKILL, asked_to_stop=False)
+    assert agent is not None
+    assert agent.message == "the torchrun agent was killed by SIGKILL"
+
+
+def test_a_status_is_told_with_the_last_words() -> None:
+    story = Story()
+    story.failures.read_line(0, "usage: no --such flag")
+    story.failures.told(0, {"message": "ended with status 3", "traceback": "", "exit_code": 3})
+    assert story.round(rank=0, code=3) == "rank 0 ended with status 3: usage: no --such flag"
+
+
+def test_the_same_failure_again_and_again_is_given_up_and_bad_luck_is_not() -> None:
+    story = Story()
+    for number in range(SAME_ROUNDS):
+        assert story.failures.hopeless() is None
+        story.raised(0, f"ValueError: bad value at 0x{number}")
+        story.round(rank=0, code=1)
+    cause = story.failures.hopeless()
+    assert cause is not None
+    assert not cause.may_retry
+    assert "times in a row" in cause.message
+    for story, code, took_s in ((Story(), -signal.SIGKILL, 5.0), (Story(), -signal.SIGSEGV, 100.0)):
+        for _ in range(5):
+            story.round(rank=0, code=code, took_s=took_s)
+        assert story.failures.hopeless() is None
+
+
+def test_a_program_that_refuses_its_call_is_not_started_again() -> None:
+    story = Story()
+    story.failures.read_line(1, "ConfigurationError: n_embd must be a multiple of n_head")
+    story.failures.told(1, {"message": "ended with status 2", "traceback": "", "exit_code": 2})
+    cause = story.failures.hopeless()
+    assert cause is not None
+    assert not cause.may_retry
+    assert "n_embd must be a multiple" in cause.message
+
+
+def test_a_run_that_left_as_asked_has_no_cause_and_one_that_was_killed_for_it_has() -> None:
+    assert Story().failures.cause(1, asked_to_stop=True) is None
+    killed = Story().failures.cause(-signal.SIGKILL, asked_to_stop=True)
+    assert killed is not None
+    assert killed.signal == "SIGKILL"
+    assert Story().failures.cause(0, asked_to_stop=False) is None
+
+
+def test_output_is_read_from_where_it_was_left_across_segments(tmp_path: Path) -> None:
+    writer = OutputFile(tmp_path, segment_bytes=200, segments_kept=100)
+    place = Place()
+    texts: list[str] = []
+    for number in range(60):
+        writer.write([f"line {number}"], at_s=float(number), stream="stdout", rank=number % 2)
+        if number % 7 == 0:
+            piece = OutputReader(tmp_path, place).read(150)  # A new reader each time, as after a crash.
+            texts += [line.text for line in piece.lines]
+            assert piece.missed == 0
+    writer.close()
+    while piece := OutputReader(tmp_path, place).read(150).lines:
+        texts += [line.text for line in piece]
+    assert texts == [f"line {n}" for n in range(60)]
+    assert len(list(tmp_path.glob("output-*"))) > 5
+
+
+def test_a_flood_is_bounded_on_disk_and_what_is_missed_is_counted(tmp_path: Path) -> None:
+    writer = OutputFile(tmp_path, segment_bytes=10_000, segments_kept=3)
+    writer.write(["first"], at_s=0.0, stream="stderr", rank=None)
+    reader = OutputReader(tmp_path, Place())
+    assert [line.text for line in reader.read(1 << 20).lines] == ["first"]
+    for number in range(5_000):
+        writer.write([f"line {number}"], at_s=1.0, stream="stdout", rank=0)
+    writer.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 50_000
+    piece = reader.read(1 << 20)
+    assert piece.missed > 0
+    assert piece.missed + len(piece.lines) == 5_000
+    assert piece.lines[-1].text == "line 4999"
+
+
+def test_a_torn_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path) -> None:
+    writer = OutputFile(tmp_path)
+    writer.write(["whole"], at_s=0.0, stream="stdout", rank=0)
+    path = tmp_path / "output-000001.jsonl"
+    reader = OutputReader(tmp_path, Place())
+    with open(path, "ab") as file:
+        file.write(b'[1.0, "stdout", 0, "ha')
+    assert [line.text for line in reader.read(1 << 20).lines] == ["whole"]
+    with open(path, "ab") as file:
+        file.write(b'lf"]\nrubbish\n')
+    writer.write(["after"], at_s=0.0, stream="stdout", rank=0)
+    assert [line.text for line in reader.read(1 << 20).lines] == ["half", "after"]
+    writer.close()
+
+
+@pytest.mark.parametrize("job", ["task-0a1b2c3d4e5f", "a b/c", "x" * 300])
+def test_what_is_forgotten_in_shared_memory_is_what_jobs_keep_there(job: str) -> None:
+    assert shared_memory_of(job) == [job_folder(_image_name(job)), run_folder(job)]
+    assert all(str(os.getuid()) in str(path) for path in shared_memory_of(job))

@@ -1,0 +1,155 @@
+"""Tasks that really run on this machine: they train, outlive whoever is killed, stop without a trace and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from strata.client import Client
+from tests.support import eventually
+from tests.tasks.conftest import Tasks
+
+TINY = {
+    "batch_size": 2,
+    "seq_length": 32,
+    "checkpoint_interval": 20,
+    "snapshot_interval": 5,
+    "log_interval": 5,
+    "model": {"n_layer": 1, "n_head": 2, "n_embd": 16},
+    "device": "cpu",
+}
+
+
+def workers(tasks: Tasks, task_id: str) -> dict[str, int]:
+    """Process ids of the task's workers that train."""
+    return {
+        w["id"]: int(w["metadata"]["pid"])
+        for w in tasks.server.get("/api/workers")
+        if w["id"].startswith(task_id) and w["status"] in ("training", "checkpointing")
+    }
+
+
+def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_end(tasks: Tasks) -> None:
+    steps = 400
+    task_id = tasks.submit(workers=2, steps=steps, learning_rate=0.002, **TINY)
+    behind = tasks.submit(workers=1, steps=1, **TINY)
+    begun = tasks.until(task_id, lambda task: task["progress"] > 0)
+    assert (begun["status"], begun["total_steps"], begun["attempts"]) == ("running", steps, 1)
+    assert sorted(begun["worker_ids"]) == [f"{task_id}-rank0", f"{task_id}-rank1"]
+    assert "number 1 in the queue: it needs 1 workers, and 0 workers are free" in tasks.get(behind)["reason"]
+    assert tasks.server.post(f"/api/tasks/{behind}/stop", {}) == (
+        200,
+        {"task_id": behind, "status": "stopped", "reason": "asked to stop over the API"},
+    )
+
+    victim = eventually(lambda: workers(tasks, task_id), within_s=30)[f"{task_id}-rank1"]
+    os.kill(victim, signal.SIGKILL)
+    recovered = tasks.until(
+        task_id, lambda task: victim not in workers(tasks, task_id).values() and task["step"] > begun["step"]
+    )
+    assert (recovered["status"], recovered["attempts"]) == ("running", 1)
+    eventually(lambda: "rank 1 was killed by SIGKILL" in tasks.log(task_id), within_s=10)
+
+    tasks.server.kill()
+    folder = tasks.server.data_dir / "tasks" / task_id
+    mark = sum(path.stat().st_size for path in folder.glob("run-1/output-*"))
+    eventually(
+        lambda: sum(path.stat().st_size for path in folder.glob("run-1/output-*")) > mark, within_s=30
+    )  # Training goes on, and what it says is not lost.
+    tasks.server.start()
+    again = tasks.get(task_id)
+    assert (again["status"], again["attempts"], again["started_at"]) == ("running", 1, begun["started_at"])
+    assert again["step"] >= recovered["step"]
+    assert "rank 1 was killed by SIGKILL" in tasks.log(task_id)
+
+    ended = tasks.ended(task_id)
+    assert (ended["status"], ended["progress"], ended["exit_cause"]) == ("completed", 100.0, None)
+    log = tasks.log(task_id)
+    assert f"Training complete! {steps} steps" in log
+    assert f"{task_id}-rank0 info" in log
+    assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
+
+
+def test_stop_saves_and_leaves_nothing_and_restart_goes_on_from_there(tasks: Tasks) -> None:
+    client = Client(tasks.server.url)
+    task_id = tasks.submit(workers=2, steps=1_000_000, **TINY)
+    tasks.until(task_id, lambda task: task["step"] > 10)
+    pids = list(tasks.processes(task_id))
+    assert len(pids) >= 4  # Keeper, agent, two workers.
+    began_s = time.monotonic()
+    answer = client.stop(task_id, wait_s=30)
+    assert time.monotonic() - began_s < 10
+    assert answer == {"task_id": task_id, "status": "stopped", "reason": "asked to stop over the API"}
+    assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
+    assert not [c for c in psutil.net_connections("tcp") if c.pid in pids]
+    assert client.stop(task_id) == answer  # Stopping twice is no error.
+    stopped = tasks.get(task_id)
+    saved = [c for c in tasks.server.get("/api/checkpoints") if c["job_id"] == task_id]
+    assert saved[0]["status"] == "completed"
+    assert saved[0]["step"] >= stopped["step"] - 1
+    assert Path(saved[0]["path"]).exists()
+
+    assert tasks.server.post(f"/api/tasks/{task_id}/restart", {})[0] == 200
+    assert tasks.server.post(f"/api/tasks/{task_id}/restart", {})[0] == 409  # It waits, or runs, already.
+    going_on = tasks.until(task_id, lambda task: task["attempts"] == 2 and task["step"] > saved[0]["step"])
+    assert f"from the checkpoint at step {saved[0]['step']}" in going_on["reason"]
+    agent = min(pid for pid, line in tasks.processes(task_id).items() if "keeper" not in line)
+    os.kill(agent, signal.SIGKILL)  # The whole machine's share of the task, gone.
+    retried = tasks.until(task_id, lambda task: task["attempts"] == 3 and task["step"] > going_on["step"])
+    assert retried["exit_cause"]["message"] == "the torchrun agent was killed by SIGKILL"
+    assert client.stop(task_id, wait_s=30)["status"] == "stopped"
+    assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
+
+
+def test_each_end_has_its_cause(tmp_path: Path) -> None:
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "ends.py").write_text(
+        "import os, sys, signal\n"
+        "how = sys.argv[1]\n"
+        "print('about to', how, flush=True)\n"
+        "if how == 'raise': raise ValueError('the answer is 41')\n"
+        "if how == 'crash': os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "if how == 'refuse': sys.exit(2)\n"
+        "if how == 'linger':\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    print('deaf', flush=True)\n"
+        "    signal.pause()\n"
+    )
+    (recipes / "ends.toml").write_text(
+        "script = 'ends.py'\narguments = ['{how}']\nrequired = ['how']\n[config.how]\ntype = 'string'\n"
+    )
+    env = {"STRATA_RECIPES_DIR": str(recipes), "STRATA_TASK_WORKERS": "8", "STRATA_TASK_STOP_TIMEOUT": "2"}
+    tasks = Tasks(tmp_path / "data", env)
+    tasks.server.start()
+    try:
+        ids = {how: tasks.submit("ends", how=how) for how in ("linger", "raise", "crash", "refuse", "well")}
+        for how, kind, message in (
+            ("raise", "exception", "rank 0: ValueError: the answer is 41 (3 times in a row)"),
+            ("crash", "signal", "rank 0 was killed by SIGSEGV (3 times in a row)"),
+            ("refuse", "exit", "rank 0 ended with status 2"),
+        ):
+            failed = tasks.ended(ids[how])
+            assert (failed["status"], failed["attempts"]) == ("failed", 1), failed
+            assert failed["exit_cause"]["kind"] == kind
+            assert failed["exit_cause"]["message"] == message
+        assert 'raise ValueError("the answer' in tasks.log(ids["raise"]) or "ValueError" in tasks.log(
+            ids["raise"]
+        )
+        raised = tasks.get(ids["raise"])["exit_cause"]["traceback"]
+        assert "ends.py" in raised
+        assert "ValueError: the answer is 41" in raised
+        assert tasks.ended(ids["well"])["status"] == "completed"
+        # One that does not listen is killed when its time is over.
+        eventually(lambda: "deaf" in tasks.log(ids["linger"]), within_s=60)
+        Client(tasks.server.url).stop(ids["linger"], wait_s=20)
+        stopped = tasks.ended(ids["linger"], within_s=1)
+        assert stopped["status"] == "stopped"
+        assert "did not leave in time and was killed" in stopped["reason"]
+        assert all(tasks.processes(task_id) == {} for task_id in ids.values())
+    finally:
+        tasks.close()

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from strata import TrainingOrchestrator
+from strata.coordinator.streams import MESSAGES_PER_SECOND
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker.address import coordinator_address, is_secure
 from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, NotRegistered
 from strata.worker.outbox import LINES_KEPT, LogOutbox
 from strata.worker.session import Topology
+from tests.service.clients import RawSession, channel, stub
 from tests.support import Coordinator, eventually
 
 
@@ -92,18 +94,32 @@ def test_log_records_of_the_process_reach_the_coordinator(shared: Coordinator) -
 
 
 def test_goodbye_does_not_overtake_what_was_said_before_it(shared: Coordinator) -> None:
-    """Lines written just before a worker leaves are all there, also when it had hardly connected."""
-    for number in range(4):
-        name = f"hasty-{number}"
+    """Also on a session that sends so much that it is read slowly: a call would be heard before the last lines."""
+    with stub(shared.address) as calls, channel(shared.address) as own:
+        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="talkative", job_id="talkative"))
+        session = RawSession(own).hello("talkative")
+        session.wait_for("welcome")
+        for _ in range(int(2.5 * MESSAGES_PER_SECOND)):
+            session.send(heartbeat=pb.HeartbeatRequest())
+        session.send(logs=pb.LogBatch(entries=[pb.LogEntry(timestamp=time.time(), message="last words")]))
+        session.send(goodbye=pb.Goodbye(reason="done"))
+        assert session.wait_for("goodbye", within_s=20).reason == "done"
+        assert session.ended.wait(10)
+        assert session.error is None
+    assert [e["message"] for e in shared.get("/api/logs?worker_id=talkative")] == ["last words"]
+    assert "talkative" not in {w["id"] for w in shared.get("/api/workers")}
+
+
+def test_worker_that_leaves_at_once_is_heard_to_the_end(shared: Coordinator) -> None:
+    for number in range(5):
         worker = TrainingOrchestrator(shared.address, job_id="hasty", ship_logs=True)
         try:
-            worker.register_worker(name)
-            for line in range(1_500):
-                logging.getLogger("training").warning("%s says %d", name, line)
-            worker.deregister("done")
-            assert name not in {w["id"] for w in shared.get("/api/workers")}
-            found = shared.get(f"/api/logs?worker_id={name}&limit=2000")
-            assert [e["message"] for e in reversed(found)] == [f"{name} says {n}" for n in range(1_500)]
+            worker.register_worker(f"hasty-{number}")
+            for line in range(1_200):
+                logging.getLogger("training").warning("%d", line)
+            worker.deregister()
+            found = shared.get(f"/api/logs?worker_id=hasty-{number}&limit=2000")
+            assert [e["message"] for e in reversed(found)] == [str(n) for n in range(1_200)]
         finally:
             worker.close()
 

@@ -110,6 +110,21 @@ def test_page_is_fresh_once_its_event_has_been_told(shared: Coordinator) -> None
             assert f"fresh-{turn}" in {w["id"] for w in shared.get("/api/workers")}
 
 
+def test_what_happened_before_a_reader_came_can_be_asked_for(shared: Coordinator) -> None:
+    with EventStream(shared.http_port) as stream:
+        register(shared, "story-1", "story-2")
+        heard = [
+            stream.wait_for("worker_joined", lambda e, n=name: e["spec"]["worker_id"] == n)  # type: ignore[misc]
+            for name in ("story-1", "story-2")
+        ]
+    recent = shared.get("/api/events/recent")
+    told = {e["id"]: e for e in recent}
+    assert [told[e.id]["data"] for e in heard] == [e.data for e in heard]
+    assert [number(e["id"]) for e in recent] == sorted(number(e["id"]) for e in recent)
+    assert all(abs(e["at"] - time.time()) < 3_600 for e in recent)
+    assert "metrics" not in {e["event"] for e in recent}
+
+
 def test_stream_says_how_it_must_be_handled(shared: Coordinator) -> None:
     with urllib.request.urlopen(shared.url + "/api/events", timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/event-stream")

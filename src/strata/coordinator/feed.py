@@ -8,6 +8,7 @@ slow the engine: publishing is an append.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from strata.core.messages import (
     SOFT_EVENTS,
     BarrierBroken,
     BarrierReleased,
+    CheckpointCompleted,
     Event,
     ShardsMoved,
     TaskProgressed,
@@ -30,6 +32,15 @@ from strata.core.tasks import percent, remaining_s
 
 ENTRIES_KEPT = 5_000
 BYTES_KEPT = 16_000_000
+RECENT_KEPT = 1_000
+STORY = frozenset(
+    {
+        "worker_joined", "worker_failed", "worker_left", "worker_slow", "worker_caught_up", "dataset_registered",
+        "shards_moved", "barrier_broken", "checkpoint_completed", "checkpoint_failed", "task_created",
+        "task_changed", "recovery_recorded",
+    }
+)  # fmt: skip
+"""Kinds that tell what happened to a run; the rest is what it is like now."""
 COALESCE_S = 0.1
 KEEPALIVE_S = 15.0
 
@@ -45,6 +56,7 @@ class Feed:
         self._boot = boot_id
         self._entries: deque[_Entry] = deque()
         self._bytes = 0
+        self._recent: deque[bytes] = deque(maxlen=RECENT_KEPT)
         self._number = 0
         self._news = asyncio.Event()
         self._joined: tuple[tuple[int, int], bytes] = ((0, 0), b"")
@@ -59,6 +71,8 @@ class Feed:
                 self.publish(_snake(codec.kind_of(event)), _outcome_in_brief(event))
             elif isinstance(event, TaskProgressed):
                 self.publish("task_progressed", _progress_in_full(event))
+            elif isinstance(event, CheckpointCompleted):
+                self.publish("checkpoint_completed", _save_in_brief(event))
             elif not isinstance(event, (*SOFT_EVENTS, ValueSwapped, ValueDropped)):
                 self.publish(_snake(codec.kind_of(event)), event)
 
@@ -71,11 +85,18 @@ class Feed:
             kind.encode(),
             body,
         )
+        if kind in STORY:
+            told = (self.position.encode(), kind.encode(), time.time(), body)
+            self._recent.append(b'{"id":"%s","event":"%s","at":%.3f,"data":%s}' % told)
         self._entries.append(_Entry(self._number, entry))
         self._bytes += len(entry)
         while len(self._entries) > ENTRIES_KEPT or (self._bytes > BYTES_KEPT and len(self._entries) > 1):
             self._bytes -= len(self._entries.popleft().body)
         self._news.set()
+
+    def recent(self) -> bytes:
+        """A JSON list of what happened lately, oldest first: for a browser that comes late to the story."""
+        return b"[" + b",".join(self._recent) + b"]"
 
     @property
     def position(self) -> str:
@@ -148,6 +169,11 @@ def _moves_in_brief(event: ShardsMoved) -> dict[str, Any]:
         "reason": event.reason,
         "at_s": event.at_s,
     }
+
+
+def _save_in_brief(event: CheckpointCompleted) -> dict[str, Any]:
+    """Without the record of samples, which grows with the data and is for the audit."""
+    return {f.name: getattr(event, f.name) for f in fields(event) if f.name != "data_json"}
 
 
 def _outcome_in_brief(event: BarrierReleased | BarrierBroken) -> dict[str, Any]:

@@ -56,6 +56,13 @@ class RegisterDatasetBody(BaseModel):
     metadata: dict[str, str] = Field(default={}, max_length=checks.PAIRS_LIMIT)
 
 
+class RecentEventBody(BaseModel):
+    id: str
+    event: str
+    at: float
+    data: dict[str, Any]
+
+
 class HealthBody(BaseModel):
     status: Literal["ok"] = "ok"
 
@@ -239,6 +246,13 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         last = request.headers.get("last-event-id")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(runtime.feed.follow(last), media_type="text/event-stream", headers=headers)
+
+    @app.get("/api/events/recent", response_model=list[RecentEventBody], tags=["coordinator"])
+    async def recent_events() -> Response:
+        """What happened lately, oldest first, with the ids the stream gave it: joins, losses, saves, recoveries, tasks."""
+        return Response(
+            runtime.feed.recent(), media_type="application/json", headers={"Cache-Control": "no-store"}
+        )
 
     install_log_routes(app, runtime)
     install_task_routes(app, runtime)

@@ -43,6 +43,9 @@ class RayCluster:
     def address(self) -> str:
         return str(self._cluster.address)
 
+    def free_cpus(self) -> float:
+        return float(self._cluster.global_state.available_resources().get("CPU", 0.0))
+
     def lose(self, node: Any) -> None:
         """Everything that runs on the node is gone at once, as with a machine that lost its power."""
         (raylet,) = node.all_processes["raylet"]

@@ -66,6 +66,7 @@ class RayLauncher:
         self._loop = asyncio.get_running_loop()
         self._plans: dict[str, LaunchPlan] = {}
         self._adopted: asyncio.Future[None] | None = None
+        self._cleared: set[TaskId] = set()
         self._capacity = Capacity(workers=0, gpus=0)
         self._driver: _Driver | None = None
         self._again: asyncio.TimerHandle | None = None
@@ -109,7 +110,9 @@ class RayLauncher:
 
     async def forget(self, task_id: TaskId) -> None:
         runs = [f"{task_id}-{path.name[4:]}" for path in (self._tasks_dir / task_id).glob("run-*")]
-        self._tell(Forget(jobs=(task_id, *runs)))
+        if len(runs) > 1 or task_id not in self._cleared:  # Else its only run has done so, on every node it had.
+            self._tell(Forget(jobs=(task_id, *runs)))
+        self._cleared.discard(task_id)
 
     async def close(self) -> None:
         self._closed = True
@@ -156,6 +159,8 @@ class RayLauncher:
                     self._listener(message)
             case Exited() | Lost():
                 if self._plans.pop(message.run_id, None) is not None:
+                    if isinstance(message, Exited) and message.cause is None:
+                        self._cleared.add(message.task_id)
                     self._listener(message)
 
 

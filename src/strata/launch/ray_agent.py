@@ -25,7 +25,7 @@ import ray
 
 from strata.core.messages import ExitCause
 from strata.launch.entry import end_with_parent
-from strata.launch.leftovers import RUN_VARIABLE, end_processes
+from strata.launch.leftovers import RUN_VARIABLE, end_processes, forget_shared_memory
 from strata.launch.output import OutputReader, Place
 from strata.launch.ray_messages import AgentPlan, AgentReport
 from strata.launch.torchrun import TorchrunSpec
@@ -41,7 +41,7 @@ class RayAgent:
     def __init__(self, agent: AgentPlan) -> None:
         self._agent = agent
         self._incarnation = secrets.token_hex(4)
-        self._node = ray.util.get_node_ip_address()
+        self._node: str = ray.util.get_node_ip_address()
         self._mark = f"{agent.plan.run_id}#{agent.index}-{self._incarnation}"
         self._folder = Path(tempfile.mkdtemp(prefix="strata-agent-"))
         self._reader = OutputReader(self._folder, Place())
@@ -101,9 +101,11 @@ class RayAgent:
         except subprocess.TimeoutExpired:
             end_processes(self._mark, spare=(self._keeper.pid,))  # The keeper writes down how it ended.
 
-    def clear(self) -> None:
-        """Nothing of this agent is left on its node afterwards."""
+    def clear(self, snapshots: bool) -> None:
+        """Nothing of this agent is left on its node afterwards; of the task, only snapshots that it may go on from."""
         self._kill()
+        if snapshots:
+            forget_shared_memory(self._agent.plan.task_id, self._agent.plan.run_id)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _kill(self) -> None:

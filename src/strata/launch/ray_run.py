@@ -301,10 +301,11 @@ class RayRun:
     # --- ending ---------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        """Nothing of the run is left in the cluster afterwards."""
+        """Nothing of the run is left in the cluster afterwards; snapshots only where it failed and may go on."""
+        over = self._cause is None
         with contextlib.suppress(Exception):  # Nodes that are gone have nothing left to clear.
             ray.wait(
-                [agent.actor.clear.remote() for agent in self._agents],
+                [agent.actor.clear.remote(over) for agent in self._agents],
                 num_returns=max(1, len(self._agents)),
                 timeout=GONE_S,
             )

@@ -72,7 +72,14 @@ const ops = {
   value: ({ find }) => place(find).inputValue(),
   url: () => page.url(),
   evaluate: ({ script }) => page.evaluate(script),
-  until: ({ script, patience_ms }) => page.waitForFunction(script, undefined, { timeout: patience_ms ?? PATIENCE_MS, polling: 50 }).then(() => null),
+  // Asked from outside: a page that may not evaluate text cannot be asked to wait for an expression itself.
+  until: async ({ script, patience_ms }) => {
+    const endMs = Date.now() + (patience_ms ?? PATIENCE_MS);
+    while (!(await page.evaluate(script))) {
+      if (Date.now() > endMs) throw new Error("it did not become true in time");
+      await page.waitForTimeout(50);
+    }
+  },
   theme: async ({ dark }) => {
     await page.emulateMedia({ colorScheme: dark ? "dark" : "light", reducedMotion: "reduce" });
     return null;

@@ -62,7 +62,7 @@ export function Status(props: { value: string; pill?: boolean; title?: string })
   const { tone, icon: Icon, label } = lookOf(props.value);
   const look = props.pill ? `rounded-full px-2 py-0.5 ${TONE_SOFT[tone]}` : TONE_TEXT[tone];
   return (
-    <span className={`inline-flex items-center gap-1.5 whitespace-nowrap text-sm font-medium ${look}`} title={props.title}>
+    <span className={`inline-flex items-center gap-1.5 align-middle whitespace-nowrap text-sm font-medium ${look}`} title={props.title}>
       <Icon aria-hidden className="size-3.5 shrink-0" strokeWidth={2.25} />
       {label}
     </span>

@@ -25,7 +25,7 @@ const STEPS = 12_000;
 const STEPS_PER_S = 2.4;
 const SAVE_EVERY = 60;
 const SNAPSHOT_EVERY = 10;
-const SYNC_EVERY = 25;
+const SYNC_EVERY = 5;
 const TOKENS_PER_STEP = 8 * 16 * 1_024;
 const SAVE_BYTES = 1_486_000_000;
 const LOGS_KEPT = 2_000;
@@ -59,7 +59,7 @@ export class Simulation {
   logs: LogEntry[] = [];
   /** One point a second. */
   readonly series: Series = { times: [], rps: [], activeWorkers: [], throughput: [], barrierP99: [], checkpointMbS: [], planMs: [] };
-  readonly runSeries: RunSeries = { times: [], step: [], loss: [], throughput: [] };
+  readonly runSeries: RunSeries = { times: [], step: [], loss: [], tokensPerS: [], samplesPerS: [], stepsPerS: [] };
   plan: Plan;
   now: number;
   step = 0;
@@ -175,7 +175,9 @@ export class Simulation {
     append(this.runSeries.times, this.now);
     append(this.runSeries.step, Math.floor(this.step));
     append(this.runSeries.loss, this.phase === "training" ? round(this.loss, 4) : null);
-    append(this.runSeries.throughput, throughput);
+    append(this.runSeries.tokensPerS, this.phase === "training" ? throughput : null);
+    append(this.runSeries.samplesPerS, null);
+    append(this.runSeries.stepsPerS, null);
   }
 
   private playScript(): void {
@@ -239,7 +241,7 @@ export class Simulation {
       ? {
           loss: round(this.loss, 4),
           lr: 3e-4,
-          tokens_per_second: Math.round(this.throughput() / this.names().length),
+          tokens_per_second: Math.round(this.throughput()),
           data_position: (Math.floor(this.step) * 128) % this.plan.samples,
         }
       : {};
@@ -452,7 +454,7 @@ export class Simulation {
     Object.assign(barrier, {
       status: "complete", arrived: barrier.total, missing: [], ended_at: barrier.created_at + waited, reason: `all ${barrier.total} have arrived`,
     });
-    this.barrierWaits = [...this.barrierWaits, waited].slice(-200);
+    this.barrierWaits = [...this.barrierWaits, waited].slice(-1_000);
     this.publish("barrier_released", {
       job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation,
       arrived: barrier.total, opened_at_s: barrier.created_at, waited_s: waited, reason: barrier.reason, at_s: this.now,

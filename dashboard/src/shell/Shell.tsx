@@ -64,10 +64,10 @@ export function Shell() {
               type="button"
               onClick={does.palette}
               className="flex h-9 items-center gap-2.5 rounded-md px-2 text-muted hover:bg-hover hover:text-ink"
-              aria-label="Command palette"
+              title="Command palette"
             >
               <Search aria-hidden className="size-4 shrink-0" />
-              <span className="hidden flex-1 text-left lg:inline">Find</span>
+              <span className="sr-only flex-1 text-left lg:not-sr-only">Find</span>
               <span className="hidden lg:inline"><Kbd>Ctrl K</Kbd></span>
             </button>
             <div className="flex items-center gap-1 px-0.5">

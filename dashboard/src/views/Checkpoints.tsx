@@ -21,16 +21,16 @@ import { Ladder } from "./checkpoints/Ladder";
 import { Verify } from "./checkpoints/Verify";
 
 const COLUMNS: readonly Column<Checkpoint>[] = [
-  { id: "step", header: "Step", value: (each) => each.step, cell: (each) => <span className="font-medium">{count(each.step)}</span>, align: "right", width: "90px" },
-  { id: "status", header: "Status", value: (each) => each.status, cell: (each) => <Status value={each.status} title={each.reason} />, width: "130px" },
-  { id: "tiers", header: "Tiers", value: (each) => each.tiers.length, cell: (each) => <Ladder tiers={each.tiers} status={each.status} />, width: "170px" },
-  { id: "size", header: "Size", value: (each) => each.size, cell: (each) => <Bytes value={each.size} />, align: "right", width: "100px" },
-  { id: "speed", header: "Speed", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "110px" },
-  { id: "made", header: "Made", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "120px" },
-  { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} /> },
-  { id: "author", header: "Author", value: (each) => each.worker_id, cell: (each) => <Name>{each.worker_id}</Name> },
-  { id: "path", header: "Path", value: (each) => each.path, cell: (each) => <Name mono>{each.path}</Name>, width: "minmax(12rem, 2fr)" },
-  { id: "digest", header: "Digest", cell: (each) => <Name mono>{each.digest}</Name>, width: "minmax(7rem, 1fr)" },
+  { id: "step", header: "Step", value: (each) => each.step, cell: (each) => <span className="font-medium">{count(each.step)}</span>, align: "right", width: "80px" },
+  { id: "status", header: "Status", value: (each) => each.status, cell: (each) => <Status value={each.status} title={each.reason} />, width: "118px" },
+  { id: "tiers", header: "Tiers", value: (each) => each.tiers.length, cell: (each) => <Ladder tiers={each.tiers} status={each.status} />, width: "184px" },
+  { id: "size", header: "Size", value: (each) => each.size, cell: (each) => <Bytes value={each.size} />, align: "right", width: "88px" },
+  { id: "speed", header: "Speed", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "104px" },
+  { id: "made", header: "Made", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "108px" },
+  { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} />, width: "minmax(5rem, 1fr)" },
+  { id: "author", header: "Author", value: (each) => each.worker_id, cell: (each) => <Name>{each.worker_id}</Name>, width: "minmax(5rem, 1fr)" },
+  { id: "path", header: "Path", value: (each) => each.path, cell: (each) => <Name mono>{each.path}</Name>, width: "minmax(8rem, 2fr)" },
+  { id: "digest", header: "Digest", cell: (each) => <Name mono>{each.digest.split(":").at(-1)}</Name>, width: "minmax(5rem, 1fr)" },
 ];
 
 export function Checkpoints() {

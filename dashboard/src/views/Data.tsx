@@ -98,7 +98,7 @@ function Chosen(props: { dataset: Dataset }) {
   const proof = audit.data?.find((each) => each.job_id === plan.data?.job_id && each.epoch === plan.data?.epoch) ?? audit.data?.at(-1);
 
   return (
-    <div className="grid items-start gap-4 xl:grid-cols-[3fr_2fr]">
+    <div className="grid items-start gap-4 xl:grid-cols-[minmax(0,5fr)_minmax(0,3fr)]">
       <div className="flex min-w-0 flex-col gap-4">
         <Card title={<span className="foreign">Shards of {dataset.name}</span>}>
           {plan.isPending ? (

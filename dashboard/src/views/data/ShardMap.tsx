@@ -57,9 +57,9 @@ function Progress(props: { plan: ShardPlan; audit: Audit | undefined }) {
 function Legend() {
   return (
     <ul className="flex flex-wrap gap-x-5 gap-y-1 text-sm text-muted" aria-label="Legend">
-      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-idle-soft" />held</li>
+      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-edge opacity-45" />held</li>
       <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent" />trained</li>
-      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-idle-soft" />moved at the last change</li>
+      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-edge/45" />moved at the last change</li>
     </ul>
   );
 }
@@ -76,9 +76,9 @@ function Rows(props: { rows: readonly Row[]; total: number }) {
           const row = rows[item.index];
           if (!row) return null;
           return (
-            <div key={row.workerId ?? ""} role="listitem" className="absolute inset-x-0 grid grid-cols-[minmax(8rem,14rem)_7rem_1fr_4rem] items-center gap-3 border-b border-line/60 px-3" style={{ height: ROW_PX, transform: `translateY(${item.start}px)` }}>
+            <div key={row.workerId ?? ""} role="listitem" className="absolute inset-x-0 grid grid-cols-[minmax(5rem,10rem)_5.5rem_1fr_3rem] items-center gap-3 border-b border-line/60 px-3" style={{ height: ROW_PX, transform: `translateY(${item.start}px)` }}>
               <span className="min-w-0">{row.workerId === null ? <span className="text-warn">nobody</span> : <WorkerLink id={row.workerId} />}</span>
-              <span className="truncate text-sm text-muted">{plural(row.shards, "shard")}{row.moved > 0 ? `, ${count(row.moved)} new` : ""}</span>
+              <span className="truncate text-sm text-muted" title={`${plural(row.shards, "shard")}, ${count(row.moved)} of them moved here`}>{plural(row.shards, "shard")}</span>
               <Bar row={row} total={total} />
               <span className="text-right text-sm">{percent(row.samples > 0 ? (row.done / row.samples) * 100 : null)}</span>
             </div>
@@ -101,7 +101,7 @@ const Bar = memo(function Bar(props: { row: Row; total: number }) {
         return (
           <g key={range.firstShard}>
             <title>{tell(range)}</title>
-            <rect x={range.start * scale} y={1} width={width} height={14} className="fill-idle-soft" />
+            <rect x={range.start * scale} y={1} width={width} height={14} className="fill-edge opacity-45" />
             <rect x={range.start * scale} y={1} width={trained} height={14} className="fill-accent" />
             {range.moved && <rect x={range.start * scale} y={13} width={width} height={3} className="fill-warn" />}
           </g>

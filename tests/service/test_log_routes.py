@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from strata.cli.logs import NotATime
+from strata.cli.main import app
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import RawSession, channel, stub
 from tests.support import Coordinator, eventually
@@ -179,13 +182,14 @@ def test_command_line_understands_times_and_says_what_it_does_not(
     talker.say(("info", "long ago"), at_s=time.time() - 7_200)
     talker.say(("info", "just now"))
     eventually(lambda: len(found(shared, worker_id=talker._name)) == 2, within_s=10)
-
-    def listed(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "strata.cli.main", "logs", "--api", shared.url, "--json", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-    recent = listed("--worker", talker._name, "--since", "1h")
-    assert [e["message"] for e in json.loads(recent.stdout)] == ["just now"]
-    wrong = listed("--since", "yesterday")
-    assert wrong.returncode == 2
-    assert "--since 'yesterday' is not a time" in wrong.stderr
+    command = CliRunner()
+    arguments = ["logs", "--api", shared.url, "--json", "--worker", talker._name]
+    for since, expected in (
+        ("1h", ["just now"]),
+        ("0.2d", ["just now", "long ago"]),
+        ("5000", ["just now", "long ago"]),
+    ):
+        listed = command.invoke(app, [*arguments, "--since", since], catch_exceptions=False)
+        assert [e["message"] for e in json.loads(listed.stdout)] == expected
+    with pytest.raises(NotATime, match="--since 'yesterday' is not a time"):
+        command.invoke(app, [*arguments, "--since", "yesterday"], catch_exceptions=False)

@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +19,10 @@ from tests.service.clients import EventStream
 from tests.support import Coordinator, eventually
 
 
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     env = {"STRATA_HEARTBEAT_INTERVAL": "0.1"}
-    server = Coordinator(tmp_path / "coordinator", env=env).start()
+    server = Coordinator(tmp_path_factory.mktemp("watch") / "coordinator", env=env).start()
     yield server
     server.stop()
 
@@ -107,16 +106,16 @@ def written_down(coordinator: Coordinator) -> bytes:
 
 
 def test_goodput_survives_a_crash_of_the_coordinator(coordinator: Coordinator) -> None:
-    with TrainingOrchestrator(coordinator.address, job_id="run") as worker:
+    with TrainingOrchestrator(coordinator.address, job_id="crash") as worker:
         worker.register_worker("w")
         report(worker, 1, own_s=0.5, training_s=8.0)
-        eventually(lambda: b'"training": 8.0' in written_down(coordinator), within_s=15)
+        eventually(lambda: b'"crash"' in written_down(coordinator), within_s=15)
         coordinator.kill()
         coordinator.start()
-        assert [spent["training_s"] for spent in coordinator.get("/api/goodput")] == [8.0]
+        assert coordinator.get("/api/jobs/crash/goodput")["training_s"] == 8.0
         report(worker, 2, own_s=0.5, training_s=9.0)
-        eventually(lambda: coordinator.get("/api/jobs/run/goodput")["training_s"] == 9.0, within_s=20)
-        assert coordinator.get("/api/jobs/run/goodput")["processes"] == 1
+        eventually(lambda: coordinator.get("/api/jobs/crash/goodput")["training_s"] == 9.0, within_s=20)
+        assert coordinator.get("/api/jobs/crash/goodput")["processes"] == 1
 
 
 @pytest.mark.parametrize(
@@ -132,10 +131,10 @@ def test_goodput_survives_a_crash_of_the_coordinator(coordinator: Coordinator) -
     ],
 )
 def test_wrong_questions_are_answered_properly(
-    shared: Coordinator, path: str, status: int, words: str
+    coordinator: Coordinator, path: str, status: int, words: str
 ) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(shared.url + path, timeout=10)
+        urllib.request.urlopen(coordinator.url + path, timeout=10)
     with refused.value as error:
         assert error.code == status
         answer = json.load(error)

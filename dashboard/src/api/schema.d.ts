@@ -299,6 +299,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/events/recent": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Recent Events
+         * @description What happened lately, oldest first, with the ids the stream gave it: joins, losses, saves, recoveries, tasks.
+         */
+        get: operations["recent_events_api_events_recent_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/logs": {
         parameters: {
             query?: never;
@@ -904,6 +924,19 @@ export interface components {
                 [key: string]: unknown;
             }[];
         };
+        /** RecentEventBody */
+        RecentEventBody: {
+            /** Id */
+            id: string;
+            /** Event */
+            event: string;
+            /** At */
+            at: number;
+            /** Data */
+            data: {
+                [key: string]: unknown;
+            };
+        };
         /**
          * RecipeBody
          * @description What may be run here.
@@ -1247,6 +1280,7 @@ export type HistoryView = components['schemas']['HistoryView'];
 export type LogView = components['schemas']['LogView'];
 export type MetricsView = components['schemas']['MetricsView'];
 export type PreviewView = components['schemas']['PreviewView'];
+export type RecentEventBody = components['schemas']['RecentEventBody'];
 export type RecipeBody = components['schemas']['RecipeBody'];
 export type RecoveryView = components['schemas']['RecoveryView'];
 export type RegisterDatasetBody = components['schemas']['RegisterDatasetBody'];
@@ -2795,6 +2829,89 @@ export interface operations {
                 };
                 content: {
                     "text/event-stream": unknown;
+                };
+            };
+            /** @description The request is not well-formed */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+            /** @description A token is required */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+            /** @description Not allowed */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+            /** @description The body came too slowly */
+            408: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+            /** @description The body is too large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+            /** @description A value cannot be right */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+            /** @description Too much to do; try again */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    recent_events_api_events_recent_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RecentEventBody"][];
                 };
             };
             /** @description The request is not well-formed */

@@ -18,6 +18,7 @@ export type LogEntry = Schemas["LogView"];
 export type CoordinatorStatus = Schemas["StatusView"];
 export type History = Schemas["HistoryView"];
 export type Goodput = Schemas["GoodputView"];
+export type RecentEvent = Schemas["RecentEventBody"];
 /** The answer of `GET /api/dashboard`. */
 export type Snapshot = Schemas["DashboardView"];
 

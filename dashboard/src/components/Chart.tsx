@@ -160,7 +160,7 @@ function translucent(color: string, alpha: number): string {
 /** A line without axes, for a card. */
 export function Sparkline(props: { values: readonly (number | null)[]; color?: string; label: string }) {
   const known = props.values.filter((v): v is number => v !== null);
-  if (known.length < 2) return <div className="h-7" />;
+  if (known.length < 2) return <p className="h-7 text-sm text-faint">{known.length === 0 ? "nothing measured yet" : ""}</p>;
   const low = Math.min(...known, 0);
   const high = Math.max(...known);
   const span = high - low || 1;

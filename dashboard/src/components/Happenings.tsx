@@ -24,7 +24,7 @@ export function Happenings(props: { items: readonly Happening[]; height?: number
         return (
           <li key={item.id} className="flex items-baseline gap-2.5 px-4 py-1.5 hover:bg-hover" onMouseEnter={() => props.onHover?.(item.at)} onMouseLeave={() => props.onHover?.(null)}>
             <Icon aria-hidden className={`size-3.5 shrink-0 translate-y-0.5 ${tone}`} />
-            <span className="foreign min-w-0 flex-1 break-words">
+            <span className="foreign line-clamp-2 min-w-0 flex-1 break-words" title={item.text}>
               {word && <span className="sr-only">{word}</span>}
               {to ? <Link to="/workers" search={{ worker: to }} className="hover:underline">{item.text}</Link> : item.text}
             </span>

@@ -8,7 +8,7 @@
  */
 
 import { API_URL, ApiError, authorization, get, httpTransport, refusal, unreachable } from "../api/client";
-import type { History, Recovery, Snapshot } from "../api/types";
+import type { History, RecentEvent, Recovery, Snapshot } from "../api/types";
 import type { Backend } from "./backend";
 import { fleetHistory } from "./series";
 import { EventParser } from "./sse";
@@ -154,11 +154,11 @@ class Follower {
   private async past(): Promise<void> {
     const signal = this.ended.signal;
     const [events, recoveries, history] = await Promise.allSettled([
-      get<{ id: string; event: string; data: unknown }[]>("/events/recent", undefined, signal),
+      get<RecentEvent[]>("/events/recent", undefined, signal),
       get<Recovery[]>("/recoveries", undefined, signal),
       get<History>("/metrics/history", { series: FLEET_SERIES, since: Math.floor(Date.now() / 1000 - PAST_S) }, signal),
     ]);
-    if (events.status === "fulfilled") this.dispatch({ type: "past", events: events.value.map((e) => ({ id: e.id, kind: e.event, data: e.data })) });
+    if (events.status === "fulfilled") this.dispatch({ type: "past", events: events.value.map((e) => ({ id: e.id, kind: e.event, data: e.data, at: e.at })) });
     if (recoveries.status === "fulfilled") this.dispatch({ type: "recoveries", recoveries: recoveries.value });
     if (history.status === "fulfilled") this.dispatch({ type: "history", series: fleetHistory(history.value) });
   }

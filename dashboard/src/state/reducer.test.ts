@@ -46,7 +46,7 @@ describe("a snapshot", () => {
 
   it("adds a point to the curves of each run", () => {
     const state = started({ type: "snapshot", snapshot: { ...snapshot(), coordinator: { ...snapshot().coordinator, server_time: NOW + 2 } }, atMs: AT_MS + 2000 });
-    expect(state.runSeries.get("job")).toMatchObject({ times: [NOW, NOW + 2], loss: [2, 2], throughput: [1000, 1000] });
+    expect(state.runSeries.get("job")).toMatchObject({ times: [NOW, NOW + 2], loss: [2, 2], tokensPerS: [1000, 1000], stepsPerS: [2, 2] });
   });
 });
 

@@ -141,7 +141,7 @@ function applyEvents(state: State, events: readonly FeedEvent[], atMs: number, a
 }
 
 function applyPast(state: State, events: readonly FeedEvent[]): State {
-  const told = events.map((event) => tell(event, 0)).filter((h) => h !== null).reverse();
+  const told = events.map((event) => tell(event, event.at ?? 0)).filter((h) => h !== null).reverse();
   const generations = events.map(generationOf).filter((g) => g !== null);
   return {
     ...state,

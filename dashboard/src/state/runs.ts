@@ -1,7 +1,7 @@
 /** A run is everything that goes by one job id: its workers, saves, recoveries and, when it was started here, its task. Pure. */
 
 import type { Checkpoint, Recovery, Task, Worker } from "../api/types";
-import { runPoint, throughputUnit } from "./series";
+import { runPoint, throughputOf } from "./series";
 import type { Generation, State } from "./types";
 
 export type RunStatus = "training" | "recovering" | "idle" | "failed" | "ended";
@@ -75,6 +75,7 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
   const { workers } = run;
   const alive = workers.filter((w) => w.status !== "failed");
   const point = runPoint(workers);
+  const { unit } = throughputOf(state.runSeries.get(run.id));
   const saves = run.checkpoints.map((c) => c.step);
   const step = point.step ?? Math.max(0, ...workers.map((w) => w.current_step), ...saves);
   const starts = [firstJoin, ...workers.map((w) => w.joined_at), ...run.checkpoints.map((c) => c.created_at)].filter((at) => at !== undefined);
@@ -90,8 +91,8 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
     step,
     epoch: Math.max(0, ...alive.map((w) => w.current_epoch), ...(alive.length === 0 ? run.checkpoints.map((c) => c.epoch) : [])),
     loss: point.loss,
-    throughput: point.throughput,
-    throughputUnit: throughputUnit(workers),
+    throughput: { "tokens/s": point.tokensPerS, "samples/s": point.samplesPerS, "steps/s": point.stepsPerS }[unit] ?? null,
+    throughputUnit: unit,
     startedAt,
     task,
     risk: riskOf(run.checkpoints, alive, step, startedAt),

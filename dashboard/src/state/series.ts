@@ -12,7 +12,7 @@ export function emptySeries(): Series {
 }
 
 export function emptyRunSeries(): RunSeries {
-  return { times: [], step: [], loss: [], throughput: [] };
+  return { times: [], step: [], loss: [], tokensPerS: [], samplesPerS: [], stepsPerS: [] };
 }
 
 type Table = { times: number[] } & Record<string, (number | null)[]>;
@@ -57,41 +57,36 @@ export function addSample(series: Series, metrics: Metrics, runs: ReadonlyMap<st
 function totalThroughput(runs: ReadonlyMap<string, RunSeries>, at: number): number | null {
   let total: number | null = null;
   for (const run of runs.values()) {
-    const last = run.throughput.at(-1);
+    const last = throughputOf(run).values.at(-1);
     if (last !== null && last !== undefined && at - (run.times.at(-1) ?? 0) < GAP_S) total = (total ?? 0) + last;
   }
   return total;
 }
 
-/** What the workers of one run say about it: the step of the furthest, the mean of what each measured. */
-export function runPoint(workers: readonly Worker[]): { step: number | null; loss: number | null; throughput: number | null } {
+/** The curve people mean: tokens where they are counted, else samples, else steps. One unit for the whole of it. */
+export function throughputOf(run: RunSeries | undefined): { unit: string; values: (number | null)[] } {
+  if (!run) return { unit: "", values: [] };
+  const measured = (values: readonly (number | null)[]) => values.some((v) => v !== null);
+  if (measured(run.tokensPerS)) return { unit: "tokens/s", values: run.tokensPerS };
+  if (measured(run.samplesPerS)) return { unit: "samples/s", values: run.samplesPerS };
+  return { unit: "steps/s", values: run.stepsPerS };
+}
+
+type RunPoint = { [K in keyof Omit<RunSeries, "times">]: number | null };
+
+/** What the workers of one run say about it: the step of the furthest, the mean of what each says of the whole run. */
+export function runPoint(workers: readonly Worker[]): RunPoint {
   const alive = workers.filter((w) => w.status !== "failed");
+  const working = alive.some((w) => w.status === "training" || w.status === "checkpointing" || w.status === "active") ? alive : [];
+  const of = (among: readonly Worker[], name: string) => mean(among.map((w) => w.metrics[name]));
+  const stepS = of(working, "step_time_s");
   return {
     step: alive.length === 0 ? null : Math.max(...alive.map((w) => w.current_step)),
-    loss: mean(alive.map((w) => w.metrics["loss"])),
-    throughput: alive.some(isWorking) ? throughputOf(alive) : null,
+    loss: of(alive, "loss"),
+    tokensPerS: of(working, "tokens_per_second"),
+    samplesPerS: of(working, "samples_per_second"),
+    stepsPerS: stepS === null || stepS <= 0 ? null : 1 / stepS,
   };
-}
-
-function isWorking(worker: Worker): boolean {
-  return worker.status === "training" || worker.status === "checkpointing" || worker.status === "active";
-}
-
-/** Workers report the throughput of the whole run, so their mean is the run's. */
-export function throughputOf(workers: readonly Worker[]): number | null {
-  for (const key of ["tokens_per_second", "samples_per_second"]) {
-    const value = mean(workers.map((w) => w.metrics[key]));
-    if (value !== null) return value;
-  }
-  const step = mean(workers.map((w) => w.metrics["step_time_s"]));
-  return step === null || step <= 0 ? null : 1 / step;
-}
-
-/** What `throughputOf` counts. */
-export function throughputUnit(workers: readonly Worker[]): string {
-  if (workers.some((w) => typeof w.metrics["tokens_per_second"] === "number")) return "tokens/s";
-  if (workers.some((w) => typeof w.metrics["samples_per_second"] === "number")) return "samples/s";
-  return "steps/s";
 }
 
 function mean(values: readonly (number | null | undefined)[]): number | null {
@@ -156,10 +151,8 @@ export function fleetHistory(history: History): Partial<Series> & { times: numbe
 
 export function runHistory(history: History): RunSeries {
   const of = (name: string) => history.series[name]?.values ?? [];
-  const measured = (name: string) => of(name).some((v) => v !== null);
-  const stepTime = of("step_time").map((s) => (s === null || s <= 0 ? null : 1 / s));
-  const throughput = measured("tokens_per_second") ? of("tokens_per_second") : measured("samples_per_second") ? of("samples_per_second") : stepTime;
-  return trimmed({ times: timesOf(history), step: of("step"), loss: of("loss"), throughput });
+  const stepsPerS = of("step_time").map((s) => (s === null || s <= 0 ? null : 1 / s));
+  return trimmed({ times: timesOf(history), step: of("step"), loss: of("loss"), tokensPerS: of("tokens_per_second"), samplesPerS: of("samples_per_second"), stepsPerS });
 }
 
 function timesOf(history: History): number[] {

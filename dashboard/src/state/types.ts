@@ -53,7 +53,9 @@ export interface RunSeries {
   times: number[];
   step: (number | null)[];
   loss: (number | null)[];
-  throughput: (number | null)[];
+  tokensPerS: (number | null)[];
+  samplesPerS: (number | null)[];
+  stepsPerS: (number | null)[];
 }
 
 /** A change of a run's members. */
@@ -101,6 +103,8 @@ export interface FeedEvent {
   id: string;
   kind: string;
   data: unknown;
+  /** When it happened, where the data does not say. */
+  at?: number;
 }
 
 export type Action =

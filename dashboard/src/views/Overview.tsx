@@ -14,6 +14,7 @@ import { Ago, Name } from "../components/values";
 import { age, compact, count, millis, number, plural } from "../format";
 import { assess, exposure, saveRhythm, type Finding, type Health, type Level } from "../state/health";
 import { runsOf, type Run } from "../state/runs";
+import { throughputOf } from "../state/series";
 import { useServerNow, useStore, useStory } from "../state/store";
 import { useRunHistory } from "./runs/history";
 
@@ -45,7 +46,7 @@ export function Overview() {
   // One run has a curve of its own, with a past; several are added up as they are heard.
   const own = only ? state.runSeries.get(only.id) : undefined;
   const ownFrom = own ? tail(own.times, now - WINDOW_S) : 0;
-  const throughput = own ? { times: own.times.slice(ownFrom), values: own.throughput.slice(ownFrom) } : { times, values: cut(series.throughput) };
+  const throughput = own ? { times: own.times.slice(ownFrom), values: throughputOf(own).values.slice(ownFrom) } : { times, values: cut(series.throughput) };
   return (
     <Page title="Overview">
       <div className="grid gap-4 xl:grid-cols-[minmax(0,1.55fr)_minmax(0,1fr)]">
@@ -55,7 +56,7 @@ export function Overview() {
       <div className="grid gap-4 sm:grid-cols-2 xl:grid-cols-4">
         <Figure label="Workers" value={metrics ? `${count(metrics.active_workers)} / ${count(metrics.total_workers)}` : "–"} unit="active" hint={<FleetHint />} />
         <Figure label="Barrier latency, p99" value={millis(metrics?.barrier_latency_p99)} unit="ms">
-          <Sparkline label="Barrier latency" values={cut(series.barrierP99)} />
+          <Sparkline label="Barrier latency over time" values={cut(series.barrierP99)} />
         </Figure>
         <Figure label="Shard assignment" value={millis(metrics?.shard_assignment_time)} unit="ms">
           <Sparkline label="Shard assignment time" values={cut(series.planMs)} />

@@ -16,6 +16,7 @@ import { Ago, Name } from "../components/values";
 import { age, clock, compact, count, duration, number, plural } from "../format";
 import { useFilters } from "../search";
 import { generationLines, runsOf, timelineRows, type Run } from "../state/runs";
+import { throughputOf } from "../state/series";
 import { useServerNow, useStore, useStory } from "../state/store";
 import { GoodputBar } from "./runs/GoodputBar";
 import { GUTTER, tiersOf } from "./runs/drawing";
@@ -129,6 +130,7 @@ function Story({ run, now }: { run: Run; now: number }) {
   const marks = useMemo(() => data.lines.map((l) => ({ at: l.at, color: l.bad ? "bad" : "edge" })), [data.lines]);
   const mine = useMemo(() => happenings.filter((h) => h.jobId === run.id).slice(0, 200), [happenings, run.id]);
   const times = series?.times ?? [];
+  const throughput = throughputOf(series);
   return (
     <>
       <div className="grid gap-4 sm:grid-cols-3 xl:grid-cols-6">
@@ -153,7 +155,7 @@ function Story({ run, now }: { run: Run; now: number }) {
         <div className="mt-2"><TimelineLegend /></div>
         <div className="mt-5 grid gap-4">
           <Chart label="Loss over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "loss", color: "accent", values: series?.loss ?? [] }]} format={(v) => number(v, 4)} height={130} empty="This run has not reported a loss" />
-          <Chart label="Throughput over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "throughput", color: "busy", values: series?.throughput ?? [], fill: true }]} unit={run.throughputUnit} format={compact} height={110} empty="This run has not reported its throughput" />
+          <Chart label="Throughput over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "throughput", color: "busy", values: throughput.values, fill: true }]} unit={throughput.unit} format={compact} height={110} empty="This run has not reported its throughput" />
         </div>
       </Card>
       <div className="grid gap-4 xl:grid-cols-2">

@@ -14,6 +14,9 @@ import { Ago, RunLink, Time } from "../../components/values";
 import { bytes, clockMs, count, number, percent } from "../../format";
 import { useStore } from "../../state/store";
 
+/** Figures that only mean something added up over a run: its goodput shows them. */
+const BOOKKEEPING = /_total_s$|_began_s$|_started_s$|^total_steps$/;
+
 export function WorkerDrawer(props: { id: string | undefined; onClose: () => void }) {
   const worker = useStore((s) => (props.id ? s.workers.get(props.id) : undefined));
   return (
@@ -24,7 +27,7 @@ export function WorkerDrawer(props: { id: string | undefined; onClose: () => voi
 }
 
 function Details({ worker }: { worker: Worker }) {
-  const measured = Object.entries(worker.metrics).filter(([, value]) => value !== null);
+  const measured = Object.entries(worker.metrics).filter(([name, value]) => value !== null && !BOOKKEEPING.test(name)).sort(([a], [b]) => a.localeCompare(b));
   const metadata = Object.entries(worker.metadata);
   return (
     <div className="flex flex-col gap-6">
@@ -71,7 +74,7 @@ function ResourceList({ worker }: { worker: Worker }) {
   return (
     <div className="flex flex-col gap-3">
       <Gauge label="CPU" value={r.cpu_percent} max={Math.max(100, Math.ceil(r.cpu_percent / 100) * 100)} text={percent(r.cpu_percent)} />
-      <Gauge label="Memory" value={r.memory_used_bytes} max={worker.memory_bytes || r.memory_used_bytes} text={worker.memory_bytes ? `${bytes(r.memory_used_bytes)} of ${bytes(worker.memory_bytes)}` : bytes(r.memory_used_bytes)} />
+      <Gauge label="Memory" value={r.memory_used_bytes} max={worker.memory_bytes} text={worker.memory_bytes ? `${bytes(r.memory_used_bytes)} of ${bytes(worker.memory_bytes)}` : bytes(r.memory_used_bytes)} />
       {r.gpus.map((gpu) => (
         <div key={gpu.index} className="flex flex-col gap-1.5">
           <Gauge label={`GPU ${gpu.index}`} value={gpu.utilization_percent} max={100} text={percent(gpu.utilization_percent)} />
@@ -87,7 +90,7 @@ function Gauge(props: { label: string; value: number; max: number; text: string 
   return (
     <div className="grid grid-cols-[7.5rem_minmax(0,1fr)_9.5rem] items-center gap-3">
       <span className="text-muted">{props.label}</span>
-      <Meter label={props.label} value={props.value} max={props.max} />
+      {props.max > 0 ? <Meter label={props.label} value={props.value} max={props.max} /> : <span />}
       <span className="text-right">{props.text}</span>
     </div>
   );

@@ -76,7 +76,7 @@ def _with_run(run: tuple[int, ...]) -> dict[str, Any]:
     return record
 
 
-def built(kind: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def built(kind: Any, /, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.builds(kind, **fields)
 
 

@@ -114,8 +114,8 @@ def test_output_is_read_from_where_it_was_left_across_segments(tmp_path: Path) -
             texts += [line.text for line in piece.lines]
             assert piece.missed == 0
     writer.close()
-    while piece := OutputReader(tmp_path, place).read(150).lines:
-        texts += [line.text for line in piece]
+    while lines := OutputReader(tmp_path, place).read(150).lines:
+        texts += [line.text for line in lines]
     assert texts == [f"line {n}" for n in range(60)]
     assert len(list(tmp_path.glob("output-*"))) > 5
 

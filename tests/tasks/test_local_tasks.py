@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -13,7 +14,7 @@ from strata.client import Client
 from tests.support import eventually
 from tests.tasks.conftest import Tasks
 
-TINY = {
+TINY: dict[str, Any] = {
     "batch_size": 2,
     "seq_length": 32,
     "checkpoint_interval": 20,

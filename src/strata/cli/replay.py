@@ -29,6 +29,7 @@ from strata.core.messages import (
     ShardsMoved,
     TaskChanged,
     TaskCreated,
+    TaskProgressed,
     ValueDropped,
     ValueSwapped,
     WorkerFailed,
@@ -107,6 +108,8 @@ def tell(event: Event) -> str:
             return f"'{event.spec.task_id}' ({event.spec.name}): {event.reason}"
         case TaskChanged():
             return f"'{event.task_id}' is {event.status}: {event.reason}"
+        case TaskProgressed():
+            return f"'{event.task_id}', attempt {event.attempt}: step {event.step} of {event.total_steps or '?'}"
         case RecoveryRecorded():
             seconds = sum(event.phases_s.values())
             return f"'{event.job_id}' at step {event.resumed_step} after {seconds:.1f} s: {event.reason}"

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from strata.checkpoint.identity import Process
 from strata.core.messages import ExitCause, TaskId
@@ -273,7 +274,7 @@ class LocalLauncher:
             await asyncio.to_thread(end_processes, run.plan.run_id)
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -26,7 +26,11 @@ def launcher_maker(settings: CoordinatorSettings) -> Callable[[Listener], Launch
         from strata.launch.ray import RayLauncher, namespace
         from strata.launch.ray_messages import RayOptions
 
-        options = RayOptions(address=settings.ray_address, namespace=namespace(settings.data_dir))
+        options = RayOptions(
+            address=settings.ray_address,
+            namespace=namespace(settings.data_dir),
+            cpus_per_worker=settings.ray_cpus_per_worker,
+        )
         return RayLauncher(listener, tasks_dir=tasks_dir, options=options)
 
     return {"local": local, "ray": ray}.get(settings.launcher)

@@ -90,6 +90,13 @@ class CoordinatorSettings:
     ray_address: str = setting(
         "auto", "Where the Ray cluster is, for launcher 'ray'.", env="STRATA_RAY_ADDRESS"
     )
+    ray_cpus_per_worker: float = setting(
+        1.0,
+        "Cores that a worker reserves in the Ray cluster.",
+        env="STRATA_RAY_CPUS_PER_WORKER",
+        least=0.01,
+        most=1024,
+    )
     recipes_dir: Path | None = setting(
         None, "Folder of recipes beside the built-in ones. [DATA_DIR/recipes]", env="STRATA_RECIPES_DIR"
     )

@@ -59,9 +59,10 @@ def _torchft(python: Path, name: str, folder: Path) -> Iterator[None]:
         "s = LighthouseServer(bind='127.0.0.1:0', min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=100, "
         "heartbeat_timeout_ms=1000); print(s.address(), flush=True); sys.stdin.read()"
     )
-    lighthouse = subprocess.Popen(
-        [str(python), "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    with open(folder / "lighthouse.log", "wb") as log:
+        lighthouse = subprocess.Popen(
+            [str(python), "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
     assert lighthouse.stdout is not None
     variables = {"TORCHFT_LIGHTHOUSE": lighthouse.stdout.readline().strip(), "NUM_REPLICA_GROUPS": "2"}
     torchrun = [
@@ -87,6 +88,7 @@ def _ray(python: Path, name: str, folder: Path) -> Iterator[None]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_AUTH_MODE": "disabled",
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
     }
     with _process([str(python), str(SCRIPT), "ray", name, str(folder)], variables, folder):
@@ -109,10 +111,11 @@ def _process(command: list[str], variables: Mapping[str, str], folder: Path) -> 
     try:
         yield
     finally:
-        below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        for one in (*below, psutil.Process(process.pid)):
-            with contextlib.suppress(psutil.Error):
-                one.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for below in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    below.kill()
+        process.kill()
         process.wait(10)
 
 

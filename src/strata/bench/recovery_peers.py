@@ -70,7 +70,10 @@ def ray(name: str, folder: str) -> None:
     from ray.train.torch import TorchTrainer
 
     cluster.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ.get("RAY_TMPDIR")
+        address="local",
+        num_cpus=3,
+        include_dashboard=False,
+        log_to_driver=True,
     )
     trainer = TorchTrainer(
         ray_loop,

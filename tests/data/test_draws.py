@@ -93,7 +93,7 @@ def test_a_resumed_run_draws_what_an_undisturbed_one_would(dataset: tuple[str, A
     state = killed.state_dict()
     # Where a dataset reads whole batches its draws follow the batches, which follow the world.
     world = 1 if dataset[0] == "batches" else 2
-    rest = {}
+    rest: dict[int, tuple[float, ...]] = {}
     for rank in range(world):
         resumed = make_loader(dataset, 1, rank=rank, world=world)
         resumed.load_state_dict(state)
@@ -121,8 +121,9 @@ def test_loader_processes_are_seeded_by_where_they_begin() -> None:
 def shift(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
-    assert len(info.dataset) == TOTAL
-    info.dataset.shift = 100
+    dataset: Any = info.dataset
+    assert len(dataset) == TOTAL
+    dataset.shift = 100
 
 
 def test_a_worker_init_function_finds_the_users_dataset() -> None:

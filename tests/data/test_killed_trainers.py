@@ -1,4 +1,5 @@
-"""4 → 3 → 5 → 2 real trainers, killed with SIGKILL mid-epoch while loaders prefetch: the audit says exact."""
+"""4 → 3 → 5 → 2 real trainers, killed with SIGKILL mid-epoch while loaders prefetch and the coordinator goes and comes
+back: the audit says exact, and what was learned is what one undisturbed worker learns, in the same order."""
 
 from __future__ import annotations
 
@@ -10,13 +11,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from strata.checkpoint import CheckpointManager
 from strata.core.spans import Spans, expanded
 from strata.data.history import audit, commits_of
+from strata.training.job import forget_job
+from tests.data.trainer import DATASET
+from tests.support import Coordinator
 
 TOTAL = 1_003
 ROOT = Path(__file__).parents[2]
@@ -33,13 +38,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def brain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    server = Coordinator(tmp_path_factory.mktemp("coordinator") / "state").start()
+    yield server
+    server.stop()
+
+
 class Fleet:
     """The processes of one world, in a process group of their own."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self.process = process
         self.pids: dict[int, int] = {}
         self.positions: set[int] = set()
+        self._folder = folder
+
+    def hold(self, step: int) -> None:
+        """Let nobody get past this step."""
+        (self._folder / f"hold-{step}").touch()
+
+    def release(self, step: int) -> None:
+        (self._folder / f"hold-{step}").unlink()
 
     def wait_for_step(self, step: int) -> None:
         assert self.process.stdout is not None
@@ -55,69 +75,141 @@ class Fleet:
         for rank in ranks:
             os.kill(self.pids[rank], signal.SIGKILL)
 
+    def end(self) -> None:
+        """Train to the end of the epoch."""
+        self.process.communicate(timeout=150)
+        assert self.process.returncode == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Where the worlds of one job keep what they have in common."""
+
+    name: str
+    data: Path
+    folder: Path
+    coordinator: Coordinator
+    kind: str
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @contextmanager
+    def fleet(self, world: int) -> Iterator[Fleet]:
+        options = {
+            "world": world,
+            "kind": self.kind,
+            "data": self.data,
+            "checkpoints": self.checkpoints,
+            "meet": self.folder / f"meet-{os.urandom(4).hex()}",
+            "hold": self.folder,
+            "job": self.name,
+            "coordinator": self.coordinator.address,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.data.trainer"]
+            + [f"--{name}={value}" for name, value in options.items()],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            yield Fleet(process, self.folder)
+        finally:
+            with suppress(ProcessLookupError):  # The ranks, and the loaders that a killed rank left behind.
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+            for held in self.folder.glob("hold-*"):
+                held.unlink()
+
+    def learned(self) -> list[int]:
+        """Every sample that the newest weights have learned from, in order."""
+        with CheckpointManager(self.checkpoints) as manager:
+            found: list[int] = manager.load()["extra"]["learned"]["ids"].tolist()
+        return found
+
 
 @contextmanager
-def fleet(world: int, data: Path, checkpoints: Path, kind: str) -> Iterator[Fleet]:
-    meet = checkpoints.parent / f"meet-{world}-{os.urandom(4).hex()}"
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.data.trainer",
-        "--world",
-        str(world),
-        "--kind",
-        kind,
-    ]
-    process = subprocess.Popen(
-        [*command, "--data", str(data), "--checkpoints", str(checkpoints), "--meet", str(meet)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )
+def new_job(
+    kind: str, data: Path, brain: Coordinator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Job]:
+    folder = tmp_path_factory.mktemp("run")
+    job = Job(name=f"job-{os.urandom(4).hex()}", data=data, folder=folder, coordinator=brain, kind=kind)
     try:
-        yield Fleet(process)
+        yield job
     finally:
-        with suppress(ProcessLookupError):  # The ranks, and the loaders that a killed rank left behind.
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        forget_job(job.name)
 
 
 @pytest.fixture(scope="module", params=["map", pytest.param("iterable", marks=pytest.mark.slow)])
-def killed_run(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of a whole epoch whose trainers were killed three times."""
-    checkpoints = tmp_path_factory.mktemp("run") / "checkpoints"
-    # World, the step at which to kill (past a checkpoint, so that trained work is lost), and whom.
-    for world, step, victims in ((4, 6, [2]), (3, 15, [0, 1, 2]), (5, 23, [0])):
-        with fleet(world, data, checkpoints, request.param) as running:
-            running.wait_for_step(step)
-            running.kill(*victims)
+def killed_job(
+    request: pytest.FixtureRequest,
+    data: Path,
+    brain: Coordinator,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Job]:
+    """A whole epoch whose trainers were killed three times, and their coordinator once."""
+    with new_job(request.param, data, brain, tmp_path_factory) as job:
+        # Each is killed past a checkpoint, so that trained work is lost.
+        with job.fleet(4) as running:
+            running.hold(10)
+            running.wait_for_step(7)
+            running.kill(2)
             assert len(running.positions) == 1, "ranks of one world started at different positions"
-    with fleet(2, data, checkpoints, request.param) as running:
-        out, _ = running.process.communicate(timeout=150)
-        assert running.process.returncode == 0
-        assert "done" in out  # The weights learned every sample once, in the order of a calm run.
-    return checkpoints
+        with job.fleet(3) as running:
+            running.hold(16)
+            running.wait_for_step(12)
+            brain.kill()
+            running.wait_for_step(16)
+            brain.start()
+            running.hold(20)
+            running.release(16)
+            running.wait_for_step(17)
+            running.kill(0, 1, 2)
+        with job.fleet(5) as running:
+            running.hold(30)
+            running.wait_for_step(26)
+            running.kill(0)
+        with job.fleet(2) as running:
+            running.end()
+        yield job
 
 
-def test_trainers_killed_in_every_way_leave_an_exact_history(killed_run: Path) -> None:
-    report = audit(killed_run, "d", 0)
-    assert report.exact, report.reason
-    assert report.samples == TOTAL
-    worlds = {commit.data.world_size for commit in commits_of(killed_run) if commit.data}
+def strata_audit(source: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "strata.cli.main", "audit", DATASET, "--epoch=0", "--source", source]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_trainers_killed_in_every_way_leave_an_exact_history(killed_job: Job) -> None:
+    # The manifests, and what the coordinator heard of them before and after it was killed.
+    for source in (str(killed_job.checkpoints), killed_job.coordinator.url):
+        done = strata_audit(source)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"{TOTAL:,} samples, each exactly once" in done.stdout
+    worlds = {commit.data.world_size for commit in commits_of(killed_job.checkpoints) if commit.data}
     assert worlds == {4, 3, 5, 2}
 
 
-def test_the_audit_notices_when_the_record_of_one_rank_is_missing(killed_run: Path) -> None:
-    *older, last = commits_of(killed_run)
+def test_what_was_learned_is_what_one_undisturbed_worker_learns_in_the_same_order(
+    killed_job: Job, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with new_job(killed_job.kind, killed_job.data, killed_job.coordinator, tmp_path_factory) as calm:
+        with calm.fleet(1) as running:
+            running.end()
+        assert len(calm.learned()) == TOTAL
+        assert killed_job.learned() == calm.learned()
+
+
+def test_the_audit_notices_when_the_record_of_one_rank_is_missing(killed_job: Job) -> None:
+    *older, last = commits_of(killed_job.checkpoints)
     assert last.data is not None
-    epoch = last.data.find("d", 0)
+    epoch = last.data.find(DATASET, 0)
     assert epoch is not None
     forged = replace(epoch, ranks={0: epoch.ranks[0]})
-    report = audit([*older, replace(last, data=replace(last.data, epochs=(forged,)))], "d", 0)
+    report = audit([*older, replace(last, data=replace(last.data, epochs=(forged,)))], DATASET, 0)
     assert report.lost == Spans(expanded(epoch.ranks[1]))

@@ -1,0 +1,1 @@
+import strata.rpc  # noqa: F401  # Before gRPC: see there.

@@ -28,6 +28,8 @@ class SampleJob:
     workers: int = 2
     """Worker processes altogether, over all agents, when nobody is missing."""
     agents: int = 1
+    min_agents: int = 1
+    """With fewer the workers refuse to train."""
     steps: int = 400
     text_bytes: int = 400_000
     save_every: int = 50
@@ -36,6 +38,8 @@ class SampleJob:
     width: int = 96
     global_batch: int = 16
     hang_timeout_s: float = 0.0
+    loader_workers: int = 0
+    """Processes of each worker that read ahead."""
 
     @property
     def checkpoints(self) -> Path:
@@ -73,7 +77,12 @@ class SampleJob:
                 "backend": "gloo",
                 "log_interval": 5,
             },
-            "data": {"files": [str(self.text)], "index_file": str(self.index), "tokenizer": "bytes"},
+            "data": {
+                "files": [str(self.text)],
+                "index_file": str(self.index),
+                "tokenizer": "bytes",
+                "num_workers": self.loader_workers,
+            },
             "checkpoint": {
                 "nvme_path": str(self.checkpoints),
                 "checkpoint_interval": self.save_every,
@@ -86,7 +95,7 @@ class SampleJob:
                 "base_world_size": self.workers,
             },
             "elastic": {
-                "min_nodes": 1,
+                "min_nodes": self.min_agents,
                 "max_nodes": self.workers,
                 "job_id": self.name,
                 "hang_timeout": self.hang_timeout_s,

@@ -128,8 +128,8 @@ class Browser:
         return [found for found in self._do("axe") if found["impact"] in ("serious", "critical")]
 
     def complaints(self) -> list[str]:
-        """Errors on the console since the last time: nothing there is expected but a connection that was refused."""
-        expected = re.compile(r"net::ERR_(CONNECTION|EMPTY|INCOMPLETE|NETWORK)")
+        """Errors on the console since the last time. Refusals and lost connections are shown by the page itself."""
+        expected = re.compile(r"net::ERR_(CONNECTION|EMPTY|INCOMPLETE|NETWORK)|status of 4\d\d")
         return [text for text in self._do("complaints") if not expected.search(text)]
 
     def violations(self) -> list[str]:

@@ -23,7 +23,7 @@ TASK = "first-run"
 
 @pytest.fixture
 def own(tmp_path: Path, built: Path) -> Iterator[Coordinator]:
-    server = Coordinator(tmp_path / "coordinator").start()
+    server = Coordinator(tmp_path / "coordinator", env={"STRATA_LAUNCHER": "local"}).start()
     yield server
     server.stop()
 

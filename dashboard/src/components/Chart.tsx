@@ -5,7 +5,9 @@ import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 
 import { clock, compact } from "../format";
+import { GAP_S } from "../state/series";
 import { colorOf, useThemeVersion } from "./colors";
+import { timeTicks } from "./ticks";
 
 export interface Line {
   label: string;
@@ -58,6 +60,7 @@ export function Chart(props: Props) {
     if (!element) return;
     const grid = { stroke: colorOf("line"), width: 1 };
     const axis: uPlot.Axis = { stroke: colorOf("faint"), grid, ticks: { show: false }, font: "11px ui-sans-serif, system-ui, sans-serif" };
+    const floor = lines.some((l) => l.fill) ? 0 : null; // An area means an amount: it stands on zero.
     const options: uPlot.Options = {
       width: Math.max(80, element.clientWidth),
       height,
@@ -71,11 +74,11 @@ export function Chart(props: Props) {
       },
       scales: {
         x: { time: x === "time", range: (_, min, max) => (live.current.range ? [...live.current.range] : [min, max === min ? min + 1 : max]) },
-        y: { range: (_, min, max) => (min === max ? [Math.min(0, min), max === 0 ? 1 : max * 1.25] : uPlot.rangeNum(Math.min(min, min > 0 && min < max * 0.5 ? 0 : min), max, 0.12, true)) },
+        y: { range: (_, low, max) => { const min = floor === null ? low : Math.min(floor, low); return (min === max ? [Math.min(0, min), max === 0 ? 1 : max * 1.25] : uPlot.rangeNum(Math.min(min, min > 0 && min < max * 0.5 ? 0 : min), max, 0.12, true)); } },
       },
       axes: [
-        { ...axis, grid: { show: false }, size: 20, gap: 2, space: 90, values: (_, splits) => splits.map((v) => (x === "time" ? clock(v) : compact(v))) },
-        { ...axis, size: props.gutter ?? 48, gap: 6, space: 34, values: (_, splits) => splits.map((v) => compact(v)) },
+        { ...axis, grid: { show: false }, size: 20, gap: 2, space: 90, ...(x === "time" ? { splits: (u: uPlot, _: number, from: number, to: number) => timeTicks(from, to, u.bbox.width / devicePixelRatio) } : {}), values: (_, splits) => splits.map((v) => (x === "time" ? clock(v) : compact(v))) },
+        { ...axis, size: props.gutter ?? 48, gap: 6, space: 34, values: (_, splits, __, ___, step) => splits.map((v) => axisNumber(v, step, splits.at(-1) ?? v)) },
       ],
       series: [
         {},
@@ -126,7 +129,7 @@ export function Chart(props: Props) {
   }, [data, range]);
 
   const format = live.current.format;
-  const index = cursor ?? lastKnown(lines);
+  const index = cursor ?? lastKnown(times, lines);
   const enough = times.length >= 2 && lines.some((l) => l.values.some((v) => v !== null));
   return (
     <figure className="relative flex min-w-0 flex-col gap-1" aria-label={props.label}>
@@ -147,10 +150,20 @@ export function Chart(props: Props) {
   );
 }
 
-function lastKnown(lines: readonly Line[]): number | null {
+/** The newest value, as long as it is news. */
+function lastKnown(times: readonly number[], lines: readonly Line[]): number | null {
   const values = lines[0]?.values ?? [];
-  for (let i = values.length - 1; i >= 0; i -= 1) if (values[i] !== null) return i;
+  for (let i = values.length - 1; i >= 0; i -= 1) {
+    if ((times.at(-1) ?? 0) - (times[i] ?? 0) > GAP_S) return null;
+    if (values[i] !== null) return i;
+  }
   return null;
+}
+
+/** Short, unless neighbours would then read the same. */
+function axisNumber(value: number, step: number, largest: number): string {
+  const scale = Math.max(Math.abs(value), Math.abs(largest));
+  return step > 0 && scale / step > 200 ? value.toLocaleString("en-US", { maximumFractionDigits: Math.max(0, Math.ceil(-Math.log10(step))) }) : compact(value);
 }
 
 function translucent(color: string, alpha: number): string {

@@ -3,6 +3,7 @@
 import { Link } from "@tanstack/react-router";
 import { CircleAlert, CircleCheck, CircleX, Dot, type LucideIcon } from "lucide-react";
 
+import { folded } from "../state/facts";
 import type { Happening } from "../state/types";
 import { Empty } from "./states";
 import { Time } from "./values";
@@ -18,7 +19,7 @@ export function Happenings(props: { items: readonly Happening[]; height?: number
   if (props.items.length === 0) return <Empty title="Nothing has happened yet">Joins, failures, saves and recoveries appear here as they happen.</Empty>;
   return (
     <ol className="divide-y divide-line/60 overflow-y-auto border-t" style={{ maxHeight: props.height }} tabIndex={0} aria-label="Events">
-      {props.items.map((item) => {
+      {folded(props.items).map((item) => {
         const { icon: Icon, tone, word } = LOOKS[item.level];
         const to = item.workerId && item.kind.startsWith("worker_") ? item.workerId : null;
         return (

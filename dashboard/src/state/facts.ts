@@ -134,3 +134,25 @@ function sentence({ kind, data }: FeedEvent): [Happening["level"], string] | nul
       return null;
   }
 }
+
+const FOLDED: Record<string, string> = { worker_joined: "joined", worker_failed: "failed", worker_left: "left" };
+const TOGETHER_S = 10;
+
+/** Newest first, with the same change of many workers told once. */
+export function folded(items: readonly Happening[]): Happening[] {
+  const result: Happening[] = [];
+  for (let i = 0; i < items.length; ) {
+    const first = items[i];
+    if (!first) break;
+    let end = i + 1;
+    const belongs = (h: Happening | undefined, before: Happening) => h !== undefined && h.kind === first.kind && h.jobId === first.jobId && before.at - h.at <= TOGETHER_S;
+    if (first.kind in FOLDED) while (belongs(items[end], items[end - 1] ?? first)) end += 1;
+    const n = end - i;
+    if (n >= 3) {
+      const generation = typeof first.data["generation"] === "number" ? ` (generation ${first.data["generation"]})` : "";
+      result.push({ ...first, workerId: null, text: `${plural(n, "worker")} of ${first.jobId ?? "a run"} ${FOLDED[first.kind] ?? ""}${generation}` });
+    } else result.push(...items.slice(i, end));
+    i = end;
+  }
+  return result;
+}

@@ -3,7 +3,8 @@ import { describe, expect, it } from "vitest";
 import type { Snapshot } from "../api/types";
 import { assess, exposure, names, saveRhythm } from "./health";
 import { initialState, reduce } from "./reducer";
-import { runsOf } from "./runs";
+import { folded, tell } from "./facts";
+import { generationLines, runsOf } from "./runs";
 import { barrier, checkpoint, NOW, recovery, snapshot, task, worker } from "./samples";
 import type { State } from "./types";
 
@@ -123,6 +124,24 @@ describe("work at risk", () => {
     const two = stateOf({ workers: [worker(), worker({ id: "v", job_id: "other" })], checkpoints: [checkpoint(), checkpoint({ id: "o", job_id: "other", created_at: NOW - 90 })] });
     expect(exposure(runsOf(two), NOW).run?.id).toBe("other");
   });
+});
+
+it("one worker that starts late does not make a recovery of a large run", () => {
+  const many = Array.from({ length: 20 }, (_, i) => worker({ id: `w${i}`, status: i === 0 ? "loading" : "training" }));
+  expect(runsOf(stateOf({ workers: many }))[0]?.status).toBe("training");
+});
+
+it("changes that follow each other closely are one line on the timeline", () => {
+  const change = (at: number, kind: "joined" | "failed", number: number) => ({ jobId: "job", number, at, kind, workerId: `w${number}`, reason: "" });
+  const all = [change(0, "joined", 1), change(0.5, "joined", 2), change(60, "failed", 3), change(61, "joined", 4)];
+  expect(generationLines(all, "job", 2)).toEqual([{ at: 0.5, number: 2, text: "2 joined", bad: false }, { at: 61, number: 4, text: "1 failed, 1 joined", bad: true }]);
+  expect(generationLines(all, "other")).toEqual([]);
+});
+
+it("the same change of many workers is told once", () => {
+  const joined = (n: number, at: number) => tell({ id: `b-${n}`, kind: "worker_joined", data: { spec: { worker_id: `w${n}`, job_id: "job" }, generation: n, superseded: 0, at_s: at } }, 0)!;
+  const saved = tell({ id: "b-9", kind: "checkpoint_completed", data: { job_id: "job", step: 5, tiers: ["local"], at_s: 50 } }, 0)!;
+  expect(folded([joined(4, 104), joined(3, 103), joined(2, 102), saved, joined(1, 1)]).map((h) => h.text)).toEqual(["3 workers of job joined (generation 4)", "step 5 is safe in local", "w1 joined (generation 1)"]);
 });
 
 it("lists of names stay short", () => {

@@ -102,7 +102,8 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
 function statusOf(workers: readonly Worker[], alive: readonly Worker[], task: Task | null): RunStatus {
   if (workers.length === 0 || (task !== null && task.status !== "running" && task.status !== "pending" && alive.length === 0)) return "ended";
   if (alive.length === 0) return "failed";
-  if (alive.some((w) => STARTING.has(w.status))) return "recovering";
+  // One machine of a thousand that starts late does not make a recovery.
+  if (4 * alive.filter((w) => STARTING.has(w.status)).length >= alive.length) return "recovering";
   if (alive.some((w) => WORKING.has(w.status))) return "training";
   return "idle";
 }
@@ -168,18 +169,26 @@ export function timelineRows(run: Run, generations: readonly Generation[]): Time
   return [...rows].map(([workerId, spans]) => ({ workerId, spans }));
 }
 
-/** Changes of membership that belong together: what falls within a moment is one line on the timeline. */
-export function generationLines(generations: readonly Generation[], jobId: string, withinS = 1): { at: number; number: number; text: string; bad: boolean }[] {
-  const lines: { at: number; number: number; joined: number; failed: number; left: number }[] = [];
+export interface GenerationLine {
+  at: number;
+  number: number;
+  text: string;
+  bad: boolean;
+}
+
+/** Changes of membership as lines on the timeline: those that follow each other within `withinS` are one. */
+export function generationLines(generations: readonly Generation[], jobId: string, withinS = 1): GenerationLine[] {
+  const groups: { at: number; number: number; joined: number; failed: number; left: number }[] = [];
   for (const g of generations) {
     if (g.jobId !== jobId || g.number === 0) continue;
-    const last = lines.at(-1);
-    const line = last && g.at - last.at <= withinS ? last : { at: g.at, number: g.number, joined: 0, failed: 0, left: 0 };
-    if (line !== last) lines.push(line);
-    line.number = Math.max(line.number, g.number);
-    line[g.kind] += 1;
+    const last = groups.at(-1);
+    const group = last && g.at - last.at <= withinS ? last : { at: g.at, number: 0, joined: 0, failed: 0, left: 0 };
+    if (group !== last) groups.push(group);
+    group.at = g.at;
+    group.number = Math.max(group.number, g.number);
+    group[g.kind] += 1;
   }
-  return lines.map(({ at, number, joined, failed, left }) => {
+  return groups.map(({ at, number, joined, failed, left }) => {
     const parts = [failed && `${failed} failed`, left && `${left} left`, joined && `${joined} joined`].filter(Boolean);
     return { at, number, text: parts.join(", "), bad: failed > 0 };
   });

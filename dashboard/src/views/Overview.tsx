@@ -1,9 +1,10 @@
 /** Is training healthy; if not, why; how much work would be lost right now; who is slow or gone; what happened last. */
 
-import { Link } from "@tanstack/react-router";
+import { Link, useNavigate } from "@tanstack/react-router";
 import { CircleCheck, CircleHelp, CirclePause, OctagonAlert, Play, ShieldCheck, TriangleAlert, type LucideIcon } from "lucide-react";
 import { useMemo } from "react";
 
+import type { Worker } from "../api/types";
 import { Card, Figure } from "../components/Card";
 import { Chart, Sparkline } from "../components/Chart";
 import { Happenings } from "../components/Happenings";
@@ -17,6 +18,8 @@ import { runsOf, type Run } from "../state/runs";
 import { throughputOf } from "../state/series";
 import { useServerNow, useStore, useStory } from "../state/store";
 import { useRunHistory } from "./runs/history";
+import { Heatmap } from "./workers/Heatmap";
+import { byPlace } from "./workers/load";
 
 const LEVELS: Record<Level, { tone: Tone; icon: LucideIcon }> = {
   good: { tone: "good", icon: CircleCheck },
@@ -34,7 +37,7 @@ export function Overview() {
   const runs = useMemo(() => runsOf(state), [state]);
   const health = useMemo(() => assess(state, now), [state, now]);
   const live = runs.filter((r) => r.alive > 0);
-  const only = live.length === 1 ? live[0] : undefined;
+  const only = live.length <= 1 ? runs[0] : undefined; // The one that trains, or the last that did.
   useRunHistory(only?.id);
   if (state.coordinator === null) return <Page title="Overview"><Waiting health={health} /></Page>;
   const { metrics, series } = state;
@@ -42,7 +45,7 @@ export function Overview() {
   const cut = <T,>(values: readonly T[]) => values.slice(recent);
   const times = cut(series.times);
   const window = [Math.max(now - WINDOW_S, Math.min(times[0] ?? now - 60, now - 60)), now] as const;
-  const unit = live[0]?.throughputUnit ?? "";
+  const unit = runs[0]?.throughputUnit ?? "";
   // One run has a curve of its own, with a past; several are added up as they are heard.
   const own = only ? state.runSeries.get(only.id) : undefined;
   const ownFrom = own ? tail(own.times, now - WINDOW_S) : 0;
@@ -74,11 +77,18 @@ export function Overview() {
         </Card>
       </div>
       <div className="grid gap-4 xl:grid-cols-[minmax(0,1.2fr)_minmax(0,1fr)]">
-        <Card title="Runs" actions={<More to="/runs" />} flush>
-          <RunList runs={runs.slice(0, 6)} />
-        </Card>
+        <div className="flex min-w-0 flex-col gap-4">
+          <Card title="Runs" actions={<More to="/runs" />} flush>
+            <RunList runs={runs.slice(0, 6)} />
+          </Card>
+          {state.workers.size > 0 && (
+            <Card title="Fleet" actions={<More to="/workers" />}>
+              <div className="max-h-60 overflow-y-auto p-0.5"><Fleet workers={state.workers} /></div>
+            </Card>
+          )}
+        </div>
         <Card title="Recent events" actions={<More to="/logs" label="Logs" />} flush>
-          <Happenings items={state.happenings.slice(0, 30)} height={300} />
+          <Happenings items={state.happenings.slice(0, 100)} height={300} />
         </Card>
       </div>
     </Page>
@@ -171,6 +181,12 @@ function FleetHint() {
   return <>{text || "nobody has joined yet"}</>;
 }
 
+function Fleet({ workers }: { workers: ReadonlyMap<string, Worker> }) {
+  const navigate = useNavigate();
+  const sorted = useMemo(() => [...workers.values()].sort(byPlace), [workers]);
+  return <Heatmap workers={sorted} color="status" small selected={undefined} onOpen={(worker) => void navigate({ to: "/workers", search: { worker } })} />;
+}
+
 function RunList({ runs }: { runs: readonly Run[] }) {
   if (runs.length === 0) {
     return <Empty title="No run yet">A run appears when a worker joins. <code className="font-mono text-sm">strata demo</code> starts a small one on this machine.</Empty>;
@@ -179,8 +195,8 @@ function RunList({ runs }: { runs: readonly Run[] }) {
     <ul className="divide-y border-t">
       {runs.map((run) => (
         <li key={run.id}>
-          <Link to="/runs/$job" params={{ job: run.id }} data-row className="grid grid-cols-[minmax(0,1.6fr)_8.5rem_repeat(3,minmax(0,1fr))] items-center gap-3 px-4 py-2.5 hover:bg-hover focus-visible:-outline-offset-2">
-            <span className="min-w-0"><Name>{run.id}</Name><span className="block truncate text-sm text-faint">{plural(run.alive, "worker")}, generation {count(run.generation)}</span></span>
+          <Link to="/runs/$job" params={{ job: run.id }} data-row className="grid grid-cols-[minmax(0,1fr)_7.5rem_5rem_4.5rem_6rem] items-center gap-3 px-4 py-2.5 hover:bg-hover focus-visible:-outline-offset-2">
+            <span className="min-w-0"><Name>{run.id}</Name><span className="block truncate text-sm text-faint">{plural(run.alive, "worker")}, gen. {count(run.generation)}</span></span>
             <Status value={run.status === "ended" ? "stopped" : run.status} />
             <Cell label="step" value={count(run.step)} />
             <Cell label="loss" value={number(run.loss, 4)} />
@@ -196,6 +212,6 @@ function Cell(props: { label: string; value: React.ReactNode }) {
   return <span className="min-w-0 text-right"><span className="block truncate font-medium">{props.value}</span><span className="block text-sm text-faint">{props.label}</span></span>;
 }
 
-function More(props: { to: "/runs" | "/logs"; label?: string }) {
+function More(props: { to: "/runs" | "/logs" | "/workers"; label?: string }) {
   return <Link to={props.to} className="text-sm font-medium text-accent hover:underline">{props.label ?? "All"}</Link>;
 }

@@ -119,7 +119,7 @@ function Story({ run, now }: { run: Run; now: number }) {
   const data = useMemo(
     () => ({
       rows: timelineRows(run, generations).filter((row) => row.spans.some((s) => (s.to ?? to) >= from && s.from <= to)),
-      lines: generationLines(generations, run.id, (to - from) / 400),
+      lines: generationLines(generations, run.id, (to - from) / 120),
       checkpoints: run.checkpoints,
       recoveries: run.recoveries,
       tiers: tiersOf(run.checkpoints),

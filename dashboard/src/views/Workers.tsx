@@ -15,7 +15,7 @@ import { count, number, percent, plural } from "../format";
 import { useFilters } from "../search";
 import { useStore } from "../state/store";
 import { Heatmap, Legend, type HeatmapColor } from "./workers/Heatmap";
-import { loadOf, matches } from "./workers/load";
+import { byPlace, loadOf, matches } from "./workers/load";
 import { WorkerDrawer } from "./workers/WorkerDrawer";
 
 const COLUMNS: readonly Column<Worker>[] = [
@@ -98,9 +98,4 @@ export function Workers() {
       <WorkerDrawer id={filters["worker"]} onClose={() => open(undefined)} />
     </Page>
   );
-}
-
-/** By run, then name: a place that stays when a worker fails and loses its rank. */
-function byPlace(a: Worker, b: Worker): number {
-  return a.job_id.localeCompare(b.job_id) || a.id.localeCompare(b.id, "en", { numeric: true });
 }

@@ -3,8 +3,9 @@
 import type { Checkpoint, Recovery } from "../../api/types";
 import { RIGHT } from "../../components/Chart";
 import { colorOf } from "../../components/colors";
+import { timeTicks } from "../../components/ticks";
 import { clock } from "../../format";
-import { PHASES, type TimelineRow } from "../../state/runs";
+import { PHASES, type GenerationLine, type TimelineRow } from "../../state/runs";
 
 export const GUTTER = 148;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
@@ -23,7 +24,7 @@ const TIER_ORDER = ["memory", "local", "nvme", "disk", "s3", "gcs", "azure"];
 
 export interface TimelineData {
   rows: readonly TimelineRow[];
-  lines: readonly { at: number; number: number; text: string; bad: boolean }[];
+  lines: readonly GenerationLine[];
   checkpoints: readonly Checkpoint[];
   recoveries: readonly Recovery[];
   tiers: readonly string[];
@@ -112,17 +113,12 @@ function line(ctx: CanvasRenderingContext2D, x1: number, y1: number, x2: number,
   ctx.stroke();
 }
 
-const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 43_200, 86_400];
-
 function drawAxis(ctx: CanvasRenderingContext2D, layout: Layout, bottom: number): void {
-  const span = layout.to - layout.from;
-  const room = Math.max(1, Math.floor((layout.width - GUTTER) / 110));
-  const step = STEPS_S.find((s) => span / s <= room) ?? 86_400;
   ctx.strokeStyle = colorOf("line");
   ctx.fillStyle = colorOf("faint");
   ctx.textAlign = "center";
   ctx.lineWidth = 1;
-  for (let at = Math.ceil(layout.from / step) * step; at <= layout.to; at += step) {
+  for (const at of timeTicks(layout.from, layout.to, layout.width - GUTTER - RIGHT)) {
     const x = xOf(layout, at);
     ctx.globalAlpha = 0.6;
     line(ctx, x, TOP, x, bottom);

@@ -17,11 +17,11 @@ const SIZES = [
 
 type Detail = (typeof SIZES)[number]["detail"];
 
-export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor; selected: string | undefined; onOpen: (id: string) => void }) {
+export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor; selected: string | undefined; onOpen: (id: string) => void; small?: boolean }) {
   const { workers } = props;
   const host = useRef<HTMLDivElement>(null);
   const [focused, setFocused] = useState(0);
-  const size = SIZES.find((s) => workers.length <= s.upTo) ?? SIZES[2];
+  const size = SIZES.find((s) => workers.length <= s.upTo && !(props.small && s.detail === "tile")) ?? SIZES[2];
   const open = useRef(props.onOpen);
   open.current = props.onOpen;
 
@@ -49,7 +49,7 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
         if (cell?.dataset["id"] !== undefined) open.current(cell.dataset["id"]);
       }}
       className="grid content-start"
-      style={{ gridTemplateColumns: `repeat(auto-fill, minmax(${size.min}px, 1fr))`, gap: size.gap }}
+      style={{ gridTemplateColumns: `repeat(auto-fill, minmax(${size.min}px, ${size.detail === "tile" ? "1fr" : `${size.min}px`}))`, gap: size.gap }}
     >
       {workers.map((worker, i) => {
         const load = loadOf(worker);

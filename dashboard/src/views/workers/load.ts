@@ -27,3 +27,8 @@ export function matches(worker: Worker, filter: WorkerFilter): boolean {
   const words = filter.q.toLowerCase();
   return [worker.id, worker.ip, worker.job_id, worker.current_task ?? "", ...Object.values(worker.metadata)].some((text) => text.toLowerCase().includes(words));
 }
+
+/** By run, then name: a place that stays when a worker fails and loses its rank. */
+export function byPlace(a: Worker, b: Worker): number {
+  return a.job_id.localeCompare(b.job_id) || a.id.localeCompare(b.id, "en", { numeric: true });
+}

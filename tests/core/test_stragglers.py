@@ -25,7 +25,7 @@ def test_slow_rank_is_named_after_several_reports_and_taken_back_after_as_many()
     assert change.reason == "slow: 0.200 s of its own for a step, 1.9 times the others' 0.105 s"
     assert judge.slow == {"c": change.reason}
     report(judge, 10, a=0.10, b=0.10, c=0.30)
-    assert "3.0 times" in judge.slow["c"], "the reason is of now"
+    assert "3.0 times" in judge.slow[WorkerId("c")], "the reason is of now"
     for step in range(20, 20 + REPORTS - 1):
         assert report(judge, step, a=0.10, b=0.11, c=0.12) == []
     (change,) = report(judge, 30, a=0.10, b=0.11, c=0.12)

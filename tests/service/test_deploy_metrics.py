@@ -69,9 +69,8 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
                 reason="",
             )
             worker.barrier("b", participants=1)
-            return eventually(
-                lambda: found if "strata_job_loss" in (found := page(server)) else None, within_s=10
-            )
+            eventually(lambda: "strata_job_loss" in page(server), within_s=10)
+            return page(server)
     finally:
         server.stop()
 

@@ -6,13 +6,14 @@ On a machine without the project's test settings:
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from strata.checkpoint import CheckpointManager, Memory
+from strata.checkpoint import CheckpointManager, LoadFailed, Memory, copying, device, into
 from tests.checkpoint.states import assert_same, every_kind
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -35,18 +36,37 @@ def keep_device_busy() -> None:
         square = torch.tanh(square @ square)
 
 
-def test_a_state_on_the_device_comes_back_bit_for_bit(folder: Path, memory: Memory) -> None:
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_a_state_on_the_device_comes_back_bit_for_bit(
+    folder: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, in_one_call: bool
+) -> None:
+    queued = []
+
+    def queue_copies(*args: Any) -> bool:
+        queued.append(in_one_call and queue_at_once(*args))
+        return queued[-1]
+
+    queue_at_once = device.queue_copies
+    monkeypatch.setattr(copying, "queue_copies", queue_copies)
     state = {
         "model": to_device(every_kind()["dtypes"]),
         "step": 3,
         "cpu": torch.arange(5),
+        "empty": torch.zeros(0, 4, device="cuda"),
+        "conjugated": torch.randn(7, dtype=torch.complex64, device="cuda").conj(),
     }
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save(state, step=3).result(60)
         from_memory, from_disk = manager.load(tiers=["MEMORY"]), manager.load(tiers=["NVME"])
-    wanted = {**state, "model": {name: tensor.cpu() for name, tensor in state["model"].items()}}
+    wanted = {
+        **state,
+        "model": {name: tensor.cpu() for name, tensor in state["model"].items()},
+        "empty": state["empty"].cpu(),
+        "conjugated": state["conjugated"].resolve_conj().cpu(),
+    }
     assert_same(from_memory, wanted)
     assert_same(from_disk, wanted)
+    assert queued == [in_one_call]
 
 
 def test_without_a_guard_tensors_may_change_as_soon_as_save_returns(folder: Path, memory: Memory) -> None:
@@ -73,6 +93,7 @@ def test_with_a_guard_the_optimizers_step_waits_for_the_copy(folder: Path, memor
             optimizer.step()
             wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+            steps = [state["step"].clone() for state in optimizer.state.values()]  # On the CPU.
             keep_device_busy()
             handle = manager.save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=step
@@ -85,6 +106,31 @@ def test_with_a_guard_the_optimizers_step_waits_for_the_copy(folder: Path, memor
                 assert torch.equal(loaded["model"][name], tensor.cpu()), (step, name)
             for number, moment in enumerate(moments):
                 assert torch.equal(loaded["optimizer"]["state"][number]["exp_avg"], moment.cpu()), step
+                assert torch.equal(loaded["optimizer"]["state"][number]["step"], steps[number]), step
+
+
+def test_a_step_right_after_the_save_waits_for_what_is_not_queued_yet(
+    folder: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_queue, queue_at_once = threading.Event(), device.queue_copies
+
+    def queue_late(*args: Any) -> bool:
+        assert may_queue.wait(60)
+        return queue_at_once(*args)
+
+    weight = torch.nn.Parameter(torch.full((MEGABYTES_64,), 1.0, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.guard(optimizer)
+        monkeypatch.setattr(copying, "queue_copies", queue_late)
+        handle = manager.save({"weight": weight.detach()}, step=1)
+        threading.Timer(0.2, may_queue.set).start()
+        optimizer.step()
+        assert may_queue.is_set()
+        handle.result(60)
+        assert bool((manager.load(step=1)["weight"] == 1.0).all())
+    assert bool((weight == 0.0).all())
 
 
 def test_running_statistics_may_change_in_the_next_forward_pass(folder: Path, memory: Memory) -> None:
@@ -115,8 +161,12 @@ def test_tensors_freed_after_the_save_are_still_saved(folder: Path, memory: Memo
             del overwritten
 
 
+@pytest.mark.parametrize("ahead_bytes", [into.AHEAD_BYTES, 5 << 20, 0])
 @pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
-def test_a_state_is_restored_into_tensors_on_the_device(folder: Path, memory: Memory, tier: str) -> None:
+def test_a_state_is_restored_into_tensors_on_the_device(
+    folder: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, tier: str, ahead_bytes: int
+) -> None:
+    monkeypatch.setattr(into, "AHEAD_BYTES", ahead_bytes)
     state = {f"t{n}": torch.full((1 << 20,), float(n), device="cuda", dtype=torch.bfloat16) for n in range(8)}
     state["strided"] = torch.arange(12.0, device="cuda").view(3, 4).t()
     with CheckpointManager(folder, memory=memory) as manager:
@@ -128,6 +178,22 @@ def test_a_state_is_restored_into_tensors_on_the_device(folder: Path, memory: Me
     for name, tensor in state.items():
         assert torch.equal(target["model"][name], tensor), name
         assert loaded["model"][name].data_ptr() == places[name]
+
+
+def test_a_damaged_image_never_reaches_tensors_on_the_device(folder: Path, memory: Memory) -> None:
+    state = {f"t{n}": torch.full((1 << 20,), float(n + 1), device="cuda") for n in range(8)}
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with CheckpointManager(folder, memory=memory) as manager:
+        info = manager.save(state, step=1).result(60)
+        with open(manager.snapshots()[0].path, "r+b") as image:
+            image.seek(info.size_bytes // 2)
+            image.write(b"damaged")
+        with pytest.raises(LoadFailed):
+            manager.load(into=target, tiers=["MEMORY"])
+        assert all(bool((tensor == 0.0).all()) for tensor in target.values())
+        manager.load(into=target)  # From the disk.
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor), name
 
 
 def test_images_can_be_page_locked_again_after_a_change_of_structure(folder: Path, memory: Memory) -> None:

@@ -6,10 +6,11 @@ has no time for: the pieces it did not take are taken by the others. (Torch's ow
 at every tensor, which on a busy machine took fifty times as long.)
 
 On CUDA the copy runs on a stream of its own into page-locked memory, and the computation goes on. What may change
-next decides who waits for it, always on the device and never on the host:
+next decides who waits for it, on the device:
 
 * Parameters and optimizer state of a guarded optimizer change in its `step` and nowhere else, so the stream of that
-  step waits (a hook before it) and the forward and backward passes in between overlap with the copy.
+  step waits (a hook before it) and the forward and backward passes in between overlap with the copy. Another thread
+  queues it, and copies what such an optimizer keeps on the CPU; the hook waits for that thread.
 * Everything else (running statistics, averages, the state of optimizers nobody guards) may change at any time, so it
   is copied first and the current stream waits for that part right away.
 
@@ -18,22 +19,29 @@ Code of one's own that changes guarded tensors outside of `step` calls `settle` 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
+from strata.checkpoint.device import queue_copies
 from strata.checkpoint.image import Placement, Plan, Prepared
 
 _cuda: Any = torch.cuda  # Its module is not typed.
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Events: TypeAlias = dict[int, Any]
+"""One CUDA event for each device, by its number."""
 PIECE_BYTES = 4 << 20
+_CPU = -1  # The number that Torch gives to no device.
 THREADS = min(4, os.cpu_count() or 1)
 
 _memmove = ctypes.CDLL(None).memmove  # Called without the interpreter's lock.
@@ -52,15 +60,17 @@ class Destination:
         self.plan = plan
         self.placement = placement
         self.image = image
+        self.is_page_locked = False
         base = image.data_ptr()
-        sizes = [slot.size_bytes for slot in plan.slots]
-        self.pieces = _pieces([base + offset for offset in placement.slot_offsets_bytes], sizes)
+        self.addresses = [base + offset_bytes for offset_bytes in placement.slot_offsets_bytes]
+        self.sizes = [slot.size_bytes for slot in plan.slots]
+        self.pieces = _pieces(self.addresses, self.sizes)
         self.starts = [piece[0][0] - base for piece in self.pieces] + [placement.size_bytes]
         """The offset of each piece in the image, and its end."""
 
     @functools.cached_property
     def targets(self) -> list[torch.Tensor]:
-        """The slots as tensors, for copies by a device."""
+        """The slots as tensors, for copies by Torch."""
         return self.plan.targets(self.image, self.placement)
 
 
@@ -108,7 +118,7 @@ class Copying:
         self._wanted_bytes = 0
         """The least anybody waits for; nobody is woken for less."""
         self._error: BaseException | None = None
-        self._events: list[tuple[torch.device, Any]] | None = None
+        self._events: Events | None = None
         self._held: object = None
         self._changed = threading.Condition()
 
@@ -120,7 +130,7 @@ class Copying:
                 if ready_bytes >= self._wanted_bytes:
                     self._changed.notify_all()
 
-    def hand_over(self, events: list[tuple[torch.device, Any]], held: object) -> None:
+    def hand_over(self, events: Events, held: object) -> None:
         """The rest is in place when these events have happened; `held` must not be freed before."""
         with self._changed:
             self._events, self._held = events, held
@@ -148,8 +158,8 @@ class Copying:
                 raise self._error
             if self._ready_bytes >= wanted_bytes:
                 return
-            events = self._events or []
-        for _, event in events:
+            events = self._events or {}
+        for event in events.values():
             event.synchronize()
         with self._changed:
             self._ready_bytes = self._size_bytes
@@ -159,7 +169,7 @@ class Copying:
         """What is queued on the current streams from now on runs after this copy."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._events is not None or self.is_complete())
-            events = self._events or []
+            events = self._events or {}
         _hold_back(events)
 
 
@@ -170,10 +180,10 @@ class Copier:
         self._guarded: list[weakref.ref[torch.optim.Optimizer]] = []
         self._hooks: list[Any] = []
         self._under_way: list[Copying] = []
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[int, Any] = {}
         self._lock = threading.Lock()
-        self._issuing: ThreadPoolExecutor | None = None
-        self._helping: ThreadPoolExecutor | None = None
+        self._queueing = ThreadPoolExecutor(1, thread_name_prefix="strata-queue")
+        self._helping = ThreadPoolExecutor(max(1, THREADS - 1), thread_name_prefix="strata-copy")
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let copies of this optimizer's tensors overlap with the computation up to its next step."""
@@ -190,93 +200,135 @@ class Copier:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for pool in (self._issuing, self._helping):
-            if pool is not None:
-                pool.shutdown()
+        self._queueing.shutdown()
+        self._helping.shutdown()
 
     def copy(self, copying: Copying, prepared: Prepared, to: Destination) -> None:
         """Copy a state into an image of its plan."""
-        if any_on_cuda(prepared.tensors):
-            sources = prepared.plan.sources(prepared.tensors)
-            self._copy_from_cuda(copying, list(zip(to.targets, sources, strict=True)))
-            return
         addresses, held = prepared.plan.slot_addresses(prepared)
-        sweep = _Sweep(to.pieces, addresses, lambda front: copying.advance(to.starts[front]))
-        helpers = min(THREADS, len(to.pieces)) - 1
-        if helpers > 0 and self._helping is None:
-            self._helping = ThreadPoolExecutor(THREADS - 1, thread_name_prefix="strata-copy")
-        for _ in range(helpers):
-            assert self._helping is not None
-            self._helping.submit(_or_fail, copying, sweep.work)
+        if prepared.is_on_cuda:
+            copies = _Copies(prepared=prepared, to=to, addresses=addresses, held=held)
+            self._copy_from_cuda(copying, copies)
+        else:
+            self._sweep(copying, to.pieces, addresses, lambda front: copying.advance(to.starts[front]))
+
+    def _sweep(
+        self, copying: Copying, pieces: list[Piece], addresses: list[int], tell: Callable[[int], None]
+    ) -> None:
+        """Copy pieces on the CPU, some of them on threads that help, until `copying` is complete."""
+        sweep = _Sweep(pieces, addresses, tell)
+        with contextlib.suppress(RuntimeError):  # At the interpreter's exit nobody can be asked to help.
+            for _ in range(min(THREADS, len(pieces)) - 1):
+                self._helping.submit(_or_fail, copying, sweep.work)
         sweep.work()
         copying.wait()  # For pieces that others have begun.
-        del held
 
-    def _copy_from_cuda(self, copying: Copying, pairs: list[Pair]) -> None:
-        guarded = self._guarded_storages()
-        by_host, at_once, by_step = [], [], []
-        for pair in pairs:
-            source = pair[1]
-            if not source.is_cuda:
-                by_host.append(pair)
-            elif source.untyped_storage().data_ptr() in guarded:
-                by_step.append(pair)
-            else:
-                at_once.append(pair)
-        events = self._issue(at_once, _start_events(at_once))
+    def _copy_from_cuda(self, copying: Copying, copies: _Copies) -> None:
+        by_step, at_once = copies.divided(self._guarded_tensors())
+        starts = _start_events(copies.devices())
+        events = self._begin(copies, at_once, starts)
         _hold_back(events)
-        if by_host:
-            with torch.no_grad():
-                torch._foreach_copy_([target for target, _ in by_host], [source for _, source in by_host])
         if not by_step:
-            copying.hand_over(events, pairs)
+            copying.hand_over(events, copies)
             return
-        # Thousands of launches take milliseconds; they need not happen on the training thread.
         with self._lock:
             self._under_way.append(copying)
-            if self._issuing is None:
-                self._issuing = ThreadPoolExecutor(1, thread_name_prefix="strata-issue")
-        starts = _start_events(by_step)
 
-        def issued(future: Future[list[tuple[torch.device, Any]]]) -> None:
-            if error := future.exception():
-                copying.fail(error)
-            else:
-                copying.hand_over(events + future.result(), pairs)
+        def begin_rest() -> None:
+            # What both began on a device is done when the later event has happened: they are on one stream.
+            copying.hand_over(events | self._begin(copies, by_step, starts), copies)
 
-        self._issuing.submit(self._issue, by_step, starts).add_done_callback(issued)
+        # Thousands of copies take milliseconds to queue; that need not happen on the training thread.
+        self._queueing.submit(_or_fail, copying, begin_rest)
 
-    def _issue(self, pairs: list[Pair], starts: dict[torch.device, Any]) -> list[tuple[torch.device, Any]]:
-        """Queue the copies on each device's stream; they begin at `starts` and end with the events returned."""
-        events = []
-        for device, start in starts.items():
+    def _begin(self, copies: _Copies, numbers: list[int], starts: Events) -> Events:
+        """Copy slots: those on the CPU now, those on a device on its stream, from `starts` to the events returned."""
+        by_device, by_host = copies.by_device(numbers)
+        events = {}
+        for device, mine in by_device.items():
             stream = self._streams.get(device)
             if stream is None:
                 stream = self._streams[device] = _cuda.Stream(device)
-            mine = [pair for pair in pairs if pair[1].device == device]
-            done = _cuda.Event(blocking=True)  # A thread that waits for it sleeps.
-            with _cuda.stream(stream), torch.no_grad():
-                stream.wait_event(start)
-                torch._foreach_copy_([target for target, _ in mine], [source for _, source in mine], True)
-                done.record(stream)
-            events.append((device, done))
+            events[device] = _cuda.Event(blocking=True)  # A thread that waits for it sleeps.
+            with _cuda.device(device):
+                stream.wait_event(starts[device])
+                copies.queue(mine, stream)
+                events[device].record(stream)
+        if by_host:
+            pieces = _pieces([copies.to.addresses[n] for n in by_host], [copies.to.sizes[n] for n in by_host])
+            here = Copying(len(pieces))
+            self._sweep(here, pieces, [copies.addresses[n] for n in by_host], here.advance)
         return events
 
-    def _guarded_storages(self) -> set[int]:
-        storages: set[int] = set()
+    def _guarded_tensors(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
         for reference in self._guarded:
             optimizer = reference()
             if optimizer is None:
                 continue
             for group in optimizer.param_groups:
-                storages.update(parameter.untyped_storage().data_ptr() for parameter in group["params"])
+                found += group["params"]
             for state in optimizer.state.values():
-                storages.update(
-                    value.untyped_storage().data_ptr()
-                    for value in state.values()
-                    if isinstance(value, torch.Tensor)
-                )
-        return storages
+                found += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copies:
+    """The copies of a state, at least some of it on a device, into an image; each is known by the number of its slot."""
+
+    prepared: Prepared
+    to: Destination
+    addresses: list[int]
+    """Where each slot's bytes are now."""
+    held: list[torch.Tensor]
+    """What must not be freed before they are copied, besides the state itself."""
+
+    def devices(self) -> set[int]:
+        return set(map(torch.Tensor.get_device, self.prepared.tensors)) - {_CPU}
+
+    def divided(self, guarded: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """The slots that change in guarded steps only, and those that may change at any time."""
+        numbers = list(range(len(self.addresses)))
+        if not guarded:
+            return [], numbers
+        loose = set(self.addresses).difference(map(torch.Tensor.data_ptr, guarded))
+        if not loose:
+            return numbers, []
+        storages = set(map(_storage_address, guarded))  # Of which something else may be a view.
+        by_step: list[int] = []
+        at_once: list[int] = []
+        for n in numbers:
+            is_guarded = self.addresses[n] not in loose or _storage_address(self._tensor(n)) in storages
+            (by_step if is_guarded else at_once).append(n)
+        return by_step, at_once
+
+    def by_device(self, numbers: list[int]) -> tuple[dict[int, list[int]], list[int]]:
+        """Those on each device, and those on the CPU; what has no bytes is left out."""
+        found: dict[int, list[int]] = defaultdict(list)
+        tensors, firsts, sizes = self.prepared.tensors, self.prepared.plan.first_tensors, self.to.sizes
+        for n in numbers:
+            if sizes[n]:
+                found[tensors[firsts[n]].get_device()].append(n)
+        by_host = found.pop(_CPU, [])
+        return found, by_host
+
+    def queue(self, numbers: list[int], stream: Any) -> None:
+        """Queue some of them on a stream of the current device."""
+        to = self.to
+        is_queued = to.is_page_locked and queue_copies(
+            [to.addresses[n] for n in numbers],
+            [self.addresses[n] for n in numbers],
+            [to.sizes[n] for n in numbers],
+            stream,
+        )
+        if not is_queued:
+            sources = self.prepared.plan.sources(self.prepared.tensors)
+            with _cuda.stream(stream), torch.no_grad():
+                torch._foreach_copy_([to.targets[n] for n in numbers], [sources[n] for n in numbers], True)
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        return self.prepared.tensors[self.prepared.plan.first_tensors[number]]
 
 
 class _Sweep:
@@ -314,18 +366,23 @@ class _Sweep:
             return min(self._under_way, default=self._next)
 
 
-def _start_events(pairs: list[Pair]) -> dict[torch.device, Any]:
+def _start_events(devices: Iterable[int]) -> Events:
     """Marks on the current streams: the copy begins when what was queued up to here has run."""
     starts = {}
-    for device in {source.device for _, source in pairs}:
+    for device in devices:
         starts[device] = _cuda.Event()
         starts[device].record(_cuda.current_stream(device))
     return starts
 
 
-def _hold_back(events: list[tuple[torch.device, Any]]) -> None:
-    for device, event in events:
+def _hold_back(events: Events) -> None:
+    for device, event in events.items():
         _cuda.current_stream(device).wait_event(event)
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Where its storage begins; quicker than asking the storage, which would have to become an object first."""
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _or_fail(copying: Copying, work: Callable[[], None]) -> None:
@@ -334,16 +391,3 @@ def _or_fail(copying: Copying, work: Callable[[], None]) -> None:
         work()
     except BaseException as error:
         copying.fail(error)
-
-
-def any_on_cuda(tensors: Iterable[torch.Tensor]) -> bool:
-    return bool(_cuda.is_initialized()) and any(tensor.is_cuda for tensor in tensors)
-
-
-def page_lock(image: torch.Tensor) -> bool:
-    """Page-lock the memory of an image for CUDA; False where the driver refuses."""
-    return int(_cuda.cudart().cudaHostRegister(image.data_ptr(), image.numel(), 0)) == 0
-
-
-def page_unlock(image: torch.Tensor) -> None:
-    _cuda.cudart().cudaHostUnregister(image.data_ptr())

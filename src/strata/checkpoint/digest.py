@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import xxhash
 
 CHUNK_BYTES = 16 << 20
+_MOST_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,19 @@ class Digest:
 
 
 def digest_of(view: memoryview, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor | None = None) -> Digest:
-    """Hash a payload that is in memory, on the threads of `pool` where one is given."""
+    """Hash a payload that is in memory, on the threads of `pool` as well where one is given."""
     pieces = _pieces(view, chunk_bytes)
-    hashed = pool.map(_hash, pieces) if pool else map(_hash, pieces)
+    hashed = [b""] * len(pieces)
+    todo = iter(range(len(pieces)))  # Shared: whoever has time takes the next.
+
+    def work() -> None:
+        for number in todo:
+            hashed[number] = _hash(pieces[number])
+
+    helping = [pool.submit(work) for _ in range(min(_MOST_THREADS, len(pieces)) - 1)] if pool else []
+    work()
+    for helper in helping:
+        helper.result()
     return Digest.of_chunks(hashed, chunk_bytes=chunk_bytes)
 
 

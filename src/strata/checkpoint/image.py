@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from strata.checkpoint.device import any_on_cuda
 from strata.checkpoint.errors import UnsupportedState
 from strata.checkpoint.manifest import TensorEntry
 from strata.checkpoint.pickling import Prefix, TensorRecipe, body_for, prefix_for
@@ -56,6 +57,8 @@ class Plan:
 
     signature: Signature
     slots: tuple[Slot, ...]
+    first_tensors: tuple[int, ...]
+    """Of each slot."""
     recipes: tuple[TensorRecipe, ...]
     names: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -136,13 +139,13 @@ class Plan:
     def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors to be copied to `targets`; nothing is copied yet."""
         return [
-            tensors[slot.tensors[0]] if slot.is_whole else _span(tensors[slot.tensors[0]], slot)
-            for slot in self.slots
+            tensors[n] if slot.is_whole else _span(tensors[n], slot)
+            for n, slot in zip(self.first_tensors, self.slots, strict=True)
         ]
 
     def slot_addresses(self, prepared: Prepared) -> tuple[list[int], list[torch.Tensor]]:
         """Where in memory the bytes of each slot are, on the CPU, and what must be held while they are copied."""
-        found = [prepared.addresses[slot.tensors[0]] for slot in self.slots]
+        found = [prepared.addresses[n] for n in self.first_tensors]
         held = []
         for number in self.lazy_slots:
             lazy = prepared.tensors[self.slots[number].tensors[0]]
@@ -189,6 +192,8 @@ class Prepared:
     found: Scan
     addresses: list[int]
     """Of each tensor's first element."""
+    is_on_cuda: bool
+    """At least one tensor is."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -198,18 +203,27 @@ class Prepared:
 def prepare(state: object, known: Plan | None) -> Prepared:
     """Match a state with the plan of the save before, or make a new one."""
     with _no_collection():
-        found = scan(state)
-        try:
-            addresses = list(map(torch.Tensor.data_ptr, found.tensors))
-            signature = signature_of(found, addresses)
-        except (RuntimeError, NotImplementedError):
-            addresses, signature = [], ()  # Something without plain memory; `make_plan` will name it.
-        if known is not None and known.signature == signature and known.has_views_as_before(found.tensors):
-            body = body_for(state, found.leaves, known.prefix)
-            if len(known.prefix.program) + len(body) <= known.pickle_room_bytes:
-                return Prepared(plan=known, body=body, found=found, addresses=addresses)
-        plan, body = make_plan(state, found, signature)
-        return Prepared(plan=plan, body=body, found=found, addresses=addresses)
+        return _prepare(state, known)  # Has freed what it made on the way when collections are due again.
+
+
+def _prepare(state: object, known: Plan | None) -> Prepared:
+    found = scan(state)
+    try:
+        addresses = list(map(torch.Tensor.data_ptr, found.tensors))
+        signature = signature_of(found, addresses)
+    except (RuntimeError, NotImplementedError):
+        addresses, signature = [], ()  # Something without plain memory; `make_plan` will name it.
+    plan, body = _match(state, found, signature, known) or make_plan(state, found, signature)
+    is_on_cuda = any_on_cuda(found.tensors)
+    return Prepared(plan=plan, body=body, found=found, addresses=addresses, is_on_cuda=is_on_cuda)
+
+
+def _match(state: object, found: Scan, signature: Signature, known: Plan | None) -> tuple[Plan, bytes] | None:
+    """The known plan and the state's body for it, where it serves this state as well."""
+    if known is None or known.signature != signature or not known.has_views_as_before(found.tensors):
+        return None
+    body = body_for(state, found.leaves, known.prefix)
+    return (known, body) if len(known.prefix.program) + len(body) <= known.pickle_room_bytes else None
 
 
 @contextlib.contextmanager
@@ -234,11 +248,13 @@ def signature_of(found: Scan, addresses: list[int]) -> Signature:
         found.trace,
         dtypes,
         [tensor.shape for tensor in tensors],
-        [tensor.is_contiguous() for tensor in tensors],
+        list(map(torch.Tensor.is_contiguous, tensors)),
         [tensor.requires_grad for tensor in tensors],
         list(map(type, found.leaves)),
         [len(set(addresses))],
-        [number for number, is_neg in enumerate(map(torch.Tensor.is_neg, tensors)) if is_neg],
+        [n for n, tensor in enumerate(tensors) if tensor.is_neg()]
+        if any(map(torch.Tensor.is_neg, tensors))
+        else [],
         [number for number, tensor in enumerate(tensors) if tensor.is_conj()] if has_complex else [],
     )
 
@@ -273,6 +289,7 @@ def make_plan(state: object, found: Scan, signature: Signature) -> tuple[Plan, b
     plan = Plan(
         signature=signature,
         slots=tuple(slots),
+        first_tensors=tuple(slot.tensors[0] for slot in slots),
         recipes=tuple(made),
         names=tuple(names),
         kinds=tuple(str(leaf_kind(leaf)) for leaf in found.leaves),

@@ -85,6 +85,8 @@ class _Staged:
     """At most."""
     make: Callable[[], tuple[Payload, Callable[[], None]]]
     """Gives it a place, which may have to be waited for, and a way to fill that."""
+    by_device: bool = False
+    """A device does the copying, beside the computation."""
 
 
 class CheckpointManager:
@@ -186,9 +188,13 @@ class CheckpointManager:
             save.handle.copied = save.payload.wait
             save.size_bytes = len(save.payload.view)
             save.draft = replace(save.draft, tensors=save.payload.tensors)
-            # The pipeline follows the copy, so the first bytes are on their way before the last are copied.
-            self._pipeline.submit(save)
-            fill()
+            try:
+                if staged.by_device:
+                    fill()  # Only queues the copies; the pipeline's threads would be in its way.
+            finally:
+                self._pipeline.submit(save)
+            if not staged.by_device:
+                fill()  # The pipeline follows, so the first bytes are on their way before the last are copied.
         return save.handle
 
     async def save_async(
@@ -367,17 +373,17 @@ class CheckpointManager:
                 raise
             raise MissingDependency("torch", extra="torch", feature="Saving a state") from error
         prepared = prepare(state, self._plan)
-        self._plan = prepared.plan
+        self._plan = plan = prepared.plan
 
         def make() -> tuple[Payload, Callable[[], None]]:
             staging = self._images()
-            buffer = staging.acquire(prepared.plan, timeout_s=self._patience_s)
+            buffer = staging.acquire(plan, timeout_s=self._patience_s)
             if buffer is None:
                 raise SaveSkipped(reason="the images of earlier saves are still being written")
             payload = ImagePayload(staging, buffer)
             return payload, lambda: payload.fill(prepared)
 
-        return _Staged(format=IMAGE, size_bytes=prepared.plan.bound_bytes, make=make)
+        return _Staged(format=IMAGE, size_bytes=plan.bound_bytes, make=make, by_device=prepared.is_on_cuda)
 
     @property
     def _patience_s(self) -> float | None:

@@ -94,7 +94,8 @@ def body_for(state: object, leaves: Sequence[object], prefix: Prefix) -> bytes:
     pickler = _BodyPickler(buffer, PROTOCOL)
     # Slots of the prefix that the body has no use for are taken by fillers, so that it numbers its own after them.
     fillers = [object() for _ in range(prefix.slots - prefix.tensors - 1)]
-    pickler.memo = {id(known): (slot, known) for slot, known in enumerate([*leaves, b"", *fillers])}
+    known = [*leaves, b"", *fillers]
+    pickler.memo = dict(zip(map(id, known), enumerate(known), strict=True))
     try:
         pickler.dump(state)
     except _Refused as refused:

@@ -150,17 +150,18 @@ class MemorySource:
             if into is None:
                 verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
                 return self._copy_out(buffer.view, manifest, entry.key, trusted_source)
-            from strata.checkpoint.into import is_on_cuda, load_into
+            from strata.checkpoint.into import is_on_cuda, load_into, sent_ahead
 
-            # Locking the pages takes as long as verifying them, so both happen at once.
-            locking = pool.submit(buffer.page_locked) if is_on_cuda(into) else None
-            try:
-                verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
-            finally:
-                if locking is not None:
-                    locking.result()
-            state = open_image(entry.key, trusted_source=trusted_source)
-            return load_into(state, into, image, manifest.tensors, is_lent=True)
+            with sent_ahead(image, into, is_page_locked=buffer.is_page_locked) as ahead:
+                # Locking the pages takes as long as verifying them, so both happen at once.
+                locking = pool.submit(buffer.lock_pages) if is_on_cuda(into) else None
+                try:
+                    verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
+                finally:
+                    if locking is not None:
+                        locking.result()
+                state = open_image(entry.key, trusted_source=trusted_source)
+                return load_into(state, into, image, manifest.tensors, is_lent=True, ahead=ahead)
 
     def _copy_out(self, view: memoryview, manifest: Manifest, name: str, trusted_source: bool) -> Any:
         """The image will be overwritten by a later save, so the caller gets memory of its own."""
@@ -243,7 +244,7 @@ def restore(
 def _load_into(state: Any, into: Any, view: memoryview, manifest: Manifest) -> Any:
     import torch
 
-    from strata.checkpoint.copying import page_lock, page_unlock
+    from strata.checkpoint.device import page_lock, page_unlock
     from strata.checkpoint.into import is_on_cuda, load_into
 
     image = torch.frombuffer(view, dtype=torch.uint8)

@@ -28,7 +28,8 @@ from pathlib import Path
 
 import torch
 
-from strata.checkpoint.copying import Copier, Copying, Destination, any_on_cuda, page_lock, page_unlock
+from strata.checkpoint.copying import Copier, Copying, Destination
+from strata.checkpoint.device import page_lock, page_unlock
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
@@ -66,7 +67,7 @@ class ImageBuffer:
         self._map: mmap.mmap | None = None
         self._bytes: torch.Tensor | None = None
         self._body_bytes = 0
-        self._is_page_locked = False
+        self.is_page_locked = False
         self.copying: Copying | None = None
 
     @property
@@ -112,12 +113,11 @@ class ImageBuffer:
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         return self._bytes
 
-    def page_locked(self) -> torch.Tensor:
-        """`mapped`, page-locked for copies to and from the device where the driver allows it."""
-        image = self.mapped()
-        if not self._is_page_locked:
-            self._is_page_locked = page_lock(image)
-        return image
+    def lock_pages(self) -> bool:
+        """Page-lock the mapped file for copies to and from the device; False where the driver refuses."""
+        if not self.is_page_locked:
+            self.is_page_locked = page_lock(self.mapped())
+        return self.is_page_locked
 
     def _placement_if_same(self, plan: Plan) -> Placement | None:
         """Where a process that is gone laid the file out for the same structure, its pages can be used as they are."""
@@ -155,8 +155,7 @@ class ImageBuffer:
             stale_bytes = max(0, self._body_bytes - length)
             self._map[start : start + length + stale_bytes] = prepared.body + bytes(stale_bytes)
             self._body_bytes = length
-            if any_on_cuda(prepared.tensors):
-                self.page_locked()
+            self._to.is_page_locked = prepared.is_on_cuda and self.lock_pages()
             copier.copy(self.copying, prepared, self._to)
         except BaseException as error:
             self.copying.fail(error)
@@ -178,9 +177,9 @@ class ImageBuffer:
         self.plan = None
         self._to = None
         self.copying = None
-        if self._is_page_locked and self._bytes is not None:
+        if self.is_page_locked and self._bytes is not None:
             page_unlock(self._bytes)
-        self._is_page_locked = False
+        self.is_page_locked = False
         self._bytes = None
         if self._map is not None:
             with contextlib.suppress(BufferError):  # A traceback may hold a view; the map goes with it.

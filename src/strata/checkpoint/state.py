@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,18 +43,21 @@ class Scan:
 
 
 def scan(state: object) -> Scan:
-    leaves: dict[int, object] = {}
-    tensors: list[torch.Tensor] = []
+    found: list[Any] = []
     trace: list[object] = []
     inside: set[int] = set()
 
-    def visit(nodes: Iterable[Any]) -> None:
+    def visit(nodes: Collection[Any]) -> None:
+        kinds = set(map(type, nodes))
+        if kinds <= _TENSORS:  # Most containers hold nothing but tensors, or none: no need to look at each.
+            found.extend(nodes)
+            return
+        if kinds <= _PLAIN:
+            return
         for node in nodes:
             kind = type(node)
             if kind in _TENSORS:
-                if id(node) not in leaves:
-                    leaves[id(node)] = node
-                    tensors.append(node)
+                found.append(node)
             elif kind in _PLAIN:
                 continue
             elif isinstance(node, dict):
@@ -64,9 +67,8 @@ def scan(state: object) -> Scan:
             elif isinstance(node, list | tuple):
                 if enter(node):
                     visit(node)
-            elif leaf_kind(node) is not None and id(node) not in leaves:
-                leaves[id(node)] = node
-                tensors.append(_as_tensor(node, state))
+            elif leaf_kind(node) is not None:
+                found.append(node)
 
     def enter(node: Any) -> bool:
         if id(node) in inside:
@@ -77,7 +79,9 @@ def scan(state: object) -> Scan:
         return True
 
     visit((state,))
-    return Scan(leaves=list(leaves.values()), tensors=tensors, trace=trace)
+    leaves = list(dict(zip(map(id, found), found, strict=True)).values())
+    tensors = [leaf if type(leaf) in _TENSORS else _as_tensor(leaf, state) for leaf in leaves]
+    return Scan(leaves=leaves, tensors=tensors, trace=trace)
 
 
 def leaf_kind(node: object) -> str | None:

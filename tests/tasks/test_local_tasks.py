@@ -34,45 +34,67 @@ def workers(tasks: Tasks, task_id: str) -> dict[str, int]:
     }
 
 
-def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_end(tasks: Tasks) -> None:
-    steps = 400
-    task_id = tasks.submit(workers=2, steps=steps, learning_rate=0.002, **TINY)
-    behind = tasks.submit(workers=1, steps=1, **TINY)
-    begun = tasks.until(task_id, lambda task: task["progress"] > 0)
-    assert (begun["status"], begun["total_steps"], begun["attempts"]) == ("running", steps, 1)
-    assert sorted(begun["worker_ids"]) == [f"{task_id}-rank0", f"{task_id}-rank1"]
-    assert "number 1 in the queue: it needs 1 workers, and 0 workers are free" in tasks.get(behind)["reason"]
-    assert tasks.server.post(f"/api/tasks/{behind}/stop", {}) == (
-        200,
-        {"task_id": behind, "status": "stopped", "reason": "asked to stop over the API"},
+def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_end(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "held.toml").write_text(
+        f"script = '{Path(__file__).with_name('held.py')}'\n"
+        f"arguments = ['--steps', '{{steps}}', '--slow', '{slow}']\n[config.steps]\ntype = 'integer'\n"
     )
-
-    victim = eventually(lambda: workers(tasks, task_id), within_s=30)[f"{task_id}-rank1"]
-    os.kill(victim, signal.SIGKILL)
-    recovered = tasks.until(
-        task_id, lambda task: victim not in workers(tasks, task_id).values() and task["step"] > begun["step"]
-    )
-    assert (recovered["status"], recovered["attempts"]) == ("running", 1)
-    eventually(lambda: "rank 1 was killed by SIGKILL" in tasks.log(task_id), within_s=10)
-
-    tasks.server.kill()
-    folder = tasks.server.data_dir / "tasks" / task_id
-    mark = sum(path.stat().st_size for path in folder.glob("run-1/output-*"))
-    eventually(
-        lambda: sum(path.stat().st_size for path in folder.glob("run-1/output-*")) > mark, within_s=30
-    )  # Training goes on, and what it says is not lost.
+    tasks = Tasks(tmp_path / "data", {"STRATA_TASK_WORKERS": "2", "STRATA_RECIPES_DIR": str(recipes)})
     tasks.server.start()
-    again = tasks.get(task_id)
-    assert (again["status"], again["attempts"], again["started_at"]) == ("running", 1, begun["started_at"])
-    assert again["step"] >= recovered["step"]
-    assert "rank 1 was killed by SIGKILL" in tasks.log(task_id)
+    try:
+        steps = 1_000
+        task_id = tasks.submit("held", workers=2, steps=steps)
+        behind = tasks.submit(workers=1, steps=1, **TINY)
+        begun = tasks.until(task_id, lambda task: task["step"] > 0)
+        assert (begun["status"], begun["total_steps"], begun["attempts"]) == ("running", steps, 1)
+        assert sorted(begun["worker_ids"]) == [f"{task_id}-rank0", f"{task_id}-rank1"]
+        waiting = tasks.get(behind)
+        assert waiting["reason"] == "number 1 in the queue: it needs 1 workers, and 0 workers are free"
+        assert tasks.server.post(f"/api/tasks/{behind}/stop", {})[1]["status"] == "stopped"
 
-    ended = tasks.ended(task_id)
-    assert (ended["status"], ended["progress"], ended["exit_cause"]) == ("completed", 100.0, None)
-    log = tasks.log(task_id)
-    assert f"Training complete! {steps} steps" in log
-    assert f"{task_id}-rank0 info" in log
-    assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
+        victim = eventually(lambda: workers(tasks, task_id).get(f"{task_id}-rank1"), within_s=30)
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: "rank 1 was killed by SIGKILL" in tasks.log(task_id), within_s=30)
+        eventually(
+            lambda: workers(tasks, task_id).get(f"{task_id}-rank1", victim) != victim,
+            within_s=60,
+            every_s=0.1,
+        )
+        recovered = tasks.until(task_id, lambda task: task["step"] > begun["step"])
+        assert (recovered["status"], recovered["attempts"]) == ("running", 1)
+
+        tasks.server.kill()
+        folder = tasks.server.data_dir / "tasks" / task_id
+        before = written(folder)
+        eventually(lambda: written(folder) > before, within_s=30)  # Training goes on.
+        tasks.server.start()
+        again = tasks.get(task_id)
+        assert (again["status"], again["attempts"], again["started_at"]) == (
+            "running",
+            1,
+            begun["started_at"],
+        )
+        assert again["step"] >= recovered["step"]
+        assert "rank 1 was killed by SIGKILL" in tasks.log(task_id)
+        slow.unlink()
+
+        ended = tasks.ended(task_id)
+        assert (ended["status"], ended["progress"], ended["exit_cause"]) == ("completed", 100.0, None)
+        log = tasks.log(task_id)
+        assert f"{task_id}-rank0 info all {steps} steps are made" in log
+        said = {line for line in log.splitlines() if "slowly at" in line}
+        assert {f"{task_id}-rank0 info slowly at {n}" for n in range(again["step"])} <= said  # None is lost.
+        assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
+    finally:
+        tasks.close()
+
+
+def written(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("run-1/output-*"))
 
 
 def test_stop_saves_and_leaves_nothing_and_restart_goes_on_from_there(tasks: Tasks) -> None:
@@ -98,10 +120,6 @@ def test_stop_saves_and_leaves_nothing_and_restart_goes_on_from_there(tasks: Tas
     assert tasks.server.post(f"/api/tasks/{task_id}/restart", {})[0] == 409  # It waits, or runs, already.
     going_on = tasks.until(task_id, lambda task: task["attempts"] == 2 and task["step"] > saved[0]["step"])
     assert f"from the checkpoint at step {saved[0]['step']}" in going_on["reason"]
-    agent = min(pid for pid, line in tasks.processes(task_id).items() if "keeper" not in line)
-    os.kill(agent, signal.SIGKILL)  # The whole machine's share of the task, gone.
-    retried = tasks.until(task_id, lambda task: task["attempts"] == 3 and task["step"] > going_on["step"])
-    assert retried["exit_cause"]["message"] == "the torchrun agent was killed by SIGKILL"
     assert client.stop(task_id, wait_s=30)["status"] == "stopped"
     assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
 
@@ -116,6 +134,7 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         "if how == 'raise': raise ValueError('the answer is 41')\n"
         "if how == 'crash': os.kill(os.getpid(), signal.SIGSEGV)\n"
         "if how == 'refuse': sys.exit(2)\n"
+        "if how == 'wait': signal.pause()\n"
         "if how == 'linger':\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "    print('deaf', flush=True)\n"
@@ -128,7 +147,8 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
     tasks = Tasks(tmp_path / "data", env)
     tasks.server.start()
     try:
-        ids = {how: tasks.submit("ends", how=how) for how in ("linger", "raise", "crash", "refuse", "well")}
+        hows = ("linger", "wait", "raise", "crash", "refuse", "well")
+        ids = {how: tasks.submit("ends", how=how) for how in hows}
         for how, kind, message in (
             ("raise", "exception", "rank 0: ValueError: the answer is 41 (3 times in a row)"),
             ("crash", "signal", "rank 0 was killed by SIGSEGV (3 times in a row)"),
@@ -145,6 +165,17 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         assert "ends.py" in raised
         assert "ValueError: the answer is 41" in raised
         assert tasks.ended(ids["well"])["status"] == "completed"
+        # An agent that is killed takes its workers with it, and the task is tried again.
+        eventually(lambda: "about to wait" in tasks.log(ids["wait"]), within_s=60)
+        (agent,) = (
+            pid
+            for pid, line in tasks.processes(ids["wait"]).items()
+            if "distributed.run" in line and "keeper" not in line
+        )
+        os.kill(agent, signal.SIGKILL)
+        retried = tasks.until(ids["wait"], lambda task: task["attempts"] == 2)
+        assert retried["exit_cause"]["message"] == "the torchrun agent was killed by SIGKILL"
+        Client(tasks.server.url).stop(ids["wait"], wait_s=20)
         # One that does not listen is killed when its time is over.
         eventually(lambda: "deaf" in tasks.log(ids["linger"]), within_s=60)
         Client(tasks.server.url).stop(ids["linger"], wait_s=20)

@@ -169,7 +169,9 @@ def run(
             console.print(Text("stopping: the workers make a final checkpoint …", style="bold"))
             client.stop(task_id, wait_s=STOP_S)
             ended = _follow(client, task_id)
-        console.print(Text.assemble("checkpoints: ", str(data_dir / "tasks" / task_id / "checkpoints")))
+        checkpoints = data_dir / "tasks" / task_id / "checkpoints"
+        if checkpoints.exists():
+            console.print(Text.assemble("checkpoints: ", str(checkpoints)))
     _report_end(ended)
 
 

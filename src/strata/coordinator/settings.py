@@ -98,7 +98,9 @@ class CoordinatorSettings:
         most=1024,
     )
     recipes_dir: Path | None = setting(
-        None, "Folder of recipes beside the built-in ones. [DATA_DIR/recipes]", env="STRATA_RECIPES_DIR"
+        None,
+        "Folder of further recipes; 'recipes' in the data directory when not given.",
+        env="STRATA_RECIPES_DIR",
     )
     task_workers: int = setting(
         0,

@@ -91,8 +91,11 @@ const ops = {
     await file.saveAs(path);
     return file.suggestedFilename();
   },
-  axe: async () => {
-    const { violations } = await new AxeBuilder({ page }).withTags(["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]).analyze();
+  axe: async ({ rules = [] }) => {
+    const builder = new AxeBuilder({ page });
+    if (rules.length > 0) builder.withRules(rules);
+    else builder.withTags(["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]);
+    const { violations } = await builder.analyze();
     return violations.map(({ id, impact, nodes }) => ({ id, impact, nodes: nodes.slice(0, 5).map((node) => `${node.target.join(" ")}: ${node.failureSummary ?? ""}`) }));
   },
   complaints: () => complaints.splice(0),

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -123,9 +124,13 @@ class Browser:
     def url(self) -> str:
         return str(self._do("url"))
 
-    def serious(self) -> list[dict[str, Any]]:
-        """What axe calls serious or critical."""
-        return [found for found in self._do("axe") if found["impact"] in ("serious", "critical")]
+    def serious(self, rules: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """What axe calls serious or critical, by all rules of WCAG 2.2 AA or by these alone."""
+        return [
+            found
+            for found in self._do("axe", rules=list(rules))
+            if found["impact"] in ("serious", "critical")
+        ]
 
     def complaints(self) -> list[str]:
         """Errors on the console since the last time. Refusals and lost connections are shown by the page itself."""

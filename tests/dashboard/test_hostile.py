@@ -65,9 +65,12 @@ def test_every_hostile_log_line_is_shown_as_it_is(filled: Coordinator, page: Bro
         words = clean(line)[:200]
         search = next((part for part in words.splitlines() if part.strip()), words)[:60]
         page.fill("Search in messages", search)
-        page.until("document.querySelectorAll('[role=log] [data-row]').length >= 1", within_s=10)
-        texts = " ".join(page.texts(css="[role=log] [data-row]"))
-        assert shown(clean(line))[:80] in shown(texts), line
+        wanted = shown(clean(line))[:80]
+        eventually(
+            lambda wanted=wanted: wanted in shown(" ".join(page.texts(css="[role=log] [data-row]"))),  # type: ignore[misc]
+            within_s=15,
+            what=line,
+        )
     assert page.evaluate("window.hacked") is None
 
 

@@ -37,7 +37,7 @@ export function Name(props: { children: string | null | undefined; mono?: boolea
   return <span className={`foreign block truncate ${props.mono ? "font-mono text-sm" : ""}`} title={props.children}>{props.children}</span>;
 }
 
-const LINK = "foreign inline-block max-w-full truncate align-bottom text-accent hover:underline";
+const LINK = "foreign inline-block max-w-full truncate align-bottom text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent";
 
 export function WorkerLink(props: { id: string }) {
   return <Link to="/workers" search={{ worker: props.id }} className={LINK} title={props.id}>{props.id}</Link>;

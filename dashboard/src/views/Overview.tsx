@@ -161,7 +161,7 @@ function ExposurePanel({ runs, now }: { runs: readonly Run[]; now: number }) {
       <p className="text-3xl font-semibold tracking-tight">{seconds === null ? <span className="text-muted">nothing at risk</span> : age(seconds)}</p>
       {run ? (
         <p className="text-muted">
-          {steps === 0 ? "No step" : plural(steps, "step")} of <Link to="/runs/$job" params={{ job: run.id }} className="foreign text-accent hover:underline">{run.id}</Link> would be lost right now.{" "}
+          {steps === 0 ? "No step" : plural(steps, "step")} of <Link to="/runs/$job" params={{ job: run.id }} className="foreign text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent">{run.id}</Link> would be lost right now.{" "}
           {run.risk.safe ? <>Safe: step {count(run.risk.safe.step)}{run.risk.safe.tiers.length > 0 && <> in {run.risk.safe.tiers.join(", ")}</>}</> : "Nothing has been saved yet"}
           {rhythm !== null && <>, saved about every {age(rhythm)}</>}.
         </p>

@@ -114,7 +114,7 @@ const Cell = memo(function Cell(props: CellProps) {
   const ring = props.selected ? "outline-2 outline-offset-1 outline-accent" : "";
   if (detail === "tile") {
     return (
-      <button {...common} className={`flex min-w-0 flex-col justify-between rounded-md border bg-raised px-3 py-2 text-left hover:bg-hover ${props.height} ${ring}`}>
+      <button {...common} aria-label={undefined} className={`flex min-w-0 flex-col justify-between rounded-md border bg-raised px-3 py-2 text-left hover:bg-hover ${props.height} ${ring}`}>
         <span className="flex items-center gap-2">
           <Icon aria-hidden className={`size-3.5 shrink-0 ${TONE_TEXT[look.tone]}`} />
           <span className="foreign min-w-0 flex-1 truncate font-medium">{props.name}</span>

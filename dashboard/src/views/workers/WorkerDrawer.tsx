@@ -21,7 +21,7 @@ export function WorkerDrawer(props: { id: string | undefined; onClose: () => voi
   const worker = useStore((s) => (props.id ? s.workers.get(props.id) : undefined));
   return (
     <Drawer open={props.id !== undefined} onClose={props.onClose} title={props.id ?? ""} description={worker && <span className="flex flex-wrap items-center gap-x-3 gap-y-1"><Status value={worker.status} /><span>heard <Ago at={worker.last_heartbeat} /></span></span>}>
-      {worker ? <Details worker={worker} /> : <Empty title="This worker is not on the list">It has left, or it failed and was forgotten. Its log may still be there: <Link to="/logs" search={{ worker: props.id ?? "" }} className="text-accent hover:underline">search it</Link>.</Empty>}
+      {worker ? <Details worker={worker} /> : <Empty title="This worker is not on the list">It has left, or it failed and was forgotten. Its log may still be there: <Link to="/logs" search={{ worker: props.id ?? "" }} className="text-accent underline underline-offset-2">search it</Link>.</Empty>}
     </Drawer>
   );
 }

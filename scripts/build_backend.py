@@ -30,14 +30,14 @@ def build_wheel(
     _build_dashboard()
     # Files of an earlier build have other names, and setuptools would ship what it finds there.
     shutil.rmtree(build_dashboard.ROOT / "build" / "lib" / "strata" / "dashboard", ignore_errors=True)
-    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    return str(build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
 
 
 def build_editable(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
     _build_dashboard()
-    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    return str(build_meta.build_editable(wheel_directory, config_settings, metadata_directory))
 
 
 def _node() -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import build_dashboard  # noqa: E402
+import build_dashboard as build_dashboard  # noqa: E402
 
 DRIVER = ROOT / "dashboard" / "e2e" / "driver.mjs"
 CHROMIUM = shutil.which("chromium")

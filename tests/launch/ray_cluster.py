@@ -64,15 +64,20 @@ class RayCluster:
         self._cluster.shutdown()
 
 
+def kept(nodes: list[Any]) -> list[int]:
+    """Process ids of what keeps a torchrun agent on these nodes."""
+    found = []
+    for node in nodes:
+        (raylet,) = node.all_processes["raylet"]
+        for process in psutil.Process(raylet.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "strata.launch.keeper" in process.cmdline():
+                    found.append(process.pid)
+    return sorted(found)
+
+
 def agents_on(node: Any) -> int:
-    """How many torchrun agents run on the node."""
-    (raylet,) = node.all_processes["raylet"]
-    found = 0
-    for process in psutil.Process(raylet.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            command = process.cmdline()
-            found += "torch.distributed.run" in command and "strata.launch.keeper" not in command
-    return found
+    return len(kept([node]))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ export function Card(props: { title?: ReactNode; hint?: ReactNode; actions?: Rea
 export function Figure(props: { label: string; value: ReactNode; unit?: string; hint?: ReactNode; children?: ReactNode }) {
   return (
     <section className="flex min-w-0 flex-col gap-1 rounded-lg border bg-surface px-4 py-3">
-      <h3 className="text-sm text-muted">{props.label}</h3>
+      <h2 className="text-sm text-muted">{props.label}</h2>
       <p className="flex items-baseline gap-1.5">
         <span className="text-2xl font-semibold tracking-tight">{props.value}</span>
         {props.unit && <span className="text-sm text-faint">{props.unit}</span>}

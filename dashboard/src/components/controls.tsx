@@ -61,7 +61,7 @@ export function Field(props: { label: string; hint?: ReactNode; error?: string |
 /** A few choices, one of them taken. */
 export function Segmented<T extends string>(props: { label: string; value: T; options: readonly (readonly [value: T, label: ReactNode])[]; onChange: (value: T) => void }) {
   return (
-    <div role="radiogroup" aria-label={props.label} className="inline-flex h-8 items-center gap-0.5 rounded-md border bg-raised p-0.5">
+    <div role="radiogroup" aria-label={props.label} className="inline-flex h-8 items-center gap-0.5 self-start rounded-md border bg-raised p-0.5">
       {props.options.map(([value, label]) => (
         <button
           key={value}

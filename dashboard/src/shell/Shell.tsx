@@ -112,11 +112,11 @@ function DemoBanner() {
   const mode = useMode();
   if (mode !== "demo") return null;
   return (
-    <div role="note" className="flex items-center justify-center gap-3 border-b bg-busy-soft px-4 py-1.5 text-sm">
+    <aside aria-label="Demo mode" className="flex items-center justify-center gap-3 border-b bg-busy-soft px-4 py-1.5 text-sm">
       <FlaskConical aria-hidden className="size-4 text-busy" />
       <span><strong className="font-semibold">Simulated data.</strong> This is a demonstration: no cluster is connected, nothing here was measured.</span>
       {!DEMO_ONLY && <button type="button" className="font-medium underline underline-offset-2" onClick={() => setMode("live")}>Go live</button>}
-    </div>
+    </aside>
   );
 }
 

@@ -25,9 +25,11 @@ export function Settings() {
     <Page title="Settings">
       <div className="grid max-w-5xl items-start gap-4 lg:grid-cols-2">
         <ConnectionCard />
-        <TokenCard />
-        <AppearanceCard />
-        <ModeCard />
+        <div className="flex flex-col gap-4">
+          <AppearanceCard />
+          <ModeCard />
+          <TokenCard />
+        </div>
         <KeyboardCard />
       </div>
     </Page>

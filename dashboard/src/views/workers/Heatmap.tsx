@@ -109,7 +109,6 @@ const Cell = memo(function Cell(props: CellProps) {
     "data-id": id,
     tabIndex: props.stop ? 0 : -1,
     title: label,
-    "aria-label": label,
   };
   const ring = props.selected ? "outline-2 outline-offset-1 outline-accent" : "";
   if (detail === "tile") {
@@ -135,10 +134,10 @@ const Cell = memo(function Cell(props: CellProps) {
   if (byLoad && known) {
     // The hotter, the fuller: from the page's ground to the accent.
     const style: CSSProperties = { background: `color-mix(in oklab, var(--color-accent) ${load}%, var(--color-hover))`, color: load > 55 ? "var(--color-on-accent)" : "var(--color-ink)" };
-    return <button {...common} style={style} className={`grid place-items-center rounded-[4px] text-xs hover:brightness-110 ${props.height} ${ring}`}>{props.height === "h-10" ? Math.round(load) : glyph}</button>;
+    return <button {...common} aria-label={label} style={style} className={`grid place-items-center rounded-[4px] text-xs hover:brightness-110 ${props.height} ${ring}`}>{props.height === "h-10" ? Math.round(load) : glyph}</button>;
   }
   const tone = look.tone === "good" ? "bg-good/80" : TONE_SOFT[look.tone];
-  return <button {...common} className={`grid place-items-center rounded-[4px] hover:brightness-110 ${tone} ${props.height} ${ring} ${look.tone === "bad" ? "shadow-[inset_0_0_0_1.5px_var(--color-bad)]" : ""}`}>{glyph}</button>;
+  return <button {...common} aria-label={label} className={`grid place-items-center rounded-[4px] hover:brightness-110 ${tone} ${props.height} ${ring} ${look.tone === "bad" ? "shadow-[inset_0_0_0_1.5px_var(--color-bad)]" : ""}`}>{glyph}</button>;
 });
 
 /** What the colours mean. */

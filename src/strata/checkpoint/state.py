@@ -44,6 +44,7 @@ class Scan:
 
 def scan(state: object) -> Scan:
     found: list[Any] = []
+    arrays: list[object] = []
     trace: list[object] = []
     inside: set[int] = set()
 
@@ -69,6 +70,7 @@ def scan(state: object) -> Scan:
                     visit(node)
             elif leaf_kind(node) is not None:
                 found.append(node)
+                arrays.append(node)
 
     def enter(node: Any) -> bool:
         if id(node) in inside:
@@ -80,7 +82,9 @@ def scan(state: object) -> Scan:
 
     visit((state,))
     leaves = list(dict(zip(map(id, found), found, strict=True)).values())
-    tensors = [leaf if type(leaf) in _TENSORS else _as_tensor(leaf, state) for leaf in leaves]
+    tensors = leaves
+    if arrays:
+        tensors = [leaf if type(leaf) in _TENSORS else _as_tensor(leaf, state) for leaf in leaves]
     return Scan(leaves=leaves, tensors=tensors, trace=trace)
 
 

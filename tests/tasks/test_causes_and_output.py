@@ -54,6 +54,13 @@ def test_a_signal_has_its_name_and_memory_that_ran_out_is_called_so() -> None:
     assert story.round(rank=1, code=-signal.SIGKILL) == "rank 1 was killed by SIGKILL"
     story.kills += 1
     assert "memory ran out" in story.round(rank=1, code=-signal.SIGKILL)
+    assert story.round(rank=1, code=-signal.SIGKILL) == "rank 1 was killed by SIGKILL"
+    story.kills += 1  # Somebody else's, long before this one was killed.
+    for _ in range(10):
+        story.failures.tick()
+    assert story.round(rank=1, code=-signal.SIGKILL) == "rank 1 was killed by SIGKILL"
+    story.kills += 1
+    story.round(rank=1, code=-signal.SIGKILL)
     cause = story.failures.cause(1, asked_to_stop=False)
     assert cause is not None
     assert (cause.kind, cause.signal) == ("oom", "SIGKILL")

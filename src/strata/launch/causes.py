@@ -1,7 +1,7 @@
 """Why a run failed: the first failure of each round of workers, from what workers tell and what torchrun prints.
 
 A worker that raises tells it with its traceback (`strata.launch.entry`). One that is killed cannot; torchrun names its
-rank and exit status. SIGKILL beside a risen count of the kernel's out-of-memory kills is called by that name. A round that
+rank and exit status. SIGKILL beside a count of the kernel's out-of-memory kills that has just risen is called by that name. A round that
 fails like the two before it, each within a minute, will fail again: then another start is no help.
 """
 
@@ -23,6 +23,8 @@ USAGE_STATUS = 2
 SAME_ROUNDS = 3
 QUICK_ROUND_S = 60.0
 LAST_LINES = 20
+TICK_S = 1.0
+OOM_SAMPLES = 4
 OUTSIDE_SIGNALS = ("SIGKILL", "SIGTERM")
 """Sent by somebody else: they say nothing about what the program will do next time."""
 
@@ -46,12 +48,16 @@ class Failures:
     ) -> None:
         self._clock = clock
         self._oom_kills = oom_kills or count_oom_kills
-        self._oom_kills_before = self._oom_kills()
+        self._oom_kills_seen: deque[int] = deque([self._oom_kills()], maxlen=OOM_SAMPLES)
         self._round_began_s = clock()
         self._told: list[_Told] = []
         self._rounds: deque[tuple[ExitCause, bool]] = deque(maxlen=SAME_ROUNDS)
         self._lines: dict[int | None, deque[str]] = {}
         self._refused: ExitCause | None = None
+
+    def tick(self) -> None:
+        """Every `TICK_S`: only what the kernel killed lately can have been ours."""
+        self._oom_kills_seen.append(self._oom_kills())
 
     # --- what is heard --------------------------------------------------------------------------------------
 
@@ -86,7 +92,8 @@ class Failures:
             return None
         causes = [cause for cause, _ in self._rounds]
         last = causes[-1]
-        if last.signal in OUTSIDE_SIGNALS or any(_kind(cause) != _kind(last) for cause in causes):
+        from_outside = last.signal in OUTSIDE_SIGNALS and last.kind != "oom"
+        if from_outside or any(_kind(cause) != _kind(last) for cause in causes):
             return None
         message = f"{last.message} ({SAME_ROUNDS} times in a row)"
         return replace(last, message=message, may_retry=False)
@@ -138,9 +145,9 @@ class Failures:
                 traceback=lines,
             )
         name = signal_name(-code)
-        kills = self._oom_kills()
-        if name == "SIGKILL" and kills > self._oom_kills_before:
-            self._oom_kills_before = kills
+        if name == "SIGKILL" and self._oom_kills() > self._oom_kills_seen[0]:
+            self._oom_kills_seen.clear()
+            self.tick()
             message = f"{who} was killed by the kernel because memory ran out (SIGKILL)"
             return ExitCause(kind="oom", message=message, rank=rank, exit_code=code, signal=name)
         return ExitCause(

@@ -24,7 +24,7 @@ from typing import Any
 
 from strata.checkpoint.identity import this_process
 from strata.core.messages import ExitCause
-from strata.launch.causes import Failures
+from strata.launch.causes import TICK_S, Failures
 from strata.launch.entry import KEEPER_VARIABLE, end_with_parent
 from strata.launch.leftovers import RUN_VARIABLE, end_processes
 from strata.launch.output import LINE_LIMIT_BYTES, OutputFile
@@ -67,13 +67,20 @@ class Keeper:
         assert agent.stderr is not None
         self._read(agent.stdout, "stdout", None)
         self._read(agent.stderr, "stderr", None)
+        ticking = asyncio.create_task(self._tick())
         code = await agent.wait()
+        ticking.cancel()
         end_processes(os.environ.get(RUN_VARIABLE, ""))
         await self._drain()
         server.close()
         self._output.close()
         cause = self._failures.cause(code, asked_to_stop=self._asked_to_stop)
         write_whole(self._run_dir / "ended.json", {"cause": asdict(cause) if cause is not None else None})
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._failures.tick()
 
     def _stop(self) -> None:
         self._asked_to_stop = True

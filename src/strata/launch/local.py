@@ -39,7 +39,7 @@ from strata.launch.protocol import (
 from strata.launch.torchrun import TorchrunSpec
 
 POLL_S = 0.2
-READ_BYTES = 1 << 20
+READ_BYTES = 256 << 10
 """Output read from one run at a time: a flood waits on disk, where it is bounded."""
 PLACE_S = 1.0
 APPEAR_S = 30.0

@@ -148,7 +148,8 @@ class Engine:
             batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
             if self._queue:
                 self._wake.set()
-            tick = time.monotonic() >= next_tick_s
+            # Whoever stops has closed every connection itself: that is no reason to fail anybody.
+            tick = not self._stopping and time.monotonic() >= next_tick_s
             if tick:
                 next_tick_s = time.monotonic() + TICK_S
             if batch or tick:

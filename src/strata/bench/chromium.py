@@ -84,6 +84,7 @@ class Chromium:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Performance.enable", timeDomain="threadTicks")
         return self
 
     def __exit__(
@@ -127,6 +128,11 @@ class Chromium:
 
     def before_every_page(self, script: str) -> None:
         self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+
+    def worked_s(self) -> float:
+        """Processor seconds that the page's main thread has used: these do not depend on how busy the machine is."""
+        figures = self.call("Performance.getMetrics")["metrics"]
+        return float(next(figure["value"] for figure in figures if figure["name"] == "TaskDuration"))
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression; of a promise, what it comes to."""

@@ -181,12 +181,14 @@ async def _busy_row(chromium: Chromium, coordinator: Served, fleet: Fleet, load:
     await asyncio.to_thread(chromium.open, _url(coordinator, f"/{view}"))
     await asyncio.to_thread(chromium.evaluate, "window.usefulAt")
     await asyncio.to_thread(chromium.evaluate, "window.longTasks.length = 0")
+    worked_s = await asyncio.to_thread(chromium.worked_s)
     began_s, lines = time.monotonic(), 0
     while time.monotonic() - began_s < load.busy_s:
         for _ in range(max(1, fleet.size // 20)):
             say(fleet, lines % fleet.size, f"line {lines}: loss 2.31, 41,000 tokens/s")
             lines += 1
         await asyncio.sleep(max(0.0, began_s + lines / fleet.size - time.monotonic()))
+    share = (await asyncio.to_thread(chromium.worked_s) - worked_s) / (time.monotonic() - began_s)
     tasks: list[float] = await asyncio.to_thread(chromium.evaluate, "window.longTasks")
     blocked = [duration for duration in tasks if duration > 100]
     return Row(
@@ -195,7 +197,8 @@ async def _busy_row(chromium: Chromium, coordinator: Served, fleet: Fleet, load:
         unit="ms",
         target=100,
         better="lower",
-        note=f"{len(blocked)} times more than 100 ms in {load.busy_s:.0f} s; {len(tasks)} times more than 50 ms",
+        note=f"{len(blocked)} times more than 100 ms in {load.busy_s:.0f} s; {len(tasks)} times more than 50 ms; "
+        f"the page's thread used {share:.0%} of a core",
     )
 
 

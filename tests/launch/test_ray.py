@@ -153,7 +153,10 @@ def test_a_task_outlives_coordinator_and_driver_and_a_failing_one_says_why(tmp_p
             wrong = {**TASK["config"], "model": {"n_layer": 1, "n_head": 3, "n_embd": 16}}
             created = server.post("/api/tasks", {**TASK, "worker_count": 2, "config": wrong})[1]
             eventually(lambda: task(server)["status"] == "failed", within_s=120, what="it fails", every_s=0.2)
-            assert "must be a multiple of n_head" in task(server)["exit_cause"]["message"]
+            cause = task(server)["exit_cause"]
+            assert "must be a multiple of n_head" in cause["traceback"]
+            assert "ended with status 2" in cause["message"]
+            assert "on node 127.0.0.1" in cause["message"]
             assert with_mark(created["task_id"]) == []
             eventually(lambda: cluster.free_cpus() == 2, within_s=10, what="nothing is reserved")
         finally:

@@ -66,6 +66,8 @@ class RayLauncher:
         self._loop = asyncio.get_running_loop()
         self._plans: dict[str, LaunchPlan] = {}
         self._adopted: asyncio.Future[None] | None = None
+        self._stops: dict[str, Stop] = {}
+        """What has been asked for and not happened yet: a new driver is told again."""
         self._cleared: set[TaskId] = set()
         self._capacity = Capacity(workers=0, gpus=0)
         self._driver: _Driver | None = None
@@ -106,7 +108,8 @@ class RayLauncher:
 
     async def stop(self, run_id: str, *, patience_s: float) -> None:
         if run_id in self._plans:
-            self._tell(Stop(run_id=run_id, patience_s=patience_s))
+            stop = self._stops[run_id] = Stop(run_id=run_id, patience_s=patience_s)
+            self._tell(stop)
 
     async def forget(self, task_id: TaskId) -> None:
         runs = [f"{task_id}-{path.name[4:]}" for path in (self._tasks_dir / task_id).glob("run-*")]
@@ -128,6 +131,8 @@ class RayLauncher:
         self._again = None
         self._driver = _Driver(self)
         self._tell(Adopt(plans=tuple(self._plans.values())))
+        for stop in self._stops.values():
+            self._tell(stop)
 
     def _tell(self, wish: Wish) -> bool:
         return self._driver is not None and self._driver.tell(wish)
@@ -158,6 +163,7 @@ class RayLauncher:
                 if message.run_id in self._plans:
                     self._listener(message)
             case Exited() | Lost():
+                self._stops.pop(message.run_id, None)
                 if self._plans.pop(message.run_id, None) is not None:
                     if isinstance(message, Exited) and message.cause is None:
                         self._cleared.add(message.task_id)

@@ -19,7 +19,6 @@ from strata.cli.common import (
     styled,
 )
 from strata.cli.goodput import bar, legend
-from strata.cli.logs import logs as logs
 
 JOBS_SHOWN = 10
 
@@ -188,10 +187,10 @@ def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Which tasks were submitted, newest first."""
     found = get_rows(api, "/api/tasks")
-    times = {spent["task_id"]: spent for spent in get_rows(api, "/api/goodput")}
     if json:
-        print_json([{**task, "goodput": times.get(task["id"])} for task in found])
+        print_json(found)
         return
+    times = {spent["task_id"]: spent for spent in get_rows(api, "/api/goodput")}
     rows = [
         (
             t["id"],

@@ -17,12 +17,19 @@ interface Props {
   footer?: ReactNode;
 }
 
+/** A question begins with its first field; details with themselves, not with the button that closes them. */
+function focusFirstField(event: Event): void {
+  event.preventDefault();
+  const frame = event.currentTarget as HTMLElement;
+  (frame.querySelector<HTMLElement>("input, select, textarea") ?? frame).focus();
+}
+
 function Frame(props: Props & { className: string }) {
   return (
     <Radix.Root open={props.open} onOpenChange={(open) => { if (!open) props.onClose(); }}>
       <Radix.Portal>
         <Radix.Overlay className="fixed inset-0 z-40 bg-[oklch(0.15_0.01_240/0.45)]" />
-        <Radix.Content className={`fixed z-50 flex flex-col border bg-surface shadow-2xl focus:outline-none ${props.className}`} {...(props.description ? {} : { "aria-describedby": undefined })}>
+        <Radix.Content onOpenAutoFocus={focusFirstField} className={`fixed z-50 flex flex-col border bg-surface shadow-2xl focus:outline-none ${props.className}`} {...(props.description ? {} : { "aria-describedby": undefined })}>
           <header className="flex items-start gap-3 border-b px-5 py-3.5">
             <div className="min-w-0 flex-1">
               <Radix.Title className="foreign truncate text-lg font-semibold" title={props.title}>{props.title}</Radix.Title>

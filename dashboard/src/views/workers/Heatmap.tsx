@@ -59,7 +59,7 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
             id={worker.id}
             name={shortName(worker)}
             status={worker.status}
-            load={load.percent === null || worker.status === "failed" ? -1 : Math.round(load.percent / 2) * 2}
+            load={load.percent === null || worker.status === "failed" ? -1 : Math.round(load.percent / 5) * 5}
             of={load.of}
             step={size.detail === "tile" ? worker.current_step : 0}
             rank={size.detail === "tile" ? worker.rank : null}

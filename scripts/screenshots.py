@@ -18,78 +18,85 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from strata.cli.common import get  # noqa: E402
+from strata.cli.common import get, post  # noqa: E402
 from strata.launch.coordinator import CoordinatorProcess  # noqa: E402
-from strata.launch.sample_job import DATASET, SampleJob  # noqa: E402
-from strata.launch.torchrun import Agent  # noqa: E402
-from strata.training.job import forget_job  # noqa: E402
 from tests.dashboard.browser import Browser  # noqa: E402
 
 FOLDER = ROOT / "docs" / "screenshots"
-JOB = "gpt-stdlib"
-WORKERS = 4
+WORKERS = 3
+LIGHT_TOO = ("overview", "run", "data")
+CONFIG = {
+    "steps": 100_000,
+    "batch_size": 4,
+    "seq_length": 64,
+    "device": "cpu",
+    "checkpoint_interval": 50,
+    "snapshot_interval": 5,
+    "keep_checkpoints": 50,
+    "log_interval": 5,
+    "model": {"n_layer": 2, "n_head": 4, "n_embd": 64},
+}
 
 
 def main(wanted: list[str]) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="strata-pictures-") as name, ExitStack() as stack:
-        folder = Path(name)
-        coordinator = CoordinatorProcess(folder / "coordinator").start()
+        coordinator = CoordinatorProcess(Path(name) / "coordinator").start()
         stack.callback(coordinator.stop)
-        job = SampleJob(folder=folder, name=JOB, workers=WORKERS, steps=1_000_000, save_every=20, width=64)
-        job.prepare()
-        spec = job.torchrun(
-            rdzv_backend="strata", rdzv_endpoint=coordinator.address, coordinator=coordinator.address
-        )
-        stack.callback(forget_job, JOB)
-        agent = Agent(spec, log=folder / "training.log")
-        stack.callback(agent.stop)
-        _make_history(coordinator.api, agent)
+        task = _train(coordinator.api)
+        stack.callback(post, coordinator.api, f"/api/tasks/{task}/stop?wait=30", {})
         page = stack.enter_context(Browser(coordinator.api))
-        for picture, path in _views(coordinator.api).items():
-            for dark in (True, False):
-                file = f"{picture}{'' if dark else '-light'}.png"
-                if wanted and picture not in wanted:
-                    continue
+        for picture, path in _views(coordinator.api, task).items():
+            if wanted and picture not in wanted:
+                continue
+            for dark in (True, False) if picture in LIGHT_TOO else (True,):
+                file = FOLDER / f"{picture}{'' if dark else '-light'}.png"
                 page.theme(dark=dark)
                 page.open(path)
                 page.see(role="heading", nth=0)
                 page.until("document.querySelectorAll('main .skeleton').length === 0")
-                time.sleep(
-                    4 if picture in ("overview", "run") else 1.5
-                )  # Lines need a few points to be lines.
-                page.picture(FOLDER / file)
-                print(FOLDER / file, flush=True)
+                page.press("Shift")  # The mouse is nowhere, and so is the focus ring.
+                time.sleep(1.5)  # What comes after the first paint: previews, plans, figures.
+                page.picture(file)
+                print(file, flush=True)
 
 
-def _make_history(api: str, agent: Agent) -> None:
-    """Train a while, lose a worker, recover, train on."""
+def _train(api: str) -> str:
+    """A real task that trains a while, loses a worker, recovers and trains on."""
+    body = {
+        "name": "gpt-on-the-standard-library",
+        "type": "training",
+        "worker_count": WORKERS,
+        "config": CONFIG,
+    }
+    task = str(post(api, "/api/tasks", body)["task_id"])
     _wait(lambda: _step(api) >= 60, "training")
-    victim = next(w for w in get(api, "/api/workers") if w["id"] == f"{JOB}-rank{WORKERS - 1}")
+    victim = next(w for w in get(api, "/api/workers") if w["rank"] == WORKERS - 1)
     os.kill(int(victim["metadata"]["pid"]), signal.SIGKILL)
     _wait(lambda: get(api, "/api/recoveries"), "the recovery")
     after = _step(api)
     _wait(lambda: _step(api) >= after + 60, "training after it")
-    assert agent.is_running
+    return task
 
 
-def _views(api: str) -> dict[str, str]:
+def _views(api: str, task: str) -> dict[str, str]:
     safe = next(c for c in get(api, "/api/checkpoints") if c["status"] == "completed")
+    worker = next(w["id"] for w in get(api, "/api/workers") if w["rank"] == 0)
     return {
         "overview": "/",
         "runs": "/runs",
-        "run": f"/runs/{JOB}",
+        "run": f"/runs/{task}",
         "workers": "/workers",
-        "worker": f"/workers?worker={JOB}-rank0",
-        "data": f"/data?dataset={DATASET}&worker={JOB}-rank0",
+        "worker": f"/workers?worker={worker}",
+        "data": f"/data?worker={worker}",
         "checkpoints": "/checkpoints",
         "checkpoint": f"/checkpoints?checkpoint={safe['id']}",
         "barriers": "/barriers",
-        "tasks": "/tasks",
+        "tasks": f"/tasks?task={task}",
         "start-task": "/tasks?start=1",
         "logs": "/logs",
         "settings": "/settings",
-        "demo": "/?demo",
+        "demo": "/runs/gpt-small?demo",
     }
 
 

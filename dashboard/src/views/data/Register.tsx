@@ -64,7 +64,7 @@ export function Register(props: { open: boolean; onClose: () => void; onDone: (d
     >
       <form id="register-dataset" className="flex flex-col gap-4" onSubmit={(event) => { event.preventDefault(); work.mutate(); }}>
         <Field label="Id" hint="How scripts call it" error={wrong("dataset_id")}>
-          {(ids) => <Input {...ids} required maxLength={256} value={form.id} onChange={(event) => set({ id: event.target.value })} />}
+          {(ids) => <Input {...ids} autoFocus required maxLength={256} value={form.id} onChange={(event) => set({ id: event.target.value })} />}
         </Field>
         <Field label="Path" hint="A file, a folder, a pattern or a bucket, as workers see it" error={wrong("path")}>
           {(ids) => <Input {...ids} required className="font-mono" placeholder="/data/train or s3://bucket/train" value={form.path} onChange={(event) => set({ path: event.target.value })} />}

@@ -1,12 +1,13 @@
 /** Who reads which part of a dataset, how far they are, and what moved at the last change. */
 
+import { Link } from "@tanstack/react-router";
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { Map as MapIcon } from "lucide-react";
 import { memo, useMemo, useRef } from "react";
 
 import { Meter } from "../../components/Card";
 import { Empty } from "../../components/states";
-import { RunLink, WorkerLink } from "../../components/values";
+import { RunLink } from "../../components/values";
 import { count, percent, plural } from "../../format";
 import { movedIn, rowsOf, type Range, type Row } from "./ranges";
 import type { Audit, ShardPlan } from "./types";
@@ -77,7 +78,7 @@ function Rows(props: { rows: readonly Row[]; total: number }) {
           if (!row) return null;
           return (
             <div key={row.workerId ?? ""} role="listitem" className="absolute inset-x-0 grid grid-cols-[minmax(5rem,10rem)_5.5rem_1fr_3rem] items-center gap-3 border-b border-line/60 px-3" style={{ height: ROW_PX, transform: `translateY(${item.start}px)` }}>
-              <span className="min-w-0">{row.workerId === null ? <span className="text-warn">nobody</span> : <WorkerLink id={row.workerId} />}</span>
+              {row.workerId === null ? <span className="text-warn">nobody</span> : <Reader id={row.workerId} />}
               <span className="truncate text-sm text-muted" title={`${plural(row.shards, "shard")}, ${count(row.moved)} of them moved here`}>{plural(row.shards, "shard")}</span>
               <Bar row={row} total={total} />
               <span className="text-right text-sm">{percent(row.samples > 0 ? (row.done / row.samples) * 100 : null)}</span>
@@ -87,6 +88,11 @@ function Rows(props: { rows: readonly Row[]; total: number }) {
       </div>
     </div>
   );
+}
+
+/** The end of a name tells workers of one run apart. */
+function Reader(props: { id: string }) {
+  return <Link to="/workers" search={{ worker: props.id }} title={props.id} className="truncate-start min-w-0 text-accent hover:underline">{props.id}</Link>;
 }
 
 /** Samples from left to right. Widths are per mille of the dataset; a shard is never thinner than can be seen. */

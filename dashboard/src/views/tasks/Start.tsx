@@ -66,7 +66,7 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
     <form className="flex flex-col gap-5" onSubmit={(event) => { event.preventDefault(); submit(); }}>
       <div className="grid gap-4 sm:grid-cols-2">
         <Field label="Name *" error={errorOf(work.error, "name")}>
-          {(ids) => <Input {...ids} required maxLength={256} value={name} onChange={(event) => setName(event.target.value)} />}
+          {(ids) => <Input {...ids} autoFocus required maxLength={256} value={name} onChange={(event) => setName(event.target.value)} />}
         </Field>
         <Field label="Recipe" hint={recipe?.description} error={errorOf(work.error, "type")}>
           {(ids) => (
@@ -95,7 +95,7 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
         </fieldset>
       )}
       {work.isError && <ErrorNote error={work.error} />}
-      <footer className="flex justify-end gap-2">
+      <footer className="sticky -bottom-4 -mx-5 -mb-4 flex justify-end gap-2 border-t bg-surface px-5 py-3">
         <Button onClick={props.onClose}>Cancel</Button>
         <Button look="primary" type="submit" disabled={work.isPending}>{work.isPending ? "Starting …" : "Start"}</Button>
       </footer>

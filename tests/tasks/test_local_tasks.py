@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from strata.client import Client
 from tests.support import eventually
@@ -208,3 +210,32 @@ def limit_memory() -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_coordinator_killed_at_any_moment_loses_no_task(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "nap.py").write_text(
+        "import time\nfor n in range(40):\n    print('nap', n)\n    time.sleep(0.1)\n"
+    )
+    (recipes / "nap.toml").write_text("script = 'nap.py'\n")
+    tasks = Tasks(tmp_path / "data", {"STRATA_RECIPES_DIR": str(recipes), "STRATA_TASK_WORKERS": "2"})
+    tasks.server.start()
+    try:
+        for _ in range(5):
+            tasks.submit("nap")
+            time.sleep(chance.uniform(0.0, 3.0))
+            tasks.server.kill()
+            tasks.server.start()
+        for task_id in tasks.ids:
+            ended = tasks.ended(task_id, within_s=180)
+            assert ended["status"] == "completed", (seed, ended, tasks.log(task_id))
+            assert tasks.processes(task_id) == {}, seed
+            log = tasks.log(task_id)
+            naps = [line for line in log.splitlines() if " nap " in line]
+            assert [line.rpartition(" ")[2] for line in naps] == [str(n) for n in range(40)], (seed, log)
+    finally:
+        tasks.close()

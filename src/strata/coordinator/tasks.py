@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from strata.coordinator.engine import Engine, Unavailable
+from strata.coordinator.log_archive import LogFilter
 from strata.coordinator.logs import LogStore
 from strata.coordinator.task_plans import Planner
 from strata.core.cluster import Cluster
@@ -40,6 +41,7 @@ from strata.launch.protocol import (
     Exited,
     Launcher,
     LaunchFailed,
+    LaunchPlan,
     Listener,
     Lost,
     Observation,
@@ -54,6 +56,7 @@ PROGRESS_S = 1.0
 RETRY_FIRST_S = 1.0
 RETRY_MOST_S = 60.0
 CAUSE_CHARACTERS = 1_000
+KNOWN_ENTRIES = 5_000
 TOTAL_STEPS = "total_steps"
 """The metric by which workers say how many steps there will be."""
 
@@ -80,6 +83,8 @@ class TaskRunner:
         self._unended: set[TaskId] = set()
         self._retry_mono_s: dict[TaskId, float] = {}
         self._assemblers: dict[str, dict[tuple[int | None, str], LineAssembler]] = {}
+        self._known: dict[str, dict[tuple[str | None, str], float]] = {}
+        """By adopted run: the moment of each stream's newest line in the log."""
         self._progress_mono_s = 0.0
         engine.listeners.append(self._committed)
 
@@ -144,7 +149,16 @@ class TaskRunner:
                 plans.append(self._planner.plan(cluster, task))
             except StrataError as error:
                 self._end(task.spec.task_id, task.attempt, _cannot_launch(error))
+        for plan in plans:
+            await self._look_up_known(plan)
         await self._launcher.adopt(plans)
+
+    async def _look_up_known(self, plan: LaunchPlan) -> None:
+        """The newest line of each stream that is in the log already: launchers tell some lines again."""
+        known = self._known.setdefault(plan.run_id, {})
+        for entry in await self._logs.search(KNOWN_ENTRIES, LogFilter(task_id=plan.task_id)):
+            stream = (entry.worker_id, entry.source)
+            known[stream] = max(known.get(stream, 0.0), entry.timestamp)
 
     async def _look(self) -> None:
         cluster = await self._engine.settled()
@@ -284,7 +298,10 @@ class TaskRunner:
     def _take_output(self, output: Output) -> None:
         streams = self._assemblers.setdefault(output.run_id, {})
         done: dict[int | None, list[LogLine]] = {}
+        known = self._known.get(output.run_id, {})
         for line in output.lines:
+            if known and line.at_s <= known.get((_worker(output.task_id, line.rank), line.stream), 0.0):
+                continue
             assembler = streams.get((line.rank, line.stream))
             if assembler is None:
                 assembler = LineAssembler(source=line.stream, task_id=output.task_id)
@@ -303,20 +320,23 @@ class TaskRunner:
                 self._add(_task(run_id), rank, assembler.idle(now_s))
 
     def _close_output(self, run_id: str) -> None:
+        self._known.pop(run_id, None)
         for (rank, _), assembler in self._assemblers.pop(run_id, {}).items():
             self._add(_task(run_id), rank, assembler.close(time.time()))
 
     def _add(self, task_id: TaskId, rank: int | None, entries: list[LogLine]) -> None:
         if not entries:
             return
-        if rank is None:
-            self._logs.add_lines(entries, sender=f"task {task_id}")
-        else:
-            worker_id = f"{task_id}-rank{rank}"
-            self._logs.add_lines(entries, sender=f"worker {worker_id}", worker_id=worker_id)
+        worker_id = _worker(task_id, rank)
+        sender = f"worker {worker_id}" if worker_id is not None else f"task {task_id}"
+        self._logs.add_lines(entries, sender=sender, worker_id=worker_id)
 
     def _say(self, task_id: TaskId, level: str, message: str) -> None:
         self._logs.add(level=level, message=message, source="coordinator", at_s=time.time(), task_id=task_id)
+
+
+def _worker(task_id: TaskId, rank: int | None) -> str | None:
+    return f"{task_id}-rank{rank}" if rank is not None else None
 
 
 def _task(run_id: str) -> TaskId:

@@ -2,7 +2,7 @@
 
 Everything about a run is in its folder (see `strata.launch.keeper`), so that a new coordinator takes it up where the old
 one was killed: a run whose keeper lives is watched on, one that has ended is told, one that nobody wants is ended. Output
-goes on from the place that was last told; what was told within the last second before a crash may be told again.
+goes on from a place a few seconds before the last that was told, so some lines are told twice and none is lost.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,11 @@ from strata.launch.torchrun import TorchrunSpec
 POLL_S = 0.2
 READ_BYTES = 256 << 10
 """Output read from one run at a time: a flood waits on disk, where it is bounded."""
+BREATH_S = 0.01
+"""Between two pieces of what a flood has left: others have the event loop too."""
 PLACE_S = 1.0
+SAFE_S = 5.0
+"""After so long, what was told is on the listener's disk too."""
 APPEAR_S = 30.0
 LEAVE_S = 10.0
 """What is left of a run whose keeper was killed has this long to save and leave."""
@@ -57,7 +62,8 @@ class _Run:
     keeper: Process | None = None
     watching: asyncio.Task[None] | None = None
     stopping: asyncio.Task[None] | None = None
-    place_written_s: float = 0.0
+    places: deque[tuple[float, Place]] = field(default_factory=deque)
+    """Where the reader was, and when; from the last one written on."""
 
 
 class LocalLauncher:
@@ -110,7 +116,7 @@ class LocalLauncher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for run in self._runs.values():
-            self._write_place(run)
+            self._write_place(run, run.reader.place)
         self._runs.clear()
 
     # --- starting -------------------------------------------------------------------------------------------
@@ -189,7 +195,6 @@ class LocalLauncher:
             await self._wait_for_leaving(run)
         await asyncio.to_thread(end_processes, plan.run_id)
         await self._pass_all_on(run)
-        self._write_place(run)
         if run.child is not None:
             await asyncio.to_thread(run.child.wait)
         del self._runs[plan.run_id]
@@ -229,21 +234,27 @@ class LocalLauncher:
                     dropped=piece.missed,
                 )
             )
-            if time.monotonic() - run.place_written_s > PLACE_S:
-                self._write_place(run)
+            self._note_place(run)
         return bool(piece.lines)
+
+    def _note_place(self, run: _Run) -> None:
+        """What was told long enough ago is safe with whoever was told: the next reader begins after it."""
+        now_s = time.monotonic()
+        if not run.places or now_s - run.places[-1][0] > PLACE_S:
+            run.places.append((now_s, replace(run.reader.place)))
+        if now_s - run.places[0][0] > SAFE_S:
+            self._write_place(run, run.places.popleft()[1])
 
     async def _pass_all_on(self, run: _Run) -> None:
         while True:
             if not self._pass_on(run):
                 return
-            await asyncio.sleep(0)
+            await asyncio.sleep(BREATH_S)
 
-    def _write_place(self, run: _Run) -> None:
-        run.place_written_s = time.monotonic()
+    def _write_place(self, run: _Run, place: Place) -> None:
         fresh = run.plan.run_dir / ".told.json"
         with suppress(OSError):  # At worst some lines are told twice.
-            fresh.write_text(json.dumps(asdict(run.reader.place)))
+            fresh.write_text(json.dumps(asdict(place)))
             fresh.rename(run.plan.run_dir / "told.json")
 
     async def _wait_for_leaving(self, run: _Run) -> None:

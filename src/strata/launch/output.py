@@ -20,6 +20,7 @@ from strata.launch.protocol import OutputLine
 SEGMENT_BYTES = 16 << 20
 SEGMENTS_KEPT = 4
 LINE_LIMIT_BYTES = 64 * 1024
+MOMENT_S = 1e-6
 
 
 def _segment(run_dir: Path, number: int) -> Path:
@@ -43,6 +44,7 @@ class OutputFile:
         self._lines = 0
         self._size = 0
         self._file = -1
+        self._at_s = 0.0
 
     def write(self, texts: Sequence[str], *, at_s: float, stream: str, rank: int | None) -> None:
         if not texts:
@@ -50,9 +52,16 @@ class OutputFile:
         with suppress(OSError):  # A full disk must not end the training.
             if self._file < 0 or self._size >= self._segment_bytes:
                 self._next_segment()
-            body = b"".join(json.dumps([at_s, stream, rank, text]).encode() + b"\n" for text in texts)
+            body = b"".join(
+                json.dumps([self._moment(at_s), stream, rank, text]).encode() + b"\n" for text in texts
+            )
             self._size += os.write(self._file, body)
             self._lines += len(texts)
+
+    def _moment(self, at_s: float) -> float:
+        """No two lines have the same, so that a line can be known by it."""
+        self._at_s = max(at_s, self._at_s + MOMENT_S)
+        return self._at_s
 
     def close(self) -> None:
         if self._file >= 0:

@@ -8,8 +8,8 @@ Promises every launcher keeps:
 - `Started` comes at most once per run and `Exited` or `Lost` exactly once, as the last word on it.
 - No process or port of a run is left when its last word has been said. Snapshots in shared memory stay for the next
   attempt, until `forget`.
-- Output is told in order, by stream; lines told before a crash of the coordinator may be told again, none is lost
-  within the launcher's bounds.
+- Output is told in order, by stream. Lines told just before a crash of the coordinator may be told again, with the same
+  moment, by which they can be known; none is lost within the launcher's bounds.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 LEVELS = ("debug", "info", "warn", "error")
 _LEVEL_NAMES = {"warning": "warn", "critical": "error", "fatal": "error", "trace": "debug"}
@@ -23,27 +24,41 @@ SHORTEST_SECRET = 4
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
-# Each pattern with words of which a text must contain one (in lower case) before the pattern is tried at all.
-# Repetitions have bounds, so that no text takes long.
 _VALUE = r"""("[^"\n]{0,512}"|'[^'\n]{0,512}'|[^\s,;&"'}\])]{1,512})"""
-_PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = (
-    (
+
+
+class _Secret(NamedTuple):
+    """What a kind of secret looks like. `words` and `sign` are of lower-case text, and cheaper to look for."""
+
+    words: tuple[str, ...]
+    pattern: re.Pattern[str]
+    replacement: str = REDACTED
+    sign: re.Pattern[str] | None = None
+
+    def may_be_in(self, lowered: str) -> bool:
+        return any(word in lowered for word in self.words) and (
+            self.sign is None or self.sign.search(lowered) is not None
+        )
+
+
+# Repetitions have bounds, so that no text takes long.
+_SECRETS = (
+    _Secret(
         ("-----begin",),
         re.compile(
             r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)", re.S
         ),
-        REDACTED,
     ),
-    (("://",), re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20}://)[^\s/@\"']{1,512}@"), rf"\1{REDACTED}@"),
-    (
+    _Secret(("://",), re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20}://)[^\s/@\"']{1,512}@"), rf"\1{REDACTED}@"),
+    _Secret(
         ("authorization",),
         re.compile(
             r"(?i)(authorization[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:[a-z]{2,16}\s{1,3})?)[^\s\"',;]{4,2048}"
         ),
         rf"\1{REDACTED}",
     ),
-    (("bearer",), re.compile(r"(?i)(\bbearer\s{1,3})[\w.~+/=-]{8,2048}"), rf"\1{REDACTED}"),
-    (
+    _Secret(("bearer",), re.compile(r"(?i)(\bbearer\s{1,3})[\w.~+/=-]{8,2048}"), rf"\1{REDACTED}"),
+    _Secret(
         ("passw", "pwd", "secret", "credential", "signature", "key"),
         re.compile(
             r"(?i)((?:passw(?:or)?d|\bpwd|secret|credential|signature|(?:api|access|private|account)[_-]?key(?:[_-]?id)?)"
@@ -51,7 +66,7 @@ _PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = (
         ),
         rf"\1{REDACTED}",
     ),
-    (
+    _Secret(
         ("token",),
         # A count of tokens is not a secret, and a word that follows is not one either.
         re.compile(
@@ -59,16 +74,17 @@ _PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = (
             r"(?![\d.,_]+\b|true\b|false\b|none\b|null\b|\[redacted\])[\"']?[^\s,;&\"'}\])]{8,2048}"
         ),
         rf"\1{REDACTED}",
+        re.compile(
+            r"token(?!s)[\w.-]{0,32}[\"']?\s{0,3}[:=]"
+        ),  # `tokens/s` is in most lines of most trainings.
     ),
-    (("akia", "asia"), re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), REDACTED),
-    (
+    _Secret(("akia", "asia"), re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b")),
+    _Secret(
         ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "hf_", "sk-", "xox", "glpat-"),
         re.compile(r"\b(?:gh[pousr]_|github_pat_|hf_|sk-|xox[abprs]-|glpat-)[A-Za-z0-9_-]{16,255}"),
-        REDACTED,
     ),
-    (("eyj",), re.compile(r"\beyJ[\w-]{8,2048}\.[\w-]{8,4096}\.[\w-]{4,2048}"), REDACTED),
+    _Secret(("eyj",), re.compile(r"\beyJ[\w-]{8,2048}\.[\w-]{8,4096}\.[\w-]{4,2048}")),
 )
-_WORDS = tuple(word for words, _, _ in _PATTERNS for word in words)
 
 
 def level_of(name: str) -> str:
@@ -104,19 +120,22 @@ class Tidy:
         """The same for many, at the cost of one where none has anything to tidy."""
         if max(map(len, messages), default=0) <= MESSAGE_LIMIT:
             together = "\n".join(messages)
-            if not _CONTROL.search(together) and not self._may_tell(together):
+            plain = all(map(str.isprintable, messages)) or not _CONTROL.search(together)
+            if plain and not self._may_tell(together):
                 return messages
         return [self(message) for message in messages]
 
     def _may_tell(self, text: str) -> bool:
         lowered = text.lower()
-        return any(word in lowered for word in _WORDS) or any(secret in text for secret in self._secrets)
+        return any(kind.may_be_in(lowered) for kind in _SECRETS) or any(
+            secret in text for secret in self._secrets
+        )
 
     def _redact(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, REDACTED)
         lowered = text.lower()
-        for words, pattern, replacement in _PATTERNS:
-            if any(word in lowered for word in words):
-                text = pattern.sub(replacement, text)
+        for kind in _SECRETS:
+            if kind.may_be_in(lowered):
+                text = kind.pattern.sub(kind.replacement, text)
         return text

@@ -10,15 +10,19 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from strata import TrainingOrchestrator  # noqa: E402
 from strata.cli.common import get, post  # noqa: E402
+from strata.errors import StrataError  # noqa: E402
 from strata.launch.coordinator import CoordinatorProcess  # noqa: E402
 from tests.dashboard.browser import Browser  # noqa: E402
 
@@ -44,6 +48,7 @@ def main(wanted: list[str]) -> None:
         coordinator = CoordinatorProcess(Path(name) / "coordinator").start()
         stack.callback(coordinator.stop)
         task = _train(coordinator.api)
+        _meet(coordinator.address, stack)
         stack.callback(post, coordinator.api, f"/api/tasks/{task}/stop?wait=30", {})
         page = stack.enter_context(Browser(coordinator.api))
         for picture, path in _views(coordinator.api, task).items():
@@ -77,6 +82,30 @@ def _train(api: str) -> str:
     after = _step(api)
     _wait(lambda: _step(api) >= after + 60, "training after it")
     return task
+
+
+def _meet(address: str, stack: ExitStack) -> None:
+    """Three workers of another job: they meet a few times, and then one of them does not come."""
+    workers = [stack.enter_context(TrainingOrchestrator(address, job_id="evaluation")) for _ in range(3)]
+    for number, worker in enumerate(workers):
+        worker.register_worker(f"evaluator-{number}")
+    for step in range(1, 7):
+        _at_once([partial(worker.barrier, "scores", step, participants=3) for worker in workers])
+    for worker in workers[:2]:
+        threading.Thread(target=_wait_in_vain, args=(worker,), daemon=True).start()
+
+
+def _at_once(calls: list[Any]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _wait_in_vain(worker: TrainingOrchestrator) -> None:
+    with suppress(StrataError):
+        worker.barrier("scores", 7, participants=3)
 
 
 def _views(api: str, task: str) -> dict[str, str]:

@@ -53,7 +53,7 @@ export function Barriers() {
             rowId={(barrier) => barrier.id}
             sort={search["sort"]}
             onSort={(sort) => setFilters({ sort })}
-            empty={<Empty icon={Milestone} title="No barrier has ended yet">Workers meet at barriers: before a save, at the end of an epoch, or where your script calls barrier().</Empty>}
+            empty={<Empty icon={Milestone} title="No barrier has ended yet">Workers meet where a script calls barrier(); who is missing then stands here.</Empty>}
           />
         </div>
       </Card>

@@ -23,7 +23,7 @@ import { Verify } from "./checkpoints/Verify";
 const COLUMNS: readonly Column<Checkpoint>[] = [
   { id: "step", header: "Step", value: (each) => each.step, cell: (each) => <span className="font-medium">{count(each.step)}</span>, align: "right", width: "80px" },
   { id: "status", header: "Status", value: (each) => each.status, cell: (each) => <Status value={each.status} title={each.reason} />, width: "118px" },
-  { id: "tiers", header: "Tiers", value: (each) => each.tiers.length, cell: (each) => <Ladder tiers={each.tiers} status={each.status} />, width: "184px" },
+  { id: "tiers", header: "Tiers", value: (each) => each.tiers.length, cell: (each) => <Ladder tiers={each.tiers} status={each.status} />, width: "200px" },
   { id: "size", header: "Size", value: (each) => each.size, cell: (each) => <Bytes value={each.size} />, align: "right", width: "88px" },
   { id: "speed", header: "Speed", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "104px" },
   { id: "made", header: "Made", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "108px" },

@@ -129,7 +129,7 @@ function DisconnectedBanner() {
     <div role="alert" className="flex flex-wrap items-center justify-center gap-x-3 gap-y-1 border-b bg-bad-soft px-4 py-1.5 text-sm">
       <WifiOff aria-hidden className="size-4 text-bad" />
       <span>
-        <strong className="font-semibold">Disconnected.</strong> {connection.reason} {connection.hint}
+        <strong className="font-semibold">Disconnected.</strong> {connection.reason} {connection.needsToken ? "" : connection.hint}
         {connection.heardAtMs !== null && <> The values are {age((now - connection.heardAtMs) / 1000)} old.</>}
       </span>
       {connection.needsToken && <Link to="/settings" className="font-medium underline underline-offset-2">Enter a token</Link>}

@@ -93,12 +93,13 @@ function ofWorkers(run: Run, now: number): Finding[] {
     return found;
   }
   if (run.alive === 0) return found;
-  if (failed.length > 0) {
-    found.push({ level: "warn", title: `${names(failed.map((w) => w.id))} failed`, reason: `${run.id} goes on with ${plural(run.alive, "worker")}. ${reasonOf(failed)}`, link: { to: "/workers", search: filter } });
-  }
+  const lost = failed.length === 0 ? "" : `${names(failed.map((w) => w.id))} failed`;
   if (run.status === "recovering" && (run.recoveries.length > 0 || failed.length > 0 || run.checkpoints.length > 0)) {
     const starting = run.workers.filter((w) => w.status === "recovering" || w.status === "initializing" || w.status === "loading");
-    found.push({ level: "warn", title: `${run.id} is recovering`, reason: `${plural(starting.length, "worker")} of ${count(run.alive)} ${starting.length === 1 ? "is" : "are"} coming back: ${starting[0]?.status ?? ""}.`, link: { to: "/runs", job: run.id } });
+    const back = `${count(starting.length)} of ${plural(run.alive, "worker")} ${starting.length === 1 ? "is" : "are"} coming back.`;
+    found.push({ level: "warn", title: `${run.id} is recovering`, reason: lost ? `${lost}. ${reasonOf(failed)} ${back}` : back, link: { to: "/runs", job: run.id } });
+  } else if (lost) {
+    found.push({ level: "warn", title: lost, reason: `${run.id} goes on with ${plural(run.alive, "worker")}. ${reasonOf(failed)}`, link: { to: "/workers", search: filter } });
   }
   const slow = run.workers.filter((w) => w.slow && w.status !== "failed");
   if (slow.length > 0) {

@@ -19,11 +19,11 @@ export COORDINATOR_ADDR=coordinator.example.org:50051
 export STRATA_JOB_ID=example
 
 # Slurm's warning before the time limit: workers save and leave, and the job queues up again.
-again='' agents=''
+again=''
 leave() {
   printf 'the time limit is near: saving and leaving\n'
   again=1
-  kill -TERM "$agents" || true
+  scancel --signal=TERM "$SLURM_JOB_ID.0" # Not to srun: it would kill them.
 }
 trap leave USR1
 

@@ -1,6 +1,7 @@
 """The batch script for Slurm: what bash and shellcheck think of it, what it asks for, and what it does with signals.
 
-Slurm itself stands in as two small programs: `srun` runs an agent that only listens to signals, `scontrol` writes down what it was told.
+Slurm itself stands in as small programs: `srun` runs an agent that only listens to signals, `scancel` sends it one,
+`scontrol` writes down what it was told. `test_slurm_cluster.py` has the real ones.
 """
 
 from __future__ import annotations
@@ -122,7 +123,11 @@ def test_a_bad_call_is_a_sentence(tmp_path: Path) -> None:
 # --- signals ------------------------------------------------------------------------------------------------
 
 SRUN = """#!/bin/bash
+echo $$ > step
 eval "exec $AGENT"
+"""
+SCANCEL = """#!/bin/bash
+[[ $* == "--signal=TERM 42.0" ]] && kill -TERM "$(cat step)"
 """
 SCONTROL = """#!/bin/bash
 echo "$@" >> "$RECORD"
@@ -146,7 +151,7 @@ class Batch:
         self.record = folder / "record"
         programs = folder / "bin"
         programs.mkdir()
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        for name, text in (("srun", SRUN), ("scancel", SCANCEL), ("scontrol", SCONTROL)):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         variables = {

@@ -158,11 +158,11 @@ set -euo pipefail
 {setup}{variables}
 
 # Slurm's warning before the time limit: workers save and leave, and the job queues up again.
-again='' agents=''
+again=''
 leave() {{
   printf 'the time limit is near: saving and leaving\\n'
   again=1
-  kill -TERM "$agents" || true
+  scancel --signal=TERM "$SLURM_JOB_ID.0" # Not to srun: it would kill them.
 }}
 trap leave USR1
 

@@ -21,9 +21,15 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_harness.agent import WorldInfo, cleanup_distributed, setup_distributed_environment
+from elastic_harness.agent import (
+    WorldInfo,
+    cleanup_distributed,
+    ensure_enough_nodes,
+    setup_distributed_environment,
+)
+from elastic_harness.checkpoint.told import save_error
 from elastic_harness.data.resumable_dataset import ResumableDataset
-from elastic_harness.errors import ElasticTrainingError, TopologyChangeError
+from elastic_harness.errors import TopologyChangeError
 from elastic_harness.metrics import TrainingMetrics
 from elastic_harness.model import GPT, GPTConfig
 from elastic_harness.scaling import (
@@ -36,6 +42,7 @@ from elastic_harness.scaling import (
 from elastic_harness.sequences import SequenceDataset, collate
 from elastic_harness.sync import SyncTimer
 from elastic_harness.train_config import TrainConfig, coordinator_address, read_train_config
+from strata.checkpoint.errors import SaveFailed
 from strata.checkpoint.naming import step_stem
 from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler
@@ -326,8 +333,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not config.model.compile:
             postpone_the_compiler()
         Trainer(config, world, tracer).run()
-    except ElasticTrainingError as error:
-        _complain(error)
+    except StrataError as error:
+        # A save that failed under the policy `fail` is told in the words that the guide explains.
+        _complain(
+            save_error(error, tier=error.tier, path=error.path) if isinstance(error, SaveFailed) else error
+        )
         return 1
     finally:
         cleanup_distributed()
@@ -335,9 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_world(config: TrainConfig, world: WorldInfo, tracer: Tracer) -> None:
-    if world.world_size < config.elastic.min_nodes:
-        before = tracer.before.world_size if tracer.before is not None else config.elastic.max_nodes
-        raise TopologyChangeError.below_min_nodes(old_world_size=before, new_world_size=world.world_size)
+    before = tracer.before.world_size if tracer.before is not None else config.elastic.max_nodes
+    ensure_enough_nodes(world, min_nodes=config.elastic.min_nodes, previous_world_size=before)
 
 
 def _complain(error: StrataError) -> None:

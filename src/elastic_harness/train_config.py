@@ -129,12 +129,24 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigurationError(f"There is no file '{path}'") from None
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
+        reason = _syntax_error(path) if isinstance(error, YAMLError) else str(error)
         raise ConfigurationError(
-            f"'{path}' cannot be read: {error}", suggestions=[f"Look at it with: strata validate {path}"]
+            f"'{path}' cannot be read: {reason}", suggestions=[f"Look at it with: strata validate {path}"]
         ) from error
     if not isinstance(document, dict):
         raise ConfigurationError(f"'{path}' must be a mapping of sections")
     return {str(key): value for key, value in document.items()}
+
+
+def _syntax_error(path: Path) -> str:
+    """What the parser written in Python says, which is what people know and search for; OmegaConf uses the other."""
+    import yaml
+
+    try:
+        yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        return f"{type(error).__module__}.{type(error).__name__}: {error}"
+    return "it is no YAML that OmegaConf accepts"
 
 
 def _build(document: Mapping[str, Any]) -> TrainConfig:

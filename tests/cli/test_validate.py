@@ -37,6 +37,9 @@ def run(tmp_path: Path, text: str, *words: str) -> tuple[int, str]:
         ('data:\n  tokenizer: "gpt2\n', 3, "never closed"),
         ("training:\n  lr: 1e-4\n  lr: 2e-4\n", 3, "the first is on line 2"),
         ("elastic:\n  min_nodes: 0\n", 2, "min_nodes (0) must be at least 1"),
+        ("elastic:\n  min_nodes: 8\n  max_nodes: 4\n", 2, "min_nodes (8) cannot exceed max_nodes (4)"),
+        ("checkpoint:\n  checkpoint_interval: 0\n", 2, "checkpoint_interval (0) must be positive"),
+        ("scaling:\n  strategy: invalid\n", 2, "Unknown scaling strategy 'invalid'. Valid options: "),
         ("just words\n", 1, "must hold sections"),
     ],
 )
@@ -46,6 +49,12 @@ def test_each_mistake_is_explained_with_its_line(tmp_path: Path, text: str, line
     assert f"config.yaml:{line}: error: " in output
     assert said in output
     assert "Traceback" not in output
+
+
+def test_what_is_missing_is_told_without_a_line(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "scaling:\n  strategy: constant_batch\n")
+    assert code == 1
+    assert "target_global_batch_size is required for constant_batch strategy" in output
 
 
 def test_quoted_and_glued_colons_in_values_are_fine(tmp_path: Path) -> None:

@@ -1,8 +1,15 @@
-"""The guide's errors, each produced for real under torchrun."""
+"""The guide's errors and the policies for failed saves, each with a real training and a real cause."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +17,28 @@ import pytest
 import yaml
 
 from strata.checkpoint.manager import CheckpointManager
+from strata.checkpoint.staging import job_folder, remove_tree
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import TorchrunSpec
+from strata.training.job import forget_job
+from strata.training.trace import last_footprint
+from tests.harness.etcd_server import free_port
+from tests.stores.mounts import small_tmpfs
+from tests.support import eventually
+from tests.support_proxy import Proxy
+from tests.support_seaweed import seaweed, weed_binary
 
-LIMIT_S = 240.0
+LIMIT_S = 120.0
+DISK_BYTES = 4 << 20
+NOWHERE = {
+    "AWS_ACCESS_KEY_ID": "nobody",
+    "AWS_SECRET_ACCESS_KEY": "nobody",
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+    "AWS_REGION": "us-east-1",
+}
+
+UNREACHABLE = {"s3_bucket": "nowhere", "checkpoint_interval": 30}
+"""Saves once, since each takes as long as one is patient with a bucket."""
 
 
 @pytest.fixture(scope="module")
@@ -32,98 +57,257 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SampleJob:
     return job
 
 
-def train(job: SampleJob, tmp_path: Path, **sections: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Run the trainer once, alone, with some settings changed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    status: int
+    out: str
+    told: str
+
+    def assert_complete(self) -> None:
+        assert self.status == 0, self.told
+        assert "Training complete! 30 steps" in self.out
+
+    def assert_failed(self, *texts: str) -> None:
+        assert self.status == 1, self.told
+        assert "Training complete!" not in self.out
+        for text in texts:
+            assert text in self.told
+        assert "Traceback" not in self.told
+
+
+class Training:
+    """One trainer process, alone in its world."""
+
+    def __init__(
+        self, job: SampleJob, folder: Path, *, environment: Mapping[str, str], prefix: tuple[str, ...] = ()
+    ) -> None:
+        self.out, self.err = folder / "out.txt", folder / "err.txt"
+        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
+        told = {name: str(value) for name, value in {**place, **at, "OMP_NUM_THREADS": 1}.items()}
+        with open(self.out, "w") as out, open(self.err, "w") as err:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "elastic_harness.train", f"--config={folder}/config.yaml"],
+                env={**os.environ, **told, "AWS_EC2_METADATA_DISABLED": "true", **environment},
+                stdout=out,
+                stderr=err,
+            )
+
+    @property
+    def told(self) -> str:
+        return self.err.read_text()
+
+    def await_words(self, words: str) -> None:
+        def said() -> bool:
+            assert self.process.poll() is None, f"it ended without saying '{words}':\n{self.told}"
+            return words in self.told
+
+        eventually(said, within_s=LIMIT_S, what=words)
+
+    def end(self) -> Ended:
+        status = self.process.wait(LIMIT_S)
+        return Ended(status=status, out=self.out.read_text(), told=self.told)
+
+
+def configure(job: SampleJob, folder: Path, **sections: dict[str, Any]) -> Path:
+    """The sample job's configuration with some settings changed, and places of its own."""
     settings = job.settings()
-    settings["elastic"]["job_id"] = tmp_path.name
-    settings["checkpoint"]["nvme_path"] = str(tmp_path / "checkpoints")
+    settings["elastic"]["job_id"] = folder.name
+    settings["checkpoint"]["nvme_path"] = str(folder / "checkpoints")
     for name, values in sections.items():
         settings[name].update(values)
-    config = tmp_path / "config.yaml"
+    config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
+    return config
+
+
+@contextmanager
+def training(
+    job: SampleJob,
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
+    **sections: dict[str, Any],
+) -> Iterator[Training]:
+    configure(job, folder, **sections)
+    started = Training(job, folder, environment=environment or {}, prefix=prefix)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.wait(10)
+        forget_job(folder.name)
+
+
+def train(job: SampleJob, folder: Path, **options: Any) -> Ended:
+    with training(job, folder, **options) as started:
+        return started.end()
+
+
+def saved_steps(place: Path | str) -> list[int]:
+    """Newest first."""
+    with CheckpointManager(place) as manager:
+        return [info.step for info in manager.all_checkpoints()]
+
+
+def test_training_under_torchrun_ends_with_the_promised_words(job: SampleJob, tmp_path: Path) -> None:
     spec = TorchrunSpec(
         run_id=tmp_path.name,
-        arguments=["-m", "elastic_harness.train", "--config", str(config)],
+        arguments=["-m", "elastic_harness.train", "--config", str(configure(job, tmp_path))],
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
-        environment={"AWS_EC2_METADATA_DISABLED": "true"},
+        nproc=2,
+        environment={"LOGLEVEL": "WARNING", "TORCH_DISTRIBUTED_DEBUG": "INFO"},
     )
-    return subprocess.run(
+    done = subprocess.run(
         spec.command(), env=spec.variables(), capture_output=True, text=True, timeout=LIMIT_S
     )
-
-
-def test_training_ends_with_the_promised_words(job: SampleJob, tmp_path: Path) -> None:
-    done = train(job, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "Training complete!" in done.stdout
+    assert "Training complete! 30 steps" in done.stdout
+    assert "INFO elastic_harness" not in done.stderr, "LOGLEVEL decides how much is told"
     assert (tmp_path / "checkpoints" / "checkpoint_step_00000030.pt").exists()
 
 
 def test_a_missing_index_is_named_with_the_command_that_builds_it(job: SampleJob, tmp_path: Path) -> None:
-    done = train(job, tmp_path, data={"index_file": str(tmp_path / "none.index")})
-    assert done.returncode != 0
-    assert (
-        f"DataLoadingError: Failed to load data from '{job.text}': Token index file not found" in done.stderr
-    )
-    assert "elastic_harness.data.index_builder" in done.stderr
-    assert (
-        "Traceback" not in done.stderr.split("elastic_harness.train FAILED")[0].split("torch/distributed")[0]
-    )
-
-
-def test_too_few_workers_is_a_topology_error(job: SampleJob, tmp_path: Path) -> None:
-    done = train(job, tmp_path, elastic={"min_nodes": 4, "max_nodes": 4})
-    assert done.returncode != 0
-    assert (
-        "TopologyChangeError: Topology change (4 -> 1 workers) failed: World size below min_nodes"
-        in done.stderr
+    train(job, tmp_path, data={"index_file": str(tmp_path / "none.index")}).assert_failed(
+        f"DataLoadingError: Failed to load data from '{job.text}': Token index file not found",
+        "elastic_harness.data.index_builder",
     )
 
 
 def test_an_unknown_strategy_is_refused_before_anything_starts(job: SampleJob, tmp_path: Path) -> None:
     done = train(job, tmp_path, scaling={"strategy": "invalid"})
-    assert done.returncode != 0
+    assert done.status == 2
     assert (
         "ConfigurationError: Configuration error in 'scaling': Unknown scaling strategy 'invalid'. "
-        "Valid options: ['variable_batch', 'constant_batch']" in done.stderr
+        "Valid options: ['variable_batch', 'constant_batch']" in done.told
     )
 
 
-def test_without_torchrun_the_missing_variables_are_named(job: SampleJob) -> None:
-    import os
-    import sys
-
-    bare = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "elastic_harness.train", "--config", str(job.config)]
-    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 1
-    assert "Missing required environment variables: ['RANK', 'LOCAL_RANK', 'WORLD_SIZE']" in done.stderr
-    assert "torchrun" in done.stderr
+def test_without_torchrun_the_missing_variables_are_named(job: SampleJob, tmp_path: Path) -> None:
+    train(job, tmp_path, environment=dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "")).assert_failed(
+        "Missing required environment variables: ['RANK', 'LOCAL_RANK', 'WORLD_SIZE']", "torchrun"
+    )
 
 
-def test_a_snapshot_that_does_not_fit_in_memory_does_not_stop_training(
+def test_a_job_whose_every_checkpoint_is_gone_does_not_begin_again_in_silence(
     job: SampleJob, tmp_path: Path
 ) -> None:
-    done = train(job, tmp_path, checkpoint={"max_memory_mb": 0.1})
-    assert done.returncode == 0, done.stderr
-    assert "Training complete!" in done.stdout
-    assert "Cannot save snapshot" in done.stderr
+    forever = {"max_steps": 1_000_000}
+    with training(job, tmp_path, training=forever) as first:
+        eventually(
+            lambda: (found := last_footprint(tmp_path.name)) is not None and found.step > 10,
+            within_s=LIMIT_S,
+            what="training past its first snapshot",
+        )
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(10)
+        # The disk and the shared memory are lost; that the job had been training is still known.
+        shutil.rmtree(tmp_path / "checkpoints")
+        remove_tree(job_folder(f"job-{tmp_path.name}"))
+        second = Training(job, tmp_path, environment={})
+        try:
+            second.end().assert_failed("TopologyChangeError: No checkpoint available for recovery")
+        finally:
+            second.process.kill()
 
 
-def test_an_unreachable_bucket_does_not_stop_training_when_the_policy_is_warn(
+# --- what a failed save does ----------------------------------------------------------------------------------
+
+
+def test_warn_goes_on_without_a_disk_and_without_snapshots(job: SampleJob, tmp_path: Path) -> None:
+    checkpoint = {"async_save_policy": "warn", "max_memory_mb": 0.1}
+    with small_tmpfs(tmp_path / "checkpoints", size_bytes=DISK_BYTES) as disk:
+        (disk / "ballast").write_bytes(bytes(DISK_BYTES))
+        done = train(job, tmp_path, checkpoint=checkpoint)
+    done.assert_complete()
+    assert f"[NVME] Failed to save checkpoint to '{disk}/" in done.told
+    assert "No space left on device" in done.told
+    assert "Cannot save snapshot: " in done.told
+
+
+def test_warn_keeps_what_reaches_the_disk_when_the_bucket_is_out_of_reach(
+    job: SampleJob, tmp_path: Path
+) -> None:
+    done = train(job, tmp_path, environment=NOWHERE, checkpoint=UNREACHABLE)
+    done.assert_complete()
+    assert "[S3] Failed to save checkpoint to 's3://nowhere/" in done.told
+    assert saved_steps(tmp_path / "checkpoints")[0] == 30
+
+
+def test_fail_ends_training_when_the_disk_is_full(job: SampleJob, tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "checkpoints", size_bytes=DISK_BYTES) as disk:
+        (disk / "ballast").write_bytes(bytes(DISK_BYTES))
+        done = train(job, tmp_path, checkpoint={"async_save_policy": "fail"})
+    done.assert_failed(
+        f"CheckpointSaveError: [NVME] Failed to save checkpoint to '{disk}/checkpoint_step_00000010.pt': "
+        "No space left on device",
+        f"df -h {disk}",
+    )
+
+
+def test_fail_ends_training_when_the_bucket_is_out_of_reach(job: SampleJob, tmp_path: Path) -> None:
+    checkpoint = {**UNREACHABLE, "async_save_policy": "fail"}
+    train(job, tmp_path, environment=NOWHERE, checkpoint=checkpoint).assert_failed(
+        "CheckpointSaveError: [S3] Failed to save checkpoint to 's3://nowhere/"
+    )
+
+
+SMALL_SHARED_MEMORY = (
+    *("unshare", "--mount", "sh", "-c"),
+    *('mount -t tmpfs -o size=512k tmpfs /dev/shm && exec "$@"', "sh"),
+)
+
+
+@pytest.mark.parametrize("policy", ["warn", "fail"])
+def test_a_snapshot_that_shared_memory_cannot_hold_follows_the_policy(
+    job: SampleJob, tmp_path: Path, policy: str
+) -> None:
+    done = train(job, tmp_path, prefix=SMALL_SHARED_MEMORY, checkpoint={"async_save_policy": policy})
+    if policy == "warn":
+        done.assert_complete()
+        assert "MB required, but only" in done.told
+    else:
+        done.assert_failed("MemoryLimitExceeded: Cannot save snapshot: ", "MB required, but only")
+
+
+def retrying(**checkpoint: Any) -> dict[str, Any]:
+    return {
+        "async_save_policy": "retry",
+        "async_save_retries": 1_000,
+        "async_save_retry_delay": 0.1,
+        **checkpoint,
+    }
+
+
+def test_retry_saves_as_soon_as_the_disk_has_room(job: SampleJob, tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "checkpoints", size_bytes=16 << 20) as disk:
+        (disk / "ballast").write_bytes(bytes(16 << 20))
+        with training(job, tmp_path, checkpoint=retrying()) as started:
+            started.await_words("Trying again in 0.1 s")
+            assert "No space left on device" in started.told
+            (disk / "ballast").unlink()
+            started.end().assert_complete()
+        assert saved_steps(disk)[0] == 30
+
+
+@pytest.mark.s3
+def test_retry_saves_as_soon_as_the_bucket_can_be_reached(
     job: SampleJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "nobody")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    done = train(job, tmp_path, checkpoint={"s3_bucket": "nowhere", "async_save_policy": "warn"})
-    assert done.returncode == 0, done.stderr
-    assert "Training complete!" in done.stdout
-    assert "[S3]" in done.stderr
-    with CheckpointManager(tmp_path / "checkpoints") as manager:
-        latest = manager.get_latest()
-    assert latest is not None
-    assert latest.step == 30
+    if weed_binary() is None:
+        pytest.skip("needs the SeaweedFS server")
+    with seaweed(tmp_path / "weed") as server, Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
+        proxy.refusing = True
+        environment = {**server.environment(), "AWS_ENDPOINT_URL": f"http://{proxy.address}"}
+        with training(
+            job, tmp_path, environment=environment, checkpoint=retrying(s3_bucket="runs")
+        ) as started:
+            started.await_words("Trying again in 0.1 s")
+            proxy.refusing = False
+            started.end().assert_complete()
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        assert saved_steps("s3://runs")[0] == 30

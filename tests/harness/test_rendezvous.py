@@ -356,12 +356,29 @@ def test_a_running_node_sees_the_run_closed_and_a_newcomer_is_told_so(etcd: Etcd
     assert two.is_closed()
 
 
-def test_waiting_in_vain_says_who_was_there(run_id: str) -> None:
-    params = parameters("localhost:1", run_id, nodes="2:2", backend="strata", join_timeout=1)
-    handler = create_cas_handler(DictCasClient(), params, unreachable=str)
-    with pytest.raises(RendezvousTimeoutError, match="Timed out waiting for rendezvous") as caught:
+def test_waiting_in_vain_says_who_was_there(etcd: EtcdServer, run_id: str) -> None:
+    """Two nodes with different ids, each of which needs two."""
+    handlers = [
+        create_etcd_v3_handler(parameters(etcd.endpoint, name, nodes="2:2", join_timeout=1))
+        for name in (run_id, f"{run_id}-mistyped")
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        errors = [pool.submit(handler.next_rendezvous).exception() for handler in handlers]
+    for error in errors:
+        assert isinstance(error, RendezvousTimeoutError)
+        assert str(error).startswith("Timed out waiting for rendezvous")
+        assert "2 nodes are needed, no other node came" in str(error)
+        assert "same --rdzv-id" in str(error)
+
+
+def test_what_somebody_else_wrote_under_the_id_is_stale_state(
+    etcd: EtcdServer, client: EtcdCasClient, run_id: str
+) -> None:
+    handler = create_etcd_v3_handler(parameters(etcd.endpoint, run_id))
+    assert client.cas(handler.backend.state_key, b"written by an earlier version", None)[0]
+    with pytest.raises(RendezvousStateError, match=r"^Stale state detected") as caught:
         handler.next_rendezvous()
-    assert "no other node came" in str(caught.value)
+    assert "etcdctl del --prefix" in str(caught.value)
 
 
 def test_defaults_are_seconds_and_every_backend_has_a_name(run_id: str) -> None:

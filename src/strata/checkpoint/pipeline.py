@@ -142,6 +142,8 @@ class Pipeline:
 
     def check_room(self, save: Save) -> None:
         """Leave out the stores that have no room; with none left, raise before the save has begun."""
+        if self._policy.on_error == "retry":
+            return  # There may be room at the next try.
         roomy = []
         for store in save.stores:
             free_bytes = store.free_bytes()

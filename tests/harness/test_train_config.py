@@ -1,0 +1,76 @@
+"""The trainer's own reading of its configuration: every mistake before anything starts, in the guide's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_harness.errors import ConfigurationError
+from elastic_harness.train_config import read_train_config
+
+GOOD = "training: {max_steps: 10}\ndata: {files: [a.jsonl]}\n"
+
+
+def refused(tmp_path: Path, text: str, *overrides: str) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        read_train_config(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "training:\n  lr:1e-4\n  seed: 1\n",
+            "yaml.scanner.ScannerError: mapping values are not allowed here",
+        ),
+        ("training:\n\tlr: 1e-4\n", "found character '\\t' that cannot start any token"),
+        ("elastic:\n  rdzv_id: my-job: 123\n", "mapping values are not allowed here"),
+    ],
+)
+def test_broken_yaml_is_told_in_the_parsers_words_with_a_way_to_see_more(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    told = refused(tmp_path, text)
+    assert said in told
+    assert "strata validate" in told
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("elastic.min_nodes=0", "Configuration error in 'elastic': min_nodes (0) must be at least 1"),
+        ("elastic.min_nodes=8", "min_nodes (8) cannot exceed max_nodes (4)"),
+        ("checkpoint.checkpoint_interval=0", "checkpoint_interval (0) must be positive"),
+        (
+            "scaling.strategy=constant_batch",
+            "target_global_batch_size is required for constant_batch strategy",
+        ),
+        ("model.n_embd=30", "must be a multiple of n_head"),
+    ],
+)
+def test_each_mistake_of_the_guide_is_refused_in_its_words(tmp_path: Path, override: str, said: str) -> None:
+    assert said in refused(tmp_path, GOOD, override)
+
+
+def test_what_is_missing_is_said_at_once(tmp_path: Path) -> None:
+    told = refused(tmp_path, "model: {n_embd: 64}\n")
+    assert "data.files" in told
+    assert "training.max_steps" in told
+
+
+def test_overrides_and_older_names_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("training: {learning_rate: 0.1, epochs: 1}\ndata: {data_files: a.txt, seq_length: 16}\n")
+    config, warnings = read_train_config(path, ["training.lr=0.5", "data.text_key=content"])
+    assert (config.training.lr, config.data.text_key, config.data.files) == (0.5, "content", ("a.txt",))
+    assert config.model.seq_length == 16
+    assert not [warning for warning in warnings if "unknown" in warning]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="There is no file"):
+        read_train_config(tmp_path / "absent.yaml")

@@ -22,6 +22,9 @@ const LOOKS: Record<string, Look> = {
   initializing: { tone: "busy", icon: LoaderCircle, label: "initializing" },
   idle: { tone: "idle", icon: CirclePause, label: "idle" },
   failed: { tone: "bad", icon: CircleX, label: "failed" },
+  // runs
+  starting: { tone: "busy", icon: LoaderCircle, label: "starting" },
+  ended: { tone: "idle", icon: CircleSlash, label: "ended" },
   // tasks
   pending: { tone: "idle", icon: Hourglass, label: "pending" },
   running: { tone: "good", icon: CircleDot, label: "running" },

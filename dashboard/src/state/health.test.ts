@@ -42,14 +42,22 @@ describe("the headline", () => {
     expect(assess(stateOf({ workers, checkpoints: saved }, recovery({ at: NOW - 200 })), NOW).level).toBe("warn");
   });
 
-  it("is bad when every worker is gone", () => {
-    const workers = [worker({ status: "failed", reason: "killed" })];
+  it("waits a moment for lost workers to come back, then is bad", () => {
+    const workers = [worker({ status: "failed", reason: "killed", last_heartbeat: NOW - 40 })];
+    expect(assess(stateOf({ workers }), NOW - 30)).toMatchObject({ level: "warn", headline: "job is recovering", reason: "Every worker was lost 10 s ago and none is back yet. Killed." });
     expect(assess(stateOf({ workers }), NOW)).toMatchObject({ level: "bad", headline: "job has stopped: every worker is gone", reason: "Killed." });
   });
 
   it("says that a run is coming back", () => {
     const workers = [worker({ status: "loading" }), worker({ id: "w1", status: "training" })];
     expect(assess(stateOf({ workers, checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "job is recovering" });
+  });
+
+  it("tells a start from a recovery", () => {
+    const silent = worker({ status: "active", metrics: {}, current_step: 0 });
+    expect(assess(stateOf({ workers: [silent] }), NOW)).toMatchObject({ level: "idle", headline: "job is starting" });
+    expect(assess(stateOf({ workers: [silent], checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "job is recovering" });
+    expect(assess(stateOf({ workers: [worker({ status: "active" })], checkpoints: saved }), NOW).level).toBe("good");
   });
 
   it("hears silence", () => {

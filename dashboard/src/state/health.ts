@@ -6,7 +6,7 @@
 
 import type { Worker } from "../api/types";
 import { age, count, duration, plural } from "../format";
-import { runsOf, type Run } from "./runs";
+import { isStarting, runsOf, type Run } from "./runs";
 import type { State } from "./types";
 
 export type Level = "good" | "warn" | "bad" | "idle" | "unknown";
@@ -32,6 +32,8 @@ export interface Health {
 export const LATE_S = 12;
 export const BARRIER_SLOW_S = 30;
 export const STALLED_S = 60;
+/** A launcher brings lost workers back within this time, or it does not. */
+export const RETURN_S = 30;
 const RECENT_S = 600;
 /** Saves come at a rhythm; this many times its length without one is a finding. */
 const OVERDUE = 3;
@@ -46,7 +48,7 @@ export function assess(state: State, now: number): Health {
     ...ofBarriers(state, now),
     ...ofTasks(state, now),
   ].sort((a, b) => rank(a) - rank(b));
-  const live = runs.filter((run) => run.status === "training" || run.status === "recovering");
+  const live = runs.filter((run) => run.status === "training" || run.status === "recovering" || run.status === "starting");
   const stale = state.connection.phase === "disconnected" ? "When last heard: " : "";
   const worst = findings[0];
   if (worst) return { level: worst.level, headline: stale + worst.title, reason: worst.reason, findings };
@@ -58,6 +60,10 @@ export function assess(state: State, now: number): Health {
       reason: present > 0 ? `${plural(present, "worker")} connected and idle.` : "No worker is connected. Start a task, or launch a job that names this coordinator.",
       findings,
     };
+  }
+  const first = live[0];
+  if (first && live.every((run) => run.status === "starting")) {
+    return { level: "idle", headline: `${stale}${first.id} is starting`, reason: `${plural(first.alive, "worker")} joined; none has made a step yet.`, findings };
   }
   return { level: "good", headline: `${stale}Training is healthy`, reason: wellBeing(live, now), findings };
 }
@@ -87,15 +93,16 @@ function ofWorkers(run: Run, now: number): Finding[] {
   const failed = run.workers.filter((w) => w.status === "failed" && !replaced(w, run));
   const filter = { job: run.id, status: "failed" };
   if (run.status === "failed") {
-    if (now - Math.max(...run.workers.map((w) => w.last_heartbeat)) < RECENT_S || run.task?.status === "running") {
-      found.push({ level: "bad", title: `${run.id} has stopped: every worker is gone`, reason: reasonOf(failed), link: { to: "/workers", search: filter } });
-    }
+    const goneS = now - Math.max(...run.workers.map((w) => w.last_heartbeat));
+    const link = { to: "/workers" as const, search: filter };
+    if (goneS < RETURN_S) found.push({ level: "warn", title: `${run.id} is recovering`, reason: `Every worker was lost ${age(goneS)} ago and none is back yet. ${reasonOf(failed)}`, link });
+    else if (goneS < RECENT_S || run.task?.status === "running") found.push({ level: "bad", title: `${run.id} has stopped: every worker is gone`, reason: reasonOf(failed), link });
     return found;
   }
   if (run.alive === 0) return found;
   const lost = failed.length === 0 ? "" : `${names(failed.map((w) => w.id))} failed`;
-  if (run.status === "recovering" && (run.recoveries.length > 0 || failed.length > 0 || run.checkpoints.length > 0)) {
-    const starting = run.workers.filter((w) => w.status === "recovering" || w.status === "initializing" || w.status === "loading");
+  if (run.status === "recovering") {
+    const starting = run.workers.filter(isStarting);
     const back = `${count(starting.length)} of ${plural(run.alive, "worker")} ${starting.length === 1 ? "is" : "are"} coming back.`;
     found.push({ level: "warn", title: `${run.id} is recovering`, reason: lost ? `${lost}. ${reasonOf(failed)} ${back}` : back, link: { to: "/runs", job: run.id } });
   } else if (lost) {

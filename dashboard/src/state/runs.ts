@@ -4,7 +4,7 @@ import type { Checkpoint, Recovery, Task, Worker } from "../api/types";
 import { runPoint, throughputOf } from "./series";
 import type { Generation, State } from "./types";
 
-export type RunStatus = "training" | "recovering" | "idle" | "failed" | "ended";
+export type RunStatus = "starting" | "training" | "recovering" | "idle" | "failed" | "ended";
 
 export interface Run {
   id: string;
@@ -37,8 +37,18 @@ export interface Risk {
   steps: number;
 }
 
-const WORKING: ReadonlySet<string> = new Set(["training", "checkpointing"]);
 const STARTING: ReadonlySet<string> = new Set(["recovering", "initializing", "loading"]);
+
+/** It makes steps, or says no more about itself than that it is there and how far. */
+export function isWorking(worker: Worker): boolean {
+  return worker.status === "training" || worker.status === "checkpointing" || (worker.status === "active" && worker.current_step > 0 && !isStarting(worker));
+}
+
+/** It is on its way to the first step: it says so, or has joined and not said anything yet. */
+export function isStarting(worker: Worker): boolean {
+  const silent = worker.resources === null && Object.keys(worker.metrics).length === 0;
+  return STARTING.has(worker.status) || (worker.status === "active" && silent);
+}
 
 export function runIds(state: State): string[] {
   const ids = new Set<string>();
@@ -84,7 +94,7 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
   const task = state.tasks.find((t) => named.has(t.id)) ?? null;
   return {
     ...run,
-    status: statusOf(workers, alive, task),
+    status: statusOf(workers, alive, task, run.checkpoints.length > 0 || run.recoveries.length > 0 || alive.length < workers.length),
     workers: [...workers].sort((a, b) => (a.rank ?? 1e9) - (b.rank ?? 1e9) || a.id.localeCompare(b.id, "en", { numeric: true })),
     alive: alive.length,
     failed: workers.length - alive.length,
@@ -99,18 +109,18 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
   };
 }
 
-function statusOf(workers: readonly Worker[], alive: readonly Worker[], task: Task | null): RunStatus {
+function statusOf(workers: readonly Worker[], alive: readonly Worker[], task: Task | null, hasPast: boolean): RunStatus {
   if (workers.length === 0 || (task !== null && task.status !== "running" && task.status !== "pending" && alive.length === 0)) return "ended";
   if (alive.length === 0) return "failed";
   // One machine of a thousand that starts late does not make a recovery.
-  if (4 * alive.filter((w) => STARTING.has(w.status)).length >= alive.length) return "recovering";
-  if (alive.some((w) => WORKING.has(w.status))) return "training";
+  if (4 * alive.filter(isStarting).length >= alive.length) return hasPast ? "recovering" : "starting";
+  if (alive.some(isWorking)) return "training";
   return "idle";
 }
 
 function riskOf(checkpoints: readonly Checkpoint[], alive: readonly Worker[], step: number, startedAt: number | null): Risk {
   const safe = newestSafe(checkpoints);
-  const training = alive.some((w) => WORKING.has(w.status) || STARTING.has(w.status));
+  const training = alive.some((w) => isWorking(w) || isStarting(w));
   const steps = safe === null ? step : Math.max(0, step - safe.step);
   return { safe, steps, since: training ? (safe?.created_at ?? startedAt) : null };
 }

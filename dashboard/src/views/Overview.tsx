@@ -197,7 +197,7 @@ function RunList({ runs }: { runs: readonly Run[] }) {
         <li key={run.id}>
           <Link to="/runs/$job" params={{ job: run.id }} data-row className="grid grid-cols-[minmax(0,1fr)_7.5rem_5rem_4.5rem_6rem] items-center gap-3 px-4 py-2.5 hover:bg-hover focus-visible:-outline-offset-2">
             <span className="min-w-0"><Name>{run.id}</Name><span className="block truncate text-sm text-faint">{plural(run.alive, "worker")}, gen. {count(run.generation)}</span></span>
-            <Status value={run.status === "ended" ? "stopped" : run.status} />
+            <Status value={run.status} />
             <Cell label="step" value={count(run.step)} />
             <Cell label="loss" value={number(run.loss, 4)} />
             <Cell label="last safe" value={run.risk.safe ? <Ago at={run.risk.safe.created_at} /> : "never"} />

@@ -25,7 +25,7 @@ import { useGoodput, useRunHistory } from "./runs/history";
 
 const COLUMNS: readonly Column<Run>[] = [
   { id: "id", header: "Run", value: (r) => r.id, cell: (r) => <Name>{r.id}</Name>, width: "minmax(10rem, 2fr)" },
-  { id: "status", header: "Status", value: (r) => r.status, cell: (r) => <Status value={r.status === "ended" ? "stopped" : r.status} />, width: "130px" },
+  { id: "status", header: "Status", value: (r) => r.status, cell: (r) => <Status value={r.status} />, width: "130px" },
   { id: "workers", header: "Workers", value: (r) => r.alive, cell: (r) => (r.failed > 0 ? `${count(r.alive)} + ${count(r.failed)} gone` : count(r.alive)), width: "120px", align: "right" },
   { id: "step", header: "Step", value: (r) => r.step, cell: (r) => count(r.step), width: "100px", align: "right" },
   { id: "epoch", header: "Epoch", value: (r) => r.epoch, cell: (r) => count(r.epoch), width: "80px", align: "right" },
@@ -86,7 +86,7 @@ export function RunDetail() {
   return (
     <Page
       title={run.id}
-      subtitle={<span className="flex items-center gap-3"><Status value={run.status === "ended" ? "stopped" : run.status} pill />{run.startedAt !== null && run.alive > 0 && <span>for {age(now - run.startedAt)}</span>}</span>}
+      subtitle={<span className="flex items-center gap-3"><Status value={run.status} pill />{run.startedAt !== null && run.alive > 0 && <span>for {age(now - run.startedAt)}</span>}</span>}
       actions={<>{back}<LogsLink run={run} /></>}
     >
       <Story run={run} now={now} />

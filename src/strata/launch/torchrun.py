@@ -48,20 +48,21 @@ class TorchrunSpec:
     max_restarts: int = 1000
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, *, log_dir: Path | None = None, python: str = sys.executable) -> list[str]:
-        """Without `log_dir` torchrun makes a temporary folder, and leaves it behind when it is killed."""
+    def command(self, *, log_dir: Path | None = None, python: str | None = None) -> list[str]:
+        """Without `log_dir` torchrun makes a temporary folder, and leaves it behind when it is killed. With `python`,
+        another machine's, workers are plain processes: a scheduler there may signal each of them by itself."""
         nodes = (
             str(self.min_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
         )
         return [
-            *(python, "-m", "torch.distributed.run"),
+            *(python or sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={nodes}", f"--nproc-per-node={self.nproc}", f"--max-restarts={self.max_restarts}"),
             *(f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}"),
             *(f"--rdzv-id={self.run_id}", f"--rdzv-conf={rdzv_conf(self.rdzv_conf)}"),
             *([f"--local-addr={self.local_addr}"] if self.local_addr is not None else []),
             "--monitor-interval=0.1",
             *([f"--log-dir={log_dir}"] if log_dir is not None else []),
-            *(self._warm_arguments() if python == sys.executable else self.arguments),
+            *(self._warm_arguments() if python is None else self.arguments),
         ]
 
     def _warm_arguments(self) -> list[str]:

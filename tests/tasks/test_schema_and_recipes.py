@@ -102,6 +102,13 @@ def test_a_recipe_that_is_not_known_is_refused_with_the_nearest() -> None:
         INDEXING.check({}, worker_count=1, dataset_id=None)
 
 
+def test_training_takes_one_gpu_for_each_worker_where_there_are_enough() -> None:
+    assert TRAINING.gpus_for({}, worker_count=4, gpus=8) == 1
+    assert TRAINING.gpus_for({}, worker_count=4, gpus=3) == 0
+    assert TRAINING.gpus_for({"device": "cpu"}, worker_count=1, gpus=8) == 0
+    assert INDEXING.gpus_for({}, worker_count=1, gpus=8) == 0
+
+
 def declare(folder: Path, name: str, text: str) -> None:
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.toml").write_text(text)

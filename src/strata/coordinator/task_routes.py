@@ -74,7 +74,9 @@ class RecipeBody(BaseModel):
     config_schema: dict[str, Any] = Field(alias="schema", description="JSON Schema of a task's config")
     needs_dataset: bool
     max_workers: int | None
-    gpus_per_worker: int
+    gpus_per_worker: int | None = Field(
+        description="When a task does not say; null: one where there are enough"
+    )
     built_in: bool
 
 
@@ -91,7 +93,10 @@ def install_task_routes(app: FastAPI, runtime: Runtime) -> None:
         config_json = _as_json(body.config)
         recipe = recipes.get(body.type)
         recipe.check(body.config, worker_count=body.worker_count, dataset_id=body.dataset_id)
-        gpus = body.gpus_per_worker if body.gpus_per_worker is not None else recipe.gpus_per_worker
+        gpus = body.gpus_per_worker
+        if gpus is None:
+            here = runtime.tasks.capacity().gpus if runtime.tasks is not None else 0
+            gpus = recipe.gpus_for(body.config, worker_count=body.worker_count, gpus=here)
         spec = TaskSpec(
             task_id=TaskId(f"task-{secrets.token_hex(6)}"),
             name=body.name,

@@ -57,6 +57,7 @@ RETRY_FIRST_S = 1.0
 RETRY_MOST_S = 60.0
 CAUSE_CHARACTERS = 1_000
 KNOWN_ENTRIES = 5_000
+FORGET_AGAIN = 20
 TOTAL_STEPS = "total_steps"
 """The metric by which workers say how many steps there will be."""
 
@@ -115,6 +116,9 @@ class TaskRunner:
             for run_id in list(self._assemblers):
                 self._close_output(run_id)
 
+    def capacity(self) -> Capacity:
+        return self._launcher.capacity()
+
     async def ended(self, task_id: TaskId, *, timeout_s: float) -> Task:
         """The task when it has ended, or as it is after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
@@ -140,9 +144,9 @@ class TaskRunner:
     async def _adopt(self) -> None:
         cluster = await self._engine.settled()
         running = [task for task in cluster.tasks.tasks.values() if task.status == "running"]
-        self._unended.update(
-            task.spec.task_id for task in cluster.tasks.tasks.values() if task.status not in ENDED
-        )
+        # Those that ended last as well: a coordinator that was killed may not have come to forget them.
+        self._unended.update(list(cluster.tasks.tasks)[-FORGET_AGAIN:])
+        self._unended.update(t.spec.task_id for t in cluster.tasks.tasks.values() if t.status not in ENDED)
         plans = []
         for task in running:
             try:
@@ -182,7 +186,7 @@ class TaskRunner:
         self._unended = alive
 
     async def _start_what_fits(self, pending: list[Task], running: list[Task]) -> None:
-        capacity = self._launcher.capacity()
+        capacity = self.capacity()
         free = Capacity(
             workers=capacity.workers - sum(task.spec.worker_count for task in running),
             gpus=capacity.gpus - sum(_gpus(task) for task in running),

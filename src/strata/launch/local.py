@@ -133,7 +133,8 @@ class LocalLauncher:
             environment={
                 **plan.environment,
                 RUN_VARIABLE: plan.run_id,
-                **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),
+                # Of a machine with GPUs a task sees its own, and none where it asked for none.
+                **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if self._capacity.gpus else {}),
             },
         )
         with open(plan.run_dir / "keeper.log", "ab") as log:

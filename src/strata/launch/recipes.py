@@ -45,7 +45,8 @@ class Recipe:
     needs_dataset: bool = False
     one_process: bool = False
     """The program itself makes use of `worker_count` processors."""
-    gpus_per_worker: int = 0
+    gpus_per_worker: int | None = 0
+    """None: one where there are enough, unless the config says `device: cpu`."""
     max_workers: int | None = None
     working_dir: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +69,12 @@ class Recipe:
                 f"is {worker_count}; '{self.name}' takes at most {self.max_workers}.",
                 hint="Ask for fewer.",
             )
+
+    def gpus_for(self, config: Mapping[str, Any], *, worker_count: int, gpus: int) -> int:
+        """How many each worker gets when nobody asks, on machines that have so many altogether."""
+        if self.gpus_per_worker is not None:
+            return self.gpus_per_worker
+        return 1 if config.get("device") != "cpu" and gpus >= worker_count else 0
 
     def full_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return filled(self.schema, config)

@@ -27,6 +27,7 @@ TRAINING = Recipe(
     description="Train a GPT on a text dataset, elastically. Without a dataset: on text that every machine has.",
     program=("-m", "strata.launch.programs.training"),
     built_in=True,
+    gpus_per_worker=None,
     schema=_schema(
         learning_rate=_key("number", "At full batch, after warm-up.", default=3e-4, exclusiveMinimum=0),
         batch_size=_key("integer", "Sequences per worker and step.", default=8, minimum=1, maximum=1_000_000),

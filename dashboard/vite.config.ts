@@ -17,7 +17,6 @@ export default defineConfig({
     proxy: { "/api": { target: coordinator, changeOrigin: true } },
   },
   test: {
-    environment: "happy-dom",
     include: ["src/**/*.test.{ts,tsx}"],
   },
 });

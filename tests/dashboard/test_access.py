@@ -17,7 +17,7 @@ def test_no_view_has_a_serious_violation(page: Browser, theme: str) -> None:
     found = {}
     for view in (*VIEWS, "/runs/gpt-small"):
         page.open(f"{view}?demo")
-        page.see("Simulated data.", css="[role=note]")
+        page.see("Simulated data.", exact=True)
         page.see(role="heading", nth=0)
         page.until("document.querySelectorAll('main .skeleton').length === 0")
         serious = page.serious(rules)

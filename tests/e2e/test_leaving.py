@@ -1,4 +1,4 @@
-"""Leaving in good order: SIGTERM saves and ends, a hung rank is named, nothing is left behind."""
+"""A job outlives its coordinator, tells of its recoveries and of a rank that hangs, and leaves in good order."""
 
 from __future__ import annotations
 
@@ -8,37 +8,55 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from strata.chaos.run import ChaosRun
 from strata.checkpoint.manager import CheckpointManager
-from strata.checkpoint.staging import find_snapshots
 from strata.cli.common import get
-from strata.training.trace import run_folder
 from tests.e2e.conftest import StartRun
 from tests.support import eventually
 
 
-def test_sigterm_makes_a_final_checkpoint_and_leaves(start_run: StartRun) -> None:
-    run = start_run(name="preempted", workers=2, steps=100_000, save_every=50_000)
-    before = run.step
-    run.agents[0].stop()
-    with CheckpointManager(run.job.checkpoints) as manager:
-        latest = manager.get_latest()
-    assert latest is not None
-    assert latest.step >= before
+@pytest.fixture(scope="module")
+def run(start_shared: StartRun) -> ChaosRun:
+    """One job that never ends, for all that can happen to it."""
+    return start_shared(name="long", workers=2, steps=1_000_000, save_every=50_000, hang_timeout_s=4.0)
 
 
-def test_a_finished_job_leaves_no_shared_memory(start_run: StartRun) -> None:
-    run = start_run(name="finished", workers=2, steps=60)
-    run.wait(300)
-    assert not run_folder(run.job.name).exists()
-    assert not find_snapshots(f"job-{run.job.name}")
+def test_a_recovery_is_traced_by_phase_and_shown(run: ChaosRun) -> None:
+    eventually(lambda: run.step > run.job.snapshot_every + 1, within_s=60, what="the first snapshot")
+    run.hurt(["kill"], patience_s=120.0)
+
+    def mine() -> list[dict[str, Any]]:
+        return [r for r in get(run.coordinator.api, "/api/recoveries") if r["job_id"] == run.job.name]
+
+    found = eventually(mine, within_s=30, what="the recovery at the coordinator")[0]
+    assert set(found["phases_s"]) == {"detect", "rendezvous", "spawn", "load", "first_step"}
+    assert found["tier"] == "MEMORY"
+    assert found["lost_steps"] <= run.job.snapshot_every
 
 
-def test_a_stopped_rank_is_named_with_its_stack_and_the_job_restarts(start_run: StartRun) -> None:
-    run = start_run(name="hung", workers=2, steps=100_000, hang_timeout_s=3.0)
+def test_the_coordinator_may_die_while_training_goes_on(run: ChaosRun) -> None:
+    before, workers = run.step, run.agents[0].workers()
+    run.coordinator.kill()
+    eventually(lambda: run.step > before + 20, within_s=60, what="training without a coordinator")
+    run.coordinator.start()
+
+    def connected() -> bool:
+        found = [w for w in get(run.coordinator.api, "/api/workers") if w["job_id"] == run.job.name]
+        return len(found) == 2 and all(w["connected"] for w in found)
+
+    eventually(connected, within_s=30, what="both workers at the restarted coordinator")
+    assert run.agents[0].workers() == workers, "somebody was restarted"
+    injury = run.hurt(["kill"], patience_s=120.0)
+    assert injury.recovery_s is not None, run.agents[0].tail()
+
+
+def test_a_stopped_rank_is_named_with_its_stack_and_the_job_restarts(run: ChaosRun) -> None:
     victim = run.agents[0].workers()[0]
+    made = run.step
     os.kill(victim, signal.SIGSTOP)
 
     def told() -> list[str]:
@@ -52,6 +70,16 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_job_restarts(start_run: 
             os.kill(victim, signal.SIGCONT)
     assert "waits for other ranks" in message
     assert "Stacks:" in message
+    eventually(lambda: run.step > made + 1, within_s=120, what="a new step after the restart")
+
+
+def test_sigterm_makes_a_final_checkpoint_and_leaves(run: ChaosRun) -> None:
+    before = run.step
+    run.agents[0].stop()
+    with CheckpointManager(run.job.checkpoints) as manager:
+        latest = manager.get_latest()
+    assert latest is not None
+    assert latest.step >= before
 
 
 @pytest.mark.timeout(600)

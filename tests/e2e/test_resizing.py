@@ -19,25 +19,28 @@ from tests.support import eventually
 WAIT_S = 600.0
 
 
-def world(run: ChaosRun) -> int:
-    newest = last_footprint(run.job.name)
-    return newest.world_size if newest is not None else 0
+def await_world(run: ChaosRun, size: int) -> None:
+    def reached() -> bool:
+        newest = last_footprint(run.job.name)
+        return newest is not None and newest.world_size == size
+
+    eventually(reached, within_s=120, what=f"a world of {size}")
 
 
 @pytest.mark.timeout(900)
-def test_four_two_three_four_workers_in_one_run(start_run: StartRun) -> None:
+def test_four_workers_too_few_two_three_and_four_again_in_one_run(start_run: StartRun) -> None:
     """Each agent stands for a machine with one worker."""
     options: dict[str, Any] = {"workers": 4, "global_batch": 12}
-    run = start_run(name="resized", agents=4, steps=1_000_000, **options)
-    eventually(lambda: world(run) == 4, within_s=120, what="a world of 4")
-    for number in (2, 3):
+    run = start_run(name="resized", agents=4, min_agents=2, steps=1_000_000, **options)
+    await_world(run, 4)
+    for number in (1, 2, 3):
         run.agents[number].kill()
-    eventually(lambda: world(run) == 2, within_s=120, what="a world of 2")
-    run.start_agent(2)
-    eventually(lambda: world(run) == 3, within_s=120, what="a world of 3")
-    run.start_agent(3)
-    eventually(lambda: world(run) == 4, within_s=120, what="a world of 4 again")
-    enough = run.step + 200
+    refusal = "TopologyChangeError: Topology change (4 -> 1 workers) failed: World size below min_nodes"
+    eventually(lambda: refusal in run.agents[0].tail(200), within_s=120, what="one worker to be too few")
+    for number in (1, 2, 3):
+        run.start_agent(number)
+        await_world(run, number + 1)
+    enough = run.step + 100
     eventually(lambda: run.step >= enough, within_s=120, what="some steps in the last world")
     for agent in run.agents:
         agent.stop()

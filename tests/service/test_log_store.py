@@ -229,6 +229,9 @@ def test_disk_that_does_not_take_lines_costs_them_and_is_counted(archive: LogArc
     finally:
         lock.execute("ROLLBACK")
         lock.close()
+    store = LogStore(archive)
+    store.report_drops()
+    assert store.newest(1, EVERYTHING)[0].message.startswith("100 log lines are not on disk")
     archive.put([view(n) for n in range(1, log_archive.PENDING_LIMIT + 51)])
     assert archive.refused_total >= 150
     assert archive.flush(30)

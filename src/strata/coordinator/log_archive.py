@@ -27,8 +27,11 @@ log = logging.getLogger("strata.coordinator.logs")
 FLUSH_S = 0.25
 PENDING_LIMIT = 50_000
 """Entries that may wait for the disk."""
-TIDY_EVERY_S = 5.0
+TIDY_EVERY_S = 1.0
 DROP_AT_A_TIME = 5_000
+SPARE = 0.05
+"""Share of the limit that is freed when it is reached, so that not every line has to make room for itself."""
+CACHE_KIB = 16_384
 SEARCH_LIMIT_S = 5.0
 CLOCK_SLACK_S = 3600.0
 """Clocks of workers may be this far ahead of ours, and a search from some time on still finds their lines."""
@@ -246,19 +249,20 @@ class LogArchive:
                 )
 
     def _make_room(self) -> None:
-        oldest = int((time.time() - self._keep_s) * 1e6)
-        while self._db.execute(
-            "DELETE FROM entries WHERE id IN (SELECT id FROM entries WHERE id < ? LIMIT ?)",
-            (oldest, DROP_AT_A_TIME),
-        ).rowcount:
-            pass
-        while self.used_bytes() > self._limit_bytes:
-            dropped = self._db.execute(
-                "DELETE FROM entries WHERE id IN (SELECT id FROM entries ORDER BY id LIMIT ?)",
-                (DROP_AT_A_TIME,),
-            )
-            if not dropped.rowcount:
-                break
+        """The oldest go: what is too old, and a little more than what is too much."""
+        self._drop_below(int((time.time() - self._keep_s) * 1e6))
+        if self.used_bytes() <= self._limit_bytes:
+            return
+        while self.used_bytes() > self._limit_bytes * (1 - SPARE):
+            last = self._db.execute(
+                "SELECT id FROM entries ORDER BY id LIMIT 1 OFFSET ?", (DROP_AT_A_TIME,)
+            ).fetchone()
+            self._drop_below(last[0] if last is not None else 2**63 - 1)
+            if last is None:
+                return
+
+    def _drop_below(self, number: int) -> None:
+        self._db.execute("DELETE FROM entries WHERE id < ?", (number,))
 
     def used_bytes(self) -> int:
         """What the entries take; freed pages are used again before the file grows."""
@@ -308,6 +312,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         db.execute(f"PRAGMA journal_size_limit={WAL_LIMIT_BYTES}")
+        db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         db.executescript(_SCHEMA)
         db.execute("SELECT max(id) FROM entries").fetchone()
     except sqlite3.DatabaseError:

@@ -101,6 +101,7 @@ class LogStore:
         self.counts = dict.fromkeys(LEVELS, 0)
         """Entries taken in, by level."""
         self.dropped_total = 0
+        self._refused_told = 0
         self.followers = 0
         self.on_entries: Callable[[Sequence[LogView]], None] = lambda entries: None
 
@@ -167,6 +168,16 @@ class LogStore:
                 budget.dropped = 0
             elif budget.tokens >= budget.burst:
                 del self._budgets[sender]  # Quiet for long enough to begin anew.
+        refused = self.archive.refused_total if self.archive is not None else 0
+        if refused > self._refused_told:
+            self.add(
+                level="warn",
+                message=f"{refused - self._refused_told:,} log lines are not on disk, which did not keep up; the "
+                f"newest {self._entries_kept:,} lines can be read meanwhile",
+                source="coordinator",
+                at_s=time.time(),
+            )
+            self._refused_told = refused
 
     def _refilled(self, sender: str) -> _Budget:
         now_mono_s = time.monotonic()

@@ -127,6 +127,13 @@ describe("work at risk", () => {
     expect(exposure(runsOf(state), NOW)).toMatchObject({ seconds: 5, steps: 10 });
   });
 
+  it("remembers how far a run was while its processes start again", () => {
+    const before = stateOf({ workers: [worker({ current_step: 97 })], checkpoints: saved });
+    const again = snapshot({ workers: [worker({ status: "recovering", current_step: 0, metrics: {} })], checkpoints: saved });
+    const state = reduce(before, { type: "snapshot", snapshot: { ...again, coordinator: { ...again.coordinator, server_time: NOW + 2 } }, atMs: (NOW + 2) * 1000 });
+    expect(exposure(runsOf(state), NOW + 2)).toMatchObject({ seconds: 22, steps: 7 });
+  });
+
   it("is nothing when nobody trains, and the worst of several runs otherwise", () => {
     expect(exposure(runsOf(stateOf({ workers: [worker({ status: "idle" })] })), NOW)).toEqual({ run: null, seconds: null, steps: 0 });
     const two = stateOf({ workers: [worker(), worker({ id: "v", job_id: "other" })], checkpoints: [checkpoint(), checkpoint({ id: "o", job_id: "other", created_at: NOW - 90 })] });

@@ -2,7 +2,7 @@
 
 import type { Checkpoint, Recovery, Task, Worker } from "../api/types";
 import { runPoint, throughputOf } from "./series";
-import type { Generation, State } from "./types";
+import type { Generation, RunSeries, State } from "./types";
 
 export type RunStatus = "starting" | "training" | "recovering" | "idle" | "failed" | "ended";
 
@@ -87,7 +87,8 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
   const point = runPoint(workers);
   const { unit } = throughputOf(state.runSeries.get(run.id));
   const saves = run.checkpoints.map((c) => c.step);
-  const step = point.step ?? Math.max(0, ...workers.map((w) => w.current_step), ...saves);
+  // A process that has just started says 0; the run is where it was last heard to be.
+  const step = point.step || (lastStep(state.runSeries.get(run.id)) ?? Math.max(0, ...workers.map((w) => w.current_step), ...saves));
   const starts = [firstJoin, ...workers.map((w) => w.joined_at), ...run.checkpoints.map((c) => c.created_at)].filter((at) => at !== undefined);
   const startedAt = starts.length === 0 ? null : Math.min(...starts);
   const named = new Set([run.id, ...workers.map((w) => w.current_task)]);
@@ -107,6 +108,10 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
     task,
     risk: riskOf(run.checkpoints, alive, step, startedAt),
   };
+}
+
+function lastStep(series: RunSeries | undefined): number | undefined {
+  return series?.step.findLast((step): step is number => step !== null && step > 0);
 }
 
 function statusOf(workers: readonly Worker[], alive: readonly Worker[], task: Task | null, hasPast: boolean): RunStatus {

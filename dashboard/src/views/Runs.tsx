@@ -19,7 +19,7 @@ import { generationLines, runsOf, timelineRows, type Run } from "../state/runs";
 import { throughputOf } from "../state/series";
 import { useServerNow, useStore, useStory } from "../state/store";
 import { GoodputBar } from "./runs/GoodputBar";
-import { GUTTER, tiersOf } from "./runs/drawing";
+import { GUTTER, phasesOf, tiersOf } from "./runs/drawing";
 import { Timeline, TimelineLegend } from "./runs/Timeline";
 import { useGoodput, useRunHistory } from "./runs/history";
 
@@ -158,11 +158,15 @@ function Story({ run, now }: { run: Run; now: number }) {
           <Chart label="Throughput over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "throughput", color: "busy", values: throughput.values, fill: true }]} unit={throughput.unit} format={compact} height={110} empty="This run has not reported its throughput" />
         </div>
       </Card>
-      <div className="grid gap-4 xl:grid-cols-2">
-        <Card title="Goodput" hint="where the time went">{goodput ? <GoodputBar goodput={goodput} /> : <p className="text-muted">Its workers have not said yet where their time went.</p>}</Card>
-        <Card title="Recoveries" flush><Recoveries run={run} /></Card>
-        <Card title="Events" flush><Happenings items={mine} height={340} /></Card>
-        <Card title="Configuration"><Configuration run={run} /></Card>
+      <div className="grid items-start gap-4 xl:grid-cols-2">
+        <div className="flex min-w-0 flex-col gap-4">
+          <Card title="Goodput" hint="where the time went">{goodput ? <GoodputBar goodput={goodput} /> : <p className="text-muted">Its workers have not said yet where their time went.</p>}</Card>
+          <Card title="Events" flush><Happenings items={mine} height={420} /></Card>
+        </div>
+        <div className="flex min-w-0 flex-col gap-4">
+          <Card title="Recoveries" flush><Recoveries run={run} /></Card>
+          <Card title="Configuration"><Configuration run={run} /></Card>
+        </div>
       </div>
     </>
   );
@@ -179,12 +183,12 @@ function Recoveries({ run }: { run: Run }) {
       {run.recoveries.map((r) => (
         <li key={`${r.at} ${r.worker_id}`} className="flex flex-col gap-0.5 px-4 py-2.5">
           <p className="flex items-baseline justify-between gap-3">
-            <span className="font-medium">{duration(r.total_s)}</span>
+            <span className="shrink-0 font-medium">{duration(r.total_s)}</span>
             <span className="text-muted">{plural(r.lost_steps, "step")} lost, went on at {count(r.resumed_step)} from {r.tier || "storage"}, {r.world_before} → {r.world_after} workers</span>
             <span className="shrink-0 text-sm text-faint"><Ago at={r.at} /></span>
           </p>
-          <p className="flex flex-wrap gap-x-3 text-sm text-muted">{Object.entries(r.phases_s).map(([name, seconds]) => <span key={name}>{name.replace("_", " ")} {duration(seconds)}</span>)}</p>
-          {r.reason && <p className="foreign text-sm break-words text-faint">{r.reason}</p>}
+          <p className="flex flex-wrap gap-x-3 text-sm text-muted">{phasesOf(r).map((phase) => <span key={phase.name}>{phase.name.replace("_", " ")} {duration(phase.to - phase.from)}</span>)}</p>
+          {r.reason && !r.reason.startsWith("recovered in") && <p className="foreign text-sm break-words text-faint">{r.reason}</p>}
         </li>
       ))}
     </ol>

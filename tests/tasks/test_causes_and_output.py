@@ -95,6 +95,7 @@ def test_the_same_failure_again_and_again_is_given_up_and_bad_luck_is_not() -> N
 def test_a_program_that_refuses_its_call_is_not_started_again() -> None:
     story = Story()
     story.failures.read_line(1, "ConfigurationError: n_embd must be a multiple of n_head")
+    story.failures.read_line(1, "  - Look at the whole file")
     story.failures.told(1, {"message": "ended with status 2", "traceback": "", "exit_code": 2})
     cause = story.failures.hopeless()
     assert cause is not None

@@ -237,5 +237,13 @@ def test_a_coordinator_killed_at_any_moment_loses_no_task(tmp_path: Path, seed: 
             log = tasks.log(task_id)
             naps = [line for line in log.splitlines() if " nap " in line]
             assert [line.rpartition(" ")[2] for line in naps] == [str(n) for n in range(40)], (seed, log)
+        # A coordinator that knows nothing of a run ends it.
+        unwanted = tasks.submit("nap")
+        eventually(lambda: "nap 0" in tasks.log(unwanted), within_s=60)
+        tasks.server.kill()
+        for path in tasks.server.data_dir.glob("journal.sqlite*"):
+            path.unlink()
+        tasks.server.start()
+        eventually(lambda: not tasks.processes(unwanted), within_s=3, every_s=0.1)
     finally:
         tasks.close()

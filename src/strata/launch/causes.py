@@ -135,7 +135,8 @@ class Failures:
     def _of_process(self, who: str, rank: int | None, code: int) -> ExitCause:
         lines = "\n".join(self._lines.get(rank, ()))
         if code >= 0:
-            last = next((line.strip() for line in reversed(lines.splitlines()) if line.strip()), "")
+            # Indented lines belong to the one that says what happened.
+            last = next((line for line in reversed(lines.splitlines()) if line[:1].strip()), "").rstrip()
             message = f"{who} ended with status {code}" + (f": {last}" if last else "")
             return ExitCause(
                 kind="exit",

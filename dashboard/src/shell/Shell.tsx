@@ -70,9 +70,9 @@ export function Shell() {
               <span className="sr-only flex-1 text-left lg:not-sr-only">Find</span>
               <span className="hidden lg:inline"><Kbd>Ctrl K</Kbd></span>
             </button>
-            <div className="flex items-center gap-1 px-0.5">
+            <div className="flex flex-col items-center gap-1 px-0.5 lg:flex-row">
               <ConnectionLamp />
-              <IconButton label={isDark() ? "Light theme" : "Dark theme"} onClick={does.theme} className="ml-auto">
+              <IconButton label={isDark() ? "Light theme" : "Dark theme"} onClick={does.theme} className="lg:ml-auto">
                 {isDark() ? <Sun aria-hidden className="size-4" /> : <Moon aria-hidden className="size-4" />}
               </IconButton>
             </div>

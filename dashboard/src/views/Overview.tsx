@@ -52,11 +52,11 @@ export function Overview() {
   const throughput = own ? { times: own.times.slice(ownFrom), values: throughputOf(own).values.slice(ownFrom) } : { times, values: cut(series.throughput) };
   return (
     <Page title="Overview">
-      <div className="grid gap-4 xl:grid-cols-[minmax(0,1.55fr)_minmax(0,1fr)]">
+      <div className="grid gap-4 lg:grid-cols-[minmax(0,1.55fr)_minmax(0,1fr)]">
         <HealthPanel health={health} />
         <ExposurePanel runs={runs} now={now} />
       </div>
-      <div className="grid gap-4 sm:grid-cols-2 xl:grid-cols-4">
+      <div className="grid grid-cols-2 gap-4 xl:grid-cols-4">
         <Figure label="Workers" value={metrics ? `${count(metrics.active_workers)} / ${count(metrics.total_workers)}` : "–"} unit="active" hint={<FleetHint />} />
         <Figure label="Barrier latency, p99" value={millis(metrics?.barrier_latency_p99)} unit="ms">
           <Sparkline label="Barrier latency over time" values={cut(series.barrierP99)} />
@@ -104,7 +104,7 @@ function Waiting({ health }: { health: Health }) {
   return (
     <>
       <HealthPanel health={health} />
-      <div className="grid gap-4 sm:grid-cols-2 xl:grid-cols-4">{[0, 1, 2, 3].map((i) => <div key={i} className="skeleton h-24" />)}</div>
+      <div className="grid grid-cols-2 gap-4 xl:grid-cols-4">{[0, 1, 2, 3].map((i) => <div key={i} className="skeleton h-24" />)}</div>
       <Loading rows={5} />
     </>
   );

@@ -133,7 +133,7 @@ function Story({ run, now }: { run: Run; now: number }) {
   const throughput = throughputOf(series);
   return (
     <>
-      <div className="grid gap-4 sm:grid-cols-3 xl:grid-cols-6">
+      <div className="grid grid-cols-2 gap-4 sm:grid-cols-3 xl:grid-cols-6">
         <Figure label="Step" value={count(run.step)} hint={`epoch ${count(run.epoch)}${run.task?.total_steps ? `, of ${count(run.task.total_steps)}` : ""}`} />
         <Figure label="Loss" value={number(run.loss, 4)} />
         <Figure label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />

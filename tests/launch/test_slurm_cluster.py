@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from strata.launch.leftovers import forget_shared_memory
 from strata.launch.sample_job import SampleJob
+from tests.cli.running import strata
 from tests.launch.slurm_cluster import is_installed, slurm
 from tests.support import Coordinator, eventually
 
@@ -19,20 +23,20 @@ from tests.support import Coordinator, eventually
 def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
     tmp_path: Path, coordinator: Coordinator
 ) -> None:
-    job = SampleJob(folder=tmp_path, name="on-slurm", workers=3, agents=3, steps=100_000, save_every=1_000)
+    name = f"on-slurm-{os.getpid()}"
+    job = SampleJob(folder=tmp_path, name=name, workers=3, agents=3, steps=100_000, save_every=1_000_000)
     job.prepare()
-    from tests.cli.running import strata
-
     script = tmp_path / "job.sh"
     wrote = strata(
-        *("slurm", str(job.config), "--name", "on-slurm", "--nodes", "3", "--min-nodes", "1"),
-        *("--time", "2", "--warning", "75", "--coordinator", coordinator.address, "-o", str(script)),
+        *("slurm", str(job.config), "--name", name, "--nodes", "3", "--min-nodes", "1"),
+        *("--time", "3", "--warning", "75", "--coordinator", coordinator.address, "--python", sys.executable),
+        *("-o", str(script)),
     )
     assert wrote.code == 0, wrote.err
     with slurm(tmp_path / "slurm") as cluster:
         submitted = cluster.run("sbatch", "--parsable", str(script), cwd=tmp_path, GLOO_SOCKET_IFNAME="lo")
         job_id = submitted.split(";")[0]
-        log = tmp_path / f"on-slurm-{job_id}.log"
+        log = tmp_path / f"{name}-{job_id}.log"
         workers = lambda: [w for w in coordinator.get("/api/workers") if w["status"] == "training"]  # noqa: E731
         eventually(lambda: len(workers()) == 3, within_s=90, what="three nodes train", every_s=0.5)
 
@@ -41,8 +45,8 @@ def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
             lambda: "the time limit is near" in log.read_text(), within_s=150, what="warned", every_s=0.5
         )
         eventually(lambda: cluster.job(job_id)["Restarts"] == "1", within_s=90, what="requeued", every_s=0.5)
+        # No interval has passed: what is there was made because of the warning.
         saved = max(c["step"] for c in coordinator.get("/api/checkpoints") if c["status"] == "completed")
-        assert saved % 1_000, "made because of the warning, not by interval"
         eventually(
             lambda: len(workers()) == 3 and min(w["current_step"] for w in workers()) > saved,
             within_s=120,
@@ -51,3 +55,4 @@ def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
         )
         cluster.run("scancel", job_id)
         eventually(lambda: not workers(), within_s=60, what="the workers left", every_s=0.5)
+    forget_shared_memory(name)

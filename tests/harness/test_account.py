@@ -27,7 +27,7 @@ def parts(account: TimeAccount) -> dict[str, float]:
 
 def test_parts_add_up_to_the_time_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(account_module, "_accounts_made", itertools.count())
-    account = TimeAccount(None)
+    account, began_s = TimeAccount(None), time.monotonic() - process_start_mono_s()
     for step in range(3):
         account.enter_step(step)
         time.sleep(PAUSE_S)
@@ -39,7 +39,7 @@ def test_parts_add_up_to_the_time_since_the_process_began(monkeypatch: pytest.Mo
     assert found["recovery"] == 0.0
     assert found["training"] >= 3 * PAUSE_S
     assert found["checkpoint"] >= 3 * PAUSE_S
-    assert found["waiting"] >= since_s - 6 * PAUSE_S - 1.0, "starting is waiting"
+    assert found["waiting"] >= began_s - 0.05, "starting is waiting"
 
 
 def test_waiting_for_others_is_not_training() -> None:
@@ -51,22 +51,22 @@ def test_waiting_for_others_is_not_training() -> None:
     after = parts(account)
     assert after["waiting"] - before["waiting"] == pytest.approx(PAUSE_S / 2, abs=0.001)
     account.waited(1e9)
-    assert parts(account)["training"] < 0.01, "no more than there was"
+    assert parts(account)["training"] < PAUSE_S / 2, "no more than there was"
 
 
 def test_recovery_lasts_until_lost_steps_are_made_again() -> None:
     lost_at_mono_s = time.monotonic() - 1000.0
     before = Footprint(mono_s=lost_at_mono_s, born_mono_s=0.0, step=7, world_size=2)
-    account = TimeAccount(before)
+    account, began_s = TimeAccount(before), time.monotonic()
     for step in (5, 6, 7, 8):
         account.enter_step(step)
         time.sleep(PAUSE_S)
         account.made_step()
-    found = parts(account)
-    assert found["recovery"] == pytest.approx(1000.0 + 2 * PAUSE_S, abs=0.5), (
-        "since the last step before the loss"
+    found, since_s = parts(account), time.monotonic() - began_s
+    assert 1000 + 2 * PAUSE_S <= found["recovery"] <= 1000 + since_s - 2 * PAUSE_S + 0.01, (
+        "since the last step"
     )
-    assert found["training"] == pytest.approx(2 * PAUSE_S, abs=0.2)
+    assert found["training"] >= 2 * PAUSE_S
     assert found["waiting"] == 0.0
 
 
@@ -76,8 +76,10 @@ def test_restart_that_lost_nothing_recovers_with_its_first_step() -> None:
     time.sleep(PAUSE_S)
     account.made_step()
     account.enter_step(4)
-    assert parts(account)["recovery"] >= PAUSE_S
-    assert parts(account)["training"] < PAUSE_S
+    recovered_s = parts(account)["recovery"]
+    assert recovered_s >= PAUSE_S
+    time.sleep(PAUSE_S)
+    assert parts(account)["recovery"] == recovered_s
 
 
 def test_a_later_account_of_the_same_process_begins_when_it_is_made() -> None:

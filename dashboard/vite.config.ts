@@ -18,5 +18,6 @@ export default defineConfig({
   },
   test: {
     include: ["src/**/*.test.{ts,tsx}"],
+    testTimeout: 30_000,
   },
 });

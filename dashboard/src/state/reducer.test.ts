@@ -128,6 +128,17 @@ describe("what has no end is bounded", () => {
     expect(state.series.rps).toHaveLength(state.series.times.length);
   });
 
+  it("runs that come and go", () => {
+    let state = started();
+    for (let i = 0; i < 80; i += 1) {
+      const next = snapshot({ workers: [worker(), worker({ id: "x", job_id: `job-${i}` })] });
+      state = reduce(state, { type: "snapshot", snapshot: { ...next, coordinator: { ...next.coordinator, server_time: NOW + i + 1 } }, atMs: AT_MS });
+    }
+    expect(state.runSeries.size).toBeLessThanOrEqual(51);
+    expect(state.runSeries.get("job")?.times).toHaveLength(81);
+    expect(state.runSeries.has("job-79")).toBe(true);
+  });
+
   it("a flood larger than the list keeps its newest lines", () => {
     const state = after(event("logs", Array.from({ length: LIMITS.logs + 7 }, (_, i) => logEntry(i))));
     expect([state.logs.length, state.logs[0]?.message]).toEqual([LIMITS.logs, "line 7"]);

@@ -4,6 +4,7 @@ import type { History, Metrics, Worker } from "../api/types";
 import type { RunSeries, Series } from "./types";
 
 export const POINTS_KEPT = 1_800;
+export const RUNS_KEPT = 50;
 /** A gap this long breaks the line: nobody measured in between. */
 export const GAP_S = 15;
 
@@ -109,7 +110,15 @@ export function addRunPoints(known: ReadonlyMap<string, RunSeries>, workers: Ite
   }
   if (byJob.size === 0) return known;
   const grown = new Map(known);
-  for (const [job, list] of byJob) grown.set(job, append(grown.get(job) ?? emptyRunSeries(), at, runPoint(list)));
+  for (const [job, list] of byJob) {
+    const series = append(grown.get(job) ?? emptyRunSeries(), at, runPoint(list));
+    grown.delete(job); // The one heard of last comes last.
+    grown.set(job, series);
+  }
+  for (const job of grown.keys()) {
+    if (grown.size <= RUNS_KEPT) break;
+    if (!byJob.has(job)) grown.delete(job);
+  }
   return grown;
 }
 

@@ -15,7 +15,7 @@ from tests.support import Coordinator
 def built() -> Path:
     """The folder of the build; made now where it is out of date."""
     build_dashboard.build()
-    return build_dashboard.BUILT
+    return Path(build_dashboard.BUILT)
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,12 @@ def test_bundles_are_cached_for_ever_and_come_packed(watched: Coordinator) -> No
         assert ask(watched, path, "HEAD")[2] == b""
 
 
+def test_all_scripts_together_are_small(built: Path) -> None:
+    packed = [len(gzip.compress(path.read_bytes(), 9)) for path in built.rglob("*.js")]
+    assert packed
+    assert sum(packed) <= 250_000
+
+
 def test_no_page_runs_inline_scripts_or_loads_from_elsewhere(watched: Coordinator) -> None:
     _, headers, body = ask(watched, "/")
     policy = dict(part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";"))

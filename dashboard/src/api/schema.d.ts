@@ -957,8 +957,11 @@ export interface components {
             needs_dataset: boolean;
             /** Max Workers */
             max_workers: number | null;
-            /** Gpus Per Worker */
-            gpus_per_worker: number;
+            /**
+             * Gpus Per Worker
+             * @description When a task does not say; null: one where there are enough
+             */
+            gpus_per_worker: number | null;
             /** Built In */
             built_in: boolean;
         };

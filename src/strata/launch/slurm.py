@@ -162,7 +162,10 @@ again=''
 leave() {{
   printf 'the time limit is near: saving and leaving\\n'
   again=1
-  scancel --signal=TERM "$SLURM_JOB_ID.0" # Not to srun: it would kill them.
+  for _ in {{1..5}}; do # The step, not srun, which would kill it; again where a node was not reached.
+    scancel --signal=TERM "$SLURM_JOB_ID.0" && break
+    sleep 1
+  done
 }}
 trap leave USR1
 

@@ -6,7 +6,7 @@ import { Dialog as Radix } from "radix-ui";
 import { useEffect, useId, useMemo, useRef, useState } from "react";
 
 import { DEMO_ONLY, setMode, setTheme, useMode } from "../mode";
-import { runIds } from "../state/runs";
+import { runsOf } from "../state/runs";
 import { getState } from "../state/store";
 import { VIEWS } from "./views";
 
@@ -52,7 +52,7 @@ function Body({ onClose }: { onClose: () => void }) {
       { id: "dark", label: "Dark theme", kind: "do", icon: SunMoon, run: () => setTheme("dark") },
       { id: "light", label: "Light theme", kind: "do", icon: SunMoon, run: () => setTheme("light") },
       ...(DEMO_ONLY ? [] : [{ id: "mode", label: mode === "demo" ? "Leave demo mode" : "Demo mode", kind: "do", icon: FlaskConical, run: () => setMode(mode === "demo" ? "live" : "demo") }]),
-      ...runIds(state).map((job): Item => ({ id: `run ${job}`, label: job, kind: "run", icon: Activity, run: () => void navigate({ to: "/runs/$job", params: { job } }) })),
+      ...runsOf(state).map(({ id: job, name }): Item => ({ id: `run ${job}`, label: name === job ? job : `${name} (${job})`, kind: "run", icon: Activity, run: () => void navigate({ to: "/runs/$job", params: { job } }) })),
       ...[...state.workers.keys()].map((w): Item => ({ id: `worker ${w}`, label: w, kind: "worker", icon: Boxes, run: go("/workers", { worker: w }) })),
       ...state.tasks.map((t): Item => ({ id: `task ${t.id}`, label: t.name === t.id ? t.id : `${t.name} (${t.id})`, kind: "task", icon: ListChecks, run: go("/tasks", { task: t.id }) })),
       ...[...state.datasets.values()].map((d): Item => ({ id: `dataset ${d.id}`, label: d.id, kind: "dataset", icon: Database, run: go("/data", { dataset: d.id }) })),

@@ -63,7 +63,7 @@ export function assess(state: State, now: number): Health {
   }
   const first = live[0];
   if (first && live.every((run) => run.status === "starting")) {
-    return { level: "idle", headline: `${stale}${first.id} is starting`, reason: `${plural(first.alive, "worker")} joined; none has made a step yet.`, findings };
+    return { level: "idle", headline: `${stale}${first.name} is starting`, reason: `${plural(first.alive, "worker")} joined; none has made a step yet.`, findings };
   }
   return { level: "good", headline: `${stale}Training is healthy`, reason: wellBeing(live, now), findings };
 }
@@ -74,7 +74,7 @@ function rank(finding: Finding): number {
 
 function wellBeing(live: readonly Run[], now: number): string {
   const workers = live.reduce((sum, run) => sum + run.alive, 0);
-  const who = live.length === 1 && live[0] ? `${plural(workers, "worker")} on ${live[0].id}` : `${plural(workers, "worker")} on ${plural(live.length, "run")}`;
+  const who = live.length === 1 && live[0] ? `${plural(workers, "worker")} on ${live[0].name}` : `${plural(workers, "worker")} on ${plural(live.length, "run")}`;
   const oldest = live.map((run) => run.risk.since).filter((at) => at !== null).sort((a, b) => a - b)[0];
   const unsaved = live.filter((run) => run.risk.safe === null).length;
   if (unsaved > 0) return `${who}; the first save has not been made yet.`;
@@ -95,8 +95,8 @@ function ofWorkers(run: Run, now: number): Finding[] {
   if (run.status === "failed") {
     const goneS = now - Math.max(...run.workers.map((w) => w.last_heartbeat));
     const link = { to: "/workers" as const, search: filter };
-    if (goneS < RETURN_S) found.push({ level: "warn", title: `${run.id} is recovering`, reason: `Every worker was lost ${age(goneS)} ago and none is back yet. ${reasonOf(failed)}`, link });
-    else if (goneS < RECENT_S || run.task?.status === "running") found.push({ level: "bad", title: `${run.id} has stopped: every worker is gone`, reason: reasonOf(failed), link });
+    if (goneS < RETURN_S) found.push({ level: "warn", title: `${run.name} is recovering`, reason: `Every worker was lost ${age(goneS)} ago and none is back yet. ${reasonOf(failed)}`, link });
+    else if (goneS < RECENT_S || run.task?.status === "running") found.push({ level: "bad", title: `${run.name} has stopped: every worker is gone`, reason: reasonOf(failed), link });
     return found;
   }
   if (run.alive === 0) return found;
@@ -104,9 +104,9 @@ function ofWorkers(run: Run, now: number): Finding[] {
   if (run.status === "recovering") {
     const starting = run.workers.filter(isStarting);
     const back = `${count(starting.length)} of ${plural(run.alive, "worker")} ${starting.length === 1 ? "is" : "are"} coming back.`;
-    found.push({ level: "warn", title: `${run.id} is recovering`, reason: lost ? `${lost}. ${reasonOf(failed)} ${back}` : back, link: { to: "/runs", job: run.id } });
+    found.push({ level: "warn", title: `${run.name} is recovering`, reason: lost ? `${lost}. ${reasonOf(failed)} ${back}` : back, link: { to: "/runs", job: run.id } });
   } else if (lost) {
-    found.push({ level: "warn", title: lost, reason: `${run.id} goes on with ${plural(run.alive, "worker")}. ${reasonOf(failed)}`, link: { to: "/workers", search: filter } });
+    found.push({ level: "warn", title: lost, reason: `${run.name} goes on with ${plural(run.alive, "worker")}. ${reasonOf(failed)}`, link: { to: "/workers", search: filter } });
   }
   const slow = run.workers.filter((w) => w.slow && w.status !== "failed");
   if (slow.length > 0) {
@@ -139,13 +139,13 @@ function ofSaves(run: Run, now: number): Finding[] {
   const last = run.checkpoints.find((c) => c.status !== "in_progress");
   const found: Finding[] = [];
   if (last?.status === "failed" && now - last.created_at < RECENT_S) {
-    found.push({ level: "bad", title: `The last save of ${run.id} failed`, reason: `Step ${count(last.step)}: ${last.reason || "no reason given"}.`, link });
+    found.push({ level: "bad", title: `The last save of ${run.name} failed`, reason: `Step ${count(last.step)}: ${last.reason || "no reason given"}.`, link });
   }
   const rhythm = saveRhythm(run);
   if (rhythm !== null && run.risk.since !== null && run.status === "training") {
     const since = now - run.risk.since;
     if (since > Math.max(30, OVERDUE * rhythm)) {
-      found.push({ level: "warn", title: `${run.id} has not saved for ${age(since)}`, reason: `It usually saves every ${duration(Math.round(rhythm))}; ${plural(run.risk.steps, "step")} would be lost now.`, link });
+      found.push({ level: "warn", title: `${run.name} has not saved for ${age(since)}`, reason: `It usually saves every ${duration(Math.round(rhythm))}; ${plural(run.risk.steps, "step")} would be lost now.`, link });
     }
   }
   return found;
@@ -172,7 +172,7 @@ function ofProgress(run: Run, state: State, now: number): Finding[] {
   const stepS = Math.max(0, ...run.workers.map((w) => w.metrics["step_time_s"] ?? 0));
   const limit = Math.max(STALLED_S, 5 * stepS);
   if (since === null || now - since < limit) return [];
-  return [{ level: "warn", title: `${run.id} makes no progress`, reason: `It has been at step ${count(run.step)} for ${age(now - since)}.`, link: { to: "/runs", job: run.id } }];
+  return [{ level: "warn", title: `${run.name} makes no progress`, reason: `It has been at step ${count(run.step)} for ${age(now - since)}.`, link: { to: "/runs", job: run.id } }];
 }
 
 function ofBarriers(state: State, now: number): Finding[] {

@@ -1,6 +1,7 @@
 import { describe, expect, it } from "vitest";
 
 import { initialState, LIMITS, reduce } from "./reducer";
+import { runHistory, throughputOf } from "./series";
 import { barrier, checkpoint, logEntry, metrics, NOW, recovery, snapshot, task, worker } from "./samples";
 import type { Action, FeedEvent, State } from "./types";
 
@@ -166,4 +167,13 @@ describe("the past", () => {
 it("a gap in what was heard is a gap in the curve", () => {
   const state = started({ type: "events", events: [event("metrics", metrics)], atMs: AT_MS }, { type: "events", events: [event("metrics", metrics)], atMs: AT_MS + 60_000 });
   expect(state.series.rps).toEqual([10, null, 10]);
+});
+
+it("the coordinator's memory is drawn without its empty ends; a skipped second is no gap, a silence is one", () => {
+  const values = [null, null, 1, null, 2, null, null, null, null, null, 3, null];
+  const series = runHistory({ start: 100, step: 1, job_id: "job", series: { loss: { unit: "1", values }, step_time: { unit: "s", values: values.map((v) => v && 0.5) } } });
+  expect(series.times).toEqual([102, 104, 108, 110]);
+  expect(series.loss).toEqual([1, 2, null, 3]);
+  expect(series.stepsPerS).toEqual([2, 2, null, 2]);
+  expect(throughputOf(series).unit).toBe("steps/s");
 });

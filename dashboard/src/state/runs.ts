@@ -8,6 +8,8 @@ export type RunStatus = "starting" | "training" | "recovering" | "idle" | "faile
 
 export interface Run {
   id: string;
+  /** Its task's, where it has one. */
+  name: string;
   status: RunStatus;
   workers: Worker[];
   alive: number;
@@ -50,7 +52,7 @@ export function isStarting(worker: Worker): boolean {
   return STARTING.has(worker.status) || (worker.status === "active" && silent);
 }
 
-export function runIds(state: State): string[] {
+function runIds(state: State): string[] {
   const ids = new Set<string>();
   for (const worker of state.workers.values()) ids.add(worker.job_id);
   for (const checkpoint of state.checkpoints) ids.add(checkpoint.job_id);
@@ -70,13 +72,9 @@ export function runsOf(state: State): Run[] {
   return finished.sort((a, b) => Math.sign(b.alive) - Math.sign(a.alive) || lastHeard(b) - lastHeard(a) || a.id.localeCompare(b.id));
 }
 
-export function runOf(state: State, id: string): Run | null {
-  return runsOf(state).find((run) => run.id === id) ?? null;
-}
-
 function emptyRun(id: string, state: State): Run {
   return {
-    id, status: "ended", workers: [], alive: 0, failed: 0, step: 0, epoch: 0, loss: null, throughput: null, throughputUnit: "",
+    id, name: id, status: "ended", workers: [], alive: 0, failed: 0, step: 0, epoch: 0, loss: null, throughput: null, throughputUnit: "",
     generation: state.coordinator?.jobs[id] ?? 0, startedAt: null, checkpoints: [], recoveries: [], task: null, risk: { safe: null, since: null, steps: 0 },
   };
 }
@@ -95,6 +93,7 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
   const task = state.tasks.find((t) => named.has(t.id)) ?? null;
   return {
     ...run,
+    name: task?.name || run.id,
     status: statusOf(workers, alive, task, run.checkpoints.length > 0 || run.recoveries.length > 0 || alive.length < workers.length),
     workers: [...workers].sort((a, b) => (a.rank ?? 1e9) - (b.rank ?? 1e9) || a.id.localeCompare(b.id, "en", { numeric: true })),
     alive: alive.length,
@@ -139,6 +138,11 @@ export function newestSafe(checkpoints: readonly Checkpoint[]): Checkpoint | nul
 
 function lastHeard(run: Run): number {
   return Math.max(0, ...run.workers.map((w) => w.last_heartbeat), run.checkpoints[0]?.created_at ?? 0, run.recoveries[0]?.at ?? 0);
+}
+
+/** What tells a worker apart from the others of its run. */
+export function shortName(id: string, job: string): string {
+  return id.length > job.length + 1 && id.startsWith(job) && /[-_./:]/.test(id.charAt(job.length)) ? id.slice(job.length + 1) : id;
 }
 
 // --- the timeline -----------------------------------------------------------------------------------------------

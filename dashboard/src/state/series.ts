@@ -5,6 +5,8 @@ import type { RunSeries, Series } from "./types";
 
 export const POINTS_KEPT = 1_800;
 export const RUNS_KEPT = 50;
+/** Fewer seconds than this without a value are no gap in a history by the second. */
+const SKIPPED_S = 4;
 /** A gap this long breaks the line: nobody measured in between. */
 export const GAP_S = 15;
 
@@ -169,12 +171,22 @@ function timesOf(history: History): number[] {
   return Array.from({ length }, (_, i) => history.start + i * history.step);
 }
 
-/** Without the empty beginning, when nothing was measured yet. */
+/**
+ * Without the empty ends, and without single seconds nobody measured in, which come from clocks that do not quite agree;
+ * a stretch of them stays a gap.
+ */
 function trimmed<T extends { times: number[] }>(series: T): T {
   const table = series as unknown as Table;
-  const curves = Object.keys(table).filter((key) => key !== "times");
-  const first = table.times.findIndex((_, i) => curves.some((key) => (table[key]?.[i] ?? null) !== null));
+  const keys = Object.keys(table);
+  const measured = table.times.map((_, i) => keys.some((key) => key !== "times" && (table[key]?.[i] ?? null) !== null));
+  const last = measured.lastIndexOf(true);
+  const kept: number[] = [];
+  let missed = 0;
+  for (let i = measured.indexOf(true); i >= 0 && i <= last; i += 1) {
+    missed = measured[i] ? 0 : missed + 1;
+    if (missed === 0 || missed === SKIPPED_S) kept.push(i);
+  }
   const cut: Record<string, (number | null)[]> = {};
-  for (const key of Object.keys(table)) cut[key] = first < 0 ? [] : (table[key] ?? []).slice(first);
+  for (const key of keys) cut[key] = kept.map((i) => table[key]?.[i] ?? null);
   return cut as unknown as T;
 }

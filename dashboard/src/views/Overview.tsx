@@ -161,7 +161,7 @@ function ExposurePanel({ runs, now }: { runs: readonly Run[]; now: number }) {
       <p className="text-3xl font-semibold tracking-tight">{seconds === null ? <span className="text-muted">nothing at risk</span> : age(seconds)}</p>
       {run ? (
         <p className="text-muted">
-          {steps === 0 ? "No step" : plural(steps, "step")} of <Link to="/runs/$job" params={{ job: run.id }} className="foreign text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent">{run.id}</Link> would be lost right now.{" "}
+          {steps === 0 ? "No step" : plural(steps, "step")} of <Link to="/runs/$job" params={{ job: run.id }} className="foreign text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent">{run.name}</Link> would be lost right now.{" "}
           {run.risk.safe ? <>Safe: step {count(run.risk.safe.step)}{run.risk.safe.tiers.length > 0 && <> in {run.risk.safe.tiers.join(", ")}</>}</> : "Nothing has been saved yet"}
           {rhythm !== null && <>, saved about every {age(rhythm)}</>}.
         </p>
@@ -196,7 +196,7 @@ function RunList({ runs }: { runs: readonly Run[] }) {
       {runs.map((run) => (
         <li key={run.id}>
           <Link to="/runs/$job" params={{ job: run.id }} data-row className="grid grid-cols-[minmax(0,1fr)_7.5rem_5rem_4.5rem_6rem] items-center gap-3 px-4 py-2.5 hover:bg-hover focus-visible:-outline-offset-2">
-            <span className="min-w-0"><Name>{run.id}</Name><span className="block truncate text-sm text-faint">{plural(run.alive, "worker")}, gen. {count(run.generation)}</span></span>
+            <span className="min-w-0"><Name>{run.name}</Name><span className="block truncate text-sm text-faint">{plural(run.alive, "worker")}, gen. {count(run.generation)}</span></span>
             <Status value={run.status} />
             <Cell label="step" value={count(run.step)} />
             <Cell label="loss" value={number(run.loss, 4)} />

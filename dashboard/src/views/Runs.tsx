@@ -24,7 +24,7 @@ import { Timeline, TimelineLegend } from "./runs/Timeline";
 import { useGoodput, useRunHistory } from "./runs/history";
 
 const COLUMNS: readonly Column<Run>[] = [
-  { id: "id", header: "Run", value: (r) => r.id, cell: (r) => <Name>{r.id}</Name>, width: "minmax(10rem, 2fr)" },
+  { id: "id", header: "Run", value: (r) => r.name, cell: (r) => <RunName run={r} />, width: "minmax(12rem, 3fr)" },
   { id: "status", header: "Status", value: (r) => r.status, cell: (r) => <Status value={r.status} />, width: "130px" },
   { id: "workers", header: "Workers", value: (r) => r.alive, cell: (r) => (r.failed > 0 ? `${count(r.alive)} + ${count(r.failed)} gone` : count(r.alive)), width: "120px", align: "right" },
   { id: "step", header: "Step", value: (r) => r.step, cell: (r) => count(r.step), width: "100px", align: "right" },
@@ -36,12 +36,16 @@ const COLUMNS: readonly Column<Run>[] = [
   { id: "generation", header: "Generation", value: (r) => r.generation, cell: (r) => count(r.generation), width: "110px", align: "right" },
 ];
 
+function RunName({ run }: { run: Run }) {
+  return run.name === run.id ? <Name>{run.id}</Name> : <span className="flex items-baseline gap-2"><span className="foreign truncate" title={run.name}>{run.name}</span><span className="truncate text-sm text-faint">{run.id}</span></span>;
+}
+
 export function Runs() {
   const [filters, set] = useFilters();
   const state = useStory();
   const runs = useMemo(() => runsOf(state), [state]);
   const words = filters["q"]?.toLowerCase() ?? "";
-  const shown = useMemo(() => runs.filter((r) => r.id.toLowerCase().includes(words)), [runs, words]);
+  const shown = useMemo(() => runs.filter((r) => `${r.name} ${r.id}`.toLowerCase().includes(words)), [runs, words]);
   return (
     <Page title="Runs" fill actions={<Input data-search type="search" aria-label="Search runs" placeholder="Search runs" value={filters["q"] ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" />}>
       {state.coordinator === null ? (
@@ -72,6 +76,8 @@ function RunTable(props: { runs: readonly Run[]; sort: string | undefined; onSor
   );
 }
 
+const BUTTON = "inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover";
+
 const RANGES = [["300", "5 m"], ["900", "15 m"], ["3600", "1 h"], ["all", "All"]] as const;
 type Range = (typeof RANGES)[number][0];
 
@@ -85,9 +91,9 @@ export function RunDetail() {
   if (run === null) return <Page title={job} actions={back}><Empty icon={Activity} title="There is no such run">No worker, save or recovery goes by this name.</Empty></Page>;
   return (
     <Page
-      title={run.id}
-      subtitle={<span className="flex items-center gap-3"><Status value={run.status} pill />{run.startedAt !== null && run.alive > 0 && <span>for {age(now - run.startedAt)}</span>}</span>}
-      actions={<>{back}<LogsLink run={run} /></>}
+      title={run.name}
+      subtitle={<span className="flex items-center gap-3"><Status value={run.status} pill />{run.name !== run.id && <span className="foreign">{run.id}</span>}{run.startedAt !== null && run.alive > 0 && <span>for {age(now - run.startedAt)}</span>}</span>}
+      actions={<>{back}{run.task && <Link to="/tasks" search={{ task: run.task.id }} className={BUTTON}>Task</Link>}<LogsLink run={run} /></>}
     >
       <Story run={run} now={now} />
     </Page>
@@ -97,7 +103,7 @@ export function RunDetail() {
 function LogsLink({ run }: { run: Run }) {
   const worker = run.workers[0];
   const search = run.task ? { task: run.task.id } : worker ? { worker: worker.id } : {};
-  return <Link to="/logs" search={search} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Logs</Link>;
+  return <Link to="/logs" search={search} className={BUTTON}>Logs</Link>;
 }
 
 function Story({ run, now }: { run: Run; now: number }) {
@@ -118,6 +124,7 @@ function Story({ run, now }: { run: Run; now: number }) {
 
   const data = useMemo(
     () => ({
+      jobId: run.id,
       rows: timelineRows(run, generations).filter((row) => row.spans.some((s) => (s.to ?? to) >= from && s.from <= to)),
       lines: generationLines(generations, run.id, (to - from) / 120),
       checkpoints: run.checkpoints,
@@ -134,7 +141,7 @@ function Story({ run, now }: { run: Run; now: number }) {
   return (
     <>
       <div className="grid grid-cols-2 gap-4 sm:grid-cols-3 xl:grid-cols-6">
-        <Figure label="Step" value={count(run.step)} hint={`epoch ${count(run.epoch)}${run.task?.total_steps ? `, of ${count(run.task.total_steps)}` : ""}`} />
+        <Figure label="Step" value={count(run.step)} hint={`${run.task?.total_steps ? `of ${count(run.task.total_steps)}, ` : ""}epoch ${count(run.epoch)}`} />
         <Figure label="Loss" value={number(run.loss, 4)} />
         <Figure label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
         <Figure label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} gone` : `generation ${count(run.generation)}`} />

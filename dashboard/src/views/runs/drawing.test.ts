@@ -16,6 +16,7 @@ it("tiers go from near to far, whatever case they are written in", () => {
 describe("what is under the pointer", () => {
   const layout = layoutOf(1000, 2, NOW - 100, NOW);
   const data: TimelineData = {
+    jobId: "job",
     rows: [{ workerId: "a", spans: [] }, { workerId: "b", spans: [] }],
     lines: [{ at: NOW - 50, number: 4, text: "1 failed", bad: true }],
     checkpoints: [checkpoint({ id: "near", created_at: NOW - 20 }), checkpoint({ id: "far", created_at: NOW - 80 })],

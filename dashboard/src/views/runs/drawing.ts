@@ -5,7 +5,7 @@ import { RIGHT } from "../../components/Chart";
 import { colorOf } from "../../components/colors";
 import { timeTicks } from "../../components/ticks";
 import { clock } from "../../format";
-import { PHASES, type GenerationLine, type TimelineRow } from "../../state/runs";
+import { PHASES, shortName, type GenerationLine, type TimelineRow } from "../../state/runs";
 
 export const GUTTER = 148;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
@@ -23,6 +23,7 @@ export const PHASE_COLORS: Record<string, string> = { detect: "bad", rendezvous:
 const TIER_ORDER = ["memory", "local", "nvme", "disk", "s3", "gcs", "azure"];
 
 export interface TimelineData {
+  jobId: string;
   rows: readonly TimelineRow[];
   lines: readonly GenerationLine[];
   checkpoints: readonly Checkpoint[];
@@ -162,7 +163,7 @@ function drawNames(ctx: CanvasRenderingContext2D, layout: Layout, data: Timeline
       ctx.fill();
     }
     ctx.fillStyle = colorOf(status ? "ink" : "faint");
-    ctx.fillText(shorten(ctx, row.workerId, GUTTER - 30), GUTTER - 20, y);
+    ctx.fillText(shorten(ctx, shortName(row.workerId, data.jobId), GUTTER - 30), GUTTER - 20, y);
   });
 }
 

@@ -5,6 +5,7 @@ import { memo, useRef, useState, type CSSProperties, type KeyboardEvent } from "
 import type { Worker } from "../../api/types";
 import { lookOf, TONE_SOFT, TONE_TEXT } from "../../components/Status";
 import { percent } from "../../format";
+import { shortName } from "../../state/runs";
 import { loadOf } from "./load";
 
 export type HeatmapColor = "status" | "load";
@@ -57,7 +58,7 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
           <Cell
             key={worker.id}
             id={worker.id}
-            name={shortName(worker)}
+            name={shortName(worker.id, worker.job_id)}
             status={worker.status}
             load={load.percent === null || worker.status === "failed" ? -1 : Math.round(load.percent / 5) * 5}
             of={load.of}
@@ -73,12 +74,6 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
       })}
     </div>
   );
-}
-
-/** What tells a worker apart from the others of its run. */
-function shortName(worker: Worker): string {
-  const { id, job_id } = worker;
-  return id.length > job_id.length + 1 && id.startsWith(job_id) && /[-_./:]/.test(id.charAt(job_id.length)) ? id.slice(job_id.length + 1) : id;
 }
 
 interface CellProps {

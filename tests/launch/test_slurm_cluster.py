@@ -29,7 +29,7 @@ def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
     script = tmp_path / "job.sh"
     wrote = strata(
         *("slurm", str(job.config), "--name", name, "--nodes", "3", "--min-nodes", "1"),
-        *("--time", "3", "--warning", "75", "--coordinator", coordinator.address, "--python", sys.executable),
+        *("--time", "4", "--warning", "75", "--coordinator", coordinator.address, "--python", sys.executable),
         *("-o", str(script)),
     )
     assert wrote.code == 0, wrote.err

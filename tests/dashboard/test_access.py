@@ -9,6 +9,7 @@ from tests.dashboard.browser import VIEWS, Browser
 pytestmark = pytest.mark.browser
 
 
+@pytest.mark.timeout(400)
 def test_no_view_has_a_serious_violation_in_either_theme(page: Browser) -> None:
     """Everything in the dark; what depends on the theme, in the light as well."""
     found = {}

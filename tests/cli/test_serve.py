@@ -120,7 +120,7 @@ def test_ipv6_loopback_serves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 3], ids=["term", "impatient"])
-def test_signal_stops_it_in_seconds_and_leaves_nothing_but_the_journal(
+def test_signal_stops_it_in_seconds_and_leaves_nothing_but_journal_and_log(
     tmp_path: Path, signals: list[signal.Signals]
 ) -> None:
     server = Coordinator(tmp_path / "data").start()
@@ -139,7 +139,7 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_the_journal(
         took_s = time.monotonic() - began_s
         assert took_s < 8, f"it took {took_s:.1f} s to stop"
         assert not any(child.is_running() for child in children)
-        assert sorted(os.listdir(server.data_dir)) == ["journal.sqlite", "lock"]
+        assert sorted(os.listdir(server.data_dir)) == ["journal.sqlite", "lock", "logs.sqlite"]
         assert "Traceback" not in "".join(server.output), "".join(server.output)
         for port in (server.grpc_port, server.http_port):
             socket.create_server(("127.0.0.1", port)).close()

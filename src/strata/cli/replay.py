@@ -109,7 +109,9 @@ def tell(event: Event) -> str:
         case TaskChanged():
             return f"'{event.task_id}' is {event.status}: {event.reason}"
         case TaskProgressed():
-            return f"'{event.task_id}', attempt {event.attempt}: step {event.step} of {event.total_steps or '?'}"
+            return (
+                f"'{event.task_id}', attempt {event.attempt}: step {event.step} of {event.total_steps or '?'}"
+            )
         case RecoveryRecorded():
             seconds = sum(event.phases_s.values())
             return f"'{event.job_id}' at step {event.resumed_step} after {seconds:.1f} s: {event.reason}"

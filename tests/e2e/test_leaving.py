@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from strata.chaos.run import ChaosRun
@@ -91,4 +92,26 @@ def test_the_demo_ends_well_and_prints_what_it_proved(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("killing", "trained", "recovered", "each exactly once", "every byte verified"):
         assert word in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_demo_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    """SIGTERM, as a supervisor sends it, while training is under way."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "strata.cli.main", "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as demo:
+        try:
+            eventually(
+                lambda: list(tmp_path.glob("strata-demo-*/training.log")), within_s=60, what="a training"
+            )
+            below = psutil.Process(demo.pid).children(recursive=True)
+        finally:
+            demo.terminate()
+        said, _ = demo.communicate(timeout=120)
+    assert len(below) >= 2, said
+    assert not [process for process in below if process.is_running()], said
     assert not list(tmp_path.iterdir())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from strata.chaos.evaluate import loss_of
@@ -30,13 +28,14 @@ def await_world(run: ChaosRun, size: int) -> None:
 @pytest.mark.timeout(900)
 def test_four_workers_too_few_two_three_and_four_again_in_one_run(start_run: StartRun) -> None:
     """Each agent stands for a machine with one worker."""
-    options: dict[str, Any] = {"workers": 4, "global_batch": 12}
-    run = start_run(name="resized", agents=4, min_agents=2, steps=1_000_000, **options)
+    run = start_run(name="resized", agents=4, min_agents=2, workers=4, global_batch=12, steps=1_000_000)
     await_world(run, 4)
     for number in (1, 2, 3):
         run.agents[number].kill()
     refusal = "TopologyChangeError: Topology change (4 -> 1 workers) failed: World size below min_nodes"
-    eventually(lambda: refusal in run.agents[0].tail(200), within_s=120, what="one worker to be too few")
+    eventually(
+        lambda: refusal in run.agents[0].tail(200), within_s=120, what="one worker is too few", every_s=0.2
+    )
     for number in (1, 2, 3):
         run.start_agent(number)
         await_world(run, number + 1)
@@ -56,7 +55,8 @@ def test_four_workers_too_few_two_three_and_four_again_in_one_run(start_run: Sta
     }
     assert rates <= {1e-3}
 
-    undisturbed = start_run(name="constant", steps=latest.step, **options)
+    # The same batches, and nobody to wait for.
+    undisturbed = start_run(name="constant", steps=latest.step, workers=1, global_batch=12)
     undisturbed.wait(WAIT_S)
     ours, theirs = loss_of(run.job), loss_of(undisturbed.job)
     assert abs(ours - theirs) / theirs <= 0.01, (ours, theirs)

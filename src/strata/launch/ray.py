@@ -72,19 +72,25 @@ class RayLauncher:
         self._capacity = Capacity(workers=0, gpus=0)
         self._driver: _Driver | None = None
         self._again: asyncio.TimerHandle | None = None
+        self._try_at_s = 0.0
         self._closed = False
 
     def capacity(self) -> Capacity:
         return self._capacity
 
     async def adopt(self, plans: Sequence[LaunchPlan]) -> None:
+        await asyncio.sleep(self._try_at_s - self._loop.time())  # It may be called until it succeeds.
         self._plans = {plan.run_id: plan for plan in plans}
         self._adopted = self._loop.create_future()
         self._connect()
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._adopted
-        except TimeoutError:
+        except (LaunchFailed, TimeoutError) as error:
+            await self._let_go()
+            self._try_at_s = self._loop.time() + AGAIN_S
+            if isinstance(error, LaunchFailed):
+                raise
             raise LaunchFailed(
                 f"The Ray cluster at '{self._options.address}' did not answer within {CONNECT_S:g} s.",
                 hint="Look at it with: ray status",
@@ -113,7 +119,9 @@ class RayLauncher:
 
     async def forget(self, task_id: TaskId) -> None:
         runs = [f"{task_id}-{path.name[4:]}" for path in (self._tasks_dir / task_id).glob("run-*")]
-        if len(runs) > 1 or task_id not in self._cleared:  # Else its only run has done so, on every node it had.
+        if (
+            len(runs) > 1 or task_id not in self._cleared
+        ):  # Else its only run has done so, on every node it had.
             self._tell(Forget(jobs=(task_id, *runs)))
         self._cleared.discard(task_id)
 
@@ -121,9 +129,7 @@ class RayLauncher:
         self._closed = True
         if self._again is not None:
             self._again.cancel()
-        if self._driver is not None:
-            driver, self._driver = self._driver, None
-            await asyncio.to_thread(driver.close)
+        await self._let_go()
 
     # --- the driver -----------------------------------------------------------------------------------------
 
@@ -134,6 +140,11 @@ class RayLauncher:
         for stop in self._stops.values():
             self._tell(stop)
 
+    async def _let_go(self) -> None:
+        if self._driver is not None:
+            driver, self._driver = self._driver, None
+            await asyncio.to_thread(driver.close)
+
     def _tell(self, wish: Wish) -> bool:
         return self._driver is not None and self._driver.tell(wish)
 
@@ -143,8 +154,10 @@ class RayLauncher:
             return
         self._driver = None
         self._capacity = Capacity(workers=0, gpus=0)
-        if self._adopted is not None and not self._adopted.done():
-            self._adopted.set_exception(LaunchFailed("The Ray driver ended before it was connected."))
+        if self._adopted is not None:  # Whoever waits for it will try again.
+            if not self._adopted.done():
+                self._adopted.set_exception(LaunchFailed("The Ray driver ended before it was connected."))
+            return
         log.warning("lost the Ray cluster at '%s'; trying again in %g s", self._options.address, AGAIN_S)
         self._again = self._loop.call_later(AGAIN_S, self._connect)
 
@@ -156,8 +169,9 @@ class RayLauncher:
                 if self._adopted is not None and not self._adopted.done():
                     self._adopted.set_result(None)
             case DriverFailed():
-                log.warning("%s", message.reason)
-                if self._adopted is not None and not self._adopted.done():
+                if self._adopted is None:
+                    log.warning("%s", message.reason)
+                elif not self._adopted.done():
                     self._adopted.set_exception(LaunchFailed(message.reason, hint=message.hint))
             case Started() | Output():
                 if message.run_id in self._plans:

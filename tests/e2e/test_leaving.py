@@ -105,13 +105,16 @@ def test_a_demo_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as demo:
         try:
-            eventually(
-                lambda: list(tmp_path.glob("strata-demo-*/training.log")), within_s=60, what="a training"
+            # The coordinator, the agent, and what the agent starts.
+            below = eventually(
+                lambda: found if len(found := _below(demo.pid)) > 2 else None, within_s=60, what="a training"
             )
-            below = psutil.Process(demo.pid).children(recursive=True)
         finally:
             demo.terminate()
         said, _ = demo.communicate(timeout=120)
-    assert len(below) >= 2, said
     assert not [process for process in below if process.is_running()], said
     assert not list(tmp_path.iterdir())
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)

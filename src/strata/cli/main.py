@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the answer is no (something is wrong that was asked about)
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 
@@ -71,6 +72,8 @@ app.add_typer(bench.app)
 
 def main() -> None:
     """Entry point: an expected failure is a sentence and an exit code, never a traceback."""
+    # Asked to end by a supervisor, a command cleans up behind itself as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         adopt_dotenv()
         app()

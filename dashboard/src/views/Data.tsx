@@ -77,16 +77,30 @@ export function Data() {
 function Chosen(props: { dataset: Dataset }) {
   const { dataset } = props;
   const path = `/datasets/${encodeURIComponent(dataset.id)}`;
-  const plan = useQuery({
-    queryKey: ["shards", dataset.id],
-    queryFn: ({ signal }) => get<ShardPlan>(`${path}/shards`, { limit: 10_000 }, signal),
-    refetchInterval: AGAIN_MS,
-    retry: false,
-  });
+  const [search] = useFilters();
+  const reader = useStore((state) => state.workers.get(search["worker"] ?? "")?.job_id);
   const audit = useQuery({
     queryKey: ["audit", dataset.id],
     queryFn: ({ signal }) => get<Audit[]>(`${path}/audit`, {}, signal),
     refetchInterval: 2 * AGAIN_MS,
+    retry: false,
+  });
+  // Several runs may read it: the one that was asked about, or the one that has trained on it.
+  const job = reader ?? audit.data?.at(-1)?.job_id;
+  const plan = useQuery({
+    queryKey: ["shards", dataset.id, job],
+    queryFn: async ({ signal }) => {
+      try {
+        return await get<ShardPlan>(`${path}/shards`, { limit: 10_000, job_id: job }, signal);
+      } catch (error) {
+        // That run is over; another may be reading.
+        if (job === undefined || !isMissing(error)) throw error;
+        return get<ShardPlan>(`${path}/shards`, { limit: 10_000 }, signal);
+      }
+    },
+    enabled: !audit.isPending,
+    refetchInterval: AGAIN_MS,
+    placeholderData: (before) => before,
     retry: false,
   });
   // A change of the plan is news: it is asked for at once.

@@ -45,7 +45,7 @@ export function Overview() {
   const cut = <T,>(values: readonly T[]) => values.slice(recent);
   const times = cut(series.times);
   const window = [Math.max(now - WINDOW_S, Math.min(times[0] ?? now - 60, now - 60)), now] as const;
-  const unit = runs[0]?.throughputUnit ?? "";
+  const unit = (runs.find((r) => r.throughput !== null) ?? runs[0])?.throughputUnit ?? "";
   // One run has a curve of its own, with a past; several are added up as they are heard.
   const own = only ? state.runSeries.get(only.id) : undefined;
   const ownFrom = own ? tail(own.times, now - WINDOW_S) : 0;

@@ -48,12 +48,13 @@ def main(wanted: list[str]) -> None:
         coordinator = CoordinatorProcess(Path(name) / "coordinator").start()
         stack.callback(coordinator.stop)
         task = _train(coordinator.api)
-        _meet(coordinator.address, stack)
         stack.callback(post, coordinator.api, f"/api/tasks/{task}/stop?wait=30", {})
         page = stack.enter_context(Browser(coordinator.api))
         for picture, path in _views(coordinator.api, task).items():
             if wanted and picture not in wanted:
                 continue
+            if picture == "barriers":
+                _meet(coordinator.address, stack)
             for dark in (True, False) if picture in LIGHT_TOO else (True,):
                 file = FOLDER / f"{picture}{'' if dark else '-light'}.png"
                 page.theme(dark=dark)
@@ -120,12 +121,12 @@ def _views(api: str, task: str) -> dict[str, str]:
         "data": f"/data?worker={worker}",
         "checkpoints": "/checkpoints",
         "checkpoint": f"/checkpoints?checkpoint={safe['id']}",
-        "barriers": "/barriers",
         "tasks": f"/tasks?task={task}",
         "start-task": "/tasks?start=1",
         "logs": "/logs",
         "settings": "/settings",
         "demo": "/runs/gpt-small?demo",
+        "barriers": "/barriers",
     }
 
 

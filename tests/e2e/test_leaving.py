@@ -16,6 +16,7 @@ import pytest
 from strata.chaos.run import ChaosRun
 from strata.checkpoint.manager import CheckpointManager
 from strata.cli.common import get
+from strata.launch.torchrun import Agent
 from tests.e2e.conftest import StartRun
 from tests.support import eventually
 
@@ -83,6 +84,13 @@ def test_sigterm_makes_a_final_checkpoint_and_leaves(run: ChaosRun) -> None:
     assert latest.step >= before
 
 
+def test_a_killed_agent_leaves_no_semaphores(run: ChaosRun) -> None:
+    run.start_agent(0)
+    mine = eventually(lambda: _semaphores(run.agents[0]), within_s=60, what="workers of the fork server")
+    run.agents[0].kill()
+    eventually(lambda: not any(path.exists() for path in mine), within_s=10, what="the tracker's cleaning")
+
+
 @pytest.mark.timeout(600)
 def test_the_demo_ends_well_and_prints_what_it_proved(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "strata.cli.main", "demo", "--once", "--steps", "300"]
@@ -114,6 +122,16 @@ def test_a_demo_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
         said, _ = demo.communicate(timeout=120)
     assert not [process for process in below if process.is_running()], said
     assert not list(tmp_path.iterdir())
+
+
+def _semaphores(agent: Agent) -> list[Path]:
+    """Those its living workers share with it."""
+    found = set()
+    for pid in agent.workers():
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {Path(line.split()[-1]) for line in maps.splitlines() if "/dev/shm/sem.mp-" in line}
+    return sorted(found)
 
 
 def _below(pid: int) -> list[psutil.Process]:

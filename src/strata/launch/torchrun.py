@@ -26,6 +26,7 @@ from strata.rendezvous import (
     rdzv_conf,
 )
 
+TRACKER = "multiprocessing.resource_tracker"
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
 
@@ -114,7 +115,7 @@ class Agent:
             command = _command(child)
             if "multiprocessing.forkserver" in command:
                 alive += _living_children(child.pid)
-            elif "resource_tracker" not in command:
+            elif TRACKER not in command:
                 alive.append(child)
         return [child.pid for child in sorted(alive, key=lambda c: c.create_time())]
 
@@ -129,19 +130,19 @@ class Agent:
         return self.kill()
 
     def kill(self) -> int:
-        """SIGKILL for the agent and everything it started: a machine that is gone."""
+        """SIGKILL for the agent and everything it started: a machine that is gone.
+
+        All but Python's resource tracker, which removes the semaphores of the dead and then ends by itself.
+        """
+        below: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(self.process.pid).children(recursive=True)
-            self._kill_group()
-            for process in below:
+        self.process.kill()
+        for process in (*below, *_group(self.process.pid)):
+            if TRACKER not in _command(process):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-        self._kill_group()
         return self.process.wait(10)
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -152,6 +153,16 @@ def _living_children(pid: int) -> list[psutil.Process]:
         return [c for c in psutil.Process(pid).children() if c.status() != psutil.STATUS_ZOMBIE]
     except psutil.NoSuchProcess:
         return []
+
+
+def _group(leader: int) -> list[psutil.Process]:
+    """The processes of a group, whose leader may be gone."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == leader:
+                found.append(process)
+    return found
 
 
 def _command(process: psutil.Process) -> str:

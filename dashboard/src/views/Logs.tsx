@@ -194,7 +194,7 @@ function Line(props: { line: LogEntry; wrap: boolean; words: string }) {
     <>
       <time className="shrink-0 text-faint" dateTime={new Date(line.timestamp * 1000).toISOString()}>{clockMs(line.timestamp)}</time>
       <span className={`w-12 shrink-0 font-semibold uppercase ${TONE_TEXT[lookOf(line.level).tone]}`}>{line.level}</span>
-      <span className="foreign truncate-start w-40 shrink-0 text-muted" title={line.worker_id ?? line.source}>{line.worker_id ?? line.source}</span>
+      <span className="foreign truncate-start w-52 shrink-0 text-muted" title={line.worker_id ?? line.source}>{line.worker_id ?? line.source}</span>
       <span className={`foreign min-w-0 ${wrap ? "break-words whitespace-pre-wrap" : "whitespace-pre"} ${line.level === "debug" ? "text-muted" : ""}`}>
         {highlighted(wrap ? line.message : firstLine(line.message), words)}
       </span>

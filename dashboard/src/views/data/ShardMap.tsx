@@ -77,7 +77,7 @@ function Rows(props: { rows: readonly Row[]; total: number }) {
           const row = rows[item.index];
           if (!row) return null;
           return (
-            <div key={row.workerId ?? ""} role="listitem" className="absolute inset-x-0 grid grid-cols-[minmax(5rem,10rem)_5.5rem_1fr_3rem] items-center gap-3 border-b border-line/60 px-3" style={{ height: ROW_PX, transform: `translateY(${item.start}px)` }}>
+            <div key={row.workerId ?? ""} role="listitem" className="absolute inset-x-0 grid grid-cols-[minmax(5rem,13rem)_5.5rem_1fr_3rem] items-center gap-3 border-b border-line/60 px-3" style={{ height: ROW_PX, transform: `translateY(${item.start}px)` }}>
               {row.workerId === null ? <span className="text-warn">nobody</span> : <Reader id={row.workerId} />}
               <span className="truncate text-sm text-muted" title={`${plural(row.shards, "shard")}, ${count(row.moved)} of them moved here`}>{plural(row.shards, "shard")}</span>
               <Bar row={row} total={total} />

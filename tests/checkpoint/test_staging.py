@@ -308,3 +308,26 @@ def test_a_failed_copy_ends_in_the_handle_and_leaves_the_engine_usable(
             manager.save(small_state(3), step=3)  # Told once more, at the next call.
         manager.save(small_state(3), step=3).result(30)
         assert [info.step for info in manager.all_checkpoints()] == [3, 1]
+
+
+def test_images_that_move_while_they_are_looked_for_are_no_error(job: str, memory: Memory) -> None:
+    """Ranks that start together take over what a dead one left, each looking while another renames."""
+    folder = job_folder(job)
+    here, there = folder / "left-a", folder / "left-b"
+    (here / "image").mkdir(parents=True)
+    done = threading.Event()
+
+    def move() -> None:
+        while not done.is_set():
+            here.rename(there)
+            there.rename(here)
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        for _ in range(3_000):
+            assert find_snapshots(job) == []
+    finally:
+        done.set()
+        mover.join()
+        remove_tree(folder)

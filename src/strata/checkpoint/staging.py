@@ -468,7 +468,11 @@ def _is_left(folder: Path) -> bool:
 
 
 def _snapshots_in(holder: Path) -> Iterator[Snapshot]:
-    for folder in sorted(holder.iterdir()):
+    try:
+        folders = sorted(holder.iterdir())
+    except FileNotFoundError:
+        return  # Another process of the job has just taken it over.
+    for folder in folders:
         if folder.is_dir() and (snapshot := read_snapshot(folder)):
             yield snapshot
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -248,7 +249,17 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         staging.open()
 
 
-def test_an_interrupted_wait_for_an_image_leaves_nothing_pending(folder: Path, job: str) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what it puts into the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_wait_for_an_image_leaves_nothing_pending(
+    folder: Path, job: str, interruptible: None
+) -> None:
     with CheckpointManager(folder, memory=Memory(job=job, images=1)) as manager:
         staging = manager._images()
         held = staging.acquire(prepare(small_state(1), None).plan, timeout_s=0)

@@ -120,7 +120,7 @@ def test_a_demo_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
         finally:
             demo.terminate()
         said, _ = demo.communicate(timeout=120)
-    assert not [process for process in below if process.is_running()], said
+    assert not [process for process in below if _lives(process)], said
     assert not list(tmp_path.iterdir())
 
 
@@ -132,6 +132,13 @@ def _semaphores(agent: Agent) -> list[Path]:
             maps = Path(f"/proc/{pid}/maps").read_text()
             found |= {Path(line.split()[-1]) for line in maps.splitlines() if "/dev/shm/sem.mp-" in line}
     return sorted(found)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A zombie is only waiting for its new parent to look."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _below(pid: int) -> list[psutil.Process]:

@@ -18,9 +18,22 @@ from torch.distributed.elastic import multiprocessing as workers
 
 from strata.rendezvous import PRELOAD_VARIABLE
 
+TRIES = 10
 
-class _Context(workers.MultiprocessContext):
-    """Torch's way of running such workers, less two flaws in how it ends them."""
+
+class WarmWorkers(workers.MultiprocessContext):
+    """Torch's way of running such workers, less what would end the agent, or keep it waiting, when one dies."""
+
+    def _start(self) -> None:
+        for _ in range(TRIES - 1):
+            try:
+                super()._start()  # type: ignore[no-untyped-call]
+                return
+            except (EOFError, ConnectionError):  # One was killed before it could say who it is.
+                for process in multiprocessing.active_children():
+                    process.kill()
+                    process.join()
+        super()._start()  # type: ignore[no-untyped-call]
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         # A worker that has finished waits to be told that its result was read. One that was asked to leave, saved
@@ -42,5 +55,5 @@ def warm_up() -> None:
     """In the agent, before it starts its first worker."""
     own = [name.strip() for name in os.environ.get(PRELOAD_VARIABLE, "").split(",")]
     multiprocessing.set_forkserver_preload(["torch.nn.parallel", "strata.training.job", *filter(None, own)])
-    workers.MultiprocessContext = _Context  # type: ignore[misc]
+    workers.MultiprocessContext = WarmWorkers  # type: ignore[misc]
     logging.getLogger(workers.api.__name__).addFilter(_brief)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test check bench clean
+.PHONY: help setup setup-test demo test lint check bench clean
 
 help:
 	@echo "make demo    set up, train a small model with real workers on this machine, show it live"
@@ -26,10 +26,12 @@ demo: setup
 test: setup-test
 	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(BIN)/python scripts/run_tests.py)
 
-check: setup
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check: lint
 	$(BIN)/python -m pytest -q tests/core tests/test_tidy.py
 
 bench: setup

@@ -25,16 +25,17 @@ def main() -> int:
     for area in areas():
         print(f"\n=== {area[0]}", flush=True)
         status, counts = run(area)
-        for name, count in counts.items():
-            totals[name] += count
         if status not in (0, NO_TESTS):
             broken.append(area[0])
+            if not counts["failed"]:
+                print(f"{area[0]} ended with status {status} outside of a test, or before its end")
+                counts["failed"] = 1
+        for name, count in counts.items():
+            totals[name] += count
     print(
         f"\nall areas in {time.monotonic() - began_s:.0f} s"
         + (f"; failed in {', '.join(broken)}" if broken else "")
     )
-    if broken and not totals["failed"]:
-        totals["failed"] = len(broken)  # Something failed outside of a test.
     print(f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
     return 1 if broken else 0
 

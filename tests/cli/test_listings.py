@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlencode
 
 import pytest
 
@@ -255,7 +256,7 @@ def say(server: Coordinator, text: str) -> None:
         calls.RegisterWorker(request, wait_for_ready=True, timeout=20)
         session = RawSession(own).hello("speaker")
         session.send(logs=pb.LogBatch(entries=[pb.LogEntry(timestamp=1e9, message=text)]))
-        eventually(lambda: server.get("/api/logs?worker_id=speaker&limit=1"), within_s=10)
+        eventually(lambda: server.get("/api/logs?" + urlencode({"q": text})), within_s=10)
         session.close()
         calls.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="speaker"))
 

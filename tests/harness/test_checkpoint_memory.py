@@ -111,18 +111,17 @@ def test_older_snapshots_make_room_for_a_new_one() -> None:
         assert backend.memory_usage_bytes() < 5 * 2**20
 
 
-def test_full_shared_memory_is_the_same_error() -> None:
+def test_full_shared_memory_is_the_same_error(tmp_path: Path) -> None:
+    room = os.statvfs("/dev/shm")
+    # Of a file without content: no machine has to have so much memory.
+    larger = torch.from_file(
+        str(tmp_path / "larger"), shared=True, size=room.f_blocks * room.f_frsize // 4 + 2**20
+    )
     with MemorySnapshotBackend() as backend:
         backend.save(state_of(1))
         with pytest.raises(MemoryLimitExceeded, match="required, but only"):
-            backend.save(CheckpointState(step=2, model_state_dict={"a": _huge()}))
+            backend.save(CheckpointState(step=2, model_state_dict={"a": larger}))
         assert_is(backend.load(), 1)
-
-
-def _huge() -> torch.Tensor:
-    """A tensor larger than shared memory, of pages that nobody has touched."""
-    room = os.statvfs("/dev/shm")
-    return torch.empty(room.f_blocks * room.f_frsize // 4 + 2**20)
 
 
 def test_what_no_safe_load_could_bring_back_is_refused_by_name() -> None:

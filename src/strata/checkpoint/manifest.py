@@ -14,18 +14,18 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType, TypeAlias
+from typing import TypeAlias
 
 import xxhash
 
 from strata.checkpoint.digest import Digest
 from strata.checkpoint.errors import Damaged
+from strata.core.terms import CheckpointId as CheckpointId
 from strata.stores.keys import check_key
 
 SCHEMA = 1
 SUFFIX = ".manifest.json"
 
-CheckpointId = NewType("CheckpointId", str)
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 IMAGE = "image"  # one payload: a .pt file

@@ -82,6 +82,7 @@ class TaskRunner:
         self._stopping: set[str] = set()
         """Runs that the launcher was told to stop."""
         self._unended: set[TaskId] = set()
+        """Tasks that have not ended, or that the launcher has still to forget."""
         self._retry_mono_s: dict[TaskId, float] = {}
         self._assemblers: dict[str, dict[tuple[int | None, str], LineAssembler]] = {}
         self._known: dict[str, dict[tuple[str | None, str], float]] = {}
@@ -120,13 +121,13 @@ class TaskRunner:
         return self._launcher.capacity()
 
     async def ended(self, task_id: TaskId, *, timeout_s: float) -> Task:
-        """The task when it has ended, or as it is after `timeout_s`."""
+        """The task when it has ended and nothing is left of it, or as it is after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._changed.clear()
             task = (await self._engine.settled()).tasks.get(task_id)
             left_s = deadline_s - time.monotonic()
-            if task.status in ENDED or left_s <= 0:
+            if (task.status in ENDED and task_id not in self._unended) or left_s <= 0:
                 return task
             try:
                 async with asyncio.timeout(left_s):
@@ -184,6 +185,7 @@ class TaskRunner:
             self._retry_mono_s.pop(task_id, None)
             await self._launcher.forget(task_id)
         self._unended = alive
+        self._changed.set()
 
     async def _start_what_fits(self, pending: list[Task], running: list[Task]) -> None:
         capacity = self.capacity()

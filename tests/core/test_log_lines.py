@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from datetime import UTC, datetime
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,30 +42,25 @@ def failed_run() -> bytes:
 def briefly(entries: list[LogLine]) -> list[tuple[str, str, str, int]]:
     """Level, first words, last line and number of lines."""
     return [
-        (
-            e.level,
-            e.message.split("job: ")[-1].split("\n")[0],
-            e.message.split("\n")[-1],
-            e.message.count("\n") + 1,
-        )
+        (e.level, e.message.split("\n")[0], e.message.split("\n")[-1], e.message.count("\n") + 1)
         for e in entries
     ]
 
 
 def test_tracebacks_of_a_real_process_stay_together() -> None:
-    output = failed_run()
-    entries = entries_from_lines(output.decode().split("\n"), at_s=7.0, source="stderr", task_id="t")
+    output, now_s = failed_run(), time.time()
+    entries = entries_from_lines(output.decode().split("\n"), at_s=now_s, source="stderr", task_id="t")
     found = briefly(entries)
     assert [(level, first, last) for level, first, last, _ in found] == [
-        ("info", "one line", entries[0].message),
-        ("error", "the step failed", "  lines"),
-        ("warn", "after it", "  with detail"),
+        ("info", "job: one line", "job: one line"),
+        ("error", "job: the step failed", "  lines"),
+        ("warn", "job: after it", "  with detail"),
         ("info", "loading: 100%", "loading: 100%"),
         ("error", "Traceback (most recent call last):", "ValueError: last words"),
     ]
     assert "KeyError: 'text'\n\nThe above exception was the direct cause" in entries[1].message
     assert "During handling of the above exception" in entries[4].message
-    assert {(e.at_s, e.source, e.task_id) for e in entries} == {(7.0, "stderr", "t")}
+    assert {(e.at_s, e.source, e.task_id) for e in entries} == {(now_s, "stderr", "t")}
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))
@@ -134,3 +131,37 @@ def test_levels_are_read_from_the_text() -> None:
         "x" * 200 + " ERROR": "info",
     }
     assert {line: entries_from_lines([line], at_s=0.0)[0].level for line in text} == text
+
+
+def test_what_the_entry_says_already_is_not_said_again() -> None:
+    at_s = datetime(2026, 11, 15, 9, 40, 58, tzinfo=UTC).timestamp() + 0.3
+    text = {
+        "2026-11-15 09:40:58,123 INFO job: x": "job: x",
+        "2026-11-15 01:40:57,900 WARNING job: x": "job: x",  # Written in California.
+        "2026-11-15T15:25:58.1+05:45 DEBUG x": "x",
+        "2026-11-15T09:40:58Z ERROR x": "x",
+        "[2026-11-15 09:40:58,123] [INFO] x": "x",
+        "[2026-11-15 09:40:58,123][job][INFO] - x": "[job][INFO] - x",
+        "09:40:58 INFO    strata.worker: x": "strata.worker: x",
+        "09:40:58 step 3": "step 3",
+        "W1115 09:40:58.12 77 torch/run.py:5] x": "77 torch/run.py:5] x",
+        "[rank3]: 2026-11-15 09:40:58,123 INFO x": "[rank3]: x",
+        "INFO:root:x": "root:x",
+        "ERROR: x": "x",
+        "[WARNING] x": "x",
+        "CRITICAL: x": "CRITICAL: x",  # An entry is an error at most.
+        "2026-11-15 09:40:58,123 CRITICAL x": "CRITICAL x",
+        "ERROR rate 0.3": "ERROR rate 0.3",
+        "INFORMATION: x": "INFORMATION: x",
+        "2026-11-15 09:38:58,123 INFO x": "2026-11-15 09:38:58,123 INFO x",  # It came late, or is told of.
+        "2025-11-15 09:40:58,123 INFO x": "2025-11-15 09:40:58,123 INFO x",
+        "2026-13-45 09:40:58,123 INFO x": "2026-13-45 09:40:58,123 INFO x",
+        "25:61:61 x": "25:61:61 x",
+        "2026-11-15 09:40:58,123 INFO": "2026-11-15 09:40:58,123 INFO",
+    }
+    assert {line: entries_from_lines([line], at_s=at_s)[0].message for line in text} == text
+    level = {line: entries_from_lines([line], at_s=at_s)[0].level for line in text if "x" in line}
+    assert level["[2026-11-15 09:40:58,123] [INFO] x"] == "info"
+    assert level["2026-11-15 01:40:57,900 WARNING job: x"] == "warn"
+    assert level["2026-11-15T09:40:58Z ERROR x"] == "error"
+    assert level["2026-11-15 09:40:58,123 CRITICAL x"] == "error"

@@ -2,13 +2,15 @@
 
 A traceback, with the ones it was raised from, is one entry; so are indented lines and the line they belong to, and
 the block of a key. Of a line that a progress bar has written over, the last state is kept. Levels are read from the
-text where it names one. Pure: time is passed in, and the caller says when waiting for more has lasted long enough.
+text where it names one; a time and a level that the entry has as well are taken off its first line. Pure: time is
+passed in, and the caller says when waiting for more has lasted long enough.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from strata.core.logtext import level_of
@@ -30,6 +32,18 @@ _GLOG = re.compile(r"^([IWEF])\d{4} \d\d:\d\d")
 _WARNING = re.compile(r"^(?:\S+:\d+: )?\w*Warning: ")
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]{0,200}(?:Error|Exception|Interrupt|Exit)(?:: |$)")
 _GLOG_LEVELS = {"I": "info", "W": "warn", "E": "error", "F": "error"}
+_STAMP = re.compile(
+    r"(?:[IWEF]\d{4} |\[?(?P<date>\d{4}-\d\d-\d\d)[ T]|\[?)"
+    r"(?P<clock>\d\d:\d\d:\d\d)(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?\]?[ \t]*"
+)
+_NAME = "(?:DEBUG|INFO|WARN|WARNING|ERROR)"
+_NAMED_AFTER_STAMP = re.compile(rf"(?:\[{_NAME} *\]|{_NAME}\b):?\s*")
+_NAMED = re.compile(rf"(?:\[{_NAME} *\]:?|{_NAME}:)\s*")
+"""Without a time before it, a word is a level only where it is set off from the sentence."""
+SAME_TIME_S = 5.0
+"""A line is read at most so long after it was written; a time further off is part of what it tells."""
+_ZONE_S = 900
+"""Local times differ from each other by whole quarters of an hour."""
 LEVEL_WITHIN = 100
 """A level's name further on in a line is part of the sentence."""
 
@@ -116,7 +130,7 @@ class LineAssembler:
             self._inside = "raised"
         elif self._inside == "raised" and plain in _CHAINED:
             self._inside = "chained"
-        self._held.append(text)
+        self._held.append(text if self._held else _without_head(text, now_s))
         self._held_characters += len(text)
         self._touched_s = now_s
         if len(self._held) >= LINES_PER_ENTRY or self._held_characters >= CHARACTERS_PER_ENTRY:
@@ -154,6 +168,35 @@ def entries_from_lines(
 
 def _text(raw: bytes) -> str:
     return raw[:LINE_LIMIT_BYTES].decode(errors="replace")
+
+
+def _without_head(text: str, at_s: float) -> str:
+    """The first line of an entry without the time and the level that the entry has anyway."""
+    rank = _RANK.match(text)
+    begin = end = rank.end() if rank else 0
+    stamp = _STAMP.match(text, end)
+    if stamp:
+        if not _is_at(stamp["date"], stamp["clock"], at_s):
+            return text
+        end = stamp.end()
+    level = (_NAMED_AFTER_STAMP if stamp else _NAMED).match(text, end)
+    if level:
+        end = level.end()
+    rest = text[end:]
+    return text[:begin] + rest if rest.strip() else text
+
+
+def _is_at(date: str | None, clock: str, at_s: float) -> bool:
+    """Whether a clock somewhere on earth shows this at that time."""
+    now = datetime.fromtimestamp(at_s, UTC)
+    try:
+        shown = datetime.fromisoformat(f"{date or now.date()}T{clock}+00:00")
+    except ValueError:
+        return False
+    ahead_s = (shown - now).total_seconds()
+    if date is not None and abs(ahead_s) > 86_400:
+        return False
+    return abs(ahead_s - _ZONE_S * round(ahead_s / _ZONE_S)) <= SAME_TIME_S
 
 
 def _level(plain: str) -> str:

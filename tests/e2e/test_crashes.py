@@ -17,7 +17,8 @@ from strata.chaos.run import ChaosRun, final_parameters
 from strata.checkpoint.staging import find_snapshots
 from strata.data.history import audit_epochs
 from strata.launch.sample_job import DATASET
-from strata.training.trace import last_footprint, run_folder
+from strata.shared_memory import run_folder
+from strata.training.trace import last_footprint
 from tests.e2e.conftest import StartRun
 from tests.harness.etcd_server import EtcdServer, require_etcd
 from tests.support import eventually

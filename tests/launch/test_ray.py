@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from strata.launch.leftovers import shared_memory_of
 from strata.launch.ray_layout import room_of, workers_by_agent
+from strata.shared_memory import folders_of
 from tests.launch.ray_cluster import ENVIRONMENT, agents_on, kept, ray_cluster
 from tests.support import Coordinator, eventually
 
@@ -107,7 +107,7 @@ def test_a_task_spreads_over_nodes_outlives_one_of_them_and_stops_without_a_trac
             assert server.post(f"/api/tasks/{task_id}/stop?wait=30", {})[1]["status"] == "stopped"
             assert [agents_on(node) for node in cluster.nodes] == [0, 0]
             assert with_mark(task_id) == []
-            segments = [folder for job in (task_id, f"{task_id}-1") for folder in shared_memory_of(job)]
+            segments = [folder for job in (task_id, f"{task_id}-1") for folder in folders_of(job)]
             eventually(lambda: not any(map(Path.exists, segments)), within_s=10, what="shared memory is free")
             eventually(lambda: cluster.free_cpus() == 4, within_s=10, what="nothing is reserved")
         finally:

@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from strata.launch.leftovers import end_processes, shared_memory_of
+from strata.launch.leftovers import end_processes
+from strata.shared_memory import folders_of
 from tests.support import Coordinator, eventually
 
 ENDED = ("completed", "failed", "stopped")
@@ -72,7 +73,7 @@ class Tasks:
     def shared_memory(self, task_id: str) -> list[Path]:
         attempts = self.get(task_id)["attempts"]
         names = [task_id, *(f"{task_id}-{n}" for n in range(1, attempts + 1))]
-        return [path for name in names for path in shared_memory_of(name) if path.exists()]
+        return [path for name in names for path in folders_of(name) if path.exists()]
 
     def close(self) -> None:
         self.server.stop()

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
-import pytest
-
-from strata.checkpoint.staging import job_folder
 from strata.launch.causes import SAME_ROUNDS, Failures
-from strata.launch.leftovers import shared_memory_of
 from strata.launch.output import OutputFile, OutputReader, Place
-from strata.training.job import _image_name
-from strata.training.trace import run_folder
 
 
 class Story:
@@ -156,9 +149,3 @@ def test_a_torn_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path
     writer.write(["after"], at_s=0.0, stream="stdout", rank=0)
     assert [line.text for line in reader.read(1 << 20).lines] == ["half", "after"]
     writer.close()
-
-
-@pytest.mark.parametrize("job", ["task-0a1b2c3d4e5f", "a b/c", "x" * 300])
-def test_what_is_forgotten_in_shared_memory_is_what_jobs_keep_there(job: str) -> None:
-    assert shared_memory_of(job) == [job_folder(_image_name(job)), run_folder(job)]
-    assert all(str(os.getuid()) in str(path) for path in shared_memory_of(job))

@@ -34,10 +34,10 @@ from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceed
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
 from strata.checkpoint.manifest import CheckpointId, Manifest, TensorEntry, decode
+from strata.shared_memory import SHARED_MEMORY, images_folder
 
 log = logging.getLogger("strata.checkpoint")
 
-SHARED_MEMORY = Path("/dev/shm")
 MARK_NAME = "mark.json"
 OWNER_NAME = "owner"
 GRACE_S = 600.0
@@ -385,7 +385,7 @@ def job_folder(job: str, *, root: Path = SHARED_MEMORY) -> Path:
         raise ValueError(
             f"job {job!r} must be 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit"
         )
-    return root / f"strata-images-{os.getuid()}" / job
+    return images_folder(root) / job
 
 
 def find_snapshots(job: str, *, root: Path = SHARED_MEMORY) -> list[Snapshot]:
@@ -413,7 +413,7 @@ def read_snapshot(folder: Path) -> Snapshot | None:
 def remove_dead_jobs(*, root: Path = SHARED_MEMORY, keep: str = "", grace_s: float = GRACE_S) -> list[str]:
     """Remove the images of jobs whose processes and owner are all gone, and have been for `grace_s`."""
     removed = []
-    parent = job_folder("any", root=root).parent
+    parent = images_folder(root)
     with contextlib.suppress(FileNotFoundError):
         for job in list(parent.iterdir()):
             if job.name == keep or not job.is_dir() or not _job_is_dead(job, grace_s):

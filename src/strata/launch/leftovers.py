@@ -15,8 +15,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from strata.shared_memory import folders_of
+
 RUN_VARIABLE = "STRATA_RUN_ID"
-SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.02
 
 
@@ -50,19 +51,9 @@ def end_processes(run_id: str, *, spare: Collection[int] = (), patience_s: float
     return len(ended)
 
 
-def shared_memory_of(job: str) -> list[Path]:
-    """Where a job's images and moments are (`strata.checkpoint.staging`, `strata.training.trace`; both import torch)."""
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job)
-    user = os.getuid()
-    return [
-        SHARED_MEMORY / f"strata-images-{user}" / f"job-{safe[:90].lstrip('._-')}",
-        SHARED_MEMORY / f"strata-run-{user}" / safe[:100],
-    ]
-
-
 def forget_shared_memory(*jobs: str) -> None:
     for job in jobs:
-        for folder in shared_memory_of(job):
+        for folder in folders_of(job):
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):
                 folder.parent.rmdir()

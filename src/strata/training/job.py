@@ -32,6 +32,7 @@ from strata.checkpoint.naming import Stem, unique_stem
 from strata.data.commits import DataLedger
 from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch
+from strata.shared_memory import image_name
 from strata.training import rng
 from strata.training.account import TimeAccount
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
@@ -165,7 +166,7 @@ class ElasticJob:
             self._manager = CheckpointManager(
                 self._checkpoints if self.rank == 0 else [],
                 self.options.keep_count,
-                memory=Memory(job=_image_name(self.name)),
+                memory=Memory(job=image_name(self.name)),
                 policy=Policy(
                     on_error=self.options.on_error,
                     retries=self.options.retries,
@@ -478,10 +479,5 @@ def forget_job(name: str) -> None:
     """Remove what a job that will not come back left in this machine's shared memory."""
     from strata.checkpoint.staging import job_folder, remove_tree
 
-    remove_tree(job_folder(_image_name(name)))
+    remove_tree(job_folder(image_name(name)))
     clear_run(name)
-
-
-def _image_name(job: str) -> str:
-    safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in job)[:90].lstrip("._-")
-    return f"job-{safe}"

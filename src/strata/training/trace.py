@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
+from strata.shared_memory import run_folder
+
 PHASES = ("detect", "rendezvous", "spawn", "load", "first_step")
 _FOOTPRINT = struct.Struct(
     "<ddqq"
@@ -46,12 +47,6 @@ class Recovery:
             f"recovered in {self.total_s:.2f} s ({parts}) at step {self.resumed_step} from {self.tier}, "
             f"{self.lost_steps} steps lost, {self.world_before} -> {self.world_after} workers"
         )
-
-
-def run_folder(job: str) -> Path:
-    """Where the processes of one run on this machine leave their moments."""
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job)[:100]
-    return SHARED_MEMORY / f"strata-run-{os.getuid()}" / safe
 
 
 def clear_run(job: str) -> None:

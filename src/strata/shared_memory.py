@@ -17,20 +17,17 @@ def images_folder(root: Path = SHARED_MEMORY) -> Path:
     return root / f"strata-images-{os.getuid()}"
 
 
-def image_name(job: str) -> str:
-    """What an elastic job's folder there is called, whatever characters the job's own name has."""
-    return f"job-{_safe(job)[:90].lstrip('._-')}"
+def folder_name(job: str) -> str:
+    """What an elastic job's folders are called, whatever characters its own name has."""
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in job)
+    return f"job-{safe[:90].lstrip('._-')}"
 
 
 def run_folder(job: str) -> Path:
     """Where the processes of one run on this machine leave their moments (`strata.training.trace`)."""
-    return SHARED_MEMORY / f"strata-run-{os.getuid()}" / _safe(job)[:100]
+    return SHARED_MEMORY / f"strata-run-{os.getuid()}" / folder_name(job)
 
 
 def folders_of(job: str) -> list[Path]:
     """All that an elastic job has here."""
-    return [images_folder() / image_name(job), run_folder(job)]
-
-
-def _safe(name: str) -> str:
-    return "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in name)
+    return [images_folder() / folder_name(job), run_folder(job)]

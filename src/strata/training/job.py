@@ -32,7 +32,7 @@ from strata.checkpoint.naming import Stem, unique_stem
 from strata.data.commits import DataLedger
 from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch
-from strata.shared_memory import image_name
+from strata.shared_memory import folder_name
 from strata.training import rng
 from strata.training.account import TimeAccount
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
@@ -166,7 +166,7 @@ class ElasticJob:
             self._manager = CheckpointManager(
                 self._checkpoints if self.rank == 0 else [],
                 self.options.keep_count,
-                memory=Memory(job=image_name(self.name)),
+                memory=Memory(job=folder_name(self.name)),
                 policy=Policy(
                     on_error=self.options.on_error,
                     retries=self.options.retries,
@@ -479,5 +479,5 @@ def forget_job(name: str) -> None:
     """Remove what a job that will not come back left in this machine's shared memory."""
     from strata.checkpoint.staging import job_folder, remove_tree
 
-    remove_tree(job_folder(image_name(name)))
+    remove_tree(job_folder(folder_name(name)))
     clear_run(name)

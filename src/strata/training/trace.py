@@ -3,13 +3,15 @@
 Clocks: `time.monotonic` is the machine's, so the moments of dead processes, of the agent and of this one can be
 compared. Each rank leaves the moment of its last step in a small file in shared memory; the agent's rendezvous
 leaves when it began and ended; this process knows its own start. What cannot be known (another machine, another
-rendezvous back end) is counted to the phase around it, never guessed.
+rendezvous back end) is counted to the phase around it, never guessed. A run removes its moments when it ends; what one
+that was killed left is removed by another run, a day after its last moment.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import time
 from contextlib import suppress
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from strata.shared_memory import run_folder
 
+KEPT_S = 86_400.0
 PHASES = ("detect", "rendezvous", "spawn", "load", "first_step")
 _FOOTPRINT = struct.Struct(
     "<ddqq"
@@ -59,6 +62,27 @@ def clear_run(job: str) -> None:
         folder.parent.rmdir()
 
 
+def clear_old_runs(*, keep: str) -> None:
+    """Remove what runs left that were killed long ago, or before this machine was started; `keep` is a job."""
+    mine = run_folder(keep)
+    with suppress(OSError):
+        for folder in mine.parent.iterdir():
+            if folder != mine and _is_old(folder):
+                shutil.rmtree(folder, ignore_errors=True)  # Does not follow links.
+
+
+def _is_old(folder: Path) -> bool:
+    """By the moments themselves: a step is written through a mapping, which leaves a file's own time as it was."""
+    moments = [footprint.mono_s for footprint in _footprints_in(folder)]
+    met = _read_rendezvous(folder)
+    if met is not None:
+        moments.append(met[1])
+    if not moments:  # A run that never made a step, or has not made one yet.
+        return time.time() - folder.stat().st_mtime > KEPT_S
+    age_s = time.monotonic() - max(moments)
+    return not 0.0 <= age_s <= KEPT_S
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     mono_s: float
@@ -74,6 +98,7 @@ class Footprints:
     def __init__(self, job: str, rank: int) -> None:
         folder = run_folder(job)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        clear_old_runs(keep=job)
         path = folder / f"rank-{rank}"
         with open(path, "w+b") as file:
             file.truncate(_FOOTPRINT.size)
@@ -89,9 +114,13 @@ class Footprints:
 
 def footprints(job: str) -> list[Footprint]:
     """The last step of every rank that this run has, or had, on this machine."""
+    return _footprints_in(run_folder(job))
+
+
+def _footprints_in(folder: Path) -> list[Footprint]:
     found = []
     with suppress(OSError):
-        for path in run_folder(job).glob("rank-*"):
+        for path in folder.glob("rank-*"):
             data = path.read_bytes()
             if len(data) == _FOOTPRINT.size:
                 footprint = Footprint(*_FOOTPRINT.unpack(data))
@@ -113,6 +142,15 @@ def note_rendezvous(job: str, began_mono_s: float, ended_mono_s: float) -> None:
         fresh = folder / f"rendezvous.{os.getpid()}"
         fresh.write_text(json.dumps([began_mono_s, ended_mono_s]))
         fresh.rename(folder / "rendezvous")
+    clear_old_runs(keep=job)
+
+
+def _read_rendezvous(folder: Path) -> tuple[float, float] | None:
+    try:
+        began, ended = json.loads((folder / "rendezvous").read_text())
+        return float(began), float(ended)
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def forget_rendezvous(job: str) -> None:
@@ -162,17 +200,9 @@ class Tracer:
         }
         if self.before is not None:
             phases["detect"] = spawned - self.before.mono_s
-            met = self._rendezvous()
+            met = _read_rendezvous(run_folder(os.environ.get("TORCHELASTIC_RUN_ID", self.job)))
             if met is not None and self.before.mono_s <= met[0] <= met[1] <= spawned:
                 phases["detect"] = met[0] - self.before.mono_s
                 phases["rendezvous"] += met[1] - met[0]
                 phases["spawn"] += spawned - met[1]
         return {name: max(0.0, phases[name]) for name in PHASES if name in phases}
-
-    def _rendezvous(self) -> tuple[float, float] | None:
-        try:
-            run = os.environ.get("TORCHELASTIC_RUN_ID", self.job)
-            began, ended = json.loads((run_folder(run) / "rendezvous").read_text())
-            return float(began), float(ended)
-        except (OSError, ValueError, TypeError):
-            return None

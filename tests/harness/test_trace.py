@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from strata.checkpoint.staging import job_folder
-from strata.shared_memory import folders_of, folder_name, run_folder
+from strata.shared_memory import folder_name, folders_of, run_folder
 from strata.training.trace import KEPT_S, Footprints, last_footprint, note_rendezvous
 
 LONG_AGO_S = time.monotonic() - KEPT_S - 60.0

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import { age, ago, bytes, clockMs, compact, count, duration, number, percent, plural } from "./format";
+import { age, ago, bytes, clockMs, compact, count, cut, duration, number, percent, plural } from "./format";
 
 describe("an unknown value is a dash, never a zero", () => {
   it.each([count, number, compact, bytes, duration, ago, age, percent])("%o", (write) => {
@@ -31,3 +31,17 @@ describe("numbers keep three figures", () => {
 
 it("one is singular", () => expect([plural(1, "step"), plural(0, "step"), plural(1200, "step"), plural(2, "recovery", "recoveries")]).toEqual(["1 step", "0 steps", "1,200 steps", "2 recoveries"]));
 it("milliseconds are padded", () => expect(clockMs(1_700_000_000.005)).toMatch(/:\d\d\.00[45]$/));
+
+describe("a long name keeps both ends", () => {
+  it("so that two workers of one run differ, and two runs do", () => {
+    const [one, other] = [0, 1].map((rank) => cut(`task-d6d40b360a1e-rank${rank}`, 20));
+    expect(one).toBe("task-d6d4…0a1e-rank0");
+    expect(one).toHaveLength(20);
+    expect(other).not.toBe(one);
+    expect(cut("task-aaaaaaaaaaaa-rank0", 20)).not.toBe(cut("task-bbbbbbbbbbbb-rank0", 20));
+  });
+  it("a short one stays, and no letter is cut in two", () => {
+    expect(cut("worker-7", 20)).toBe("worker-7");
+    expect(cut("😀".repeat(30), 5)).toBe("😀😀…😀😀");
+  });
+});

@@ -125,6 +125,14 @@ export function fullTime(at: Maybe): string {
   return known(at) ? FULL.format(at * 1000) : UNKNOWN;
 }
 
+/** A long name without its middle: names share their beginnings and differ at their ends, or the other way round. */
+export function cut(name: string, most: number): string {
+  const letters = [...name];
+  if (letters.length <= most) return name;
+  const end = Math.ceil((most - 1) / 2);
+  return `${letters.slice(0, most - 1 - end).join("")}…${letters.slice(-end).join("")}`;
+}
+
 export function plural(n: number, word: string, many = `${word}s`): string {
   return `${count(n)} ${n === 1 ? word : many}`;
 }

@@ -24,6 +24,7 @@ def test_no_view_has_a_serious_violation_in_either_theme(page: Browser) -> None:
         serious += page.serious(["color-contrast", "link-in-text-block"])
         if serious:
             found[view] = serious
+        assert page.violations() == [], f"the policy of the page forbids something on {view}"
     assert found == {}
 
 
@@ -32,6 +33,7 @@ def test_dialogs_have_no_serious_violation(page: Browser) -> None:
         page.open(address)
         page.see(role="dialog")
         assert page.serious() == [], address
+        assert page.violations() == [], address
 
 
 def test_every_view_is_reached_by_keyboard(page: Browser) -> None:
@@ -39,12 +41,24 @@ def test_every_view_is_reached_by_keyboard(page: Browser) -> None:
     page.see(role="heading", nth=0)
     page.press("Control+k")
     page.see(role="dialog")
+    assert page.violations() == []
     page.press("Escape")
+    page.miss(role="dialog")
     page.press("g")
     page.press("l")
     page.see(role="heading", name="Logs")
     page.press("/")
     assert page.evaluate("document.activeElement?.getAttribute('type')") == "search"
     page.press("Escape")
+    page.press("k")
+    page.until("document.activeElement?.matches('[role=log] [data-row]')")
+    page.see(role="button", name="Resume")
+    last = page.evaluate("document.activeElement.dataset.index")
+    page.press("k")
+    page.until(f"document.activeElement.dataset.index === '{int(last) - 1}'")
+    page.press("Enter")
+    page.see(role="dialog", name="Log line")
+    page.press("Escape")
+    page.miss(role="dialog")
     page.press("?")
     page.see(role="dialog", name="Keyboard")

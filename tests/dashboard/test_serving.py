@@ -78,11 +78,13 @@ def test_all_scripts_together_are_small(built: Path) -> None:
     assert sum(packed) <= 250_000
 
 
-def test_no_page_runs_inline_scripts_or_loads_from_elsewhere(watched: Coordinator) -> None:
+def test_no_page_has_inline_scripts_or_styles_or_loads_from_elsewhere(watched: Coordinator) -> None:
     _, headers, body = ask(watched, "/")
     policy = dict(part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'"
     assert policy["script-src"] == "'self'"
+    assert policy["style-src"] == "'self'"
+    assert "unsafe" not in headers["content-security-policy"]
     assert policy["connect-src"] == "'self'"
     assert policy["frame-ancestors"] == "'none'"
     assert headers["x-content-type-options"] == "nosniff"

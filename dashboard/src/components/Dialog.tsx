@@ -2,7 +2,7 @@
 
 import { X } from "lucide-react";
 import { Dialog as Radix } from "radix-ui";
-import type { ReactNode } from "react";
+import type { ComponentProps, ReactNode } from "react";
 
 import { Button, IconButton } from "./controls";
 
@@ -24,11 +24,16 @@ function focusFirstField(event: Event): void {
   (frame.querySelector<HTMLElement>("input, select, textarea") ?? frame).focus();
 }
 
+/** Behind what is asked. Radix's own overlay puts a style sheet into the page, which the page's policy forbids. */
+export function Backdrop(props: ComponentProps<"div">) {
+  return <div aria-hidden {...props} className="pointer-events-auto fixed inset-0 z-40 bg-[oklch(0.15_0.01_240/0.45)]" />;
+}
+
 function Frame(props: Props & { className: string }) {
   return (
     <Radix.Root open={props.open} onOpenChange={(open) => { if (!open) props.onClose(); }}>
       <Radix.Portal>
-        <Radix.Overlay className="fixed inset-0 z-40 bg-[oklch(0.15_0.01_240/0.45)]" />
+        <Backdrop />
         <Radix.Content onOpenAutoFocus={focusFirstField} className={`fixed z-50 flex flex-col border bg-surface shadow-2xl focus:outline-none ${props.className}`} {...(props.description ? {} : { "aria-describedby": undefined })}>
           <header className="flex items-start gap-3 border-b px-5 py-3.5">
             <div className="min-w-0 flex-1">

@@ -32,9 +32,9 @@ export function Duration(props: { seconds: number | null | undefined }) {
 }
 
 /** A name somebody else chose: shown as text, cut when long, whole on hover. */
-export function Name(props: { children: string | null | undefined; mono?: boolean }) {
+export function Name(props: { children: string | null | undefined; whole?: string; mono?: boolean }) {
   if (!props.children) return <span className="text-faint">{UNKNOWN}</span>;
-  return <span className={`foreign block truncate ${props.mono ? "font-mono text-sm" : ""}`} title={props.children}>{props.children}</span>;
+  return <span className={`foreign block truncate ${props.mono ? "font-mono text-sm" : ""}`} title={props.whole ?? props.children}>{props.children}</span>;
 }
 
 const LINK = "foreign inline-block max-w-full truncate align-bottom text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent";

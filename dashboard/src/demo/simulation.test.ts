@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import type { ShardPlan } from "../views/data/types";
+import type { ShardPlan } from "../api/types";
 import { initialState, reduce } from "../state/reducer";
 import { DATASET, JOB, Simulation } from "./simulation";
 import { transportFor } from "./transport";

@@ -5,6 +5,7 @@ import { Activity, Boxes, Database, FlaskConical, ListChecks, Play, SunMoon, typ
 import { Dialog as Radix } from "radix-ui";
 import { useEffect, useId, useMemo, useRef, useState } from "react";
 
+import { Backdrop } from "../components/Dialog";
 import { DEMO_ONLY, setMode, setTheme, useMode } from "../mode";
 import { runsOf } from "../state/runs";
 import { getState } from "../state/store";
@@ -24,7 +25,7 @@ export function Palette(props: { open: boolean; onClose: () => void }) {
   return (
     <Radix.Root open={props.open} onOpenChange={(open) => { if (!open) props.onClose(); }}>
       <Radix.Portal>
-        <Radix.Overlay className="fixed inset-0 z-40 bg-[oklch(0.15_0.01_240/0.45)]" />
+        <Backdrop />
         <Radix.Content aria-describedby={undefined} className="fixed top-[12vh] left-1/2 z-50 flex max-h-[70vh] w-[94vw] max-w-xl -translate-x-1/2 flex-col overflow-hidden rounded-xl border bg-surface shadow-2xl focus:outline-none">
           <Radix.Title className="sr-only">Command palette</Radix.Title>
           <Body onClose={props.onClose} />

@@ -81,7 +81,14 @@ function step(by: 1 | -1): void {
   if (rows.length === 0) return;
   rows.sort((a, b) => a.getBoundingClientRect().top - b.getBoundingClientRect().top);
   const at = rows.indexOf(document.activeElement as HTMLElement);
-  const next = rows[at < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(rows.length - 1, Math.max(0, at + by))];
+  const next = at < 0 ? (by > 0 ? rows.find(isSeen) : rows.findLast(isSeen)) : rows[Math.min(rows.length - 1, Math.max(0, at + by))];
   next?.focus();
   next?.scrollIntoView({ block: "nearest" });
+}
+
+/** A virtual list has a few rows more than there is room for. */
+function isSeen(row: HTMLElement): boolean {
+  const frame = (row.closest("[data-rows]") ?? document.documentElement).getBoundingClientRect();
+  const { top, bottom } = row.getBoundingClientRect();
+  return top >= frame.top - 1 && bottom <= frame.bottom + 1;
 }

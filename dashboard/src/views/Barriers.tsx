@@ -6,7 +6,7 @@ import { useMemo } from "react";
 import type { Barrier } from "../api/types";
 import { Card, Meter } from "../components/Card";
 import { Page } from "../components/Page";
-import { Empty } from "../components/states";
+import { Empty, Loading } from "../components/states";
 import { Status } from "../components/Status";
 import { Table, type Column } from "../components/Table";
 import { Ago, Duration, Name, RunLink, Time, WorkerLink } from "../components/values";
@@ -36,9 +36,10 @@ export function Barriers() {
   const barriers = useStore((state) => state.barriers);
   const waiting = useMemo(() => barriers.filter((barrier) => barrier.status === "waiting"), [barriers]);
   const ended = useMemo(() => barriers.filter((barrier) => barrier.status !== "waiting"), [barriers]);
+  const ready = useStore((state) => state.coordinator !== null);
   const broken = ended.filter((barrier) => barrier.status === "broken").length;
   return (
-    <Page title="Barriers" fill subtitle={`${count(waiting.length)} waiting, ${count(broken)} of the last ${count(ended.length)} broken`}>
+    <Page title="Barriers" fill subtitle={ready && `${count(waiting.length)} waiting, ${count(broken)} of the last ${count(ended.length)} broken`}>
       {waiting.length > 0 && (
         <ul className="grid gap-3 lg:grid-cols-2" aria-label="Waiting barriers">
           {waiting.slice(0, 20).map((barrier) => <li key={barrier.id}><Waiting barrier={barrier} /></li>)}
@@ -46,15 +47,19 @@ export function Barriers() {
       )}
       <Card title="Ended" hint="the last hundred" flush className="min-h-64 flex-1">
         <div className="flex h-full min-h-0 flex-col">
-          <Table
-            label="Ended barriers"
-            rows={ended}
-            columns={COLUMNS}
-            rowId={(barrier) => barrier.id}
-            sort={search["sort"]}
-            onSort={(sort) => setFilters({ sort })}
-            empty={<Empty icon={Milestone} title="No barrier has ended yet">Workers meet where a script calls barrier(); who is missing then stands here.</Empty>}
-          />
+          {!ready ? (
+            <div className="p-4"><Loading rows={6} /></div>
+          ) : (
+            <Table
+              label="Ended barriers"
+              rows={ended}
+              columns={COLUMNS}
+              rowId={(barrier) => barrier.id}
+              sort={search["sort"]}
+              onSort={(sort) => setFilters({ sort })}
+              empty={<Empty icon={Milestone} title="No barrier has ended yet">Workers meet where a script calls barrier(); who is missing then stands here.</Empty>}
+            />
+          )}
         </div>
       </Card>
     </Page>

@@ -16,6 +16,7 @@ import { Table, type Column } from "../components/Table";
 import { Ago, Bytes, Name, RunLink, Time, WorkerLink } from "../components/values";
 import { count, number, plural } from "../format";
 import { useFilters } from "../search";
+import { shortName } from "../state/runs";
 import { useStore } from "../state/store";
 import { Ladder } from "./checkpoints/Ladder";
 import { Verify } from "./checkpoints/Verify";
@@ -28,7 +29,7 @@ const COLUMNS: readonly Column<Checkpoint>[] = [
   { id: "speed", header: "Speed", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "104px" },
   { id: "made", header: "Made", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "108px" },
   { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} />, width: "minmax(5rem, 1fr)" },
-  { id: "author", header: "Author", value: (each) => each.worker_id, cell: (each) => <Name>{each.worker_id}</Name>, width: "minmax(5rem, 1fr)" },
+  { id: "author", header: "Author", value: (each) => each.worker_id, cell: (each) => <Name whole={each.worker_id}>{shortName(each.worker_id, each.job_id)}</Name>, width: "minmax(5rem, 1fr)" },
   { id: "path", header: "Path", value: (each) => each.path, cell: (each) => <Name mono>{each.path}</Name>, width: "minmax(8rem, 2fr)" },
   { id: "digest", header: "Digest", cell: (each) => <Name mono>{each.digest.split(":").at(-1)}</Name>, width: "minmax(5rem, 1fr)" },
 ];

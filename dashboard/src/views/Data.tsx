@@ -5,7 +5,7 @@ import { Database, Plus } from "lucide-react";
 import { useEffect, useMemo, useState } from "react";
 
 import { ApiError, get } from "../api/client";
-import type { Dataset } from "../api/types";
+import type { Audit, Dataset, Preview, ShardPlan } from "../api/types";
 import { Card, Facts } from "../components/Card";
 import { Button, Select } from "../components/controls";
 import { Page } from "../components/Page";
@@ -14,11 +14,11 @@ import { Table, type Column } from "../components/Table";
 import { Ago, Name, Time } from "../components/values";
 import { count, plural } from "../format";
 import { useFilters } from "../search";
+import { shortName } from "../state/runs";
 import { useStore } from "../state/store";
 import { Register } from "./data/Register";
 import { Samples } from "./data/Samples";
 import { ShardMap } from "./data/ShardMap";
-import type { Audit, Preview, ShardPlan } from "./data/types";
 
 const AGAIN_MS = 5_000;
 
@@ -43,7 +43,7 @@ export function Data() {
   return (
     <Page
       title="Data"
-      subtitle={plural(datasets.length, "dataset")}
+      subtitle={ready && plural(datasets.length, "dataset")}
       actions={<Button look="primary" onClick={() => setFilters({ register: "1" })}><Plus aria-hidden className="size-4" />Register a dataset</Button>}
     >
       <section className="flex flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Datasets">
@@ -142,7 +142,7 @@ function Chosen(props: { dataset: Dataset }) {
           />
         </Card>
       </div>
-      <PreviewCard dataset={dataset} readers={readersOf(plan.data)} path={path} />
+      <PreviewCard dataset={dataset} readers={readersOf(plan.data)} job={plan.data?.job_id ?? ""} path={path} />
     </div>
   );
 }
@@ -157,8 +157,8 @@ function readersOf(plan: ShardPlan | undefined): string[] {
   return [...names].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
 }
 
-function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; path: string }) {
-  const { dataset, readers, path } = props;
+function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; job: string; path: string }) {
+  const { dataset, readers, job, path } = props;
   const [search, setFilters] = useFilters();
   const present = useStore((state) => state.workers);
   const worker = search["worker"] ?? "";
@@ -178,8 +178,8 @@ function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; path
       actions={
         <Select aria-label="Whose samples" className="max-w-48" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
           <option value="">From the beginning</option>
-          {worker && !choices.includes(worker) && <option value={worker}>{worker}</option>}
-          {choices.map((name) => <option key={name} value={name}>{name}</option>)}
+          {worker && !choices.includes(worker) && <option value={worker}>{shortName(worker, job)}</option>}
+          {choices.map((name) => <option key={name} value={name}>{shortName(name, job)}</option>)}
         </Select>
       }
     >

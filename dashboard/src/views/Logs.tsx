@@ -17,7 +17,7 @@ import { Page } from "../components/Page";
 import { Empty, ErrorNote, Loading } from "../components/states";
 import { lookOf, Status, TONE_TEXT } from "../components/Status";
 import { Name, Time, WorkerLink } from "../components/values";
-import { clockMs, count, plural } from "../format";
+import { clockMs, count, cut, plural } from "../format";
 import { useFilters } from "../search";
 import { useStore } from "../state/store";
 import { filterOf, merged, splitMatches, type LogFilter } from "./logs/filter";
@@ -25,6 +25,8 @@ import { exportLogs } from "./logs/export";
 
 const ROW_PX = 24;
 const FETCHED = 2_000;
+/** As many as there is room for. */
+const NAME_LETTERS = 25;
 
 export function Logs() {
   const [search, setFilters] = useFilters();
@@ -175,9 +177,13 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; following: bo
               data-index={item.index}
               data-row
               data-log-level={line.level}
-              className={`absolute inset-x-0 flex cursor-pointer gap-3 px-4 hover:bg-hover ${wrap ? "py-0.5" : "items-center whitespace-nowrap"} ${line.level === "error" ? "bg-bad-soft/60" : ""}`}
+              tabIndex={-1}
+              className={`absolute inset-x-0 flex cursor-pointer gap-3 px-4 hover:bg-hover focus-visible:-outline-offset-2 ${wrap ? "py-0.5" : "items-center whitespace-nowrap"} ${line.level === "error" ? "bg-bad-soft/60" : ""}`}
               style={{ transform: `translateY(${item.start}px)`, ...(wrap ? {} : { height: ROW_PX }) }}
               onClick={() => props.onOpen(line)}
+              onKeyDown={(event) => { if (event.key === "Enter") props.onOpen(line); }}
+              // Whoever goes from line to line wants them to stay.
+              onFocus={(event) => { if (event.currentTarget.matches(":focus-visible")) props.onHold(); }}
             >
               <Line line={line} wrap={wrap} words={props.words} />
             </div>
@@ -190,11 +196,12 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; following: bo
 
 function Line(props: { line: LogEntry; wrap: boolean; words: string }) {
   const { line, wrap, words } = props;
+  const writer = line.worker_id ?? line.source;
   return (
     <>
       <time className="shrink-0 text-faint" dateTime={new Date(line.timestamp * 1000).toISOString()}>{clockMs(line.timestamp)}</time>
       <span className={`w-12 shrink-0 font-semibold uppercase ${TONE_TEXT[lookOf(line.level).tone]}`}>{line.level}</span>
-      <span className="foreign truncate-start w-52 shrink-0 text-muted" title={line.worker_id ?? line.source}>{line.worker_id ?? line.source}</span>
+      <span className="foreign w-52 shrink-0 truncate text-muted" title={writer}>{cut(writer, NAME_LETTERS)}</span>
       <span className={`foreign min-w-0 ${wrap ? "break-words whitespace-pre-wrap" : "whitespace-pre"} ${line.level === "debug" ? "text-muted" : ""}`}>
         {highlighted(wrap ? line.message : firstLine(line.message), words)}
       </span>

@@ -8,6 +8,7 @@ import { Card, Facts, Figure } from "../components/Card";
 import { Chart } from "../components/Chart";
 import { Button, Input, Segmented } from "../components/controls";
 import { Happenings } from "../components/Happenings";
+import { LastLines } from "../components/LastLines";
 import { Page } from "../components/Page";
 import { Empty, Loading } from "../components/states";
 import { Status } from "../components/Status";
@@ -106,6 +107,14 @@ function LogsLink({ run }: { run: Run }) {
   return <Link to="/logs" search={search} className={BUTTON}>Logs</Link>;
 }
 
+/** Of its task; of a run that was started elsewhere, of its first worker. */
+function RunLines({ run }: { run: Run }) {
+  const worker = run.workers[0];
+  if (run.task) return <LastLines of={{ task_id: run.task.id }} />;
+  if (worker) return <LastLines of={{ worker_id: worker.id }} />;
+  return <p className="text-muted">Nobody is left to ask.</p>;
+}
+
 function Story({ run, now }: { run: Run; now: number }) {
   const [filters, set] = useFilters();
   const generations = useStore((s) => s.generations);
@@ -172,6 +181,7 @@ function Story({ run, now }: { run: Run; now: number }) {
         </div>
         <div className="flex min-w-0 flex-col gap-4">
           <Card title="Recoveries" flush><Recoveries run={run} /></Card>
+          <Card title="Last log lines" hint={run.task || run.workers.length < 2 ? undefined : "of its first worker"}><RunLines run={run} /></Card>
           <Card title="Configuration"><Configuration run={run} /></Card>
         </div>
       </div>

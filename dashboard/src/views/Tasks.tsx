@@ -49,7 +49,7 @@ export function Tasks() {
     <Page
       title="Tasks"
       fill
-      subtitle={`${count(running)} running, ${plural(tasks.length, "task")} known`}
+      subtitle={ready && `${count(running)} running, ${plural(tasks.length, "task")} known`}
       actions={
         <>
           <Input type="search" data-search aria-label="Search tasks" placeholder="Name, recipe, dataset" value={search["q"] ?? ""} onChange={(event) => setFilters({ q: event.target.value || undefined }, { replace: true })} />

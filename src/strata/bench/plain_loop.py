@@ -6,11 +6,13 @@ torchrun --nproc-per-node=2 -m strata.bench.plain_loop CHECKPOINT NAME
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import distributed, nn
@@ -57,9 +59,32 @@ def train(checkpoint: str, name: str) -> None:
         time.sleep(0.02)
 
 
-def compare_overhead(steps: int, *, width: int = 512, batch: int = 256) -> tuple[float, float]:
-    """Seconds of a step, medians over alternating rounds: the plain loop, and the same model in an `ElasticJob` that
-    makes one snapshot a round, as it does by default."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What an `ElasticJob` adds to a step of the same loop, over pairs of rounds made one right after the other."""
+
+    plain_step_s: float
+    ratios: Sequence[float]
+    """Of each pair: the elastic round's time over the plain one's."""
+
+    @property
+    def percent(self) -> float:
+        return 100 * (statistics.median(self.ratios) - 1)
+
+    def interval(self, *, draws: int = 2_000) -> tuple[float, float]:
+        """In percent: where the median would lie in 95 of 100 repetitions, by drawing the pairs anew."""
+        rng = random.Random(0)
+        medians = sorted(
+            statistics.median(rng.choices(self.ratios, k=len(self.ratios))) for _ in range(draws)
+        )
+        low, high = medians[draws // 40], medians[-draws // 40]
+        return 100 * (low - 1), 100 * (high - 1)
+
+
+def compare_overhead(pairs: int, *, width: int = 512, batch: int = 256) -> Overhead:
+    """The plain loop beside the same model in an `ElasticJob` that makes one snapshot in the middle of each round, so
+    that what it does in the background falls into the same round. Which one goes first alternates: a machine that
+    becomes slower or faster favours neither."""
     from strata.data.loader import ElasticLoader
     from strata.data.sampler import ElasticSampler
     from strata.training.job import ElasticJob, ElasticOptions
@@ -81,35 +106,35 @@ def compare_overhead(steps: int, *, width: int = 512, batch: int = 256) -> tuple
         optimizer.step()
         optimizer.zero_grad()
 
+    def seconds_per_step(batches: Iterator[Batch]) -> float:
+        began_s = time.perf_counter()
+        for _ in range(SNAPSHOT_EVERY):
+            step(next(batches).data[0])
+        return (time.perf_counter() - began_s) / SNAPSHOT_EVERY
+
     plain: list[float] = []
-    elastic: list[float] = []
-    rounds = max(3, steps // SNAPSHOT_EVERY)
+    ratios: list[float] = []
     with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
         job = ElasticJob(
             model=model,
             optimizer=optimizer,
             data=loader(),
             checkpoints=[folder],
-            max_steps=(rounds + WARM_UP_ROUNDS) * SNAPSHOT_EVERY,
+            max_steps=(pairs + WARM_UP_ROUNDS + 1) * SNAPSHOT_EVERY,
             options=ElasticOptions(save_every=1_000_000, snapshot_every=SNAPSHOT_EVERY),
             job=f"overhead-{os.getpid()}",
         )
         with job:
             ours, others = iter(job), plain_batches()
-            for number in range(rounds + WARM_UP_ROUNDS):
-                pair = (_seconds_per_step(others, step), _seconds_per_step(ours, step))
+            for _ in range(SNAPSHOT_EVERY // 2):
+                step(next(ours).data[0])
+            for number in range(pairs + WARM_UP_ROUNDS):
+                order = (others, ours) if number % 2 else (ours, others)
+                took_s = {id(batches): seconds_per_step(batches) for batches in order}
                 if number >= WARM_UP_ROUNDS:
-                    plain.append(pair[0])
-                    elastic.append(pair[1])
-    return statistics.median(plain), statistics.median(elastic)
-
-
-def _seconds_per_step(batches: Iterator[Batch], step: Callable[[torch.Tensor], None]) -> float:
-    """The mean over one round."""
-    began_s = time.perf_counter()
-    for _ in range(SNAPSHOT_EVERY):
-        step(next(batches).data[0])
-    return (time.perf_counter() - began_s) / SNAPSHOT_EVERY
+                    plain.append(took_s[id(others)])
+                    ratios.append(took_s[id(ours)] / took_s[id(others)])
+    return Overhead(plain_step_s=statistics.median(plain), ratios=ratios)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from strata.shared_memory import folders_of
 
 RUN_VARIABLE = "STRATA_RUN_ID"
+TRACKER = b"multiprocessing.resource_tracker"
 _POLL_S = 0.02
 
 
@@ -35,20 +36,32 @@ def processes_of(run_id: str) -> list[int]:
 
 
 def end_processes(run_id: str, *, spare: Collection[int] = (), patience_s: float = 5.0) -> int:
-    """SIGKILL for everything that a run has started, until nothing is left; how many there were."""
+    """SIGKILL for everything that a run has started, until nothing is left; how many there were.
+
+    Python's resource trackers remove the semaphores of the dead and then end by themselves; they get time for it.
+    """
     if not run_id:
         return 0
     ended: set[int] = set()
-    deadline_s = time.monotonic() + patience_s
+    began_s = time.monotonic()
     while left := [pid for pid in processes_of(run_id) if pid not in spare]:
+        waited_s = time.monotonic() - began_s
         for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            if waited_s > patience_s / 2 or not is_tracker(pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         ended.update(left)
-        if time.monotonic() > deadline_s:
+        if waited_s > patience_s:
             break
         time.sleep(_POLL_S)
     return len(ended)
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether this is one of the processes with which Python clears up after others."""
+    with suppress(OSError):
+        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def forget_shared_memory(*jobs: str) -> None:

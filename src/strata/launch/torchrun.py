@@ -18,15 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from strata.rendezvous import (
-    PRELOAD_VARIABLE,
-    TORCHRUN_ENVIRONMENT,
-    WARM_ARGUMENTS,
-    WARM_BACKENDS,
-    rdzv_conf,
-)
+from strata.launch.leftovers import is_tracker
+from strata.rendezvous import PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, WARM_ARGUMENTS, rdzv_conf
 
-TRACKER = "multiprocessing.resource_tracker"
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
 
@@ -48,28 +42,29 @@ class TorchrunSpec:
     """Where other agents reach this one. None: the name of the machine it runs on."""
     max_restarts: int = 1000
     environment: Mapping[str, str] = field(default_factory=dict)
+    warm: bool = True
+    """Workers are forked with torch in place; without it, each is a process that starts from nothing."""
 
     def command(self, *, log_dir: Path | None = None, python: str | None = None) -> list[str]:
         """Without `log_dir` torchrun makes a temporary folder, and leaves it behind when it is killed. With `python`,
-        another machine's, workers are plain processes: a scheduler there may signal each of them by itself."""
+        another machine's, workers are not warm: a scheduler there may signal each of them by itself."""
+        warm = self.warm and python is None
         nodes = (
             str(self.min_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
         )
         return [
-            *(python or sys.executable, "-m", "torch.distributed.run"),
+            *(python or sys.executable, "-m", "strata.launch.agent" if warm else "torch.distributed.run"),
             *(f"--nnodes={nodes}", f"--nproc-per-node={self.nproc}", f"--max-restarts={self.max_restarts}"),
             *(f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}"),
             *(f"--rdzv-id={self.run_id}", f"--rdzv-conf={rdzv_conf(self.rdzv_conf)}"),
             *([f"--local-addr={self.local_addr}"] if self.local_addr is not None else []),
             "--monitor-interval=0.1",
             *([f"--log-dir={log_dir}"] if log_dir is not None else []),
-            *(self._warm_arguments() if python is None else self.arguments),
+            *(self._warm_arguments() if warm else self.arguments),
         ]
 
     def _warm_arguments(self) -> list[str]:
         """A fork server runs files, so a module's file stands in place of its name."""
-        if self.rdzv_backend not in WARM_BACKENDS:
-            return list(self.arguments)
         if self.arguments[0] != "-m":
             return [*WARM_ARGUMENTS, *self.arguments]
         module = importlib.util.find_spec(self.arguments[1])
@@ -112,10 +107,9 @@ class Agent:
         """Process ids of the workers that live now, oldest first."""
         alive = []
         for child in _living_children(self.process.pid):
-            command = _command(child)
-            if "multiprocessing.forkserver" in command:
+            if "multiprocessing.forkserver" in _command(child):
                 alive += _living_children(child.pid)
-            elif TRACKER not in command:
+            elif not is_tracker(child.pid):
                 alive.append(child)
         return [child.pid for child in sorted(alive, key=lambda c: c.create_time())]
 
@@ -139,7 +133,7 @@ class Agent:
             below = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         for process in (*below, *_group(self.process.pid)):
-            if TRACKER not in _command(process):
+            if not is_tracker(process.pid):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         return self.process.wait(10)

@@ -38,9 +38,8 @@ TORCHRUN_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
 """What an agent's environment needs for clean restarts, whatever its rendezvous back end."""
 
 WARM_ARGUMENTS = ("--start-method=forkserver", "--run-path")
-"""Before the script's file: torchrun forks workers that have torch imported already (`strata.rendezvous.warm`)."""
-
-WARM_BACKENDS = ("strata", "etcd")
+"""Before the script's file: torchrun forks workers that have torch imported already (`strata.rendezvous.warm`): with the
+back ends of this package, and with any under `python -m strata.launch.agent`."""
 
 PRELOAD_VARIABLE = "STRATA_PRELOAD"
 """Further modules to have imported by then, comma separated: the script's own heavy ones."""
@@ -78,7 +77,6 @@ __all__ = [
     "SECONDS_NOT_MINUTES",
     "TORCHRUN_ENVIRONMENT",
     "WARM_ARGUMENTS",
-    "WARM_BACKENDS",
     "etcd_plugin",
     "rdzv_conf",
     "strata_plugin",

@@ -1,28 +1,42 @@
 """Warm restarts: workers are forked with torch in place, instead of importing it after every crash.
 
 With `torchrun --start-method=forkserver --run-path SCRIPT` workers come from a server process that lives as long as the
-agent. Strata's rendezvous runs in the agent and prepares both: the server imports beforehand what every worker needs,
-which was most of the time of a recovery. Importing starts no thread and opens no device or connection, so what is
-forked is as good as new. Without that start method nothing here has an effect.
+agent. Strata's rendezvous, or `strata.launch.agent`, runs in the agent and prepares both: the server imports beforehand
+what every worker needs, which was most of the time of a recovery. Importing starts no thread and opens no device or
+connection, so what is forked is as good as new; the script in it behaves as it would in a process of its own, to the end.
+Without that start method nothing here has an effect.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
-import os
 import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic import multiprocessing as workers
 
-from strata.rendezvous import PRELOAD_VARIABLE
+from strata.rendezvous.preload import preload
 
 TRIES = 10
+TOLD_S = 1.0
+"""More than enough to tell workers that their results were read."""
 
 
 class WarmWorkers(workers.MultiprocessContext):
     """Torch's way of running such workers, less what would end the agent, or keep it waiting, when one dies."""
+
+    def __init__(
+        self, name: str, entrypoint: Callable[..., Any], args: dict[int, tuple[Any, ...]], **more: Any
+    ) -> None:
+        called = {rank: (entrypoint, *own) for rank, own in args.items()}
+        super().__init__(name=name, entrypoint=as_a_program, args=called, **more)
 
     def _start(self) -> None:
         for _ in range(TRIES - 1):
@@ -35,25 +49,57 @@ class WarmWorkers(workers.MultiprocessContext):
                     process.join()
         super()._start()  # type: ignore[no-untyped-call]
 
+    def _poll(self) -> workers.RunProcsResult | None:
+        assert self._pc is not None
+        codes = [process.exitcode for process in self._pc.processes]
+        if any(codes):
+            self._release_finished()
+        for rank, code in enumerate(codes):
+            # Torch waits for a result of each: one that left by sys.exit() or os._exit(0) has sent none.
+            if code == 0 and rank not in self._return_values and self._ret_vals[rank].empty():
+                self._ret_vals[rank].put(None)
+        return super()._poll()
+
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        # A worker that has finished waits to be told that its result was read. One that was asked to leave, saved
-        # and returned would wait for that until it is killed.
-        self._worker_finished_event.set()
+        self._release_finished()
         super()._close(death_sig, timeout)
         for path in self._pc.error_files if self._pc else ():
             Path(path).unlink(missing_ok=True)
 
+    def _release_finished(self) -> None:
+        """A worker that has finished waits to be told that its result was read, and would until it is killed.
+
+        Python waits for each of them to wake up, so in vain for one that was killed meanwhile.
+        """
+        telling = threading.Thread(target=self._worker_finished_event.set, daemon=True)
+        telling.start()
+        telling.join(TOLD_S)
+
+
+def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
+    """In the worker: what Python does for a program, and not for a function in a process that was forked."""
+    multiprocessing.set_start_method(None, force=True)  # Processes of its own start in the usual way.
+    try:
+        return entrypoint(*arguments)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.exit(128 + signal.SIGINT)
+    except Exception:
+        traceback.print_exc()
+        raise
+    finally:
+        atexit._run_exitfuncs()
+
 
 def _brief(record: logging.LogRecord) -> bool:
-    """Of a lost worker, log what it said and not the agent's own stack, for which torch would import its compiler."""
-    if record.exc_info and record.exc_info[1] is not None:
-        record.exc_text, record.exc_info = str(record.exc_info[1]), None
+    """Of a lost worker, log who it was and how it ended: what went wrong it has said itself. For a whole stack of the
+    agent, torch would import its compiler."""
+    record.exc_info = None
     return True
 
 
 def warm_up() -> None:
     """In the agent, before it starts its first worker."""
-    own = [name.strip() for name in os.environ.get(PRELOAD_VARIABLE, "").split(",")]
-    multiprocessing.set_forkserver_preload(["torch.nn.parallel", "strata.training.job", *filter(None, own)])
-    workers.MultiprocessContext = WarmWorkers  # type: ignore[misc]
+    preload()
+    workers.MultiprocessContext = WarmWorkers  # type: ignore[assignment,misc]
     logging.getLogger(workers.api.__name__).addFilter(_brief)

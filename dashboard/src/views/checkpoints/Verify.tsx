@@ -4,17 +4,10 @@ import { useMutation } from "@tanstack/react-query";
 import { ShieldCheck, ShieldX } from "lucide-react";
 
 import { post } from "../../api/client";
+import type { Verification } from "../../api/types";
 import { Button } from "../../components/controls";
 import { ErrorNote } from "../../components/states";
 import { bytes, plural } from "../../format";
-
-export interface Verification {
-  checkpoint_id: string;
-  status: "verifying" | "whole" | "damaged";
-  size_bytes: number;
-  damages: { path: string; reason: string; start_bytes: number; end_bytes: number; tensors: string[] }[];
-  reason: string;
-}
 
 const AGAIN_MS = 1_000;
 const PATIENCE_MS = 30 * 60_000;

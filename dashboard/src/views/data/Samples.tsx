@@ -2,8 +2,22 @@
 
 import type { ReactNode } from "react";
 
+import type { Preview } from "../../api/types";
 import { bytes, count, plural } from "../../format";
-import type { Preview, SampleField } from "./types";
+
+/** One field of a sample, as far as it can be shown; what else it has depends on its kind. */
+interface SampleField {
+  kind: "null" | "boolean" | "number" | "text" | "bytes" | "image" | "array" | "object" | "list" | "note";
+  role?: "key" | "label" | "feature";
+  value?: unknown;
+  length?: number;
+  bytes?: number;
+  format?: string;
+  width?: number;
+  height?: number;
+  dtype?: string;
+  shape?: number[];
+}
 
 const NUMBERS_SHOWN = 32;
 
@@ -15,8 +29,8 @@ export function Samples(props: { preview: Preview }) {
         <li key={preview.indices[place] ?? place} className="rounded-md border">
           <p className="border-b bg-raised px-3 py-1 text-sm text-muted">sample {count(preview.indices[place])}</p>
           <dl className="divide-y divide-line/60">
-            {Object.entries(sample).map(([name, field]) => (
-              <div key={name} className="grid gap-x-4 gap-y-1 px-3 py-2 sm:grid-cols-[minmax(6rem,11rem)_1fr]">
+            {Object.entries(sample as Record<string, SampleField>).map(([name, field]) => (
+              <div key={name} className="grid gap-x-4 gap-y-1 px-3 py-2 sm:grid-cols-[6.5rem_1fr]">
                 <dt className="min-w-0">
                   <span className="foreign block truncate font-medium" title={name}>{name}</span>
                   <span className="text-sm text-faint">{kindOf(field)}</span>

@@ -5,14 +5,16 @@ import { useVirtualizer } from "@tanstack/react-virtual";
 import { Map as MapIcon } from "lucide-react";
 import { memo, useMemo, useRef } from "react";
 
+import type { Audit, ShardPlan } from "../../api/types";
 import { Meter } from "../../components/Card";
 import { Empty } from "../../components/states";
 import { RunLink } from "../../components/values";
-import { count, percent, plural } from "../../format";
+import { count, cut, percent, plural } from "../../format";
+import { shortName } from "../../state/runs";
 import { movedIn, rowsOf, type Range, type Row } from "./ranges";
-import type { Audit, ShardPlan } from "./types";
 
 const ROW_PX = 30;
+const NAME_LETTERS = 24;
 
 export function ShardMap(props: { plan: ShardPlan; audit: Audit | undefined }) {
   const { plan } = props;
@@ -27,7 +29,7 @@ export function ShardMap(props: { plan: ShardPlan; audit: Audit | undefined }) {
         {moved > 0 ? `${plural(moved, "shard")} moved to ${plural(receivers, "worker")}.` : "Nothing moved."}
       </p>
       <Legend />
-      <Rows rows={rows} total={plan.total_samples} />
+      <Rows rows={rows} job={plan.job_id} total={plan.total_samples} />
       {plan.shards.length < plan.shard_count && <p className="text-faint">The first {count(plan.shards.length)} of {count(plan.shard_count)} shards are shown.</p>}
     </div>
   );
@@ -65,8 +67,8 @@ function Legend() {
   );
 }
 
-function Rows(props: { rows: readonly Row[]; total: number }) {
-  const { rows, total } = props;
+function Rows(props: { rows: readonly Row[]; job: string; total: number }) {
+  const { rows, job, total } = props;
   const scroller = useRef<HTMLDivElement>(null);
   const virtual = useVirtualizer({ count: rows.length, getScrollElement: () => scroller.current, estimateSize: () => ROW_PX, overscan: 8 });
   if (rows.length === 0) return <Empty icon={MapIcon} title="Nobody holds a shard" />;
@@ -78,7 +80,7 @@ function Rows(props: { rows: readonly Row[]; total: number }) {
           if (!row) return null;
           return (
             <div key={row.workerId ?? ""} role="listitem" className="absolute inset-x-0 grid grid-cols-[minmax(5rem,13rem)_5.5rem_1fr_3rem] items-center gap-3 border-b border-line/60 px-3" style={{ height: ROW_PX, transform: `translateY(${item.start}px)` }}>
-              {row.workerId === null ? <span className="text-warn">nobody</span> : <Reader id={row.workerId} />}
+              {row.workerId === null ? <span className="text-warn">nobody</span> : <Reader id={row.workerId} job={job} />}
               <span className="truncate text-sm text-muted" title={`${plural(row.shards, "shard")}, ${count(row.moved)} of them moved here`}>{plural(row.shards, "shard")}</span>
               <Bar row={row} total={total} />
               <span className="text-right text-sm">{percent(row.samples > 0 ? (row.done / row.samples) * 100 : null)}</span>
@@ -90,9 +92,8 @@ function Rows(props: { rows: readonly Row[]; total: number }) {
   );
 }
 
-/** The end of a name tells workers of one run apart. */
-function Reader(props: { id: string }) {
-  return <Link to="/workers" search={{ worker: props.id }} title={props.id} className="truncate-start min-w-0 text-accent hover:underline">{props.id}</Link>;
+function Reader(props: { id: string; job: string }) {
+  return <Link to="/workers" search={{ worker: props.id }} title={props.id} className="foreign min-w-0 truncate text-accent hover:underline">{cut(shortName(props.id, props.job), NAME_LETTERS)}</Link>;
 }
 
 /** Samples from left to right. Widths are per mille of the dataset; a shard is never thinner than can be seen. */

@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 
+import type { Shard, ShardPlan } from "../../api/types";
 import { movedIn, rowsOf } from "./ranges";
-import type { Shard, ShardPlan } from "./types";
 
 function shard(id: number, worker: string | null, change: Partial<Shard> = {}): Shard {
   return { id, start: id * 10, stop: id * 10 + 10, done: 0, reported: 0, worker_id: worker, moved: false, ...change };

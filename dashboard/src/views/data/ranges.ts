@@ -1,6 +1,6 @@
 /** A shard plan as rows of ranges: one row for each reader, neighbouring shards joined. Pure. */
 
-import type { Shard, ShardPlan } from "./types";
+import type { Shard, ShardPlan } from "../../api/types";
 
 export interface Range {
   firstShard: number;

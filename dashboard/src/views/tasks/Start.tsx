@@ -5,21 +5,13 @@ import { useMemo, useState } from "react";
 
 import { get, post } from "../../api/client";
 import { errorOf, errorsInside } from "../../api/errors";
+import type { Recipe } from "../../api/types";
 import { Button, Field, Input, Select } from "../../components/controls";
 import { Dialog } from "../../components/Dialog";
 import { Empty, ErrorNote, Loading } from "../../components/states";
 import { useStore } from "../../state/store";
-import { configOf, fieldsOf, initially, type JsonSchema, type Typed } from "./schema";
+import { configOf, fieldsOf, initially, type Typed } from "./schema";
 import { SchemaForm } from "./SchemaForm";
-
-export interface Recipe {
-  name: string;
-  title?: string;
-  description?: string;
-  schema?: JsonSchema;
-  needs_dataset?: boolean;
-  max_workers?: number | null;
-}
 
 export function Start(props: { open: boolean; onClose: () => void; onStarted: (taskId: string) => void }) {
   const recipes = useQuery({ queryKey: ["recipes"], queryFn: ({ signal }) => get<Recipe[]>("/recipes", {}, signal), enabled: props.open, staleTime: 30_000 });
@@ -71,7 +63,7 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
         <Field label="Recipe" hint={recipe?.description} error={errorOf(work.error, "type")}>
           {(ids) => (
             <Select {...ids} value={recipeName} onChange={(event) => { setRecipeName(event.target.value); setTold({}); }}>
-              {props.recipes.map((each) => <option key={each.name} value={each.name}>{each.title ?? each.name}</option>)}
+              {props.recipes.map((each) => <option key={each.name} value={each.name}>{each.name}</option>)}
             </Select>
           )}
         </Field>

@@ -1,17 +1,16 @@
 /** Everything about one worker: is it alive, what is it doing, what does it use, what did it say last. */
 
 import { Link } from "@tanstack/react-router";
-import { useQuery } from "@tanstack/react-query";
 import type { ReactNode } from "react";
 
-import { get } from "../../api/client";
-import type { LogEntry, Worker } from "../../api/types";
+import type { Worker } from "../../api/types";
 import { Facts, Meter } from "../../components/Card";
 import { Drawer } from "../../components/Dialog";
-import { Empty, ErrorNote, Loading } from "../../components/states";
-import { lookOf, Status, TONE_TEXT } from "../../components/Status";
+import { LastLines } from "../../components/LastLines";
+import { Empty } from "../../components/states";
+import { Status } from "../../components/Status";
 import { Ago, RunLink, Time } from "../../components/values";
-import { bytes, clockMs, count, number, percent } from "../../format";
+import { bytes, count, number, percent } from "../../format";
 import { useStore } from "../../state/store";
 
 /** Figures that only mean something added up over a run: its goodput shows them. */
@@ -54,7 +53,7 @@ function Details({ worker }: { worker: Worker }) {
       <Section title="Resources"><ResourceList worker={worker} /></Section>
       {measured.length > 0 && <Section title="Measured by the training"><Facts columns={2} items={measured.map(([name, value]) => [name, number(value, 5)] as const)} /></Section>}
       {metadata.length > 0 && <Section title="Labels"><Facts columns={2} items={metadata} /></Section>}
-      <Section title="Last log lines" action={<Link to="/logs" search={{ worker: worker.id }} className="text-sm font-medium text-accent hover:underline">Follow</Link>}><LastLines id={worker.id} /></Section>
+      <Section title="Last log lines" action={<Link to="/logs" search={{ worker: worker.id }} className="text-sm font-medium text-accent hover:underline">Follow</Link>}><LastLines of={{ worker_id: worker.id }} /></Section>
     </div>
   );
 }
@@ -93,24 +92,5 @@ function Gauge(props: { label: string; value: number; max: number; text: string 
       {props.max > 0 ? <Meter label={props.label} value={props.value} max={props.max} /> : <span />}
       <span className="text-right">{props.text}</span>
     </div>
-  );
-}
-
-function LastLines({ id }: { id: string }) {
-  const lines = useQuery({ queryKey: ["logs", "worker", id], queryFn: ({ signal }) => get<LogEntry[]>("/logs", { worker_id: id, limit: 40 }, signal), refetchInterval: 3_000 });
-  if (lines.isPending) return <Loading rows={4} />;
-  if (lines.isError && !lines.data) return <ErrorNote error={lines.error} onRetry={() => void lines.refetch()} />;
-  const entries = lines.data ?? [];
-  if (entries.length === 0) return <p className="text-muted">It has not logged anything.</p>;
-  return (
-    <ol className="max-h-80 overflow-auto rounded-md bg-raised p-2 font-mono text-xs leading-relaxed" tabIndex={0} aria-label="Last log lines, newest first">
-      {entries.map((entry) => (
-        <li key={entry.id} className="flex gap-2">
-          <span className="shrink-0 text-faint">{clockMs(entry.timestamp)}</span>
-          <span className={`w-9 shrink-0 ${TONE_TEXT[lookOf(entry.level).tone]}`}>{entry.level}</span>
-          <span className="foreign min-w-0 break-words whitespace-pre-wrap">{entry.message}</span>
-        </li>
-      ))}
-    </ol>
   );
 }

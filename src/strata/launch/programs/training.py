@@ -6,8 +6,8 @@ The first worker that gets there prepares (text, index, configuration), once for
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
-import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from strata.errors import StrataError
 from strata.launch.context import TaskContext, current_task
 
+TRAINER = "elastic_harness.train"
 SAMPLE = "sample-text"
 SAMPLE_BYTES = 400_000
 SAMPLE_STEPS = 200
@@ -27,8 +28,8 @@ def main() -> None:
     except StrataError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    sys.argv = ["elastic_harness.train", "--config", str(config)]
-    runpy.run_module("elastic_harness.train", run_name="__main__", alter_sys=True)
+    sys.argv = [TRAINER, "--config", str(config)]
+    sys.exit(importlib.import_module(TRAINER).main())
 
 
 def prepare(task: TaskContext) -> Path:

@@ -1,7 +1,8 @@
-"""Run every test, one area after the other, each in a process of its own, and add up the results.
+"""Run every test, area by area, each in a process of its own, and add up the results.
 
 Areas use gRPC, object storage and shared memory, whose threads do not survive a fork; tests of loaders fork. In
-processes of their own they cannot disturb each other. Ends with one line: N passed, N failed, N skipped.
+processes of their own they cannot disturb each other. Much of a test is waiting, so two areas run at a time; what one of
+them prints is shown when it has ended. Ends with one line: N passed, N failed, N skipped.
 """
 
 from __future__ import annotations
@@ -9,34 +10,70 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS = 5
+AT_A_TIME = 2
 APART = (Path("tests/data/tokens"),)
 """Folders inside an area that are an area of their own."""
+LONGEST = ("tests/e2e", "tests/service", "tests/data", "tests/checkpoint", "tests/tasks")
+"""Begun first, so that none of them is left for the end."""
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    area: str
+    status: int
+    output: str
+    took_s: float
+
+    @property
+    def is_broken(self) -> bool:
+        return self.status not in (0, NO_TESTS)
+
+    def counts(self) -> dict[str, int]:
+        counts = dict.fromkeys(OUTCOMES, 0)
+        summaries = re.findall(
+            r"^.*\d+ (?:passed|failed|errors?|skipped)\b.* in [\d.]+s.*$", self.output, re.M
+        )
+        for number, word in re.findall(
+            r"(\d+) (passed|failed|error|skipped)", summaries[-1] if summaries else ""
+        ):
+            counts["failed" if word == "error" else word] += int(number)
+        if self.is_broken and not counts["failed"]:
+            counts["failed"] = 1  # Outside of a test, or before the end.
+        return counts
 
 
 def main() -> int:
-    totals = {"passed": 0, "failed": 0, "skipped": 0}
-    broken = []
     began_s = time.monotonic()
-    for area in areas():
-        print(f"\n=== {area[0]}", flush=True)
-        status, counts = run(area)
-        if status not in (0, NO_TESTS):
-            broken.append(area[0])
-            if not counts["failed"]:
-                print(f"{area[0]} ended with status {status} outside of a test, or before its end")
-                counts["failed"] = 1
-        for name, count in counts.items():
-            totals[name] += count
+    showing = threading.Lock()
+
+    def run(area: list[str]) -> Result:
+        result = run_area(area)
+        with showing:
+            print(
+                f"\n=== {result.area}, {result.took_s:.0f} s, status {result.status}\n{result.output}",
+                flush=True,
+            )
+        return result
+
+    with ThreadPoolExecutor(AT_A_TIME) as lanes:
+        results = list(lanes.map(run, areas()))
+    broken = sorted(result.area for result in results if result.is_broken)
     print(
         f"\nall areas in {time.monotonic() - began_s:.0f} s"
         + (f"; failed in {', '.join(broken)}" if broken else "")
     )
-    print(f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
+    totals = {outcome: sum(result.counts()[outcome] for result in results) for outcome in OUTCOMES}
+    print(", ".join(f"{count} {outcome}" for outcome, count in totals.items()))
     return 1 if broken else 0
 
 
@@ -47,23 +84,18 @@ def areas() -> list[list[str]]:
         inside = [apart for apart in APART if (ROOT / apart).is_relative_to(folder)]
         found.append([str(folder.relative_to(ROOT)), *(f"--ignore={apart}" for apart in inside)])
         found += [[str(apart)] for apart in inside]
-    return found
+    return sorted(found, key=lambda area: LONGEST.index(area[0]) if area[0] in LONGEST else len(LONGEST))
 
 
-def run(area: list[str]) -> tuple[int, dict[str, int]]:
+def run_area(area: list[str]) -> Result:
+    began_s = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", *area]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace")
-    assert process.stdout is not None
-    last = ""
-    for line in process.stdout:
-        sys.stdout.write(line)
-        sys.stdout.flush()
-        if re.search(r"\d+ (passed|failed|error|errors|skipped)\b.* in [\d.]+s", line):
-            last = line
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", last):
-        counts["failed" if word.startswith("error") else word] += int(number)
-    return process.wait(), counts
+    with tempfile.TemporaryFile(
+        "w+", errors="replace"
+    ) as output:  # No pipe: it would wait for whoever holds it.
+        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
+        output.seek(0)
+        return Result(area=area[0], status=status, output=output.read(), took_s=time.monotonic() - began_s)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ async def test_a_barrier_that_breaks_is_not_measured() -> None:
             goodbye = pb.DeregisterWorkerRequest(worker_id=fleet.workers[1].worker_id)
             await fleet.workers[0].connection.unary("DeregisterWorker", goodbye.SerializeToString())
             with pytest.raises(CallFailed):
-                await fleet.barrier("alone", 1)
+                await fleet.barrier("alone", 1, timeout_ms=500)
 
 
 async def test_a_refused_call_is_not_an_answer() -> None:

@@ -106,7 +106,7 @@ class Fleet:
         worker.session.on_message = _ignore
         return worker
 
-    async def barrier(self, name: str, step: int, *, beats_before: int = 0) -> float:
+    async def barrier(self, name: str, step: int, *, beats_before: int = 0, timeout_ms: int = 0) -> float:
         """Seconds from the first arrival, or the first heartbeat before it, to the last release.
 
         A session is handled in order, so a release also proves that every heartbeat before it was taken.
@@ -119,6 +119,7 @@ class Fleet:
                         barrier_id=name,
                         step=step,
                         expected_participants=self.size,
+                        timeout_ms=timeout_ms,
                         call_id=f"{name}-{step}-{number}".encode(),
                     )
                 ).SerializeToString()

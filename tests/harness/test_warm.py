@@ -1,9 +1,14 @@
-"""Workers from the fork server, when one of them dies at the worst moment."""
+"""Workers from the fork server: as good as processes of their own, also when one dies at the worst moment."""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
+import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,13 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
+from strata.rendezvous.preload import preload
 from strata.rendezvous.warm import WarmWorkers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server_with_torch() -> None:
+    preload()
 
 
 def who_am_i(wait_s: float) -> int:
@@ -20,11 +31,11 @@ def who_am_i(wait_s: float) -> int:
     return os.getpid()
 
 
-def make(tmp_path: Path, *, wait_s: float) -> WarmWorkers:
+def make(tmp_path: Path, *args: Any, entrypoint: Callable[..., Any] = who_am_i) -> WarmWorkers:
     return WarmWorkers(
         name="test",
-        entrypoint=who_am_i,
-        args={0: (wait_s,), 1: (wait_s,)},
+        entrypoint=entrypoint,
+        args={0: args, 1: args},
         envs={0: {}, 1: {}},
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
@@ -44,7 +55,7 @@ def test_one_that_is_killed_before_it_can_say_who_it_is_does_not_end_the_agent(
         return context
 
     monkeypatch.setattr(torch_api.mp, "start_processes", interrupted)
-    context = make(tmp_path, wait_s=0.0)
+    context = make(tmp_path, 0.0)
     context.start()
     result = context.wait(timeout=60)
     context.close()
@@ -54,10 +65,59 @@ def test_one_that_is_killed_before_it_can_say_who_it_is_does_not_end_the_agent(
 
 
 def test_one_that_has_finished_is_not_waited_for_when_all_are_ended(tmp_path: Path) -> None:
-    context = make(tmp_path, wait_s=0.0)
+    context = make(tmp_path, 0.0)
     context.start()
     while not all(not queue.empty() for queue in context._ret_vals.values()):
         time.sleep(0.02)  # Both have finished, and wait for the agent to take their results.
     began_s = time.monotonic()
     context.close()
     assert time.monotonic() - began_s < 15, "torch would wait 30 s and then kill them"
+
+
+def leave(how: str, said: str) -> None:
+    os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    print(multiprocessing.get_start_method(), file=sys.stderr)
+    atexit.register(print, "at exit", file=sys.stderr)
+    if how == "sys.exit()":
+        sys.exit()
+    if how == "os._exit(0)":
+        os._exit(0)
+    if how == "Ctrl-C":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    raise ValueError("it went wrong")
+
+
+@pytest.mark.parametrize(
+    ("how", "codes"), [("sys.exit()", set()), ("os._exit(0)", set()), ("Ctrl-C", {130}), ("raise", {1})]
+)
+def test_a_script_leaves_the_way_it_would_leave_a_process_of_its_own(
+    tmp_path: Path, how: str, codes: set[int]
+) -> None:
+    said = tmp_path / "said"
+    context = make(tmp_path, how, str(said), entrypoint=leave)
+    context.start()
+    result = context.wait(timeout=60)
+    context.close()
+    assert result is not None
+    assert {failure.exitcode for failure in result.failures.values()} == codes
+    lines = said.read_text().splitlines()
+    assert multiprocessing.get_start_method() in lines
+    assert ("at exit" in lines) == (how != "os._exit(0)")
+    assert ("ValueError: it went wrong" in lines) == (how == "raise")
+
+
+def test_one_that_is_killed_after_it_has_finished_does_not_keep_the_agent(tmp_path: Path) -> None:
+    context = make(tmp_path, 0.0)
+    context.start()
+    while not all(not queue.empty() for queue in context._ret_vals.values()):
+        time.sleep(0.02)
+    asleep = context._worker_finished_event._cond._sleeping_count
+    while asleep.get_value() < 2:
+        time.sleep(0.02)
+    os.kill(context.pids()[0], signal.SIGKILL)
+    while context._pc.processes[0].exitcode is None:
+        time.sleep(0.02)
+    result = context.wait(timeout=60)
+    assert result is not None
+    assert {failure.exitcode for failure in result.failures.values()} == {-signal.SIGKILL}

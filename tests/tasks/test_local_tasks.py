@@ -60,13 +60,20 @@ def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_e
         assert tasks.server.post(f"/api/tasks/{behind}/stop", {})[1]["status"] == "stopped"
 
         victim = eventually(lambda: workers(tasks, task_id).get(f"{task_id}-rank1"), within_s=30)
+        server = psutil.Process(victim).parent()
+        assert server is not None
+        assert "multiprocessing.forkserver" in " ".join(server.cmdline())
         os.kill(victim, signal.SIGKILL)
         eventually(lambda: "rank 1 was killed by SIGKILL" in tasks.log(task_id), within_s=30)
-        eventually(
-            lambda: workers(tasks, task_id).get(f"{task_id}-rank1", victim) != victim,
+        successor = eventually(
+            lambda: next(
+                (p for w, p in workers(tasks, task_id).items() if w.endswith("1") and p != victim), 0
+            ),
             within_s=60,
             every_s=0.1,
         )
+        # It had torch before it was born, and needed nobody but the task's own agent to come to life.
+        assert psutil.Process(successor).parent() == server
         recovered = tasks.until(task_id, lambda task: task["step"] > begun["step"])
         assert (recovered["status"], recovered["attempts"]) == ("running", 1)
 
@@ -147,18 +154,19 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         "    print('deaf', flush=True)\n"
         "    signal.pause()\n"
     )
-    (recipes / "ends.toml").write_text(
-        "script = 'ends.py'\narguments = ['{how}']\nrequired = ['how']\n[config.how]\ntype = 'string'\n"
-    )
+    for name, warm in (("ends", "true"), ("ends-cold", "false")):
+        (recipes / f"{name}.toml").write_text(
+            f"script = 'ends.py'\narguments = ['{{how}}']\nrequired = ['how']\nwarm = {warm}\n"
+            "[config.how]\ntype = 'string'\n"
+        )
     env = {"STRATA_RECIPES_DIR": str(recipes), "STRATA_TASK_WORKERS": "8", "STRATA_TASK_STOP_TIMEOUT": "2"}
     tasks = Tasks(tmp_path / "data", env)
     limited = limit_memory()
     tasks.server.start()
     try:
-        hows = ["linger", "wait", "raise", "crash", "refuse", "well"]
-        if limited:
-            hows.append("eat")
-        ids = {how: tasks.submit("ends", how=how) for how in hows}
+        cold = ["linger", "refuse", "well", "eat"] if limited else ["linger", "refuse", "well"]
+        ids = {how: tasks.submit("ends", how=how) for how in ("wait", "raise", "crash")}
+        ids |= {how: tasks.submit("ends-cold", how=how) for how in cold}
         for how, kind, message in (
             ("raise", "exception", "rank 0: ValueError: the answer is 41 (3 times in a row)"),
             ("crash", "signal", "rank 0 was killed by SIGSEGV (3 times in a row)"),
@@ -182,7 +190,7 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         (agent,) = (
             pid
             for pid, line in tasks.processes(ids["wait"]).items()
-            if "distributed.run" in line and "keeper" not in line
+            if "strata.launch.agent" in line and "keeper" not in line
         )
         os.kill(agent, signal.SIGKILL)
         retried = tasks.until(ids["wait"], lambda task: task["attempts"] == 2)

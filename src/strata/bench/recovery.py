@@ -150,6 +150,7 @@ def _plain_torchrun(folder: Path, kills: int) -> Iterator[Row]:
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",
             rdzv_conf=conf,
+            warm=False,
         )
         agent = Agent(spec, log=folder / f"{name}.log")
         try:

@@ -62,6 +62,7 @@ class Planner:
             task_dir=task_dir,
             working_dir=recipe.working_dir,
             coordinator=self.coordinator,
+            warm=recipe.warm,
         )
 
     def prepare(self, plan: LaunchPlan, cluster: Cluster, task: Task) -> None:

@@ -130,6 +130,7 @@ class LocalLauncher:
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",
             max_restarts=plan.max_restarts,
+            warm=plan.warm,
             environment={
                 **plan.environment,
                 RUN_VARIABLE: plan.run_id,

@@ -64,6 +64,8 @@ class LaunchPlan:
     """Where workers start; `task_dir` when None."""
     coordinator: str
     """host:port of the coordinator's gRPC face, which is also a rendezvous (back end `strata`)."""
+    warm: bool = True
+    """Workers are forked with torch in place."""
     max_restarts: int = 100
     """How often torchrun may start the workers anew within this attempt."""
 

@@ -50,6 +50,8 @@ class Recipe:
     max_workers: int | None = None
     working_dir: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    warm: bool = True
+    """Workers are forked with torch in place; no use to a program that needs no torch."""
     built_in: bool = False
 
     def check(self, config: Mapping[str, Any], *, worker_count: int, dataset_id: str | None) -> None:
@@ -156,6 +158,7 @@ _KEYS: dict[str, type | tuple[type, ...]] = {
     "max_workers": int,
     "working_dir": str,
     "environment": dict,
+    "warm": bool,
 }
 
 
@@ -207,6 +210,7 @@ def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> R
         max_workers=declared.get("max_workers"),
         working_dir=(path.parent / working_dir).resolve() if working_dir is not None else None,
         environment=environment,
+        warm=declared.get("warm", True),
     )
 
 

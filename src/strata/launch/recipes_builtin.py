@@ -63,6 +63,7 @@ INDEXING = Recipe(
     program=("-m", "strata.launch.programs.indexing"),
     built_in=True,
     needs_dataset=True,
+    warm=False,
     one_process=True,
     schema=_schema(
         tokenizer=_key("string", "'bytes', or the path of a tokenizer.json.", default="bytes", minLength=1),
@@ -77,6 +78,7 @@ SHARDING = Recipe(
     program=("-m", "strata.launch.programs.sharding"),
     built_in=True,
     needs_dataset=True,
+    warm=False,
     schema=_schema(),
 )
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
+import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,7 @@ class WarmWorkers(workers.MultiprocessContext):
 
 def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
     """In the worker: what Python does for a program, and not for a function in a process that was forked."""
-    multiprocessing.set_start_method(None, force=True)  # Processes of its own start in the usual way.
+    _part_from_server()
     try:
         return entrypoint(*arguments)
     except KeyboardInterrupt:
@@ -89,6 +91,16 @@ def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
         raise
     finally:
         atexit._run_exitfuncs()
+
+
+def _part_from_server() -> None:
+    """The server ends with the agent, and the worker with the server: so it must not hold what keeps the server alive.
+    Processes of the script's own start in the usual way."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    multiprocessing.set_start_method(None, force=True)
 
 
 def _brief(record: logging.LogRecord) -> bool:

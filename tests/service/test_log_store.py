@@ -61,6 +61,19 @@ def test_flood_is_dropped_counted_and_reported() -> None:
     assert store.newest(1, EVERYTHING)[0] is newest, "a drop is reported once"
 
 
+def test_whoever_reads_the_log_of_a_task_is_told_what_was_dropped_of_its_workers_and_its_agent() -> None:
+    store = LogStore()
+    flood = [line("noise", task_id="t")] * (2 * BURST)
+    store.add_lines(flood, sender="worker t-rank0", worker_id="t-rank0")
+    store.add_lines([], sender="task t", dropped=7)
+    store.report_drops()
+    told = [e for e in store.newest(9, LogFilter(task_id="t")) if e.level == "warn"]
+    assert {(e.worker_id, e.message.partition(" log lines of ")[2][:12]) for e in told} == {
+        ("t-rank0", "'t-rank0' we"),
+        (None, "'t' were dro"),
+    }
+
+
 def test_flood_does_not_hide_the_error_behind_it() -> None:
     store = LogStore()
     store.add_lines([line("noise")] * (2 * BURST), sender="task t")

@@ -56,6 +56,9 @@ class _Budget:
     tokens: float
     filled_mono_s: float
     dropped: int = 0
+    worker_id: str | None = None
+    task_id: str | None = None
+    """Whose lines they were, for the notice of those that were dropped."""
 
     @property
     def burst(self) -> float:
@@ -130,6 +133,9 @@ class LogStore:
     ) -> None:
         """Lines of a worker or a task, within the sender's budget; `dropped` were lost before they came here."""
         budget = self._refilled(sender)
+        budget.worker_id = worker_id
+        if lines:
+            budget.task_id = lines[-1].task_id or None
         accepted = list(lines)
         if budget.tokens - budget.burst * RESERVE < len(lines) or self._fleet.tokens < len(lines):
             accepted = [line for line in lines if self._affordable(budget, line)]
@@ -156,14 +162,15 @@ class LogStore:
             budget = self._refilled(sender)
             if budget.dropped:
                 kind, _, name = sender.partition(" ")
+                task_id = name if kind == "task" else budget.task_id
                 self.add(
                     level="warn",
                     message=f"{budget.dropped:,} log lines of '{name}' were dropped: more came than the "
                     f"{self._lines_per_second:,} a second that are kept",
                     source="coordinator",
                     at_s=time.time(),
-                    worker_id=name if kind == "worker" else None,
-                    task_id=name if kind == "task" else None,
+                    worker_id=budget.worker_id,
+                    task_id=task_id,
                 )
                 budget.dropped = 0
             elif budget.tokens >= budget.burst:

@@ -44,6 +44,7 @@ from strata.launch.ray_messages import (
     Stop,
     Wish,
 )
+from strata.launch.trouble import Trouble
 
 log = logging.getLogger("strata.launch.ray")
 
@@ -73,6 +74,7 @@ class RayLauncher:
         self._driver: _Driver | None = None
         self._again: asyncio.TimerHandle | None = None
         self._try_at_s = 0.0
+        self._trouble = Trouble(log, over=f"the Ray cluster at '{options.address}' is back")
         self._closed = False
 
     def capacity(self) -> Capacity:
@@ -158,7 +160,9 @@ class RayLauncher:
             if not self._adopted.done():
                 self._adopted.set_exception(LaunchFailed("The Ray driver ended before it was connected."))
             return
-        log.warning("lost the Ray cluster at '%s'; trying again in %g s", self._options.address, AGAIN_S)
+        self._trouble.begins(
+            f"lost the Ray cluster at '{self._options.address}'; trying again every {AGAIN_S:g} s"
+        )
         self._again = self._loop.call_later(AGAIN_S, self._connect)
 
     def _heard(self, message: Observation | News) -> None:
@@ -166,11 +170,12 @@ class RayLauncher:
             case CapacitySeen():
                 self._capacity = message.capacity
             case Adopted():
+                self._trouble.ended()
                 if self._adopted is not None and not self._adopted.done():
                     self._adopted.set_result(None)
             case DriverFailed():
                 if self._adopted is None:
-                    log.warning("%s", message.reason)
+                    self._trouble.met(message.reason)
                 elif not self._adopted.done():
                     self._adopted.set_exception(LaunchFailed(message.reason, hint=message.hint))
             case Started() | Output():

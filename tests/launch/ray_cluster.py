@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+from strata.launch.leftovers import is_tracker
+
 ENVIRONMENT = {
     # Without this Ray looks for another address than loopback, and waits for it.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -47,10 +49,13 @@ class RayCluster:
         return float(self._cluster.global_state.available_resources().get("CPU", 0.0))
 
     def lose(self, node: Any) -> None:
-        """Everything that runs on the node is gone at once, as with a machine that lost its power."""
+        """Everything that runs on the node is gone at once, as with a machine that lost its power.
+
+        All but Python's resource trackers: this machine goes on, and they remove the semaphores of the dead from it.
+        """
         (raylet,) = node.all_processes["raylet"]
         daemon = psutil.Process(raylet.process.pid)
-        doomed = [daemon, *daemon.children(recursive=True)]
+        doomed = [daemon, *(p for p in daemon.children(recursive=True) if not is_tracker(p.pid))]
         for process in doomed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGSTOP)  # Nobody sees another one go and saves what it has.

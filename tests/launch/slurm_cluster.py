@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from tests.support import eventually
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -47,6 +49,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     (folder / "slurm.conf").write_text(_configuration(folder, ports[0], ports[1:]))
     cluster = Slurm(folder)
     with contextlib.ExitStack() as running:
+        running.callback(_end_left, cluster)  # The last to be done, also where a test is broken off.
 
         def start(*command: str) -> None:
             output = running.enter_context(open(folder / f"{Path(command[0]).name}.out", "ab"))
@@ -68,6 +71,27 @@ def _idle(cluster: Slurm) -> int:
         return cluster.run("sinfo", "--noheader", "--Node", "--format=%t").split().count("idle")
     except AssertionError:
         return 0
+
+
+def _end_left(cluster: Slurm) -> None:
+    """What jobs started outlives the daemons. All of it has the name of the cluster's configuration around it."""
+    mark = cluster.environment["SLURM_CONF"]
+
+    def left() -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def none_left() -> bool:
+        for process in left():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        return not left()
+
+    eventually(none_left, within_s=20, what="nothing of the cluster is left")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -33,7 +34,9 @@ def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
         *("-o", str(script)),
     )
     assert wrote.code == 0, wrote.err
-    with slurm(tmp_path / "slurm") as cluster:
+    with contextlib.ExitStack() as clearing:
+        clearing.callback(forget_shared_memory, name)
+        cluster = clearing.enter_context(slurm(tmp_path / "slurm"))
         submitted = cluster.run("sbatch", "--parsable", str(script), cwd=tmp_path, GLOO_SOCKET_IFNAME="lo")
         job_id = submitted.split(";")[0]
         log = tmp_path / f"{name}-{job_id}.log"
@@ -55,4 +58,3 @@ def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
         )
         cluster.run("scancel", job_id)
         eventually(lambda: not workers(), within_s=60, what="the workers left", every_s=0.5)
-    forget_shared_memory(name)

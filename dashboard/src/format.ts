@@ -18,7 +18,7 @@ export function number(value: Maybe, digits = 3): string {
   if (!known(value)) return UNKNOWN;
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 10 ** (digits - 1)) return Math.round(value).toLocaleString("en-US");
+  if (Number.isInteger(value) || size >= 10 ** (digits - 1)) return Math.round(value).toLocaleString("en-US");
   if (size < 1e-4) return value.toExponential(digits - 1);
   const places = Math.max(0, digits - 1 - Math.floor(Math.log10(size)));
   return value.toFixed(Math.min(places, 6));

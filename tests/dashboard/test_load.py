@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from typing import Any
 
 import pytest
 
-from strata.bench.chromium import Chromium
+from strata.bench.chromium import PATIENCE_S, Chromium
 from strata.bench.dashboard import USEFUL, Load, run, say
 from strata.bench.fleet import Fleet
 from strata.bench.serving import HOST, served_coordinator
@@ -15,6 +17,7 @@ from strata.bench.serving import HOST, served_coordinator
 pytestmark = pytest.mark.browser
 
 SOAK_S = 600
+SLICE_S = 30
 
 
 @pytest.mark.slow
@@ -39,32 +42,76 @@ async def test_a_page_left_open_neither_grows_nor_blocks(built: object) -> None:
     with served_coordinator() as coordinator:
         async with Fleet(coordinator, 1_000) as fleet:
             beating = asyncio.create_task(fleet.beat_at_1_hz())
-            with Chromium() as chromium:
-                chromium.before_every_page(USEFUL)
-                await asyncio.to_thread(chromium.open, f"http://{HOST}:{coordinator.http_port}/logs")
-                await asyncio.to_thread(chromium.evaluate, "window.usefulAt")
-                await asyncio.to_thread(chromium.evaluate, "window.longTasks.length = 0")
-                worked_s = await asyncio.to_thread(chromium.worked_s)
-                heaps, nodes = [], []
+            with Watched() as page:
+                page.before_every_page(USEFUL)
+                await asyncio.to_thread(page.open, f"http://{HOST}:{coordinator.http_port}/logs")
+                await asyncio.to_thread(page.evaluate, "window.usefulAt")
+                await asyncio.to_thread(page.evaluate, "window.longTasks.length = 0")
+                await asyncio.to_thread(page.watch)
                 began_s, lines = time.monotonic(), 0
                 while time.monotonic() - began_s < SOAK_S:
                     for _ in range(50):
                         say(fleet, lines % fleet.size, f"line {lines}: loss 2.31")
                         lines += 1
-                    if lines % 30_000 == 0:
-                        await asyncio.to_thread(chromium.call, "HeapProfiler.collectGarbage")
-                        used = await asyncio.to_thread(chromium.call, "Runtime.getHeapUsage")
-                        counted = await asyncio.to_thread(chromium.call, "Memory.getDOMCounters")
-                        heaps.append(used["usedSize"] / 1e6)
-                        nodes.append(counted["nodes"])
+                    if lines % (1_000 * SLICE_S) == 0:
+                        await asyncio.to_thread(page.look)
                     await asyncio.sleep(max(0.0, began_s + lines / 1_000 - time.monotonic()))
-                worked_s = await asyncio.to_thread(chromium.worked_s) - worked_s
-                tasks = await asyncio.to_thread(chromium.evaluate, "window.longTasks")
+                blocked = await asyncio.to_thread(page.evaluate, "window.longTasks")
             beating.cancel()
-    longest = sorted(round(task) for task in tasks)[-10:]
-    print(f"\n{lines:,} lines in {SOAK_S} s; the page's thread worked {worked_s / SOAK_S:.0%} of the time")
-    print(f"heap in MB: {[round(heap, 1) for heap in heaps]}; nodes: {nodes}")
-    print(f"{len(tasks)} tasks of more than 50 ms, the longest in ms: {longest}")
-    assert max(heaps[-4:]) < max(heaps[2:6]) * 1.25
-    assert max(nodes[-4:]) < max(nodes[2:6]) * 1.25
-    assert max(longest, default=0) < 100
+    print(f"\n{lines:,} lines in {SOAK_S} s; heap in MB: {page.heaps_mb}; nodes: {page.nodes}")
+    print(f"longest tasks in ms of processor time: {[round(task) for task in sorted(page.tasks_ms)[-10:]]}")
+    print(f"longest the page was blocked, in ms: {sorted(round(task) for task in blocked)[-10:]}")
+    assert max(page.heaps_mb[-4:]) < max(page.heaps_mb[2:6]) * 1.25
+    assert max(page.nodes[-4:]) < max(page.nodes[2:6]) * 1.25
+    assert len(page.tasks_ms) > SOAK_S
+    assert max(page.tasks_ms) < 100
+
+
+class Watched(Chromium):
+    """Notes what its page holds, and how long the page's main thread worked on single tasks, slice by slice.
+
+    Tasks are measured in processor time: on a busy machine a short one takes long, and that is not the page's doing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heaps_mb: list[float] = []
+        self.nodes: list[int] = []
+        self.tasks_ms: list[float] = []
+
+    def watch(self) -> None:
+        self.call(
+            "Tracing.start", transferMode="ReturnAsStream", traceConfig={"includedCategories": ["toplevel"]}
+        )
+
+    def look(self) -> None:
+        self._take(self._traced())
+        self.call("HeapProfiler.collectGarbage")
+        self.heaps_mb.append(round(self.call("Runtime.getHeapUsage")["usedSize"] / 1e6, 1))
+        self.nodes.append(self.call("Memory.getDOMCounters")["nodes"])
+        self.watch()
+
+    def _traced(self) -> list[dict[str, Any]]:
+        self.call("Tracing.end")
+        until_s = time.monotonic() + PATIENCE_S
+        while not (done := [e for e in self._events if e["method"] == "Tracing.tracingComplete"]):
+            self._events = [event for event in [self._next(until_s)] if "method" in event]
+        stream, text = done[0]["params"]["stream"], ""
+        while not (piece := self.call("IO.read", handle=stream, size=1 << 22))["eof"]:
+            text += piece["data"]
+        self.call("IO.close", handle=stream)
+        self._events.clear()
+        events: list[dict[str, Any]] = json.loads(text + piece["data"])["traceEvents"]
+        return events
+
+    def _take(self, events: list[dict[str, Any]]) -> None:
+        main = {
+            (event["pid"], event["tid"])
+            for event in events
+            if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
+        }
+        self.tasks_ms += [
+            event["tdur"] / 1_000
+            for event in events
+            if event["name"].endswith("RunTask") and "tdur" in event and (event["pid"], event["tid"]) in main
+        ]

@@ -36,6 +36,7 @@ def test_a_run_is_started_watched_and_stopped_without_a_terminal(
     register_a_dataset(page, tmp_path / "stories.jsonl")
     task = start_a_task(page, own)
     watch_a_checkpoint_complete(page, task)
+    tell_the_readers_apart(page)
     see_a_worker_die_and_recover(page, own, task)
     filter_the_logs(page, task, tmp_path)
     stop_the_task(page, own, task)
@@ -95,6 +96,12 @@ def watch_a_checkpoint_complete(page: Browser, task: str) -> None:
     page.press("Escape")
 
 
+def tell_the_readers_apart(page: Browser) -> None:
+    page.open("/data")
+    for rank in (0, 1):
+        page.see(f"rank{rank}", css="[aria-label='Shards by worker'] a")
+
+
 def see_a_worker_die_and_recover(page: Browser, own: Coordinator, task: str) -> None:
     page.open(f"/runs/{task}")
     page.see(role="heading", nth=0)
@@ -102,12 +109,12 @@ def see_a_worker_die_and_recover(page: Browser, own: Coordinator, task: str) -> 
     victim = next(w for w in own.get("/api/workers") if w["id"] == f"{task}-rank1")
     os.kill(int(victim["metadata"]["pid"]), signal.SIGKILL)
     page.open("/workers?view=table")
-    page.see(css=f"[role=row]:has-text('{task}-rank1'):has-text('failed')", within_s=15)
+    page.see(css=f"[role=row]:has-text('{task}'):has-text('rank1'):has-text('failed')", within_s=15)
     eventually(lambda: len(own.get("/api/recoveries")) > before, within_s=60, every_s=0.2)
     page.open("/")
     page.see("recovered in", css="main *", within_s=20)
     page.open("/workers?view=table")
-    page.see(css=f"[role=row]:has-text('{task}-rank1'):has-text('training')", within_s=30)
+    page.see(css=f"[role=row]:has-text('{task}'):has-text('rank1'):has-text('training')", within_s=30)
 
 
 def filter_the_logs(page: Browser, task: str, folder: Path) -> None:

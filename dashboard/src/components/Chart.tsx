@@ -21,6 +21,9 @@ export interface Line {
 /** Room for half a time at the right end of the axis. */
 export const RIGHT = 28;
 
+/** A time this near to the left end would run into the numbers there. */
+const CORNER = 26;
+
 interface Props {
   label: string;
   /** Unix seconds, or steps with `x="number"`; growing. */
@@ -77,7 +80,7 @@ export function Chart(props: Props) {
         y: { range: (_, low, max) => { const min = floor === null ? low : Math.min(floor, low); return (min === max ? [Math.min(0, min), max === 0 ? 1 : max * 1.25] : uPlot.rangeNum(Math.min(min, min > 0 && min < max * 0.5 ? 0 : min), max, 0.12, true)); } },
       },
       axes: [
-        { ...axis, grid: { show: false }, size: 20, gap: 2, space: 90, ...(x === "time" ? { splits: (u: uPlot, _: number, from: number, to: number) => timeTicks(from, to, u.bbox.width / devicePixelRatio) } : {}), values: (_, splits) => splits.map((v) => (x === "time" ? clock(v) : compact(v))) },
+        { ...axis, grid: { show: false }, size: 20, gap: 2, space: 90, ...(x === "time" ? { splits: (u: uPlot, _: number, from: number, to: number) => timeTicks(from, to, u.bbox.width / devicePixelRatio).filter((at) => u.valToPos(at, "x") > CORNER) } : {}), values: (_, splits) => splits.map((v) => (x === "time" ? clock(v) : compact(v))) },
         { ...axis, size: props.gutter ?? 48, gap: 6, space: 34, values: (_, splits, __, ___, step) => splits.map((v) => axisNumber(v, step, splits.at(-1) ?? v)) },
       ],
       series: [

@@ -37,6 +37,11 @@ export function Name(props: { children: string | null | undefined; whole?: strin
   return <span className={`foreign block truncate ${props.mono ? "font-mono text-sm" : ""}`} title={props.whole ?? props.children}>{props.children}</span>;
 }
 
+/** A path: its end tells it from the others. */
+export function Path(props: { children: string }) {
+  return <span className="truncate-start block font-mono text-sm" title={props.children}><bdi dir="ltr">{props.children}</bdi></span>;
+}
+
 const LINK = "foreign inline-block max-w-full truncate align-bottom text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent";
 
 export function WorkerLink(props: { id: string }) {

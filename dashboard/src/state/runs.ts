@@ -95,7 +95,8 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
     ...run,
     name: task?.name || run.id,
     status: statusOf(workers, alive, task, run.checkpoints.length > 0 || run.recoveries.length > 0 || alive.length < workers.length),
-    workers: [...workers].sort((a, b) => (a.rank ?? 1e9) - (b.rank ?? 1e9) || a.id.localeCompare(b.id, "en", { numeric: true })),
+    // By name: a place that stays when ranks are dealt out anew.
+    workers: [...workers].sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true })),
     alive: alive.length,
     failed: workers.length - alive.length,
     step,

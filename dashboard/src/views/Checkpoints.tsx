@@ -13,7 +13,7 @@ import { Page } from "../components/Page";
 import { Empty, ErrorNote, Loading } from "../components/states";
 import { Status } from "../components/Status";
 import { Table, type Column } from "../components/Table";
-import { Ago, Bytes, Name, RunLink, Time, WorkerLink } from "../components/values";
+import { Ago, Bytes, Name, Path, RunLink, Time, WorkerLink } from "../components/values";
 import { count, number, plural } from "../format";
 import { useFilters } from "../search";
 import { shortName } from "../state/runs";
@@ -24,13 +24,13 @@ import { Verify } from "./checkpoints/Verify";
 const COLUMNS: readonly Column<Checkpoint>[] = [
   { id: "step", header: "Step", value: (each) => each.step, cell: (each) => <span className="font-medium">{count(each.step)}</span>, align: "right", width: "80px" },
   { id: "status", header: "Status", value: (each) => each.status, cell: (each) => <Status value={each.status} title={each.reason} />, width: "118px" },
-  { id: "tiers", header: "Tiers", value: (each) => each.tiers.length, cell: (each) => <Ladder tiers={each.tiers} status={each.status} />, width: "200px" },
+  { id: "tiers", header: "Tiers", value: (each) => each.tiers.length, cell: (each) => <Ladder tiers={each.tiers} status={each.status} />, width: "188px" },
   { id: "size", header: "Size", value: (each) => each.size, cell: (each) => <Bytes value={each.size} />, align: "right", width: "88px" },
   { id: "speed", header: "Speed", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "104px" },
   { id: "made", header: "Made", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "108px" },
-  { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} />, width: "minmax(5rem, 1fr)" },
-  { id: "author", header: "Author", value: (each) => each.worker_id, cell: (each) => <Name whole={each.worker_id}>{shortName(each.worker_id, each.job_id)}</Name>, width: "minmax(5rem, 1fr)" },
-  { id: "path", header: "Path", value: (each) => each.path, cell: (each) => <Name mono>{each.path}</Name>, width: "minmax(8rem, 2fr)" },
+  { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} />, width: "minmax(8.5rem, 1fr)" },
+  { id: "author", header: "Author", value: (each) => each.worker_id, cell: (each) => <Name whole={each.worker_id}>{shortName(each.worker_id, each.job_id)}</Name>, width: "minmax(4.5rem, 1fr)" },
+  { id: "path", header: "Path", value: (each) => each.path, cell: (each) => <Path>{each.path}</Path>, width: "minmax(8rem, 2fr)" },
   { id: "digest", header: "Digest", cell: (each) => <Name mono>{each.digest.split(":").at(-1)}</Name>, width: "minmax(5rem, 1fr)" },
 ];
 

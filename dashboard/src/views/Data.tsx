@@ -11,7 +11,7 @@ import { Button, Select } from "../components/controls";
 import { Page } from "../components/Page";
 import { Empty, ErrorNote, Loading } from "../components/states";
 import { Table, type Column } from "../components/Table";
-import { Ago, Name, Time } from "../components/values";
+import { Ago, Name, Path, Time } from "../components/values";
 import { count, plural } from "../format";
 import { useFilters } from "../search";
 import { shortName } from "../state/runs";
@@ -24,12 +24,12 @@ const AGAIN_MS = 5_000;
 
 const COLUMNS: readonly Column<Dataset>[] = [
   { id: "id", header: "Dataset", value: (dataset) => dataset.id, cell: (dataset) => <Name>{dataset.name === dataset.id ? dataset.id : `${dataset.name} (${dataset.id})`}</Name>, width: "minmax(10rem, 2fr)" },
-  { id: "format", header: "Format", value: (dataset) => dataset.format, width: "110px" },
+  { id: "format", header: "Format", value: (dataset) => dataset.format, width: "100px" },
   { id: "samples", header: "Samples", value: (dataset) => dataset.total_samples, cell: (dataset) => count(dataset.total_samples), align: "right", width: "130px" },
   { id: "shards", header: "Shards", value: (dataset) => dataset.shard_count, cell: (dataset) => count(dataset.shard_count), align: "right", width: "90px" },
-  { id: "order", header: "Order", value: (dataset) => (dataset.shuffle ? `shuffled, seed ${dataset.seed}` : "as stored"), width: "150px" },
+  { id: "order", header: "Order", value: (dataset) => (dataset.shuffle ? `shuffled, seed ${dataset.seed}` : "as stored"), width: "180px" },
   { id: "registered", header: "Registered", value: (dataset) => dataset.registered_at, cell: (dataset) => <Ago at={dataset.registered_at} />, align: "right", width: "130px" },
-  { id: "path", header: "Path", value: (dataset) => dataset.path, cell: (dataset) => <Name mono>{dataset.path}</Name>, width: "minmax(12rem, 3fr)" },
+  { id: "path", header: "Path", value: (dataset) => dataset.path, cell: (dataset) => <Path>{dataset.path}</Path>, width: "minmax(12rem, 3fr)" },
 ];
 
 export function Data() {
@@ -109,7 +109,7 @@ function Chosen(props: { dataset: Dataset }) {
   useEffect(() => {
     if (moved > 0) void refetch();
   }, [moved, refetch]);
-  const proof = audit.data?.find((each) => each.job_id === plan.data?.job_id && each.epoch === plan.data?.epoch) ?? audit.data?.at(-1);
+  const proofs = (audit.data ?? []).filter((each) => each.job_id === plan.data?.job_id);
 
   return (
     <div className="grid items-start gap-4 xl:grid-cols-[minmax(0,5fr)_minmax(0,3fr)]">
@@ -124,7 +124,7 @@ function Chosen(props: { dataset: Dataset }) {
               <ErrorNote error={plan.error} onRetry={() => void plan.refetch()} />
             )
           ) : (
-            <ShardMap plan={plan.data} audit={proof} />
+            <ShardMap plan={plan.data} proofs={proofs} />
           )}
         </Card>
         <Card title="About it">
@@ -136,7 +136,7 @@ function Chosen(props: { dataset: Dataset }) {
               ["Samples", count(dataset.total_samples)],
               ["Samples in a shard", count(dataset.shard_size)],
               ["Registered", <Time key="registered" at={dataset.registered_at} />],
-              ["Path", <span key="path" title={dataset.path}>{dataset.path}</span>],
+              ["Path", <Path key="path">{dataset.path}</Path>],
               ...Object.entries(dataset.metadata).map(([name, value]) => [name, value] as const),
             ]}
           />
@@ -176,7 +176,7 @@ function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; job:
       title="Samples"
       hint={worker ? "what it reads now" : "the first ones"}
       actions={
-        <Select aria-label="Whose samples" className="max-w-48" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
+        <Select aria-label="Whose samples" className="max-w-60" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
           <option value="">From the beginning</option>
           {worker && !choices.includes(worker) && <option value={worker}>{shortName(worker, job)}</option>}
           {choices.map((name) => <option key={name} value={name}>{shortName(name, job)}</option>)}

@@ -37,7 +37,9 @@ export function Overview() {
   const runs = useMemo(() => runsOf(state), [state]);
   const health = useMemo(() => assess(state, now), [state, now]);
   const live = runs.filter((r) => r.alive > 0);
-  const only = live.length <= 1 ? runs[0] : undefined; // The one that trains, or the last that did.
+  const measured = live.filter((r) => r.throughput !== null);
+  // The only one that trains, or the last that did.
+  const only = measured.length === 1 ? measured[0] : live.length <= 1 ? runs[0] : undefined;
   useRunHistory(only?.id);
   if (state.coordinator === null) return <Page title="Overview"><Waiting health={health} /></Page>;
   const { metrics, series } = state;
@@ -69,8 +71,8 @@ export function Overview() {
         </Figure>
       </div>
       <div className="grid gap-4 xl:grid-cols-2">
-        <Card title="Training throughput" hint={live.length > 1 ? "all runs together" : undefined}>
-          <Chart label="Training throughput over time" sync="overview" range={window} times={throughput.times} lines={[{ label: "throughput", color: "accent", values: throughput.values, fill: true }]} unit={unit} format={compact} height={170} empty="No run has reported its throughput yet" />
+        <Card title="Training throughput" hint={measured.length > 1 ? "all runs together" : undefined}>
+          <Chart label="Training throughput over time" sync="overview" range={window} times={throughput.times} lines={[{ label: "throughput", color: "accent", values: throughput.values, fill: true }]} unit={unit} format={compact} height={170} empty="No run reports its throughput" />
         </Card>
         <Card title="Coordinator requests">
           <Chart label="Coordinator requests per second over time" sync="overview" range={window} times={times} lines={[{ label: "requests", color: "busy", values: cut(series.rps), fill: true }]} unit="/s" format={compact} height={170} />

@@ -52,7 +52,7 @@ function ConnectionCard() {
     ["Since", <Time key="s" at={coordinator?.started_at} />],
     ["Leads", coordinator ? (coordinator.leader ? "yes" : "no, it stands by") : "–"],
     ["Generation", coordinator ? count(coordinator.generation) : "–"],
-    ["Clock difference", `${skew >= 0 ? "+" : "−"}${Math.abs(skew).toFixed(1)} s`],
+    ["Clock difference", Math.abs(skew) < 0.05 ? "none" : `${skew > 0 ? "+" : "−"}${Math.abs(skew).toFixed(1)} s`],
   ];
   return (
     <Card title="Connection" actions={connection.phase === "disconnected" && <Button onClick={retryNow}>Try now</Button>}>

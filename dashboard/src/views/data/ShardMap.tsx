@@ -11,66 +11,77 @@ import { Empty } from "../../components/states";
 import { RunLink } from "../../components/values";
 import { count, cut, percent, plural } from "../../format";
 import { shortName } from "../../state/runs";
-import { movedIn, rowsOf, type Range, type Row } from "./ranges";
+import { movedIn, positionOf, rowsOf, type Position, type Range, type Row } from "./ranges";
 
 const ROW_PX = 30;
 const NAME_LETTERS = 24;
 
-export function ShardMap(props: { plan: ShardPlan; audit: Audit | undefined }) {
+export function ShardMap(props: { plan: ShardPlan; proofs: readonly Audit[] }) {
   const { plan } = props;
   const rows = useMemo(() => rowsOf(plan), [plan]);
   const moved = useMemo(() => movedIn(plan), [plan]);
   const receivers = rows.filter((row) => row.moved > 0).length;
+  const position = positionOf(plan, props.proofs);
   return (
     <div className="flex flex-col gap-4">
-      <Progress plan={plan} audit={props.audit} />
+      <Progress position={position} />
       <p className="text-muted">
         Plan {count(plan.version)} of <RunLink id={plan.job_id} />, epoch {count(plan.epoch)}: <span className="foreign text-ink">{plan.reason}</span>.{" "}
         {moved > 0 ? `${plural(moved, "shard")} moved to ${plural(receivers, "worker")}.` : "Nothing moved."}
+        {!position.inPlan && ` Epoch ${count(position.epoch)} goes on with it.`}
       </p>
-      <Legend />
-      <Rows rows={rows} job={plan.job_id} total={plan.total_samples} />
+      <Legend trained={position.inPlan} />
+      <Rows rows={rows} job={plan.job_id} total={plan.total_samples} trained={position.inPlan} />
       {plan.shards.length < plan.shard_count && <p className="text-faint">The first {count(plan.shards.length)} of {count(plan.shard_count)} shards are shown.</p>}
     </div>
   );
 }
 
-function Progress(props: { plan: ShardPlan; audit: Audit | undefined }) {
-  const { plan, audit } = props;
-  const done = Math.max(plan.samples_done, audit?.samples ?? 0);
-  const share = plan.total_samples > 0 ? (done / plan.total_samples) * 100 : null;
+function Progress(props: { position: Position }) {
+  const { epoch, done, total, proof, past } = props.position;
+  const share = total > 0 ? (done / total) * 100 : null;
   return (
     <div className="flex flex-col gap-2">
       <div className="flex flex-wrap items-baseline justify-between gap-x-6">
-        <p><span className="text-lg font-semibold">{percent(share, 1)}</span> <span className="text-muted">of epoch {count(plan.epoch)} is trained and in a checkpoint</span></p>
-        <p className="text-muted">{count(done)} of {count(plan.total_samples)} samples</p>
+        <p><span className="text-lg font-semibold">{percent(share, 1)}</span> <span className="text-muted">of epoch {count(epoch)} is trained and in a checkpoint</span></p>
+        <p className="text-muted">{count(done)} of {count(total)} samples</p>
       </div>
-      <Meter label={`Progress of epoch ${plan.epoch}`} value={share} />
-      {audit && (
-        <p className={audit.exact || (audit.lost === 0 && audit.repeated === 0) ? "text-good" : "text-bad"}>
-          {audit.lost === 0 && audit.repeated === 0
-            ? `Proved by ${plural(audit.commits, "checkpoint")}: no sample lost, none repeated.`
-            : `${count(audit.lost)} samples lost, ${count(audit.repeated)} repeated.`}
+      <Meter label={`Progress of epoch ${epoch}`} value={share} />
+      {proof && (
+        <p className={isSound(proof) ? "text-good" : "text-bad"}>
+          {isSound(proof)
+            ? `Proved by ${plural(proof.commits, "checkpoint")}: no sample lost, none repeated.`
+            : `${count(proof.lost)} samples lost, ${count(proof.repeated)} repeated.`}
+          {past.length > 0 && past.every(isSound) && ` The same holds for the ${past.length === 1 ? "epoch" : `${count(past.length)} epochs`} before it.`}
         </p>
       )}
+      {past.filter((each) => !isSound(each)).map((each) => (
+        <p key={each.epoch} className="text-bad">Epoch {count(each.epoch)}: {count(each.lost)} samples lost, {count(each.repeated)} repeated.</p>
+      ))}
     </div>
   );
 }
 
-function Legend() {
+function isSound(proof: Audit): boolean {
+  return proof.lost === 0 && proof.repeated === 0;
+}
+
+function Legend(props: { trained: boolean }) {
   return (
     <ul className="flex flex-wrap gap-x-5 gap-y-1 text-sm text-muted" aria-label="Legend">
       <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-edge opacity-45" />held</li>
-      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent" />trained</li>
+      {props.trained && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent" />trained</li>}
       <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-edge/45" />moved at the last change</li>
     </ul>
   );
 }
 
-function Rows(props: { rows: readonly Row[]; job: string; total: number }) {
-  const { rows, job, total } = props;
+/** Without `trained` the figures are of an epoch that is over, and only who holds what is shown. */
+function Rows(props: { rows: readonly Row[]; job: string; total: number; trained: boolean }) {
+  const { rows, job, total, trained } = props;
   const scroller = useRef<HTMLDivElement>(null);
   const virtual = useVirtualizer({ count: rows.length, getScrollElement: () => scroller.current, estimateSize: () => ROW_PX, overscan: 8 });
+  const letters = Math.min(NAME_LETTERS, Math.max(0, ...rows.map((row) => shortName(row.workerId ?? "", job).length))) + 1;
   if (rows.length === 0) return <Empty icon={MapIcon} title="Nobody holds a shard" />;
   return (
     <div ref={scroller} role="list" aria-label="Shards by worker" tabIndex={0} className="max-h-[26rem] overflow-auto rounded-md border">
@@ -79,11 +90,11 @@ function Rows(props: { rows: readonly Row[]; job: string; total: number }) {
           const row = rows[item.index];
           if (!row) return null;
           return (
-            <div key={row.workerId ?? ""} role="listitem" className="absolute inset-x-0 grid grid-cols-[minmax(5rem,13rem)_5.5rem_1fr_3rem] items-center gap-3 border-b border-line/60 px-3" style={{ height: ROW_PX, transform: `translateY(${item.start}px)` }}>
+            <div key={row.workerId ?? ""} role="listitem" className="absolute inset-x-0 grid items-center gap-3 border-b border-line/60 px-3" style={{ height: ROW_PX, gridTemplateColumns: `minmax(4rem, ${letters}ch) 5.5rem 1fr 3rem`, transform: `translateY(${item.start}px)` }}>
               {row.workerId === null ? <span className="text-warn">nobody</span> : <Reader id={row.workerId} job={job} />}
               <span className="truncate text-sm text-muted" title={`${plural(row.shards, "shard")}, ${count(row.moved)} of them moved here`}>{plural(row.shards, "shard")}</span>
-              <Bar row={row} total={total} />
-              <span className="text-right text-sm">{percent(row.samples > 0 ? (row.done / row.samples) * 100 : null)}</span>
+              <Bar row={row} total={total} trained={trained} />
+              <span className="text-right text-sm">{trained && percent(row.samples > 0 ? (row.done / row.samples) * 100 : null)}</span>
             </div>
           );
         })}
@@ -97,17 +108,17 @@ function Reader(props: { id: string; job: string }) {
 }
 
 /** Samples from left to right. Widths are per mille of the dataset; a shard is never thinner than can be seen. */
-const Bar = memo(function Bar(props: { row: Row; total: number }) {
+const Bar = memo(function Bar(props: { row: Row; total: number; trained: boolean }) {
   const { row, total } = props;
   const scale = 1000 / Math.max(1, total);
   return (
     <svg viewBox="0 0 1000 16" preserveAspectRatio="none" className="h-4 w-full" role="img" aria-label={describe(row)}>
       {row.ranges.map((range) => {
         const width = Math.max(1.2, (range.stop - range.start) * scale);
-        const trained = ((range.stop - range.start > 0 ? range.done / (range.stop - range.start) : 0)) * width;
+        const trained = props.trained && range.stop > range.start ? (range.done / (range.stop - range.start)) * width : 0;
         return (
           <g key={range.firstShard}>
-            <title>{tell(range)}</title>
+            <title>{tell(range, props.trained)}</title>
             <rect x={range.start * scale} y={1} width={width} height={14} className="fill-edge opacity-45" />
             <rect x={range.start * scale} y={1} width={trained} height={14} className="fill-accent" />
             {range.moved && <rect x={range.start * scale} y={13} width={width} height={3} className="fill-warn" />}
@@ -118,9 +129,9 @@ const Bar = memo(function Bar(props: { row: Row; total: number }) {
   );
 });
 
-function tell(range: Range): string {
+function tell(range: Range, trained: boolean): string {
   const shards = range.firstShard === range.lastShard ? `shard ${count(range.firstShard)}` : `shards ${count(range.firstShard)} to ${count(range.lastShard)}`;
-  return `${shards}: samples ${count(range.start)} to ${count(range.stop - 1)}, ${count(range.done)} trained${range.moved ? ", moved at the last change" : ""}`;
+  return `${shards}: samples ${count(range.start)} to ${count(range.stop - 1)}${trained ? `, ${count(range.done)} trained` : ""}${range.moved ? ", moved at the last change" : ""}`;
 }
 
 function describe(row: Row): string {

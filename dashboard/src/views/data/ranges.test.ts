@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 
-import type { Shard, ShardPlan } from "../../api/types";
-import { movedIn, rowsOf } from "./ranges";
+import type { Audit, Shard, ShardPlan } from "../../api/types";
+import { movedIn, positionOf, rowsOf } from "./ranges";
 
 function shard(id: number, worker: string | null, change: Partial<Shard> = {}): Shard {
   return { id, start: id * 10, stop: id * 10 + 10, done: 0, reported: 0, worker_id: worker, moved: false, ...change };
@@ -31,5 +31,22 @@ describe("shard map", () => {
     expect(rows.at(-1)!.workerId).toBeNull();
     const joined = rows.flatMap((row) => row.ranges).reduce((sum, range) => sum + range.stop - range.start, 0);
     expect(joined).toBe(1_000);
+  });
+});
+
+describe("how far a run is", () => {
+  const audit = (epoch: number, samples: number): Audit =>
+    ({ job_id: "j", dataset_id: "d", epoch, exact: samples === 30, total: 30, samples, lost: 0, repeated: 0, remaining: 30 - samples, commits: 1, reason: "" });
+  const first = { ...plan([shard(0, "a"), shard(1, "a"), shard(2, "b")]), samples_done: 20 };
+
+  it("is what the plan or the checkpoints say of its epoch, whichever is further", () => {
+    expect(positionOf(first, [])).toMatchObject({ epoch: 0, done: 20, total: 30, proof: undefined, inPlan: true });
+    expect(positionOf(first, [audit(0, 25)])).toMatchObject({ epoch: 0, done: 25, inPlan: true });
+  });
+
+  it("goes on in the next epoch though the plan is still that of the first", () => {
+    const { past, ...now } = positionOf({ ...first, samples_done: 30 }, [audit(0, 30), audit(1, 30), audit(2, 5)]);
+    expect(now).toMatchObject({ epoch: 2, done: 5, inPlan: false });
+    expect(past.map((each) => each.epoch)).toEqual([0, 1]);
   });
 });

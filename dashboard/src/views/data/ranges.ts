@@ -1,6 +1,6 @@
 /** A shard plan as rows of ranges: one row for each reader, neighbouring shards joined. Pure. */
 
-import type { Shard, ShardPlan } from "../../api/types";
+import type { Audit, Shard, ShardPlan } from "../../api/types";
 
 export interface Range {
   firstShard: number;
@@ -55,4 +55,31 @@ export function rowsOf(plan: ShardPlan): Row[] {
 
 export function movedIn(plan: ShardPlan): number {
   return plan.shards.reduce((sum, shard) => sum + (shard.moved ? 1 : 0), 0);
+}
+
+/** How far a run is: in the plan's epoch, or in a later one that goes on with the same plan. */
+export interface Position {
+  epoch: number;
+  done: number;
+  total: number;
+  /** What checkpoints prove about that epoch. */
+  proof: Audit | undefined;
+  /** The epochs before it. */
+  past: readonly Audit[];
+  /** Whether the plan's own figures are of that epoch. */
+  inPlan: boolean;
+}
+
+export function positionOf(plan: ShardPlan, proofs: readonly Audit[]): Position {
+  const epoch = Math.max(plan.epoch, ...proofs.map((each) => each.epoch));
+  const proof = proofs.find((each) => each.epoch === epoch);
+  const inPlan = epoch === plan.epoch;
+  return {
+    epoch,
+    done: Math.max(inPlan ? plan.samples_done : 0, proof?.samples ?? 0),
+    total: plan.total_samples,
+    proof,
+    past: proofs.filter((each) => each.epoch < epoch),
+    inPlan,
+  };
 }

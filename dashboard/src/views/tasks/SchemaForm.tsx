@@ -1,5 +1,7 @@
 /** The fields of a recipe. What they make is `configOf`'s business. */
 
+import type { ReactNode } from "react";
+
 import { Field, Input, Select } from "../../components/controls";
 import { keyOf, type FormField, type Typed } from "./schema";
 
@@ -12,7 +14,7 @@ export function SchemaForm(props: { fields: readonly FormField[]; typed: Typed; 
         const change = (text: string) => props.onChange(key, text);
         const label = field.path.length > 1 ? `${field.path.slice(0, -1).join(" › ")} › ${field.label}` : field.label;
         return (
-          <Field key={key} label={`${label}${field.required ? " *" : ""}`} hint={field.hint} error={props.errors[key]}>
+          <Field key={key} label={`${label}${field.required ? " *" : ""}`} hint={field.hint && withCode(field.hint)} error={props.errors[key]}>
             {(ids) =>
               field.kind === "boolean" ? (
                 <Select {...ids} value={value} onChange={(event) => change(event.target.value)}>
@@ -39,4 +41,9 @@ export function SchemaForm(props: { fields: readonly FormField[]; typed: Typed; 
       })}
     </div>
   );
+}
+
+/** Descriptions put names of settings between back quotes. */
+function withCode(hint: string): ReactNode {
+  return hint.split("`").map((part, place) => (place % 2 === 1 ? <code key={place} className="font-mono">{part}</code> : part));
 }

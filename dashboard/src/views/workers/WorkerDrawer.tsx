@@ -28,6 +28,7 @@ export function WorkerDrawer(props: { id: string | undefined; onClose: () => voi
 function Details({ worker }: { worker: Worker }) {
   const measured = Object.entries(worker.metrics).filter(([name, value]) => value !== null && !BOOKKEEPING.test(name)).sort(([a], [b]) => a.localeCompare(b));
   const metadata = Object.entries(worker.metadata);
+  const task = worker.current_task || worker.metadata["task_id"];
   return (
     <div className="flex flex-col gap-6">
       {worker.reason && <p className={`foreign rounded-md bg-raised px-3 py-2 break-words ${worker.status === "failed" ? "text-bad" : "text-muted"}`}>{worker.reason}</p>}
@@ -39,7 +40,7 @@ function Details({ worker }: { worker: Worker }) {
             ["Rank", worker.rank === null ? "none" : count(worker.rank)],
             ["Step", count(worker.current_step)],
             ["Epoch", count(worker.current_epoch)],
-            ["Task", worker.current_task ? <Link key="t" to="/tasks" search={{ task: worker.current_task }} className="text-accent hover:underline">{worker.current_task}</Link> : "none"],
+            ["Task", task ? <Link key="t" to="/tasks" search={{ task }} className="text-accent hover:underline">{task}</Link> : "none"],
             ["Shards", <Link key="s" to="/data" search={{ worker: worker.id }} className="text-accent hover:underline">{count(worker.assigned_shards)}</Link>],
             ["Heartbeat", <Ago key="h" at={worker.last_heartbeat} />],
             ["Stream", worker.connected ? "open" : "closed"],

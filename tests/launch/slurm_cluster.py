@@ -74,14 +74,19 @@ def _idle(cluster: Slurm) -> int:
 
 
 def _end_left(cluster: Slurm) -> None:
-    """What jobs started outlives the daemons. All of it has the name of the cluster's configuration around it."""
-    mark = cluster.environment["SLURM_CONF"]
+    """What jobs started outlives the daemons: programs, known by their environment, and those who look after them,
+    who write to the cluster's log."""
+    configuration = cluster.environment["SLURM_CONF"]
+    folder = os.path.dirname(configuration)
 
     def left() -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.pid != os.getpid() and (
+                    process.environ().get("SLURM_CONF") == configuration
+                    or any(file.path.startswith(folder) for file in process.open_files())
+                ):
                     found.append(process)
         return found
 

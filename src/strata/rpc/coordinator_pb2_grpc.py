@@ -6,7 +6,7 @@ import warnings
 
 from strata.rpc import coordinator_pb2 as strata_dot_rpc_dot_coordinator__pb2
 
-GRPC_GENERATED_VERSION = "1.85.1"
+GRPC_GENERATED_VERSION = "1.80.0"
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 

@@ -178,7 +178,7 @@ function FleetHint() {
   const text = useStore((s) => {
     const counts = new Map<string, number>();
     for (const w of s.workers.values()) counts.set(w.status, (counts.get(w.status) ?? 0) + 1);
-    return [...counts].sort((a, b) => b[1] - a[1]).map(([status, n]) => `${n} ${status}`).join(", ");
+    return [...counts].sort((a, b) => b[1] - a[1]).map(([status, n]) => `${count(n)} ${status}`).join(", ");
   });
   return <>{text || "nobody has joined yet"}</>;
 }

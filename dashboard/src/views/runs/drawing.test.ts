@@ -37,6 +37,14 @@ describe("what is under the pointer", () => {
   it("nothing below the last row", () => expect(hitAt(layout, data, 500, layout.height - 2)).toBeNull());
 });
 
+it("shows everybody at once, also a thousand", () => {
+  for (const rows of [1, 12, 13, 27, 28, 100, 1000]) expect(layoutOf(1000, rows, 0, 1).height).toBeLessThanOrEqual(560);
+  const crowd = layoutOf(1000, 1000, NOW - 100, NOW);
+  const rows = Array.from({ length: 1000 }, (_, n) => ({ workerId: `w${n}`, spans: [] }));
+  const data: TimelineData = { jobId: "job", rows, lines: [], checkpoints: [], recoveries: [], tiers: [], statuses: new Map() };
+  expect(hitAt(crowd, data, 500, crowd.rowsTop + 700.5 * crowd.rowHeight)).toMatchObject({ kind: "row", workerId: "w700" });
+});
+
 it("time axes have round marks, as many as there is room for", () => {
   expect(timeTicks(100, 220, 500)).toEqual([120, 150, 180, 210]);
   for (const span of [3, 47, 600, 86_400, 9e6]) {

@@ -4,8 +4,8 @@ import type { Checkpoint, Recovery } from "../../api/types";
 import { RIGHT } from "../../components/Chart";
 import { colorOf } from "../../components/colors";
 import { timeTicks } from "../../components/ticks";
-import { clock } from "../../format";
-import { PHASES, shortName, type GenerationLine, type TimelineRow } from "../../state/runs";
+import { clock, count } from "../../format";
+import { PHASES, shortName, type GenerationLine, type Span, type TimelineRow } from "../../state/runs";
 
 export const GUTTER = 148;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
@@ -13,6 +13,10 @@ const TOP = 22;
 const SAVES = 46;
 const RECOVERIES = 22;
 const BOTTOM = 24;
+/** However many workers there are, they are seen all at once. */
+const ROWS_MOST = 440;
+/** Of a thousand workers, the one that is gone must be seen too. */
+const GONE_LEAST = 2;
 const RUNG_W = 9;
 const RUNG_H = 8;
 const RUNG = RUNG_H + 3;
@@ -51,7 +55,7 @@ export function tiersOf(checkpoints: readonly Checkpoint[]): string[] {
 }
 
 export function layoutOf(width: number, rows: number, from: number, to: number): Layout {
-  const rowHeight = rows <= 12 ? 26 : rows <= 32 ? 16 : rows <= 100 ? 9 : 5;
+  const rowHeight = rows <= 12 ? 26 : rows <= 27 ? 16 : ROWS_MOST / rows;
   const rowsTop = TOP + SAVES + RECOVERIES;
   return { width, rowHeight, rowsTop, height: rowsTop + rows * rowHeight + BOTTOM, from, to: Math.max(to, from + 1) };
 }
@@ -140,7 +144,7 @@ function drawNames(ctx: CanvasRenderingContext2D, layout: Layout, data: Timeline
   if (tierNames.length === 0 || tierNames.length > 3) ctx.fillText("saves", GUTTER - 10, TOP + SAVES / 2);
   ctx.fillText("recovery", GUTTER - 10, TOP + SAVES + RECOVERIES / 2 - 2);
   if (layout.rowHeight < 12) {
-    ctx.fillText(`${data.rows.length} workers`, GUTTER - 10, layout.rowsTop + 8);
+    ctx.fillText(`${count(data.rows.length)} workers`, GUTTER - 10, layout.rowsTop + 8);
     return;
   }
   data.rows.forEach((row, i) => {
@@ -176,33 +180,30 @@ function shorten(ctx: CanvasRenderingContext2D, text: string, room: number): str
 }
 
 function drawRows(ctx: CanvasRenderingContext2D, layout: Layout, data: TimelineData): void {
-  const pad = layout.rowHeight >= 12 ? Math.round(layout.rowHeight * 0.2) : layout.rowHeight >= 9 ? 1 : 0.5;
-  data.rows.forEach((row, i) => {
-    const y = layout.rowsTop + i * layout.rowHeight + pad;
-    const h = layout.rowHeight - 2 * pad;
-    for (const span of row.spans) {
-      const from = Math.max(GUTTER, xOf(layout, span.from));
-      const to = xOf(layout, Math.min(span.to ?? layout.to, layout.to));
-      if (to <= GUTTER || from > layout.width) continue;
-      const w = Math.max(1.5, to - from);
-      if (span.kind === "up") {
-        ctx.fillStyle = colorOf("good");
-        ctx.globalAlpha = 0.28;
-        ctx.fillRect(from, y, w, h);
-        ctx.globalAlpha = 0.85;
-        ctx.fillRect(from, y, Math.min(2, w), h);
-        ctx.globalAlpha = 1;
-      } else {
-        ctx.fillStyle = colorOf("bad");
-        ctx.globalAlpha = 0.16;
-        ctx.fillRect(from, y, w, h);
-        ctx.globalAlpha = 0.9;
-        ctx.fillRect(from, y, Math.min(2, w), h);
-        if (h > 8) hatch(ctx, from, y, w, h);
-        ctx.globalAlpha = 1;
-      }
-    }
-  });
+  for (const kind of ["up", "down"] as const) {
+    data.rows.forEach((row, i) => {
+      for (const span of row.spans) if (span.kind === kind) drawSpan(ctx, layout, span, i);
+    });
+  }
+}
+
+function drawSpan(ctx: CanvasRenderingContext2D, layout: Layout, span: Span, row: number): void {
+  const { rowHeight } = layout;
+  const pad = rowHeight >= 12 ? Math.round(rowHeight * 0.2) : rowHeight >= 9 ? 1 : rowHeight >= 3 ? 0.5 : 0;
+  const from = Math.max(GUTTER, xOf(layout, span.from));
+  const to = xOf(layout, Math.min(span.to ?? layout.to, layout.to));
+  if (to <= GUTTER || from > layout.width) return;
+  const isUp = span.kind === "up";
+  const y = layout.rowsTop + row * rowHeight + pad;
+  const h = Math.max(isUp ? 0 : GONE_LEAST, rowHeight - 2 * pad);
+  const w = Math.max(1.5, to - from);
+  ctx.fillStyle = colorOf(isUp ? "good" : "bad");
+  ctx.globalAlpha = isUp ? 0.28 : h < 4 ? 0.7 : 0.16;
+  ctx.fillRect(from, y, w, h);
+  ctx.globalAlpha = 0.85;
+  ctx.fillRect(from, y, Math.min(2, w), h);
+  if (!isUp && h > 8) hatch(ctx, from, y, w, h);
+  ctx.globalAlpha = 1;
 }
 
 /** Gone must be seen without colour too. */

@@ -22,6 +22,23 @@ CHROMIUM = shutil.which("chromium")
 VIEWS = ("/", "/runs", "/workers", "/data", "/checkpoints", "/barriers", "/tasks", "/logs", "/settings")
 
 
+def npx(*command: str, **environment: str) -> None:
+    """Runs one of the dashboard's own tools; what it said is the error."""
+    node = build_dashboard.find_node(ROOT / ".venv" / "bin")
+    assert node is not None, "Node is needed for the dashboard's tools"
+    build_dashboard.install_modules(node)
+    said = subprocess.run(
+        [str(node / "npx"), "--no-install", *command],
+        cwd=build_dashboard.SOURCES,
+        env={**build_dashboard.environment(node), "CI": "true", **environment},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+
+
 class BrowserError(Exception):
     """What the page did not do."""
 

@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.dashboard.browser import ROOT, build_dashboard
+from tests.dashboard.browser import ROOT, Browser, build_dashboard, npx
 
 import build_backend  # isort: skip  # Beside build_dashboard, which makes its folder known.
 
@@ -115,6 +118,27 @@ def test_a_build_that_fails_says_why_and_leaves_no_stamp(
     assert build_dashboard.main() == 1
     assert "'npm install --no-save' failed:\nEACCES: no space for modules" in capsys.readouterr().err
     assert not build_dashboard.is_current()
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(200)
+def test_a_build_for_demonstrations_needs_no_coordinator(page: Browser, tmp_path: Path) -> None:
+    npx("vite", "build", "--outDir", str(tmp_path), "--emptyOutDir", VITE_DEMO="1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.base = f"http://127.0.0.1:{server.server_port}"
+        page.open("/")
+        page.see("Simulated data.", exact=True)
+        page.see("Time since the last safe step", css="main h2")
+        page.click("link", "Runs", exact=True)
+        page.see("pretrain-gpt-small", css="[role=row] *")
+        page.see("Simulated data.", exact=True)
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @pytest.mark.slow

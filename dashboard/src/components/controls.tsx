@@ -1,6 +1,6 @@
 /** Buttons and fields: one look, one size, every one with a name. */
 
-import type { ButtonHTMLAttributes, InputHTMLAttributes, ReactNode, SelectHTMLAttributes } from "react";
+import type { ButtonHTMLAttributes, InputHTMLAttributes, KeyboardEvent, ReactNode, SelectHTMLAttributes } from "react";
 import { useId } from "react";
 
 type ButtonLook = "plain" | "primary" | "danger" | "ghost";
@@ -58,16 +58,26 @@ export function Field(props: { label: string; hint?: ReactNode; error?: string |
   );
 }
 
-/** A few choices, one of them taken. */
+/** A few choices, one of them taken. One stop for the tab key; arrows choose. */
 export function Segmented<T extends string>(props: { label: string; value: T; options: readonly (readonly [value: T, label: ReactNode])[]; onChange: (value: T) => void }) {
+  const step = (event: KeyboardEvent) => {
+    const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    const { options } = props;
+    const next = (options.findIndex(([value]) => value === props.value) + by + options.length) % options.length;
+    props.onChange(options[next]![0]);
+    (event.currentTarget.children[next] as HTMLElement).focus();
+  };
   return (
-    <div role="radiogroup" aria-label={props.label} className="inline-flex h-8 items-center gap-0.5 self-start rounded-md border bg-raised p-0.5">
+    <div role="radiogroup" aria-label={props.label} onKeyDown={step} className="inline-flex h-8 items-center gap-0.5 self-start rounded-md border bg-raised p-0.5">
       {props.options.map(([value, label]) => (
         <button
           key={value}
           type="button"
           role="radio"
           aria-checked={value === props.value}
+          tabIndex={value === props.value ? 0 : -1}
           onClick={() => props.onChange(value)}
           className={`inline-flex h-full items-center gap-1.5 rounded-[5px] px-2.5 text-sm font-medium transition-colors ${value === props.value ? "bg-surface text-ink shadow-[0_0_0_1px_var(--color-line)]" : "text-muted hover:text-ink"}`}
         >

@@ -39,10 +39,11 @@ def test_the_benchmark_measures_every_figure(built: object) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_page_left_open_neither_grows_nor_blocks(built: object) -> None:
+    page = Watched()
     with served_coordinator() as coordinator:
         async with Fleet(coordinator, 1_000) as fleet:
             beating = asyncio.create_task(fleet.beat_at_1_hz())
-            with Watched() as page:
+            with page:
                 page.before_every_page(USEFUL)
                 await asyncio.to_thread(page.open, f"http://{HOST}:{coordinator.http_port}/logs")
                 await asyncio.to_thread(page.evaluate, "window.usefulAt")

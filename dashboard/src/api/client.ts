@@ -107,10 +107,14 @@ export async function refusal(response: Response): Promise<ApiError> {
   } catch {
     // A proxy's page: the status must do.
   }
+  if (response.status === 401) {
+    const message = getToken() ? "The coordinator does not accept this token." : "The coordinator asks for a token.";
+    return new ApiError(message, { status: 401, code: body.code ?? "unauthorized", hint: "Enter one in Settings; its operator has it." });
+  }
   return new ApiError(body.message ?? `The answer was ${response.status} ${response.statusText}.`, {
     status: response.status,
     code: body.code ?? "http_error",
-    hint: body.hint ?? (response.status === 401 ? "Enter a token in Settings." : "Try again; the coordinator's log may say more."),
+    hint: body.hint ?? "Try again; the coordinator's log may say more.",
     details: body.details ?? [],
   });
 }

@@ -1,9 +1,10 @@
 /** What a view shows when there is nothing to show, or not yet, or not any more. */
 
-import { CircleAlert, type LucideIcon, Inbox } from "lucide-react";
+import { CircleAlert, type LucideIcon, Inbox, WifiOff } from "lucide-react";
 import type { ReactNode } from "react";
 
 import { ApiError } from "../api/client";
+import { useStore } from "../state/store";
 import { Button } from "./controls";
 
 /** Nothing here, and what would change that. */
@@ -36,8 +37,10 @@ export function ErrorNote(props: { error: unknown; onRetry?: () => void; classNa
   );
 }
 
-/** Grey blocks in the shape of what is coming. */
+/** Grey blocks in the shape of what is coming; nothing is while the coordinator is away. */
 export function Loading(props: { rows?: number; height?: number; label?: string }) {
+  const away = useStore((state) => state.connection.phase === "disconnected");
+  if (away) return <Empty icon={WifiOff} title="Nothing has been heard yet">It appears here as soon as the coordinator answers.</Empty>;
   return (
     <div role="status" aria-label={props.label ?? "Loading"} className="flex flex-col gap-2 py-1">
       {Array.from({ length: props.rows ?? 3 }, (_, i) => (

@@ -14,6 +14,7 @@ class Coordinator {
   snapshots = 0;
   lastIds: (string | undefined)[] = [];
   streams = true;
+  token = "";
   workers = [worker()];
   port = 0;
   private server: Server | null = null;
@@ -50,7 +51,9 @@ class Coordinator {
   }
 
   private answer(request: IncomingMessage, response: ServerResponse): void {
-    if (request.url === "/api/events" && this.streams) {
+    if (this.token && request.headers.authorization !== `Bearer ${this.token}`) {
+      response.writeHead(401, { "Content-Type": "application/json" }).end(JSON.stringify({ code: "unauthorized", message: "A token is required.", hint: "Send it in a header." }));
+    } else if (request.url === "/api/events" && this.streams) {
       this.lastIds.push(request.headers["last-event-id"] as string | undefined);
       response.writeHead(200, { "Content-Type": "text/event-stream" });
       response.write("retry: 1000\n\n");
@@ -129,4 +132,19 @@ it("says why it is disconnected and when it tries again, keeps the last values, 
   await isLive();
   expect(state.connection).toMatchObject({ reason: "", nextTryAtMs: null });
   expect(state.coordinator?.server_time).toBe(NOW);
+});
+
+it("asks for a token, says when one is not accepted, and goes on with one that is", async () => {
+  await isLive();
+  let token = "";
+  vi.stubGlobal("sessionStorage", { getItem: () => token || null });
+  vi.stubGlobal("localStorage", { getItem: () => null });
+  coordinator.token = "secret";
+  coordinator.cut();
+  await until(() => expect(state.connection).toMatchObject({ phase: "disconnected", needsToken: true, reason: "The coordinator asks for a token." }));
+  token = "wrong";
+  await until(() => expect(state.connection.reason).toBe("The coordinator does not accept this token."));
+  token = "secret";
+  await isLive();
+  expect(state.connection.needsToken).toBe(false);
 });

@@ -103,10 +103,11 @@ function tail(times: readonly number[], since: number): number {
 }
 
 function Waiting({ health }: { health: Health }) {
+  const away = useStore((s) => s.connection.phase === "disconnected");
   return (
     <>
       <HealthPanel health={health} />
-      <div className="grid grid-cols-2 gap-4 xl:grid-cols-4">{[0, 1, 2, 3].map((i) => <div key={i} className="skeleton h-24" />)}</div>
+      {away ? null : <div className="grid grid-cols-2 gap-4 xl:grid-cols-4">{[0, 1, 2, 3].map((i) => <div key={i} className="skeleton h-24" />)}</div>}
       <Loading rows={5} />
     </>
   );

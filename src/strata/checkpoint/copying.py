@@ -37,7 +37,6 @@ from strata.checkpoint.device import queue_copies
 from strata.checkpoint.image import Placement, Plan, Prepared
 
 _cuda: Any = torch.cuda  # Its module is not typed.
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Events: TypeAlias = dict[int, Any]
 """One CUDA event for each device, by its number."""
 PIECE_BYTES = 4 << 20
@@ -89,24 +88,14 @@ def _pieces(addresses: Sequence[int], sizes: Sequence[int]) -> list[Piece]:
     return found
 
 
-def copy_on_cpu(pairs: Sequence[Pair]) -> None:
-    """Copy each source, on the CPU, into its target, with a few threads."""
-    plain = [pair for pair in pairs if _is_plain(*pair)]
-    pieces = _pieces([target.data_ptr() for target, _ in plain], [target.nbytes for target, _ in plain])
-    sweep = _Sweep(pieces, [source.data_ptr() for _, source in plain], lambda _: None)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-copy") as pool, torch.no_grad():
-        for _ in range(min(THREADS, len(pieces))):
+def copy_bytes(to: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copy from addresses to addresses on the CPU, with a few threads. Nobody checks them."""
+    pieces = _pieces(to, sizes)
+    sweep = _Sweep(pieces, list(sources), lambda _: None)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-copy") as pool:
+        for _ in range(min(THREADS, len(pieces)) - 1):
             pool.submit(sweep.work)
-        for target, source in pairs:
-            if not _is_plain(target, source):
-                target.copy_(source)
         sweep.work()
-
-
-def _is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether copying the bytes is copying the tensor."""
-    same_type = target.dtype == source.dtype and target.device == source.device
-    return same_type and target.is_contiguous() and source.is_contiguous()
 
 
 class Copying:

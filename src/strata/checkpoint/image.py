@@ -16,8 +16,6 @@ writes true ones for other zip tools.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.device import any_on_cuda
 from strata.checkpoint.errors import UnsupportedState
 from strata.checkpoint.manifest import TensorEntry
@@ -202,7 +201,7 @@ class Prepared:
 
 def prepare(state: object, known: Plan | None) -> Prepared:
     """Match a state with the plan of the save before, or make a new one."""
-    with _no_collection():
+    with no_collection():
         return _prepare(state, known)  # Has freed what it made on the way when collections are due again.
 
 
@@ -224,18 +223,6 @@ def _match(state: object, found: Scan, signature: Signature, known: Plan | None)
         return None
     body = body_for(state, found.leaves, known.prefix)
     return (known, body) if len(known.prefix.program) + len(body) <= known.pickle_room_bytes else None
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Ten thousand short-lived tuples would set off the cyclic collector again and again, for nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def signature_of(found: Scan, addresses: list[int]) -> Signature:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from strata.checkpoint.copying import copy_on_cpu
+from strata.checkpoint.copying import copy_bytes
 from strata.checkpoint.device import any_on_cuda
 from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.manifest import TensorEntry
@@ -65,14 +65,24 @@ def load_into(
     pairs = list(_pairs(loaded, into, ""))
     leaves = scan(loaded).tensors
     numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
-    copies = []
+    plain: list[tuple[int, int, int]] = []
+    others, to_device = [], []
+    base, size_bytes = image.data_ptr(), image.numel()
     for target, leaf in pairs:
         entry = entries[numbers[id(leaf)]]
         end_bytes = entry.offset_bytes + entry.size_bytes
-        source = image if ahead is None or not target.is_cuda or end_bytes > len(ahead) else ahead
-        copies.append((target, _view(source, entry, leaf)))
-    copy_on_cpu([copy for copy in copies if not copy[0].is_cuda])
-    to_device = [copy for copy in copies if copy[0].is_cuda]
+        if target.is_cuda:
+            source = image if ahead is None or end_bytes > len(ahead) else ahead
+            to_device.append((target, _view(source, entry, leaf)))
+        elif _is_plain(target, leaf) and entry.size_bytes == leaf.nbytes and end_bytes <= size_bytes:
+            plain.append((target.data_ptr(), base + entry.offset_bytes, entry.size_bytes))
+        else:
+            others.append((target, _view(image, entry, leaf)))
+    if plain:
+        copy_bytes(*zip(*plain, strict=True))
+    with torch.no_grad():
+        for target, source in others:
+            target.copy_(source)
     if to_device:
         with torch.no_grad():
             torch._foreach_copy_(
@@ -114,3 +124,16 @@ def _view(image: torch.Tensor, entry: TensorEntry, leaf: torch.Tensor) -> torch.
     """The leaf as a view of the image, instead of the mapping it was opened with, which nobody has touched yet."""
     span = image[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
     return span.view(leaf.dtype).as_strided(leaf.shape, leaf.stride())
+
+
+def _is_plain(target: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether copying the bytes to a target on the CPU is copying the tensor."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.dtype == leaf.dtype
+        and target.is_contiguous()
+        and leaf.is_contiguous()
+        and target.device == leaf.device
+        and not target.is_neg()
+        and not target.is_conj()
+    )

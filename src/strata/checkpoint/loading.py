@@ -132,16 +132,36 @@ def open_image(
 ) -> Any:
     """The state in a `.pt` file; arrays come back as the kind they were saved as, where a manifest tells. `name` is what
     the file is called in messages; without `warn`, a trusted source is not warned about."""
+    from strata.checkpoint.state import TENSOR, rebuild, restore_kind
+
+    state = open_tensors(path, manifest, trusted_source=trusted_source, warn=warn, name=name)
+    if manifest is None or all(entry.kind == TENSOR for entry in manifest.tensors):
+        return state
+    return rebuild(state, lambda number, tensor: restore_kind(tensor, manifest.tensors[number].kind))
+
+
+def open_tensors(
+    path: str | Path,
+    manifest: Manifest | None = None,
+    *,
+    trusted_source: bool = False,
+    warn: bool = True,
+    name: str | None = None,
+) -> Any:
+    """`open_image`, with arrays of every kind as tensors."""
     import torch
 
-    from strata.checkpoint.state import TENSOR, rebuild, restore_kind
+    from strata.checkpoint.unpickling import open_own
 
     name = name or str(path)
     if trusted_source and warn:
         log.warning(SECURITY_WARNING, name)
+    if manifest is not None:
+        with contextlib.suppress(Exception):  # Torch knows more, and says what is wrong.
+            return open_own(path, manifest.tensors)
     try:
         is_mappable = zipfile.is_zipfile(path)  # Files of old versions of torch are not.
-        state = torch.load(path, map_location="cpu", weights_only=not trusted_source, mmap=is_mappable)
+        return torch.load(path, map_location="cpu", weights_only=not trusted_source, mmap=is_mappable)
     except Exception as error:  # A file made to do harm can make the unpickler fail in any way.
         refused = re.search(r"(Unsupported|Trying to|Can only)[^.]*", str(error))
         why = refused[0] if refused else str(error).partition("\n")[0]
@@ -149,6 +169,3 @@ def open_image(
             f"'{name}' could not be opened safely: {why}.",
             hint="If it is your own and holds more than tensors, load it with trusted_source=True.",
         ) from error
-    if manifest is None or all(entry.kind == TENSOR for entry in manifest.tensors):
-        return state
-    return rebuild(state, lambda number, tensor: restore_kind(tensor, manifest.tensors[number].kind))

@@ -14,7 +14,8 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import chain
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import xxhash
 
@@ -33,9 +34,9 @@ BYTES = "bytes"  # one payload: what the caller gave
 SHARDED = "sharded"  # one payload per rank, described by `layout`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """Where the bytes of one tensor lie in the payload, and what it was when saved."""
+class TensorEntry(NamedTuple):
+    """Where the bytes of one tensor lie in the payload, and what it was when saved. A tuple, because a manifest may have
+    tens of thousands of them, and a restart reads them all."""
 
     name: str
     dtype: str
@@ -136,21 +137,22 @@ class Manifest:
             "lasting_parent": self.lasting_parent,
         }
         pieces = {name: _canonical(value) for name, value in body.items()} | {"tensors": _table(self.tensors)}
-        return _seal("{" + ",".join(f'"{name}":{pieces[name]}' for name in sorted(pieces)) + "}")
+        text = "{" + ",".join(f'"{name}":{pieces[name]}' for name in sorted(pieces)) + "}"
+        return _seal(text.encode())
 
 
 def decode(raw: bytes, *, path: str) -> Manifest:
     """Read a manifest back. Raises `Damaged` unless every bit is as it was written."""
     try:
-        document = json.loads(raw)
-        body = document["body"]
+        sealed = raw[len(_SEAL_HEAD) : -_SEAL_TAIL_BYTES]
+        if raw != _seal(sealed):
+            raise Damaged(path=path, reason="the manifest does not match its own digest")
+        body = json.loads(sealed, parse_constant=_refuse)
         if body["schema"] != SCHEMA:
             raise Damaged(
                 path=path,
                 reason=f"manifest schema {body['schema']} is not {SCHEMA}: another version wrote it",
             )
-        if raw != _seal(_canonical(body)):
-            raise Damaged(path=path, reason="the manifest does not match its own digest")
         manifest = Manifest(
             checkpoint_id=CheckpointId(body["checkpoint_id"]),
             step=body["step"],
@@ -168,14 +170,7 @@ def decode(raw: bytes, *, path: str) -> Manifest:
                 for part in body["parts"]
             ),
             tensors=tuple(
-                TensorEntry(
-                    name=name,
-                    dtype=dtype,
-                    shape=tuple(shape),
-                    offset_bytes=offset,
-                    size_bytes=size,
-                    kind=kind,
-                )
+                TensorEntry(name, dtype, tuple(shape), offset, size, kind)
                 for name, dtype, shape, offset, size, kind in body["tensors"]
             ),
             layout=body["layout"],
@@ -203,14 +198,17 @@ def _check(manifest: Manifest) -> None:
     for part in manifest.parts:
         counts += [part.size_bytes, part.digest.chunk_bytes]
         texts += [part.key, part.digest.whole, *part.digest.chunks]
-    for entry in manifest.tensors:
-        counts += [entry.offset_bytes, entry.size_bytes, *entry.shape]
-        texts += [entry.name, entry.dtype, entry.kind]
-    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+    if manifest.tensors:
+        names, dtypes, shapes, offsets, sizes, kinds = zip(*manifest.tensors, strict=True)
+        counts += [*offsets, *sizes, *chain.from_iterable(shapes)]
+        texts += [*names, *dtypes, *kinds]
+    if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) >= 2**63:
         raise ValueError("not a count")
-    if not all(type(text) is str for text in texts) or not isinstance(manifest.metadata, dict):
+    if set(map(type, texts)) != {str} or not isinstance(manifest.metadata, dict):
         raise ValueError("not text")
-    if type(manifest.created_at) not in (int, float) or not manifest.parts:
+    if type(manifest.created_at) not in (int, float) or not math.isfinite(manifest.created_at):
+        raise ValueError("not a time")
+    if not manifest.parts:
         raise ValueError("not a manifest")
     if manifest.format != SHARDED and len(manifest.parts) != 1:
         raise ValueError("too many parts")
@@ -244,8 +242,7 @@ def _table(tensors: tuple[TensorEntry, ...]) -> str:
     global _last_table
     known, text = _last_table
     if known is not tensors:
-        rows = [[e.name, e.dtype, e.shape, e.offset_bytes, e.size_bytes, e.kind] for e in tensors]
-        text = _canonical(rows)
+        text = _canonical(tensors)
         _last_table = (tensors, text)
     return text
 
@@ -257,6 +254,13 @@ def _canonical(body: object) -> str:
     return json.dumps(body, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _seal(text: str) -> bytes:
-    raw = text.encode()
-    return b'{"body":%s,"digest":"%s"}\n' % (raw, xxhash.xxh3_128_hexdigest(raw).encode())
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_SEAL_HEAD = b'{"body":'
+_SEAL_TAIL_BYTES = len(b',"digest":""}\n') + 32
+
+
+def _seal(body: bytes) -> bytes:
+    return _SEAL_HEAD + body + b',"digest":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()

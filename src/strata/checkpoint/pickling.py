@@ -17,7 +17,7 @@ import pickle
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
@@ -31,9 +31,8 @@ _NO_HOOKS = b"N"
 _TRUE, _FALSE = b"\x88", b"\x89"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRecipe:
-    """How a loaded tensor is put together from a record of the file."""
+class TensorRecipe(NamedTuple):
+    """How a loaded tensor is put together from a record of the file. A tuple, because there may be tens of thousands."""
 
     record: int
     record_bytes: int

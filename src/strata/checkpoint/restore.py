@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from strata.checkpoint import leases
 from strata.checkpoint.catalog import Catalog, Entry, Listing, where
+from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
-from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, verify
+from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, open_tensors, verify
 from strata.checkpoint.manifest import BYTES, SHARDED, CheckpointId, Manifest
 from strata.checkpoint.retention import line
 from strata.stores.protocol import StoreError
@@ -113,7 +114,7 @@ class StoreSource:
         manifest, name = entry.manifest, self.path(entry)
         if into is None:
             return open_image(held.path, manifest, trusted_source=trusted_source, name=name)
-        state = open_image(held.path, trusted_source=trusted_source, name=name)
+        state = open_tensors(held.path, manifest, trusted_source=trusted_source, name=name)
         with held.view as view:
             return _load_into(state, into, view, manifest)
 
@@ -160,7 +161,7 @@ class MemorySource:
                 finally:
                     if locking is not None:
                         locking.result()
-                state = open_image(entry.key, trusted_source=trusted_source)
+                state = open_tensors(entry.key, manifest, trusted_source=trusted_source)
                 return load_into(state, into, image, manifest.tensors, is_lent=True, ahead=ahead)
 
     def _copy_out(self, view: memoryview, manifest: Manifest, name: str, trusted_source: bool) -> Any:
@@ -188,6 +189,7 @@ def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Foun
     return [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests], problems
 
 
+@no_collection()
 def restore(
     sources: Sequence[Source],
     *,

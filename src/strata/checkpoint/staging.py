@@ -97,12 +97,14 @@ class ImageBuffer:
         self.plan = plan
 
     def mapped(self, *, populate: bool = False) -> torch.Tensor:
-        """The bytes of the file as it is; with `populate`, every page of it is faulted in now."""
+        """The bytes of the file as it is; with `populate`, every page of it is given room and faulted in now. (Whoever
+        has marked an image had done so.)"""
         if self._bytes is None:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 size_bytes = os.fstat(fd).st_size
-                os.posix_fallocate(fd, 0, size_bytes)
+                if populate:
+                    os.posix_fallocate(fd, 0, size_bytes)
                 flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
                 self._map = mmap.mmap(fd, size_bytes, flags=flags)
             except OSError:
@@ -253,11 +255,10 @@ class Staging:
             self._is_open = True
             make_private(self._folder.parent, root=self._root)
             (self._folder.parent / OWNER_NAME).write_text(_owner().token)
-            self._adopt()
+            marked = self._adopt()
             self._buffers = [ImageBuffer(self._folder / str(n)) for n in range(self._images)]
             for buffer in self._buffers:
-                snapshot = read_snapshot(buffer.folder)
-                buffer.marked = snapshot.manifest if snapshot else None
+                buffer.marked = marked.get(buffer.folder.name)
         remove_dead_jobs(root=self._root, keep=self.job)
 
     def acquire(self, plan: Plan, *, timeout_s: float | None) -> ImageBuffer | None:
@@ -363,20 +364,21 @@ class Staging:
                 "of two, or name another folder: Memory(root=…).",
             )
 
-    def _adopt(self) -> None:
-        """Of the images that dead processes of this job left, keep the set with the newest snapshot."""
+    def _adopt(self) -> dict[str, Manifest]:
+        """Of the images that dead processes of this job left, keep the set with the newest snapshot; the marks in it."""
         dead = [folder for folder in self._folder.parent.iterdir() if folder.is_dir() and _is_left(folder)]
-        newest: dict[Path, tuple[int, int, float, str]] = {}
-        for folder in dead:
-            found = [snapshot.manifest.order for snapshot in _snapshots_in(folder)]
-            newest[folder] = max(found, default=(-1, -1, 0.0, ""))
+        marks = {folder: {s.path.parent.name: s.manifest for s in _snapshots_in(folder)} for folder in dead}
+        newest = {folder: max((mark.order for mark in marks[folder].values()), default=()) for folder in dead}
+        kept: dict[str, Manifest] = {}
         for folder in sorted(dead, key=lambda f: newest[f], reverse=True):
-            if not self._folder.exists() and newest[folder][0] >= 0:
+            if not kept and marks[folder]:
                 with contextlib.suppress(OSError):  # Another process of this job was quicker.
                     folder.rename(self._folder)
                     log.info("took over the memory images that %s left", folder.name)
+                    kept = marks[folder]
                     continue
             remove_tree(folder)
+        return kept
 
 
 def job_folder(job: str, *, root: Path = SHARED_MEMORY) -> Path:

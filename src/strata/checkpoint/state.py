@@ -145,9 +145,11 @@ def name_of(state: object, wanted: object) -> str:
     return visit(state, "", 0) or "…"
 
 
-def rebuild(state: Any, replace: Callable[[int, torch.Tensor], object]) -> Any:
-    """The loaded state with leaf number n replaced by `replace(n, tensor)`; containers are changed in place where
-    they can be."""
+def rebuild(
+    state: Any, replace: Callable[[int, Any], object], *, leaf: type | tuple[type, ...] = torch.Tensor
+) -> Any:
+    """The loaded state with leaf number n (a tensor, or what stands for one) replaced by `replace(n, leaf)`; containers are
+    changed in place where they can be."""
     done: dict[int, Any] = {}
     keep: list[object] = []  # Ids stay unique while their objects live.
     numbers = itertools.count()
@@ -158,7 +160,7 @@ def rebuild(state: Any, replace: Callable[[int, torch.Tensor], object]) -> Any:
         if id(node) in done:
             return done[id(node)]
         keep.append(node)
-        if isinstance(node, torch.Tensor):
+        if isinstance(node, leaf):
             done[id(node)] = replace(next(numbers), node)
         elif isinstance(node, dict):
             done[id(node)] = node

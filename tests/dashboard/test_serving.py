@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import zipfile
@@ -19,7 +20,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from strata.coordinator.dashboard import VIEWS, Dashboard
-from tests.dashboard.browser import ROOT
+from tests.dashboard.browser import ROOT, Browser, build_dashboard
 from tests.dashboard.browser import VIEWS as PATHS
 from tests.support import Coordinator
 
@@ -117,6 +118,41 @@ def test_views_of_the_application_are_known_to_the_server() -> None:
     router = (ROOT / "dashboard" / "src" / "router.tsx").read_text()
     routes = {path.split("/")[1] for path in re.findall(r'path: "(/[^"]*)"', router)}
     assert routes - {""} == set(VIEWS)
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.timeout(120)
+def test_a_page_in_development_shows_and_changes_the_coordinator_it_is_given(
+    page: Browser, watched: Coordinator
+) -> None:
+    node = build_dashboard.find_node(ROOT / ".venv" / "bin")
+    assert node is not None
+    command = [str(node / "npx"), "--no-install", "vite", "--host", "127.0.0.1"]
+    server = subprocess.Popen(
+        command,
+        cwd=build_dashboard.SOURCES,
+        env={**build_dashboard.environment(node), "VITE_API_URL": f"{watched.url}/api", "NO_COLOR": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    try:
+        said = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in server.stdout)
+        page.base = next(found[0] for found in said if found)
+        page.open("/data?register=1")
+        page.see("Live", css="nav *", within_s=60)
+        for label, text in {"Id": "from-development", "Path": "/data/x", "Samples": "10"}.items():
+            page.fill(label, text)
+        page.click("button", "Register", exact=True)
+        page.miss(role="dialog")
+        assert "from-development" in [dataset["id"] for dataset in watched.get("/api/datasets")]
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
+        server.stdout.close()
 
 
 @pytest.mark.timeout(300)

@@ -92,6 +92,24 @@ def test_a_batch_is_tidied_like_its_lines(messages: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "message",
+    [
+        "password=hunter2 (3 times)",
+        'raise ValueError("secret: hunter2")',
+        "MY_PASSWORD='a b'",
+        "api_key=abcdefgh",
+        "https://u:pa55word@host/x?X-Amz-Signature=abcdef0123456789",
+        "Authorization: Bearer abcdefghijklmnop",
+        "token: abcdefghijklmnop",
+    ],
+)
+def test_what_is_tidied_twice_is_as_if_tidied_once(message: str) -> None:
+    once = tidy(message)
+    assert "[redacted]" in once
+    assert tidy(once) == once
+
+
+@pytest.mark.parametrize(
     "piece",
     ["password", "token ", "://", "bearer ", "secret" * 10, "eyJaaaaaaaaa.", "key=", "authorization: "],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import io
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
 from strata.rendezvous.preload import preload
-from strata.rendezvous.warm import WarmWorkers
+from strata.rendezvous.warm import WarmWorkers, _let_signals_through
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,3 +123,22 @@ def test_one_that_is_killed_after_it_has_finished_does_not_keep_the_agent(tmp_pa
     result = context.wait(timeout=60)
     assert result is not None
     assert {failure.exitcode for failure in result.failures.values()} == {-signal.SIGKILL}
+
+
+def test_an_agent_that_is_asked_to_leave_while_it_logs_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.Handler, "handleError", _let_signals_through)
+
+    class Interrupted(io.StringIO):
+        def write(self, text: str) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)  # The handler raises.
+            return 0
+
+    logger = logging.Logger("agent")
+    logger.addHandler(logging.StreamHandler(Interrupted()))
+    before = signal.signal(signal.SIGTERM, torch_api._terminate_process_handler)
+    try:
+        with pytest.raises(torch_api.SignalException):
+            logger.error("a worker is lost")
+    finally:
+        signal.signal(signal.SIGTERM, before)

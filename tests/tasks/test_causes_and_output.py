@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from strata.launch.causes import SAME_ROUNDS, Failures
@@ -149,3 +152,28 @@ def test_a_torn_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path
     writer.write(["after"], at_s=0.0, stream="stdout", rank=0)
     assert [line.text for line in reader.read(1 << 20).lines] == ["half", "after"]
     writer.close()
+
+
+def test_an_agent_that_goes_on_after_it_was_given_up_is_told_again(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import signal, sys, time\n"
+        "asked, said = [], 0\n"
+        "signal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+        "while len(asked) < 2:\n"
+        "    print('failed (exitcode: 1) local_rank: 0 (pid: 1)', file=sys.stderr, flush=True)\n"
+        "    said += 1\n"
+        "    time.sleep(0.1)\n"
+        "print(said)\n"
+        "sys.exit(1)\n"
+    )
+    keeper = [sys.executable, "-m", "strata.launch.keeper", str(tmp_path)]
+    subprocess.run([*keeper, sys.executable, str(agent)], timeout=60, check=True)
+    cause = json.loads((tmp_path / "ended.json").read_text())["cause"]
+    assert (cause["message"], cause["may_retry"]) == ("rank 0 ended with status 1 (3 times in a row)", False)
+    said = [line.text for line in OutputReader(tmp_path, Place()).read(1 << 20).lines]
+    total = int(next(text for text in said if text.isdecimal()))
+    assert 3 <= sum(text.startswith("failed") for text in said) < total, (
+        "what it says afterwards is of no use"
+    )
+    assert f"WARNING strata: given up: {cause['message']}" in said

@@ -24,7 +24,8 @@ SHORTEST_SECRET = 4
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
-_VALUE = r"""("[^"\n]{0,512}"|'[^'\n]{0,512}'|[^\s,;&"'}\])]{1,512})"""
+# What was tidied before stays as it is: a cause is tidied for the journal, and again as a line of the log.
+_VALUE = r"""(?!\[redacted\])("[^"\n]{0,512}"|'[^'\n]{0,512}'|[^\s,;&"'}\])]{1,512})"""
 
 
 class _Secret(NamedTuple):

@@ -30,6 +30,8 @@ from strata.launch.leftovers import RUN_VARIABLE, end_processes
 from strata.launch.output import LINE_LIMIT_BYTES, OutputFile
 
 DRAIN_S = 1.0
+TELL_AGAIN_S = 3.0
+"""A signal may be lost in whatever the agent does: one that still starts workers after this time is told again."""
 CHUNK_BYTES = 64 * 1024
 
 
@@ -42,6 +44,7 @@ class Keeper:
         self._readers: set[asyncio.Task[None]] = set()
         self._asked_to_stop = False
         self._given_up = False
+        self._tell_again_s = 0.0
         self._agent: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:
@@ -90,11 +93,16 @@ class Keeper:
 
     def _give_up_if_hopeless(self) -> None:
         cause = self._failures.hopeless()
-        if cause is not None and not self._given_up and self._agent is not None:
+        if cause is None or self._agent is None:
+            return
+        if not self._given_up:
             self._given_up = True
             self._say(f"given up: {cause.message}")
-            with suppress(ProcessLookupError):
-                self._agent.terminate()
+        elif time.monotonic() < self._tell_again_s:
+            return
+        self._tell_again_s = time.monotonic() + TELL_AGAIN_S
+        with suppress(ProcessLookupError):
+            self._agent.terminate()
 
     # --- output ---------------------------------------------------------------------------------------------
 
@@ -136,10 +144,13 @@ class Keeper:
             self._write([rest], stream, rank)
 
     def _write(self, lines: Sequence[bytes], stream: str, rank: int | None) -> None:
-        if rank is None and stream == "stderr" and self._asked_to_stop:
-            return  # An agent that is asked to leave complains of it at length.
+        # An agent that is asked to leave complains of it at length.
+        complaint = rank is None and stream == "stderr"
+        if complaint and self._asked_to_stop:
+            return
         texts = [line.decode(errors="replace") for line in lines]
-        self._output.write(texts, at_s=time.time(), stream=stream, rank=rank)
+        if not (complaint and self._given_up):
+            self._output.write(texts, at_s=time.time(), stream=stream, rank=rank)
         for text in texts if stream == "stderr" else ():
             cause = self._failures.read_line(rank, text)
             if cause is not None:

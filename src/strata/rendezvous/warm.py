@@ -110,8 +110,21 @@ def _brief(record: logging.LogRecord) -> bool:
     return True
 
 
+def _let_signals_through(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Torch makes an exception of SIGTERM. One that is raised while a line is logged would be taken for a fault of the
+    log, and the agent would go on as if nobody had asked it to leave."""
+    error = sys.exc_info()[1]
+    if isinstance(error, workers.api.SignalException):
+        raise error
+    _handle_error(handler, record)
+
+
+_handle_error = logging.Handler.handleError
+
+
 def warm_up() -> None:
     """In the agent, before it starts its first worker."""
     preload()
+    logging.Handler.handleError = _let_signals_through  # type: ignore[assignment]
     workers.MultiprocessContext = WarmWorkers  # type: ignore[assignment,misc]
     logging.getLogger(workers.api.__name__).addFilter(_brief)

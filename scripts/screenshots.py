@@ -111,7 +111,7 @@ def _wait_in_vain(worker: TrainingOrchestrator) -> None:
 
 def _views(api: str, task: str) -> dict[str, str]:
     safe = next(c for c in get(api, "/api/checkpoints") if c["status"] == "completed")
-    worker = next(w["id"] for w in get(api, "/api/workers") if w["rank"] == 0)
+    worker = f"{task}-rank0"
     return {
         "overview": "/",
         "runs": "/runs",

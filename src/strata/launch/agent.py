@@ -2,12 +2,20 @@
 
     python -m strata.launch.agent --start-method=forkserver --run-path SCRIPT...        (and all else that torchrun takes)
 
-The server that forks the workers imports torch at the same time as the agent does, so the first start is not delayed.
+The server that forks the workers imports torch at the same time as the agent does, so the first start is not delayed. When
+the agent is done both leave at once: Python takes seconds to take torch apart, while somebody waits for the end.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
 from multiprocessing import forkserver
+from typing import Any
 
 
 def main() -> None:
@@ -17,12 +25,34 @@ def main() -> None:
     preload()
     forkserver.ensure_running()
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
 
     from strata.rendezvous.warm import warm_up
 
     warm_up()
-    torchrun()
+    try:
+        torchrun()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except SignalException:  # It has said so itself.
+        code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    server: Any = forkserver._forkserver
+    with suppress(ProcessLookupError):
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from strata.cli.tasks import WrongCall, read_settings
 from strata.config import ConfigError
 from strata.core.messages import InvalidArgument, Unknown
 from strata.launch.context import NotATask, TaskContext, current_task
-from strata.launch.programs.training import settings
+from strata.launch.programs.training import prepare, settings
 from strata.launch.recipes import Recipes, read_recipes, script_recipe
 from strata.launch.recipes_builtin import BUILT_IN, INDEXING, TRAINING
 from strata.launch.schema import InvalidConfig, check, filled, schema_problems
@@ -72,19 +73,28 @@ def test_the_built_in_schemas_are_sound() -> None:
         assert schema_problems(recipe.schema, "config") == []
 
 
-def test_the_trainer_gets_what_was_asked_for(tmp_path: Path) -> None:
-    config = TRAINING.full_config(
-        {"learning_rate": 0.5, "batch_size": 3, "steps": 11, "checkpoint_interval": 4}
-    )
-    task = TaskContext(
-        task_id="task-1",
+def a_training(folder: Path, task_id: str = "task-1", **config: Any) -> TaskContext:
+    return TaskContext(
+        task_id=task_id,
         name="t",
         worker_count=2,
-        config=config,
+        config=TRAINING.full_config(config),
         dataset=None,
-        task_dir=tmp_path,
+        task_dir=folder,
         shutdown_s=7.0,
     )
+
+
+def test_the_same_text_in_other_sequences_has_another_name_at_the_coordinator(tmp_path: Path) -> None:
+    names = set()
+    for task_id, length in (("task-1", 32), ("task-2", 64)):
+        config = prepare(a_training(tmp_path / task_id, task_id, seq_length=length))
+        names.add(Path(yaml.safe_load(config.read_text())["data"]["index_file"]).stem)
+    assert names == {"sample-text-task-1", "sample-text-task-2"}
+
+
+def test_the_trainer_gets_what_was_asked_for(tmp_path: Path) -> None:
+    task = a_training(tmp_path, learning_rate=0.5, batch_size=3, steps=11, checkpoint_interval=4)
     document = settings(task, ["text.txt"], tmp_path / "t.index")
     training = document["training"]
     assert (training["lr"], training["batch_size"], training["max_steps"]) == (0.5, 3, 11)

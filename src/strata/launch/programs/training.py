@@ -41,7 +41,8 @@ def prepare(task: TaskContext) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # Goes with the process, whatever becomes of it.
         if not config.exists():
             files = _files(task, folder)
-            index = folder / f"{task.dataset.id if task.dataset else SAMPLE}-tokens.index"
+            # The coordinator knows the index by this name. Another task may cut the same text into other sequences.
+            index = folder / f"{(task.dataset.id if task.dataset else SAMPLE)[:100]}-{task.task_id}.index"
             _build_index(task, files, index)
             _write(config, settings(task, files, index))
     return config

@@ -20,6 +20,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from strata.rendezvous.frames import script_frames
+
 KEEPER_VARIABLE = "STRATA_KEEPER"
 """Name of a Unix socket in the abstract namespace: it goes with the process that listens."""
 EXIT_AGAIN = 75
@@ -49,7 +51,8 @@ def main() -> None:
     except BaseException as error:
         if keeper:
             last = traceback.format_exception_only(error)[-1].strip()
-            _tell_failure(keeper, message=last, trace=traceback.format_exc(), exit_code=1)
+            trace = "".join(traceback.format_exception(type(error), error, script_frames(error)))
+            _tell_failure(keeper, message=last, trace=trace, exit_code=1)
         raise
 
 

@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 from torch.distributed.elastic import multiprocessing as workers
 
+from strata.rendezvous.frames import script_frames
 from strata.rendezvous.preload import preload
 
 TRIES = 10
@@ -83,11 +83,11 @@ def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
     _part_from_server()
     try:
         return entrypoint(*arguments)
-    except KeyboardInterrupt:
-        traceback.print_exc()
-        sys.exit(128 + signal.SIGINT)
-    except Exception:
-        traceback.print_exc()
+    except (Exception, KeyboardInterrupt) as error:
+        error.__traceback__ = script_frames(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(128 + signal.SIGINT)
         raise
     finally:
         atexit._run_exitfuncs()

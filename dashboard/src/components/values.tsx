@@ -42,7 +42,7 @@ export function Path(props: { children: string }) {
   return <span className="truncate-start block font-mono text-sm" title={props.children}><bdi dir="ltr">{props.children}</bdi></span>;
 }
 
-const LINK = "foreign inline-block max-w-full truncate align-bottom text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent";
+const LINK = "foreign inline-block max-w-full truncate align-bottom leading-6 text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent";
 
 export function WorkerLink(props: { id: string }) {
   return <Link to="/workers" search={{ worker: props.id }} className={LINK} title={props.id}>{props.id}</Link>;

@@ -6,6 +6,7 @@ import mmap
 import os
 import zipfile
 from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,37 @@ def test_another_structure_gets_another_plan(image: Image, changed: dict[str, An
     plan = image.save({"w": torch.zeros(4)}).plan
     assert image.save(changed).plan is not plan
     assert_same(image.load(), changed)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_plan_holds_in_every_gradient_mode(image: Image, mode: Callable[[], Any]) -> None:
+    plain, wants_grad = {"w": torch.zeros(4)}, {"w": torch.zeros(4).requires_grad_()}
+    with mode():
+        plan = image.save(plain).plan
+        assert image.save(plain).plan is plan
+    assert image.save(plain).plan is plan
+    with mode():
+        image.save(wants_grad)
+        assert_same(image.load(), wants_grad)
+        image.save(plain)
+        assert_same(image.load(), plain)
+
+
+def test_a_tensor_changed_in_place_is_noticed(image: Image) -> None:
+    """The same object, with other memory, another shape, another type."""
+    state = {"w": torch.zeros(4), "v": torch.zeros(2, 3)}
+    image.save(state)
+    for change in (
+        lambda w: w.set_(torch.full((4,), 2.0)),
+        lambda w: setattr(w, "data", torch.full((4,), 3.0)),
+        lambda w: setattr(w, "data", torch.full((4,), 4.0, dtype=torch.float64)),
+        lambda w: w.resize_(9).fill_(5.0),
+        lambda w: state["v"].t_(),
+        lambda w: w.requires_grad_(),
+    ):
+        change(state["w"])
+        image.save(state)
+        assert_same(image.load(), state)
 
 
 def test_sharing_that_ends_or_begins_is_noticed(image: Image) -> None:

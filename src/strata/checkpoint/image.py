@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 
 from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.device import any_on_cuda
@@ -35,7 +36,7 @@ FILE_NAME = "archive.pt"  # Torch puts the file's name into the file: a constant
 _SPARE_PICKLE_BYTES = 64 << 10
 _RECORD_OVERHEAD_BYTES = 512
 
-Signature: TypeAlias = tuple[list[Any], ...]
+Facts: TypeAlias = tuple[list[Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,10 @@ class Slot:
 class Plan:
     """Where everything goes, for all states of one structure."""
 
-    signature: Signature
+    outline: Facts
+    geometry: Facts
+    guard: Any
+    """Torch's own check that tensors have this geometry; it is quicker, but says no more often than it must."""
     slots: tuple[Slot, ...]
     first_tensors: tuple[int, ...]
     """Of each slot."""
@@ -156,7 +160,15 @@ class Plan:
             found[number] = storage.data_ptr() + slot.start_bytes
         return found, held
 
-    def has_views_as_before(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def serves(self, found: Scan, addresses: list[int]) -> bool:
+        """Whether this is the plan of another state as well."""
+        if self.outline != _outline(found, addresses):
+            return False
+        with torch.enable_grad():  # Without it, the guard would not look at `requires_grad`.
+            is_same = self.guard.check(*found.tensors) or self.geometry == _geometry(found.tensors)
+        return is_same and self._has_views_as_before(found.tensors)
+
+    def _has_views_as_before(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether odd strides are the same, and tensors that are views of one storage are the same views of one."""
         if any(tensors[number].stride() != self.recipes[number].stride for number in self.strided):
             return False
@@ -209,44 +221,46 @@ def _prepare(state: object, known: Plan | None) -> Prepared:
     found = scan(state)
     try:
         addresses = list(map(torch.Tensor.data_ptr, found.tensors))
-        signature = signature_of(found, addresses)
     except (RuntimeError, NotImplementedError):
-        addresses, signature = [], ()  # Something without plain memory; `make_plan` will name it.
-    plan, body = _match(state, found, signature, known) or make_plan(state, found, signature)
+        addresses = []  # Something without plain memory; `make_plan` will name it.
+    plan, body = _match(state, found, addresses, known) or make_plan(state, found, addresses)
     is_on_cuda = any_on_cuda(found.tensors)
     return Prepared(plan=plan, body=body, found=found, addresses=addresses, is_on_cuda=is_on_cuda)
 
 
-def _match(state: object, found: Scan, signature: Signature, known: Plan | None) -> tuple[Plan, bytes] | None:
+def _match(state: object, found: Scan, addresses: list[int], known: Plan | None) -> tuple[Plan, bytes] | None:
     """The known plan and the state's body for it, where it serves this state as well."""
-    if known is None or known.signature != signature or not known.has_views_as_before(found.tensors):
+    if known is None or not known.serves(found, addresses):
         return None
     body = body_for(state, found.leaves, known.prefix)
     return (known, body) if len(known.prefix.program) + len(body) <= known.pickle_room_bytes else None
 
 
-def signature_of(found: Scan, addresses: list[int]) -> Signature:
-    """What a plan depends on, but for the details of sharing and of odd strides. Runs on every save: one plain loop per
-    fact, compared as whole lists. Fewer addresses than tensors tell that some have come to share memory."""
-    tensors = found.tensors
-    dtypes = [tensor.dtype for tensor in tensors]
-    has_complex = any(dtype.is_complex for dtype in set(dtypes))
+def _outline(found: Scan, addresses: list[int]) -> Facts:
+    """What a plan depends on, but for the tensors' geometry. Fewer addresses than tensors tell that some have come to share
+    memory."""
+    return found.trace, list(map(type, found.leaves)), [len(found.tensors), len(set(addresses))]
+
+
+def _geometry(tensors: Sequence[torch.Tensor]) -> Facts:
+    """What a plan depends on in its tensors, but for the details of sharing and of odd strides."""
     return (
-        found.trace,
-        dtypes,
+        [tensor.dtype for tensor in tensors],
         [tensor.shape for tensor in tensors],
         list(map(torch.Tensor.is_contiguous, tensors)),
         [tensor.requires_grad for tensor in tensors],
-        list(map(type, found.leaves)),
-        [len(set(addresses))],
-        [n for n, tensor in enumerate(tensors) if tensor.is_neg()]
-        if any(map(torch.Tensor.is_neg, tensors))
-        else [],
-        [number for number, tensor in enumerate(tensors) if tensor.is_conj()] if has_complex else [],
+        list(map(torch.Tensor.is_neg, tensors)),
+        list(map(torch.Tensor.is_conj, tensors)),
     )
 
 
-def make_plan(state: object, found: Scan, signature: Signature) -> tuple[Plan, bytes]:
+def _guard(tensors: Sequence[torch.Tensor]) -> Any:
+    """One call that compares type, number type, device, shape, strides, gradient and lazy bits of every tensor."""
+    with torch.enable_grad():
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def make_plan(state: object, found: Scan, addresses: list[int]) -> tuple[Plan, bytes]:
     names = [name for name, _ in named_leaves(state)]
     for name, tensor in zip(names, found.tensors, strict=True):
         _check(name, tensor)
@@ -274,7 +288,9 @@ def make_plan(state: object, found: Scan, signature: Signature) -> tuple[Plan, b
     room_bytes = _round_up(pickle_bytes + len(body) // 4 + _SPARE_PICKLE_BYTES)
     records_bytes = sum(slot.size_bytes + ALIGNMENT_BYTES + _RECORD_OVERHEAD_BYTES for slot in slots)
     plan = Plan(
-        signature=signature,
+        outline=_outline(found, addresses),
+        geometry=_geometry(found.tensors),
+        guard=_guard(found.tensors),
         slots=tuple(slots),
         first_tensors=tuple(slot.tensors[0] for slot in slots),
         recipes=tuple(made),

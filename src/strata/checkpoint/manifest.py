@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -238,16 +239,17 @@ def plain_json(value: object, *, name: str = "manifest") -> Json:
 
 
 def _table(tensors: tuple[TensorEntry, ...]) -> str:
-    """The tensor table as JSON. A run's saves have the same table again and again, thousands of lines long."""
-    global _last_table
-    known, text = _last_table
-    if known is not tensors:
-        text = _canonical(tensors)
-        _last_table = (tensors, text)
+    """The tensor table as JSON. A run's saves have the same tables again and again, one for each of its images, thousands of
+    lines long."""
+    for known, text in tuple(_recent_tables):
+        if known is tensors:
+            return text
+    text = _canonical(tensors)
+    _recent_tables.append((tensors, text))
     return text
 
 
-_last_table: tuple[tuple[TensorEntry, ...], str] = ((), "[]")
+_recent_tables: deque[tuple[tuple[TensorEntry, ...], str]] = deque(maxlen=2)
 
 
 def _canonical(body: object) -> str:

@@ -81,7 +81,9 @@ def scan(state: object) -> Scan:
         return True
 
     visit((state,))
-    leaves = list(dict(zip(map(id, found), found, strict=True)).values())
+    leaves = found
+    if len(set(map(id, found))) < len(found):
+        leaves = list(dict(zip(map(id, found), found, strict=True)).values())
     tensors = leaves
     if arrays:
         tensors = [leaf if type(leaf) in _TENSORS else _as_tensor(leaf, state) for leaf in leaves]

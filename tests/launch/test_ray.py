@@ -107,8 +107,7 @@ def test_a_task_spreads_over_nodes_outlives_one_of_them_and_stops_without_a_trac
             assert server.post(f"/api/tasks/{task_id}/stop?wait=30", {})[1]["status"] == "stopped"
             assert [agents_on(node) for node in cluster.nodes] == [0, 0]
             assert with_mark(task_id) == []
-            segments = [folder for job in (task_id, f"{task_id}-1") for folder in folders_of(job)]
-            eventually(lambda: not any(map(Path.exists, segments)), within_s=10, what="shared memory is free")
+            eventually(lambda: not segments(task_id), within_s=10, what="shared memory is free")
             eventually(lambda: cluster.free_cpus() == 4, within_s=10, what="nothing is reserved")
         finally:
             server.stop()
@@ -158,6 +157,7 @@ def test_a_task_outlives_coordinator_and_driver_and_a_failing_one_says_why(tmp_p
             assert "ended with status 2" in cause["message"]
             assert "on node 127.0.0.1" in cause["message"]
             assert with_mark(created["task_id"]) == []
+            eventually(lambda: not segments(created["task_id"]), within_s=10, what="shared memory is free")
             eventually(lambda: cluster.free_cpus() == 2, within_s=10, what="nothing is reserved")
         finally:
             server.stop()
@@ -171,6 +171,12 @@ def task(server: Coordinator) -> dict[str, Any]:
 
 def messages(server: Coordinator, task_id: str) -> str:
     return "\n".join(entry["message"] for entry in server.get(f"/api/tasks/{task_id}/logs?limit=1000&q=node"))
+
+
+def segments(task_id: str) -> list[Path]:
+    """What the task and its first attempt have in shared memory."""
+    folders = [folder for job in (task_id, f"{task_id}-1") for folder in folders_of(job)]
+    return [folder for folder in folders if folder.exists()]
 
 
 def with_mark(task_id: str) -> list[str]:

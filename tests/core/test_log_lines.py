@@ -149,6 +149,7 @@ def test_what_the_entry_says_already_is_not_said_again() -> None:
         "INFO:root:x": "root:x",
         "ERROR: x": "x",
         "[WARNING] x": "x",
+        "WARNING job.part: x": "job.part: x",
         "CRITICAL: x": "CRITICAL: x",  # An entry is an error at most.
         "2026-11-15 09:40:58,123 CRITICAL x": "CRITICAL x",
         "ERROR rate 0.3": "ERROR rate 0.3",

@@ -38,8 +38,8 @@ _STAMP = re.compile(
 )
 _NAME = "(?:DEBUG|INFO|WARN|WARNING|ERROR)"
 _NAMED_AFTER_STAMP = re.compile(rf"(?:\[{_NAME} *\]|{_NAME}\b):?\s*")
-_NAMED = re.compile(rf"(?:\[{_NAME} *\]:?|{_NAME}:)\s*")
-"""Without a time before it, a word is a level only where it is set off from the sentence."""
+_NAMED = re.compile(rf"(?:\[{_NAME} *\]:?|{_NAME}:|{_NAME} (?=[\w.]{{1,100}}: ))\s*")
+"""Without a time before it, a word is a level only where it is set off from the sentence, or before a logger's name."""
 SAME_TIME_S = 5.0
 """A line is read at most so long after it was written; a time further off is part of what it tells."""
 _ZONE_S = 900

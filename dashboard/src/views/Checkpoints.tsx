@@ -28,7 +28,7 @@ const COLUMNS: readonly Column<Checkpoint>[] = [
   { id: "size", header: "Size", value: (each) => each.size, cell: (each) => <Bytes value={each.size} />, align: "right", width: "88px" },
   { id: "speed", header: "Speed", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "104px" },
   { id: "made", header: "Made", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "108px" },
-  { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} />, width: "minmax(8.5rem, 1fr)" },
+  { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} />, width: "minmax(9.75rem, 1fr)" },
   { id: "author", header: "Author", value: (each) => each.worker_id, cell: (each) => <Name whole={each.worker_id}>{shortName(each.worker_id, each.job_id)}</Name>, width: "minmax(4.5rem, 1fr)" },
   { id: "path", header: "Path", value: (each) => each.path, cell: (each) => <Path>{each.path}</Path>, width: "minmax(8rem, 2fr)" },
   { id: "digest", header: "Digest", cell: (each) => <Name mono>{each.digest.split(":").at(-1)}</Name>, width: "minmax(5rem, 1fr)" },

@@ -17,12 +17,11 @@ writes true ones for other zip tools.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
 from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.device import any_on_cuda
@@ -57,7 +56,7 @@ class Plan:
 
     outline: Facts
     geometry: Facts
-    guard: Any
+    guard: Callable[..., bool]
     """Torch's own check that tensors have this geometry; it is quicker, but says no more often than it must."""
     slots: tuple[Slot, ...]
     first_tensors: tuple[int, ...]
@@ -165,7 +164,7 @@ class Plan:
         if self.outline != _outline(found, addresses):
             return False
         with torch.enable_grad():  # Without it, the guard would not look at `requires_grad`.
-            is_same = self.guard.check(*found.tensors) or self.geometry == _geometry(found.tensors)
+            is_same = self.guard(*found.tensors) or self.geometry == _geometry(found.tensors)
         return is_same and self._has_views_as_before(found.tensors)
 
     def _has_views_as_before(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -254,10 +253,17 @@ def _geometry(tensors: Sequence[torch.Tensor]) -> Facts:
     )
 
 
-def _guard(tensors: Sequence[torch.Tensor]) -> Any:
+def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """One call that compares type, number type, device, shape, strides, gradient and lazy bits of every tensor."""
-    with torch.enable_grad():
-        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        with torch.enable_grad():
+            guard: Any = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (ImportError, TypeError):  # Another version of torch may have no such thing.
+        return lambda *_: False
+    check: Callable[..., bool] = guard.check
+    return check
 
 
 def make_plan(state: object, found: Scan, addresses: list[int]) -> tuple[Plan, bytes]:

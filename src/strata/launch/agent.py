@@ -19,35 +19,41 @@ from typing import Any
 
 
 def main() -> None:
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # Until torchrun has one of its own.
+    try:
+        _run()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        if type(error).__name__ != "SignalException":  # Of which torchrun has told.
+            traceback.print_exc()
+        code = 1
+    _leave(code)
+
+
+def _run() -> None:
     # Imported here: each worker reads this module too, as Python's multiprocessing does with its parent's program.
     from strata.rendezvous.preload import preload
 
     preload()
     forkserver.ensure_running()
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
 
     from strata.rendezvous.warm import warm_up
 
     warm_up()
-    try:
-        torchrun()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except SignalException:  # It has said so itself.
-        code = 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    _leave(code)
+    torchrun()
 
 
 def _leave(code: int) -> None:
     server: Any = forkserver._forkserver
-    with suppress(ProcessLookupError):
-        os.kill(server._forkserver_pid, signal.SIGKILL)
+    if server._forkserver_pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.copying import copy_bytes
 from strata.checkpoint.device import any_on_cuda
 from strata.checkpoint.errors import StateMismatch
@@ -47,6 +48,7 @@ def sent_ahead(image: torch.Tensor, into: Any, *, is_page_locked: bool) -> Itera
         _cuda.current_stream(device).synchronize()  # Nobody reads the image any more.
 
 
+@no_collection()
 def load_into(
     loaded: Any,
     into: Any,

@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 import xxhash
 
+from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.digest import Digest
 from strata.checkpoint.errors import Damaged
 from strata.core.terms import CheckpointId as CheckpointId
@@ -142,6 +143,7 @@ class Manifest:
         return _seal(text.encode())
 
 
+@no_collection()
 def decode(raw: bytes, *, path: str) -> Manifest:
     """Read a manifest back. Raises `Damaged` unless every bit is as it was written."""
     try:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from strata.checkpoint import leases
 from strata.checkpoint.catalog import Catalog, Entry, Listing, where
-from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
 from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, open_tensors, verify
@@ -189,7 +188,6 @@ def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Foun
     return [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests], problems
 
 
-@no_collection()
 def restore(
     sources: Sequence[Source],
     *,

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.manifest import TensorEntry
 from strata.checkpoint.pickling import TensorRecipe
 from strata.checkpoint.state import rebuild
@@ -32,6 +33,7 @@ _HEADER = struct.Struct("<4s22xHH")
 """What a zip file begins with: a signature, and how long the first record's name and the field after it are."""
 
 
+@no_collection()
 def open_own(path: str | Path, entries: Sequence[TensorEntry]) -> Any:
     """The state in an image; `entries` are the tensors of its manifest. Raises any exception for what is not known here."""
     with open(path, "rb") as file:

@@ -179,6 +179,27 @@ def test_every_kind_of_tensor_is_filled_in_place(folder: Path, memory: Memory, t
     assert_same(loaded, state)
 
 
+@pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
+def test_targets_of_any_form_are_filled_in_place(folder: Path, memory: Memory, tier: str) -> None:
+    targets = {
+        "plain": torch.zeros(6, 4),
+        "transposed": torch.zeros(4, 6).t(),
+        "every_second": torch.zeros(6, 8)[:, ::2],
+        "other_type": torch.zeros(6, 4, dtype=torch.float64),
+        "negated": torch._neg_view(torch.zeros(6, 4)),
+        "parameter": torch.nn.Parameter(torch.zeros(6, 4)),
+    }
+    places = {name: target.data_ptr() for name, target in targets.items()}
+    state = {name: torch.randn(6, 4) for name in targets} | {"empty": torch.empty(0, 3)}
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(state, step=1).result(30)
+        loaded = manager.load(into={**targets, "empty": torch.empty(0, 3)}, tiers=[tier])
+    for name, target in targets.items():
+        assert loaded[name] is target, name
+        assert target.data_ptr() == places[name], name
+        assert torch.equal(target.detach().float(), state[name]), name
+
+
 def test_what_is_returned_beside_the_target_does_not_change_with_later_saves(
     job: str, memory: Memory
 ) -> None:

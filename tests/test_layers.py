@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ PURE = {
     "collections",
     "contextlib",
     "dataclasses",
+    "datetime",  # To read what a clock has shown; see below.
     "enum",
     "functools",
     "hashlib",
@@ -30,6 +32,8 @@ PURE = {
     "typing",
 }
 """What the core may import: nothing that knows the time, chance, files, threads or the network."""
+
+ASKS_THE_CLOCK = re.compile(r"\.(now|today|utcnow)\(")
 
 OPTIONAL = ("torch", "fastapi", "uvloop", "obstore", "omegaconf", "pyarrow", "tokenizers", "aetcd", "ray")
 HEAVY = (*OPTIONAL, "grpc", "numpy", "pydantic")
@@ -85,6 +89,10 @@ def test_the_core_is_pure_and_knows_nobody() -> None:
         and not within(target, "strata.core", "strata.errors")
     ]
     assert not found
+    asking = [
+        path.name for path in (SRC / "strata/core").glob("*.py") if ASKS_THE_CLOCK.search(path.read_text())
+    ]
+    assert not asking
 
 
 def test_stores_know_only_the_errors() -> None:

@@ -244,6 +244,18 @@ def test_a_stream_that_comes_back_within_the_grace_changes_nothing(fleet: Fleet)
     assert fleet.tick(10).events == ()
 
 
+def test_time_in_which_the_coordinator_came_to_nothing_is_held_against_nobody(fleet: Fleet) -> None:
+    fleet.joins("a", "b")
+    fleet.drop("a")
+    fleet.now_s += 9.9
+    fleet.cluster.membership.excuse(9.8, fleet.now)
+    assert fleet.tick(0.3).events == ()
+    assert [event.worker_id for event in fleet.tick(0.1).events] == ["a"]
+    fleet.cluster.membership.excuse(60.0, fleet.now)
+    assert fleet.tick(29.9).events == (), "nobody was heard later than now"
+    assert [event.worker_id for event in fleet.tick(0.2).events] == ["b"]
+
+
 def test_the_end_of_an_older_incarnations_stream_says_nothing_about_the_newer(fleet: Fleet) -> None:
     old = fleet.join("a")
     fleet.join("a")

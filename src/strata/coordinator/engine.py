@@ -151,6 +151,9 @@ class Engine:
             # Whoever stops has closed every connection itself: that is no reason to fail anybody.
             tick = not self._stopping and time.monotonic() >= next_tick_s
             if tick:
+                late_s = time.monotonic() - next_tick_s if next_tick_s else 0.0
+                if late_s > TICK_S:
+                    self.cluster.membership.excuse(late_s, self.clock.now())
                 next_tick_s = time.monotonic() + TICK_S
             if batch or tick:
                 await self._commit(batch, tick=tick)

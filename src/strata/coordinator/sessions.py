@@ -2,7 +2,8 @@
 
 The coordinator never calls a worker: news rides on the worker's own stream, or waits for its next heartbeat.
 Each session has a bounded outbox; a worker that does not read loses its session, not the others their speed.
-News about topology and plans is gathered for a moment, so that a thousand joins are not a million messages.
+News about topology and plans is gathered for a moment, so that a thousand joins are not a million messages, and of news
+that a slow reader has not heard yet only the newest is kept.
 
 Runs on the event loop, told of every durable batch by the engine.
 """
@@ -35,6 +36,7 @@ log = logging.getLogger("strata.coordinator.sessions")
 
 OUTBOX_LIMIT = 1_000
 GATHER_S = 0.05
+TOPOLOGY = "topology"
 
 
 class WorkerSession:
@@ -48,29 +50,37 @@ class WorkerSession:
         """Why this session has ended, once it has."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox: deque[pb.CoordinatorMessage] = deque()
-        self._news = asyncio.Event()
+        self._news: dict[str, pb.CoordinatorMessage] = {}
+        self._filled = asyncio.Event()
+
+    def tell(self, about: str, message: pb.CoordinatorMessage) -> None:
+        """News, in place of what has not been heard yet about the same."""
+        self._news[about] = message
+        self._filled.set()
 
     def push(self, message: pb.CoordinatorMessage) -> None:
+        """An answer, which none replaces."""
         if len(self._outbox) >= OUTBOX_LIMIT:
             if not self.over:
                 log.warning("ending the session of '%s', which does not read its messages", self.worker_id)
             self.end("it does not read its messages")
             return
         self._outbox.append(message)
-        self._news.set()
+        self._filled.set()
 
     def end(self, why: str) -> None:
         self.over = self.over or why
         if not self.ended.done():
             self.ended.set_result(None)
-        self._news.set()
+        self._filled.set()
 
     async def next_messages(self) -> list[pb.CoordinatorMessage]:
         """What there is to say, once there is something; empty when the session is over and all is said."""
-        while not self._outbox and not self.over:
-            self._news.clear()
-            await self._news.wait()
-        messages = list(self._outbox)
+        while not self._news and not self._outbox and not self.over:
+            self._filled.clear()
+            await self._filled.wait()
+        messages = [*self._news.values(), *self._outbox]
+        self._news.clear()
         self._outbox.clear()
         return messages
 
@@ -98,7 +108,7 @@ class Sessions:
         job = self._cluster.membership.members[worker_id].spec.job_id
         session = self._sessions[worker_id] = WorkerSession(worker_id, incarnation, job)
         self._cluster.membership.connected(worker_id, self._clock.now())
-        session.push(pb.CoordinatorMessage(topology=self._topology(session, "connected")))
+        session.tell(TOPOLOGY, pb.CoordinatorMessage(topology=self._topology(session, "connected")))
         return session
 
     def close(self, session: WorkerSession) -> None:
@@ -161,15 +171,16 @@ class Sessions:
         self._flush = None
         jobs, self._changed_jobs = self._changed_jobs, {}
         plans, self._changed_plans = self._changed_plans, {}
-        plan_messages: dict[JobId, list[pb.CoordinatorMessage]] = {}
-        for (job, _), plan in plans.items():
-            plan_messages.setdefault(job, []).append(pb.CoordinatorMessage(plan=plan))
+        plan_messages: dict[JobId, list[tuple[str, pb.CoordinatorMessage]]] = {}
+        for (job, dataset), plan in plans.items():
+            news = (f"plan of {dataset}", pb.CoordinatorMessage(plan=plan))
+            plan_messages.setdefault(job, []).append(news)
         for session in list(self._sessions.values()):
             if session.job_id in jobs:
                 topology = self._topology(session, jobs[session.job_id])
-                session.push(pb.CoordinatorMessage(topology=topology))
-            for message in plan_messages.get(session.job_id, ()):
-                session.push(message)
+                session.tell(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
+            for about, message in plan_messages.get(session.job_id, ()):
+                session.tell(about, message)
 
     def _topology(self, session: WorkerSession, reason: str) -> pb.Topology:
         roster = self._cluster.membership.roster(session.job_id)

@@ -353,6 +353,13 @@ class Membership:
             pulse.dropped_mono_s = None
         self.failed_mono_s = dict.fromkeys(self.failed_mono_s, now.mono_s)
 
+    def excuse(self, deaf_s: float, now: Instant) -> None:
+        """For so long we came to nothing, and may not have heard who spoke: it is held against nobody."""
+        for pulse in self.pulses.values():
+            pulse.heard_mono_s = min(now.mono_s, pulse.heard_mono_s + deaf_s)
+            if pulse.dropped_mono_s is not None:
+                pulse.dropped_mono_s = min(now.mono_s, pulse.dropped_mono_s + deaf_s)
+
     # --- compaction -----------------------------------------------------------------------------------------
 
     def compact(self) -> list[Event]:

@@ -18,7 +18,6 @@ from strata.checkpoint.staging import find_snapshots
 from strata.data.history import audit_epochs
 from strata.launch.sample_job import DATASET
 from strata.shared_memory import run_folder
-from strata.training.trace import last_footprint
 from tests.e2e.conftest import StartRun
 from tests.harness.etcd_server import EtcdServer, require_etcd
 from tests.support import eventually
@@ -120,13 +119,10 @@ def test_training_goes_on_while_etcd_is_away_and_a_killed_worker_is_back_once_it
         server.stop()
         made = run.step
         eventually(lambda: run.step >= made + 20, within_s=60, what="training without etcd")
-        killed_s = time.monotonic()
         kill_a_worker(run, random.Random(2))
+        made = run.step
         time.sleep(3.5)  # Longer than the keep-alive window: every node's heartbeat is late.
-        last = last_footprint(run.job.name)
-        assert last is not None
-        assert last.born_mono_s < killed_s, "nobody can meet without etcd"
-        made = last.step
+        assert run.step <= made + 1, "nobody can meet without etcd, and nobody trains alone"
         server.start()
         await_new_step(run, made)
         run.wait(WAIT_S)

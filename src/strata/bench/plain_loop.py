@@ -6,12 +6,11 @@ torchrun --nproc-per-node=2 -m strata.bench.plain_loop CHECKPOINT NAME
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,35 +59,60 @@ def train(checkpoint: str, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overhead:
-    """What an `ElasticJob` adds to a step of the same loop, over pairs of rounds made one right after the other."""
+class Round:
+    """Seconds of one step, on average over a round."""
 
-    plain_step_s: float
-    ratios: Sequence[float]
-    """Of each pair: the elastic round's time over the plain one's."""
+    step_s: float
+    fetch_s: float
+    """Of it, until there was the next batch: all that a job does in the loop's own thread."""
+    background_s: float
+    """Processor time of all other threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What an `ElasticJob` adds to a step of the same loop, by pairs of rounds made one right after the other.
+
+    Whole steps differ by several percent from one second to the next, whoever makes them; what the job does in between
+    does not, so that is timed by itself. Its other threads are counted as if they had no core of their own.
+    """
+
+    plain: Sequence[Round]
+    elastic: Sequence[Round]
 
     @property
-    def percent(self) -> float:
-        return 100 * (statistics.median(self.ratios) - 1)
+    def step_s(self) -> float:
+        return statistics.median(r.step_s for r in self.plain)
 
-    def interval(self, *, draws: int = 2_000) -> tuple[float, float]:
-        """In percent: where the median would lie in 95 of 100 repetitions, by drawing the pairs anew."""
-        rng = random.Random(0)
-        medians = sorted(
-            statistics.median(rng.choices(self.ratios, k=len(self.ratios))) for _ in range(draws)
-        )
-        low, high = medians[draws // 40], medians[-draws // 40]
-        return 100 * (low - 1), 100 * (high - 1)
+    @property
+    def loop_percent(self) -> float:
+        return 100 * self._added(lambda r: r.fetch_s) / self.step_s
+
+    @property
+    def background_percent(self) -> float:
+        return 100 * self._added(lambda r: r.background_s) / self.step_s
+
+    @property
+    def wall_percent(self) -> tuple[float, float]:
+        """By whole steps, and its standard error."""
+        ratios = [ours.step_s / other.step_s for ours, other in zip(self.elastic, self.plain, strict=True)]
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5
+        return 100 * (statistics.fmean(ratios) - 1), 100 * error
+
+    def _added(self, part: Callable[[Round], float]) -> float:
+        return statistics.fmean(map(part, self.elastic)) - statistics.fmean(map(part, self.plain))
 
 
 def compare_overhead(pairs: int, *, width: int = 512, batch: int = 256) -> Overhead:
     """The plain loop beside the same model in an `ElasticJob` that makes one snapshot in the middle of each round, so
     that what it does in the background falls into the same round. Which one goes first alternates: a machine that
-    becomes slower or faster favours neither."""
+    becomes slower or faster favours neither. Torch computes in the loop's thread alone, as it does where each core has a
+    rank of its own."""
     from strata.data.loader import ElasticLoader
     from strata.data.sampler import ElasticSampler
     from strata.training.job import ElasticJob, ElasticOptions
 
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(20_000, width))
     model = build(width)
@@ -106,14 +130,22 @@ def compare_overhead(pairs: int, *, width: int = 512, batch: int = 256) -> Overh
         optimizer.step()
         optimizer.zero_grad()
 
-    def seconds_per_step(batches: Iterator[Batch]) -> float:
-        began_s = time.perf_counter()
+    def make_round(batches: Iterator[Batch]) -> Round:
+        fetch_s, began_s = 0.0, time.perf_counter()
+        others_s = time.process_time() - time.thread_time()
         for _ in range(SNAPSHOT_EVERY):
-            step(next(batches).data[0])
-        return (time.perf_counter() - began_s) / SNAPSHOT_EVERY
+            asked_s = time.perf_counter()
+            batch = next(batches)
+            fetch_s += time.perf_counter() - asked_s
+            step(batch.data[0])
+        return Round(
+            step_s=(time.perf_counter() - began_s) / SNAPSHOT_EVERY,
+            fetch_s=fetch_s / SNAPSHOT_EVERY,
+            background_s=(time.process_time() - time.thread_time() - others_s) / SNAPSHOT_EVERY,
+        )
 
-    plain: list[float] = []
-    ratios: list[float] = []
+    plain: list[Round] = []
+    elastic: list[Round] = []
     with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
         job = ElasticJob(
             model=model,
@@ -129,12 +161,14 @@ def compare_overhead(pairs: int, *, width: int = 512, batch: int = 256) -> Overh
             for _ in range(SNAPSHOT_EVERY // 2):
                 step(next(ours).data[0])
             for number in range(pairs + WARM_UP_ROUNDS):
-                order = (others, ours) if number % 2 else (ours, others)
-                took_s = {id(batches): seconds_per_step(batches) for batches in order}
+                if number % 2:
+                    other, our = make_round(others), make_round(ours)
+                else:
+                    our, other = make_round(ours), make_round(others)
                 if number >= WARM_UP_ROUNDS:
-                    plain.append(took_s[id(others)])
-                    ratios.append(took_s[id(ours)] / took_s[id(others)])
-    return Overhead(plain_step_s=statistics.median(plain), ratios=ratios)
+                    plain.append(other)
+                    elastic.append(our)
+    return Overhead(plain=plain, elastic=elastic)
 
 
 if __name__ == "__main__":

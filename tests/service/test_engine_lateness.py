@@ -1,0 +1,47 @@
+"""What is held against nobody: the time in which the event loop stood still, and not the time a slow disk takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from strata.coordinator.engine import Engine, SystemClock
+from strata.coordinator.journal import SqliteJournal
+from strata.core.cluster import Cluster
+from strata.core.messages import Event, RegisterWorker
+from tests.core.builders import worker_spec
+
+STALL_S = 0.5
+
+
+class SlowJournal(SqliteJournal):
+    def append(self, events: Sequence[Event]) -> None:
+        time.sleep(STALL_S)
+        super().append(events)
+
+
+@pytest.mark.parametrize("stalled", ["disk", "loop"])
+async def test_a_loop_that_stood_still_is_excused_and_a_slow_disk_is_not(
+    tmp_path: Path, stalled: str
+) -> None:
+    make_journal = SlowJournal if stalled == "disk" else SqliteJournal
+    engine = Engine(Cluster(), make_journal(tmp_path), SystemClock())
+    excused_s: list[float] = []
+    engine.cluster.membership.excuse = lambda deaf_s, now: excused_s.append(deaf_s)  # type: ignore[method-assign]
+    running = asyncio.create_task(engine.run())
+    for number in range(4):
+        await engine.submit(RegisterWorker(spec=worker_spec(f"w{number}"), registration_id=f"r{number}"))
+        if stalled == "loop":
+            time.sleep(STALL_S)  # noqa: ASYNC251 - that is the point.
+    await asyncio.sleep(0.2)
+    engine.stop()
+    await running
+    engine.close()
+    if stalled == "loop":
+        assert sum(excused_s) > 2 * STALL_S
+    else:
+        assert sum(excused_s) < 2 * STALL_S

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,13 +19,16 @@ from strata.core.messages import (
     SOFT_EVENTS,
     BarrierBroken,
     BarrierReleased,
+    BeginAttempt,
     Command,
     Decision,
     Event,
     ExitCause,
+    QueueTask,
     Rebalance,
     Refused,
     SwapValue,
+    TaskId,
     Tick,
     WorkerJoined,
 )
@@ -69,6 +72,8 @@ def attempted(fleet: Fleet, command: Command) -> Decision | Refused:
 @pytest.mark.timeout(600)  # Making a failure small takes a while.
 @settings(RELAXED, max_examples=200)
 @given(st.lists(hostile.commands, min_size=1, max_size=4))
+@example([QueueTask(task_id=TaskId("t"), reason="")])
+@example([BeginAttempt(task_id=TaskId("t"), reason="")])
 def test_a_refusal_changes_nothing_and_what_is_accepted_can_be_written_down(commands: list[Command]) -> None:
     fleet = busy_fleet()
     for command in commands:

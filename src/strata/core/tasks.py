@@ -137,16 +137,20 @@ class Tasks:
             case RestartTask():
                 return self._decide_restart(task, command, now)
             case QueueTask():
-                if task.status != "pending" or task.reason == command.reason:
+                if task.status != "pending" or task.reason == (command.reason or "waiting"):
                     return None
                 checks.text("reason", command.reason)
-                return _changed(task, now.wall_s, reason=command.reason)
+                return _changed(task, now.wall_s, reason=command.reason or "waiting")
             case BeginAttempt():
                 if task.status != "pending":
                     raise _cannot(task, "begin another attempt")
                 checks.text("reason", command.reason)
                 return _changed(
-                    task, now.wall_s, status="running", attempt=task.attempt + 1, reason=command.reason
+                    task,
+                    now.wall_s,
+                    status="running",
+                    attempt=task.attempt + 1,
+                    reason=command.reason or f"attempt {task.attempt + 1}",
                 )
             case EndAttempt():
                 return self._decide_end(task, command, now)

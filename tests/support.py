@@ -105,7 +105,11 @@ class Coordinator:
 
 
 def eventually(
-    condition: Callable[[], Any], *, within_s: float, what: str = "", every_s: float = 0.02
+    condition: Callable[[], Any],
+    *,
+    within_s: float,
+    what: str | Callable[[], str] = "",
+    every_s: float = 0.02,
 ) -> Any:
     """The first true value of `condition`; fails when there is none in time. For states that are only visible
     by asking; where there is an event to wait for, wait for that."""
@@ -115,5 +119,6 @@ def eventually(
         if value:
             return value
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"not within {within_s} s: {what or condition}")
+            missing = what() if callable(what) else what
+            raise AssertionError(f"not within {within_s} s: {missing or condition}")
         time.sleep(every_s)

@@ -16,6 +16,7 @@ from strata.core.messages import (
     Conflict,
     DatasetAccepted,
     DatasetId,
+    Decision,
     FileSpan,
     InvalidArgument,
     JobId,
@@ -48,9 +49,11 @@ def done(fleet: Fleet, epoch: int = 0) -> list[int]:
     return [shard.done for shard in view.shards]
 
 
-def save(fleet: Fleet, checkpoint_id: str, *spans: tuple[int, int], epoch: int = 0, **fields: Any) -> None:
+def save(
+    fleet: Fleet, checkpoint_id: str, *spans: tuple[int, int], epoch: int = 0, **fields: Any
+) -> Decision:
     commit = trained(spans, epoch=epoch)
-    fleet.save("a", checkpoint_id, data_json=data_json(commit), **fields)
+    return fleet.save("a", checkpoint_id, data_json=data_json(commit), **fields)
 
 
 # --- registration -------------------------------------------------------------------------------------------
@@ -360,6 +363,55 @@ def test_shards_that_leavers_finished_are_assigned_anew_in_the_next_epoch(fleet:
     assert loads(fleet) == {"a": 5, "b": 5}
     fleet.open_epoch("a", 1)
     assert loads(fleet, epoch=1) == {"a": 10}
+
+
+def opens(decision: Decision) -> list[tuple[int, str]]:
+    """The epochs that got a plan, and why."""
+    return [(event.epoch, event.reason) for event in decision.events if isinstance(event, ShardsMoved)]
+
+
+def shown_epoch(fleet: Fleet) -> views.ShardPlanView:
+    key = views.find_plan(fleet.cluster, KEY[1], job=None, epoch=None)
+    assert key is not None
+    return views.shard_plan(fleet.cluster, key)
+
+
+@pytest.mark.parametrize("restart", [None, Fleet.replayed, Fleet.compacted])
+def test_an_epoch_that_nobody_asked_for_begins_with_the_first_checkpoint_in_it(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet] | None
+) -> None:
+    """Who reads by position never asks for shards: its checkpoints are what tells where it is."""
+    assert opens(save(fleet, "c1", (0, 60))) == []
+    begun = save(fleet, "c2", (0, 35), epoch=1, step=2)
+    assert opens(begun) == [(1, "epoch 1 begins with the plan of epoch 0")]
+    assert opens(save(fleet, "c3", (0, 45), epoch=1, step=3)) == []
+    fleet = restart(fleet) if restart else fleet
+    view = shown_epoch(fleet)
+    assert (view.epoch, view.samples_done) == (1, 45)
+    assert [shard.done for shard in view.shards] == [10, 10, 10, 10, 5, 0, 0, 0, 0, 0]
+    fleet.lose("b")
+    fleet.plan()
+    after = shown_epoch(fleet)
+    assert {shard.worker_id for shard in after.shards if shard.done < 10} == {"a"}
+
+
+def test_a_checkpoint_opens_only_the_newest_epoch_and_never_one_before_it(fleet: Fleet) -> None:
+    record = trained([(0, 100)]).to_json()
+    for epoch in (7, 3):
+        record["epochs"] += trained([(0, epoch)], epoch=epoch).to_json()["epochs"]
+    record["epochs"] += trained([(0, 9)], epoch=2, dataset="nobody's").to_json()["epochs"]
+    decision = fleet.save("a", "c1", data_json=json.dumps(record))
+    assert opens(decision) == [(7, "epoch 7 begins with the plan of epoch 0")]
+    assert opens(save(fleet, "c2", (0, 50), epoch=5)) == []  # After a rollback.
+    assert shown_epoch(fleet).epoch == 7
+
+
+def test_the_first_plan_is_that_of_the_epoch_which_checkpoints_have_reached(fleet: Fleet) -> None:
+    fleet.save("a", "c1", data_json=data_json(trained([(0, 15)], dataset="e", epoch=4)))
+    fleet.register("e")
+    fleet.plan()
+    assert fleet.cluster.datasets.epochs(KEY[0], DatasetId("e")) == [4]
+    assert fleet.cluster.datasets.epochs(*KEY[:2]) == [0]
 
 
 def test_only_the_last_epochs_keep_a_plan_and_an_older_one_is_made_anew(fleet: Fleet) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from strata import TrainingOrchestrator
 from strata.coordinator.streams import MESSAGES_PER_SECOND
+from strata.core.ledger import DataCommit, RankRecord
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker.address import coordinator_address, is_secure
 from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, NotRegistered
@@ -275,3 +276,39 @@ def test_closed_workers_leave_no_thread(shared: Coordinator) -> None:
             worker.register_worker(f"t{number}")
     left = {t.name for t in set(threading.enumerate()) - before if t.name.startswith("strata")}
     assert left == set()
+
+
+def test_shards_are_shown_as_far_as_they_are_in_the_epoch_being_trained(
+    shared: Coordinator, worker: TrainingOrchestrator
+) -> None:
+    def shown_plan() -> tuple[int, int, list[int], list[int]]:
+        plan = shared.get("/api/datasets/rounds/shards?job_id=library")
+        shards = plan["shards"]
+        return (
+            plan["epoch"],
+            plan["samples_done"],
+            [s["done"] for s in shards],
+            [s["reported"] for s in shards],
+        )
+
+    worker.register_worker("rounds-0")
+    worker.register_dataset("rounds", "/data", "parquet", 40, 10)
+    commit = DataCommit()
+    for epoch, samples in (
+        (0, 25),
+        (0, 40),
+        (1, 15),
+        (2, 25),
+    ):  # Trained by position: nobody asks for shards.
+        begun = commit.coverage("rounds", epoch).covered.size
+        trained = RankRecord(dataset="rounds", epoch=epoch, total=40, rank=0).with_span(begun, samples)
+        commit = commit.next([trained], world_size=1)
+        step = 100 * epoch + samples
+        worker.notify_checkpoint(f"rounds-{step}", step, epoch, path=f"/ckpt/{step}", data=commit.to_json())
+        done = [min(10, max(0, samples - start)) for start in (0, 10, 20, 30)]
+        assert shown_plan() == (epoch, samples, done, done)
+
+    assert len(worker.get_shards("rounds", 3)) == 4  # Trained by shards: they are asked for, and reported.
+    worker.report_progress("rounds", 3, 1, 7)
+    eventually(lambda: shown_plan() == (3, 0, [0] * 4, [0, 7, 0, 0]), within_s=20)
+    worker.deregister()

@@ -369,8 +369,10 @@ def _check(command: NotifyCheckpoint, job: JobId) -> None:
 
 def _check_positions(data: DataCommit) -> None:
     for epoch in data.epochs:
-        if epoch.total > checks.SAMPLES_LIMIT:
-            raise ValueError(f"epoch {epoch.epoch} of {shorten(epoch.dataset)!r} has an impossible total")
+        if max(epoch.epoch, epoch.total) > checks.SAMPLES_LIMIT:
+            raise ValueError(
+                f"epoch {epoch.epoch} of {shorten(epoch.dataset)!r} has an impossible number or total"
+            )
         runs = [run for rank in epoch.ranks.values() for run in rank]
         ends = [run.start + (run.count - 1) * run.stride + run.length for run in runs]
         known = (epoch.before.covered, epoch.before.repeated, epoch.dropped)

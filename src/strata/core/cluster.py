@@ -206,6 +206,7 @@ class Cluster:
         if event is None:
             return Accepted(reason="known already")
         fact(event)
+        _each(fact, self.datasets.decide_epochs(member.spec.job_id, self.membership, now))
         return Accepted(reason=event.reason)
 
     def _plan_epoch(self, command: PlanEpoch, now: Instant, fact: Callable[[Event], None]) -> Reply:

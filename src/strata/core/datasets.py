@@ -1,10 +1,11 @@
 """Registered datasets, and for each job and epoch the plan of who reads which shard.
 
 A plan is made when a dataset or a member appears, and every later version starts from the one before; while
-the members stay the same, so does the plan. What is committed (how far each shard got, according to the
-checkpoint a recovery would use) decides which shards are finished and where an unfinished one begins for
-whoever reads it next. Only the last few epochs of a dataset keep a plan; an older one is made anew when
-somebody asks.
+the members stay the same, so does the plan. A new epoch begins with the plan of the last: when a reader asks
+for its shards, or else with the first checkpoint trained on it. What is committed (how far each shard got,
+according to the checkpoint a recovery would use) decides which shards are finished and where an unfinished one
+begins for whoever reads it next. Only the last few epochs of a dataset keep a plan; an older one is made anew
+when somebody asks.
 Pure. Reads no files: paths and counts arrive with the registration.
 """
 
@@ -156,11 +157,30 @@ class Datasets:
         for job in sorted(self.dirty_jobs):
             planned = {dataset_id for j, dataset_id, _ in self.plans if j == job}
             keys = [key for key in self.plans if key[0] == job]
-            keys += [(job, dataset_id, 0) for dataset_id in self.specs if dataset_id not in planned]
+            begun = self._begun(job)
+            keys += [(job, name, begun.get(name, 0)) for name in self.specs if name not in planned]
             for key in keys:
                 moved = self.decide_plan(key, membership, now)
                 if moved is not None:
                     yield moved
+
+    def decide_epochs(self, job: JobId, membership: Membership, now: Instant) -> Iterator[ShardsMoved]:
+        """Plans for epochs that training has begun without asking for shards: who reads by position never does."""
+        for dataset_id, epoch in self._begun(job).items():
+            key = (job, dataset_id, epoch)
+            if key not in self.plans and epoch > max(self.epochs(job, dataset_id), default=epoch):
+                moved = self.decide_plan(key, membership, now)
+                if moved is not None:
+                    yield moved
+
+    def _begun(self, job: JobId) -> dict[DatasetId, int]:
+        """The newest epoch of each dataset that the checkpoint a recovery would use was trained on."""
+        commit = self._commits.get(job)
+        newest: dict[DatasetId, int] = {}
+        for each in commit.epochs if commit is not None else ():
+            name = DatasetId(each.dataset)
+            newest[name] = max(each.epoch, newest.get(name, 0))
+        return newest
 
     def decide_plan(self, key: PlanKey, membership: Membership, now: Instant) -> ShardsMoved | None:
         """The next version of one plan, or None where the one there is will do."""
@@ -172,7 +192,10 @@ class Datasets:
         if base_epoch < 0 and not workers:
             return None
         done, finished, started = self.done(key), None, None
-        if done is not None:
+        if done is not None and base_epoch in (
+            epoch,
+            -1,
+        ):  # A new epoch is dealt out whole, however far it is.
             sizes = shard_sizes(self.specs[dataset_id])
             finished, started = done >= sizes, (done > 0) & (done < sizes)
         after = replan(before, workers, finished=finished, started=started)

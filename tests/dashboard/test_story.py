@@ -12,6 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from strata import TrainingOrchestrator
+from strata.core.ledger import DataCommit, RankRecord
 from tests.dashboard.browser import Browser
 from tests.support import Coordinator, eventually
 
@@ -41,6 +43,39 @@ def test_a_run_is_started_watched_and_stopped_without_a_terminal(
     filter_the_logs(page, task, tmp_path)
     stop_the_task(page, own, task)
     lose_and_regain_the_coordinator(page, own)
+
+
+def test_the_shard_map_follows_training_from_epoch_to_epoch(watched: Coordinator, page: Browser) -> None:
+    commit = DataCommit()
+
+    def train(worker: TrainingOrchestrator, epoch: int, samples: int) -> None:
+        nonlocal commit
+        begun = commit.coverage("rounds", epoch).covered.size
+        trained = RankRecord(dataset="rounds", epoch=epoch, total=400, rank=0).with_span(begun, samples)
+        commit = commit.next([trained], world_size=1)
+        step = 1000 * epoch + samples
+        worker.notify_checkpoint(f"rounds-{step}", step, epoch, path=f"/ckpt/{step}", data=commit.to_json())
+
+    def sees(epoch: int, percent: int) -> None:
+        page.see(f"{percent}.0 % of epoch {epoch} is trained", css="main p")
+        page.see(f"{percent} %", css="[aria-label='Shards by worker'] [role=listitem]")
+        page.see("no sample lost, none repeated", css="main p")
+
+    with TrainingOrchestrator(watched.address, job_id="rounds") as worker:
+        worker.register_worker("rounds-0")
+        worker.register_dataset("rounds", "/data", "parquet", 400, 10)
+        train(worker, 0, 400)
+        train(worker, 1, 120)
+        page.open("/data?dataset=rounds")
+        sees(epoch=1, percent=30)
+        page.until(
+            "[...document.querySelectorAll('main svg title')]"
+            ".some(t => t.textContent === 'shards 0 to 39: samples 0 to 399, 120 trained')"
+        )
+        train(worker, 1, 400)
+        train(worker, 2, 40)
+        sees(epoch=2, percent=10)
+        page.see("The same holds for the 2 epochs before it.", css="main p")
 
 
 def register_a_dataset(page: Browser, file: Path) -> None:

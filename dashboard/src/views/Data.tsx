@@ -110,6 +110,13 @@ function Chosen(props: { dataset: Dataset }) {
     if (moved > 0) void refetch();
   }, [moved, refetch]);
   const proofs = (audit.data ?? []).filter((each) => each.job_id === plan.data?.job_id);
+  // What is proved of an epoch that has just begun is not known here yet.
+  const begun = plan.data?.epoch;
+  const isUnproved = begun !== undefined && proofs.length > 0 && proofs.every((each) => each.epoch < begun);
+  const { refetch: proveAgain } = audit;
+  useEffect(() => {
+    if (isUnproved) void proveAgain();
+  }, [isUnproved, begun, proveAgain]);
 
   return (
     <div className="grid items-start gap-4 xl:grid-cols-[minmax(0,5fr)_minmax(0,3fr)]">

@@ -28,10 +28,9 @@ export function ShardMap(props: { plan: ShardPlan; proofs: readonly Audit[] }) {
       <p className="text-muted">
         Plan {count(plan.version)} of <RunLink id={plan.job_id} />, epoch {count(plan.epoch)}: <span className="foreign text-ink">{plan.reason}</span>.{" "}
         {moved > 0 ? `${plural(moved, "shard")} moved to ${plural(receivers, "worker")}.` : "Nothing moved."}
-        {!position.inPlan && ` Epoch ${count(position.epoch)} goes on with it.`}
       </p>
-      <Legend trained={position.inPlan} />
-      <Rows rows={rows} job={plan.job_id} total={plan.total_samples} trained={position.inPlan} />
+      <Legend trained={position.isPlans} read={position.isPlans && plan.shards.some((shard) => shard.reported > shard.done)} />
+      <Rows rows={rows} job={plan.job_id} total={plan.total_samples} trained={position.isPlans} />
       {plan.shards.length < plan.shard_count && <p className="text-faint">The first {count(plan.shards.length)} of {count(plan.shard_count)} shards are shown.</p>}
     </div>
   );
@@ -66,17 +65,18 @@ function isSound(proof: Audit): boolean {
   return proof.lost === 0 && proof.repeated === 0;
 }
 
-function Legend(props: { trained: boolean }) {
+function Legend(props: { trained: boolean; read: boolean }) {
   return (
     <ul className="flex flex-wrap gap-x-5 gap-y-1 text-sm text-muted" aria-label="Legend">
       <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-edge opacity-45" />held</li>
       {props.trained && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent" />trained</li>}
+      {props.read && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent opacity-45" />read since the last checkpoint</li>}
       <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-edge/45" />moved at the last change</li>
     </ul>
   );
 }
 
-/** Without `trained` the figures are of an epoch that is over, and only who holds what is shown. */
+/** Without `trained` it is not known how far each shard is, and only who holds what is shown. */
 function Rows(props: { rows: readonly Row[]; job: string; total: number; trained: boolean }) {
   const { rows, job, total, trained } = props;
   const scroller = useRef<HTMLDivElement>(null);
@@ -115,12 +115,13 @@ const Bar = memo(function Bar(props: { row: Row; total: number; trained: boolean
     <svg viewBox="0 0 1000 16" preserveAspectRatio="none" className="h-4 w-full" role="img" aria-label={describe(row)}>
       {row.ranges.map((range) => {
         const width = Math.max(1.2, (range.stop - range.start) * scale);
-        const trained = props.trained && range.stop > range.start ? (range.done / (range.stop - range.start)) * width : 0;
+        const widthOf = (samples: number) => (props.trained && range.stop > range.start ? (samples / (range.stop - range.start)) * width : 0);
         return (
           <g key={range.firstShard}>
             <title>{tell(range, props.trained)}</title>
             <rect x={range.start * scale} y={1} width={width} height={14} className="fill-edge opacity-45" />
-            <rect x={range.start * scale} y={1} width={trained} height={14} className="fill-accent" />
+            <rect x={range.start * scale} y={1} width={widthOf(range.reported)} height={14} className="fill-accent opacity-45" />
+            <rect x={range.start * scale} y={1} width={widthOf(range.done)} height={14} className="fill-accent" />
             {range.moved && <rect x={range.start * scale} y={13} width={width} height={3} className="fill-warn" />}
           </g>
         );
@@ -131,7 +132,8 @@ const Bar = memo(function Bar(props: { row: Row; total: number; trained: boolean
 
 function tell(range: Range, trained: boolean): string {
   const shards = range.firstShard === range.lastShard ? `shard ${count(range.firstShard)}` : `shards ${count(range.firstShard)} to ${count(range.lastShard)}`;
-  return `${shards}: samples ${count(range.start)} to ${count(range.stop - 1)}${trained ? `, ${count(range.done)} trained` : ""}${range.moved ? ", moved at the last change" : ""}`;
+  const far = `, ${count(range.done)} trained${range.reported > range.done ? `, ${count(range.reported)} read` : ""}`;
+  return `${shards}: samples ${count(range.start)} to ${count(range.stop - 1)}${trained ? far : ""}${range.moved ? ", moved at the last change" : ""}`;
 }
 
 function describe(row: Row): string {

@@ -39,14 +39,16 @@ describe("how far a run is", () => {
     ({ job_id: "j", dataset_id: "d", epoch, exact: samples === 30, total: 30, samples, lost: 0, repeated: 0, remaining: 30 - samples, commits: 1, reason: "" });
   const first = { ...plan([shard(0, "a"), shard(1, "a"), shard(2, "b")]), samples_done: 20 };
 
-  it("is what the plan or the checkpoints say of its epoch, whichever is further", () => {
-    expect(positionOf(first, [])).toMatchObject({ epoch: 0, done: 20, total: 30, proof: undefined, inPlan: true });
-    expect(positionOf(first, [audit(0, 25)])).toMatchObject({ epoch: 0, done: 25, inPlan: true });
+  it("is what the plan says of its epoch, with what the checkpoints prove of it and of those before", () => {
+    expect(positionOf(first, [])).toMatchObject({ epoch: 0, done: 20, total: 30, proof: undefined, past: [], isPlans: true });
+    const third = { ...first, epoch: 2, samples_done: 5 };
+    const now = positionOf(third, [audit(0, 30), audit(1, 30), audit(2, 4), audit(3, 1)]);
+    expect(now).toMatchObject({ epoch: 2, done: 5, total: 30, proof: audit(2, 4), isPlans: true });
+    expect(now.past.map((each) => each.epoch)).toEqual([0, 1]);
   });
 
-  it("goes on in the next epoch though the plan is still that of the first", () => {
-    const { past, ...now } = positionOf({ ...first, samples_done: 30 }, [audit(0, 30), audit(1, 30), audit(2, 5)]);
-    expect(now).toMatchObject({ epoch: 2, done: 5, inPlan: false });
-    expect(past.map((each) => each.epoch)).toEqual([0, 1]);
+  it("is what the checkpoints say alone where they count other samples than the plan", () => {
+    const other = { ...audit(0, 7), total: 14 };
+    expect(positionOf(first, [other])).toMatchObject({ epoch: 0, done: 7, total: 14, proof: other, isPlans: false });
   });
 });

@@ -57,7 +57,7 @@ export function movedIn(plan: ShardPlan): number {
   return plan.shards.reduce((sum, shard) => sum + (shard.moved ? 1 : 0), 0);
 }
 
-/** How far a run is: in the plan's epoch, or in a later one that goes on with the same plan. */
+/** How far a run is in the plan's epoch. */
 export interface Position {
   epoch: number;
   done: number;
@@ -66,20 +66,19 @@ export interface Position {
   proof: Audit | undefined;
   /** The epochs before it. */
   past: readonly Audit[];
-  /** Whether the plan's own figures are of that epoch. */
-  inPlan: boolean;
+  /** Whether the plan's shards are counted in the samples that checkpoints count. */
+  isPlans: boolean;
 }
 
 export function positionOf(plan: ShardPlan, proofs: readonly Audit[]): Position {
-  const epoch = Math.max(plan.epoch, ...proofs.map((each) => each.epoch));
-  const proof = proofs.find((each) => each.epoch === epoch);
-  const inPlan = epoch === plan.epoch;
+  const proof = proofs.find((each) => each.epoch === plan.epoch);
+  const isPlans = proof === undefined || proof.total === plan.total_samples;
   return {
-    epoch,
-    done: Math.max(inPlan ? plan.samples_done : 0, proof?.samples ?? 0),
-    total: plan.total_samples,
+    epoch: plan.epoch,
+    done: isPlans ? plan.samples_done : proof.samples,
+    total: isPlans ? plan.total_samples : proof.total,
     proof,
-    past: proofs.filter((each) => each.epoch < epoch),
-    inPlan,
+    past: proofs.filter((each) => each.epoch < plan.epoch),
+    isPlans,
   };
 }

@@ -191,14 +191,13 @@ class Datasets:
             return None
         if base_epoch < 0 and not workers:
             return None
+        begins = base_epoch not in (epoch, -1)
         done, finished, started = self.done(key), None, None
-        if done is not None and base_epoch in (
-            epoch,
-            -1,
-        ):  # A new epoch is dealt out whole, however far it is.
+        if done is not None and not begins:  # A new epoch is dealt out whole, however far it is.
             sizes = shard_sizes(self.specs[dataset_id])
             finished, started = done >= sizes, (done > 0) & (done < sizes)
-        after = replan(before, workers, finished=finished, started=started)
+        cause = f"epoch {epoch} begins" if begins else ""
+        after = replan(before, workers, finished=finished, started=started, cause=cause)
         unchanged = f"epoch {epoch} begins with the plan of epoch {base_epoch}"
         return ShardsMoved(
             job_id=job,

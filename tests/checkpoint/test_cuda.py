@@ -7,6 +7,7 @@ On a machine without the project's test settings:
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def keep_device_busy() -> None:
         square = torch.tanh(square @ square)
 
 
+@pytest.fixture(params=[True, False], ids=["spare memory", "no spare memory"])
+def has_spare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the device has room for a second copy of the state."""
+    if not request.param:
+        monkeypatch.setattr(device.SpareMemory, "take", lambda *_: None)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("has_spare")
 @pytest.mark.parametrize("in_one_call", [True, False])
 def test_a_state_on_the_device_comes_back_bit_for_bit(
     folder: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, in_one_call: bool
@@ -48,6 +58,7 @@ def test_a_state_on_the_device_comes_back_bit_for_bit(
 
     queue_at_once = device.queue_copies
     monkeypatch.setattr(copying, "queue_copies", queue_copies)
+    monkeypatch.setattr(copying, "can_queue_copies", lambda: in_one_call)
     state = {
         "model": to_device(every_kind()["dtypes"]),
         "step": 3,
@@ -66,9 +77,10 @@ def test_a_state_on_the_device_comes_back_bit_for_bit(
     }
     assert_same(from_memory, wanted)
     assert_same(from_disk, wanted)
-    assert queued == [in_one_call]
+    assert set(queued) == {in_one_call}
 
 
+@pytest.mark.usefixtures("has_spare")
 def test_without_a_guard_tensors_may_change_as_soon_as_save_returns(folder: Path, memory: Memory) -> None:
     tensors = {f"t{n}": torch.full((MEGABYTES_64,), 1.0, device="cuda") for n in range(4)}
     with CheckpointManager(folder, memory=memory) as manager:
@@ -82,6 +94,7 @@ def test_without_a_guard_tensors_may_change_as_soon_as_save_returns(folder: Path
             assert all(bool((tensor == step).all()) for tensor in loaded["model"].values())
 
 
+@pytest.mark.usefixtures("has_spare")
 def test_with_a_guard_the_optimizers_step_waits_for_the_copy(folder: Path, memory: Memory) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, device="cuda") for _ in range(8)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -109,21 +122,22 @@ def test_with_a_guard_the_optimizers_step_waits_for_the_copy(folder: Path, memor
                 assert torch.equal(loaded["optimizer"]["state"][number]["step"], steps[number]), step
 
 
+@pytest.mark.usefixtures("has_spare")
 def test_a_step_right_after_the_save_waits_for_what_is_not_queued_yet(
     folder: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_queue, queue_at_once = threading.Event(), device.queue_copies
+    may_queue, take_at_once = threading.Event(), copying._Copies.take
 
-    def queue_late(*args: Any) -> bool:
+    def take_late(*args: Any) -> Any:
         assert may_queue.wait(60)
-        return queue_at_once(*args)
+        return take_at_once(*args)
 
     weight = torch.nn.Parameter(torch.full((MEGABYTES_64,), 1.0, device="cuda"))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.ones_like(weight)
     with CheckpointManager(folder, memory=memory) as manager:
         manager.guard(optimizer)
-        monkeypatch.setattr(copying, "queue_copies", queue_late)
+        monkeypatch.setattr(copying._Copies, "take", take_late)
         handle = manager.save({"weight": weight.detach()}, step=1)
         threading.Timer(0.2, may_queue.set).start()
         optimizer.step()
@@ -133,6 +147,7 @@ def test_a_step_right_after_the_save_waits_for_what_is_not_queued_yet(
     assert bool((weight == 0.0).all())
 
 
+@pytest.mark.usefixtures("has_spare")
 def test_running_statistics_may_change_in_the_next_forward_pass(folder: Path, memory: Memory) -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(4096, 4096, device="cuda"), torch.nn.BatchNorm1d(4096, device="cuda")
@@ -150,6 +165,7 @@ def test_running_statistics_may_change_in_the_next_forward_pass(folder: Path, me
             assert not torch.equal(model[1].running_mean, mean)
 
 
+@pytest.mark.usefixtures("has_spare")
 def test_tensors_freed_after_the_save_are_still_saved(folder: Path, memory: Memory) -> None:
     with CheckpointManager(folder, memory=memory) as manager:
         for step in (1, 2, 3):
@@ -159,6 +175,55 @@ def test_tensors_freed_after_the_save_are_still_saved(folder: Path, memory: Memo
             handle.result(60)
             assert bool((manager.load(step=step)["t"] == step).all())
             del overwritten
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_the_next_step_waits_for_a_copy_within_the_device_only(
+    folder: Path, memory: Memory, has_spare: bool, is_guarded: bool
+) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(8 * MEGABYTES_64, device="cuda")) for _ in range(4)]  # 2 GiB
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with CheckpointManager(folder, memory=memory) as manager:
+        if is_guarded:
+            manager.guard(optimizer)
+        for step in range(4):
+            torch.cuda.synchronize()
+            handle = manager.save(weights, step=step, tiers=["MEMORY"])
+            optimizer.step()
+            torch.cuda.current_stream().synchronize()
+            stepped_s = time.monotonic()
+            handle.wait_copied()
+            # Within the device the copy takes 2 ms, to the host 39 ms.
+            is_ahead = time.monotonic() - stepped_s > 0.015
+            if step > 1:  # Two images have been set up.
+                assert is_ahead == has_spare
+            handle.result(60)
+            assert all(bool((weight == -step).all()) for weight in manager.load(step=step))
+
+
+def test_memory_that_others_need_more_is_not_taken(folder: Path, memory: Memory) -> None:
+    state = {"t": torch.full((MEGABYTES_64,), 1.0, device="cuda")}
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(state, step=0).result(60)
+        free_bytes = torch.cuda.mem_get_info()[0]
+        taken = torch.empty(free_bytes - (64 << 20), dtype=torch.uint8, device="cuda")
+        torch.cuda.empty_cache()
+        state["t"] += 1
+        manager.save(state, step=1).result(60)
+        assert bool((manager.load(step=1)["t"] == 2).all())
+        del taken
+        torch.cuda.empty_cache()
+
+
+def test_a_refused_page_lock_leaves_no_error_behind() -> None:
+    image = torch.zeros(1 << 20, dtype=torch.uint8)
+    torch.zeros(1, device="cuda")
+    assert device.page_lock(image)
+    assert not device.page_lock(image)
+    device.page_unlock(image)
+    assert device._runtime().cudaPeekAtLastError() == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("ahead_bytes", [into.AHEAD_BYTES, 5 << 20, 0])

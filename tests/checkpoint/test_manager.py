@@ -216,6 +216,19 @@ def test_what_is_returned_beside_the_target_does_not_change_with_later_saves(
     assert rest in loaded["model"]
 
 
+@pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
+def test_a_parameter_that_the_target_has_no_place_for_comes_as_one(
+    folder: Path, memory: Memory, tier: str
+) -> None:
+    state = {"known": torch.ones(3), "new": torch.nn.Parameter(torch.ones(3))}
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(state, step=1).result(30)
+        loaded = manager.load(into={"known": torch.zeros(3)}, tiers=[tier])
+    assert isinstance(loaded["new"], torch.nn.Parameter)
+    assert loaded["new"].is_leaf
+    assert loaded["new"].requires_grad
+
+
 def test_a_target_that_does_not_fit_is_named_and_left_alone(folder: Path, memory: Memory) -> None:
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save(small_state(1), step=1).result(30)

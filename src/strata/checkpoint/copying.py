@@ -5,8 +5,10 @@ the first bytes can be on their way to disk while the last ones are copied. Nobo
 has no time for: the pieces it did not take are taken by the others. (Torch's own parallel copy waits for all its threads
 at every tensor, which on a busy machine took fifty times as long.)
 
-On CUDA the copy runs on a stream of its own into page-locked memory, and the computation goes on. What may change
-next decides who waits for it, on the device:
+On CUDA the copy runs on a stream of its own into page-locked memory, and the computation goes on. Where the device has
+room for it, the state is first copied within the device, which takes a fiftieth of the time that the link to the
+host takes, and leaves from there; where it has none, it leaves from where it is. What may change next decides who waits until
+it is copied, on the device:
 
 * Parameters and optimizer state of a guarded optimizer change in its `step` and nowhere else, so the stream of that
   step waits (a hook before it) and the forward and backward passes in between overlap with the copy. Another thread
@@ -22,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import threading
 import weakref
@@ -33,13 +36,22 @@ from typing import Any, TypeAlias
 
 import torch
 
-from strata.checkpoint.device import queue_copies
+from strata.checkpoint.device import (
+    SpareMemory,
+    can_queue_copies,
+    can_queue_copies_within,
+    queue_copies,
+    queue_copies_within,
+)
+from strata.checkpoint.errors import CheckpointError
 from strata.checkpoint.image import Placement, Plan, Prepared
 
 _cuda: Any = torch.cuda  # Its module is not typed.
 Events: TypeAlias = dict[int, Any]
 """One CUDA event for each device, by its number."""
 PIECE_BYTES = 4 << 20
+COPY_ALIGNMENT_BYTES = 512
+"""What copies within a device are quickest at."""
 _CPU = -1  # The number that Torch gives to no device.
 THREADS = min(4, os.cpu_count() or 1)
 
@@ -107,7 +119,8 @@ class Copying:
         self._wanted_bytes = 0
         """The least anybody waits for; nobody is woken for less."""
         self._error: BaseException | None = None
-        self._events: Events | None = None
+        self._released: Events | None = None
+        self._done: Events | None = None
         self._held: object = None
         self._changed = threading.Condition()
 
@@ -119,10 +132,16 @@ class Copying:
                 if ready_bytes >= self._wanted_bytes:
                     self._changed.notify_all()
 
+    def release(self, events: Events) -> None:
+        """The state may change when these events have happened."""
+        with self._changed:
+            self._released = events
+            self._changed.notify_all()
+
     def hand_over(self, events: Events, held: object) -> None:
         """The rest is in place when these events have happened; `held` must not be freed before."""
         with self._changed:
-            self._events, self._held = events, held
+            self._done, self._held = events, held
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -138,7 +157,7 @@ class Copying:
         """Return when the bytes before `upto_bytes`, or all, are in place. Raises what stopped the copy."""
         wanted_bytes = self._size_bytes if upto_bytes is None else upto_bytes
         with self._changed:
-            while not (self._error or self._events is not None or self._ready_bytes >= wanted_bytes):
+            while not (self._error or self._done is not None or self._ready_bytes >= wanted_bytes):
                 waited_for = self._wanted_bytes
                 if waited_for <= self._ready_bytes or wanted_bytes < waited_for:
                     self._wanted_bytes = wanted_bytes
@@ -147,18 +166,19 @@ class Copying:
                 raise self._error
             if self._ready_bytes >= wanted_bytes:
                 return
-            events = self._events or {}
-        for event in events.values():
-            event.synchronize()
+            events = self._done or {}
+        for device, event in events.items():
+            with _cuda.device(device):
+                event.synchronize()
         with self._changed:
             self._ready_bytes = self._size_bytes
             self._held = None
 
     def hold_back_current_streams(self) -> None:
-        """What is queued on the current streams from now on runs after this copy."""
+        """What is queued on the current streams from now on may change the state: it runs when that has been copied."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._events is not None or self.is_complete())
-            events = self._events or {}
+            self._changed.wait_for(lambda: self._error or self._released is not None or self.is_complete())
+            events = self._released or {}
         _hold_back(events)
 
 
@@ -170,6 +190,7 @@ class Copier:
         self._hooks: list[Any] = []
         self._under_way: list[Copying] = []
         self._streams: dict[int, Any] = {}
+        self._spare: dict[int, SpareMemory] = defaultdict(SpareMemory)
         self._lock = threading.Lock()
         self._queueing = ThreadPoolExecutor(1, thread_name_prefix="strata-queue")
         self._helping = ThreadPoolExecutor(max(1, THREADS - 1), thread_name_prefix="strata-copy")
@@ -215,39 +236,41 @@ class Copier:
     def _copy_from_cuda(self, copying: Copying, copies: _Copies) -> None:
         by_step, at_once = copies.divided(self._guarded_tensors())
         starts = _start_events(copies.devices())
-        events = self._begin(copies, at_once, starts)
-        _hold_back(events)
-        if not by_step:
-            copying.hand_over(events, copies)
-            return
-        with self._lock:
-            self._under_way.append(copying)
+        first = self._take(copies, at_once, starts)
+        _hold_back(_marks(first))
+        if by_step:
+            with self._lock:
+                self._under_way.append(copying)
 
-        def begin_rest() -> None:
-            # What both began on a device is done when the later event has happened: they are on one stream.
-            copying.hand_over(events | self._begin(copies, by_step, starts), copies)
+        def do_rest() -> None:
+            taken = first + self._take(copies, by_step, starts)
+            copying.release(_marks(taken))
+            for part in taken:
+                part.send(copies.to)
+            copying.hand_over(_marks(taken), (copies, [part.tables for part in taken]))
 
         # Thousands of copies take milliseconds to queue; that need not happen on the training thread.
-        self._queueing.submit(_or_fail, copying, begin_rest)
+        try:
+            self._queueing.submit(_or_fail, copying, do_rest)
+        except RuntimeError:  # At the interpreter's exit there is no other thread.
+            do_rest()
 
-    def _begin(self, copies: _Copies, numbers: list[int], starts: Events) -> Events:
-        """Copy slots: those on the CPU now, those on a device on its stream, from `starts` to the events returned."""
+    def _take(self, copies: _Copies, numbers: list[int], starts: Events) -> list[_Taken]:
+        """Copy slots: those on the CPU now, those on a device on its stream, from `starts` on."""
         by_device, by_host = copies.by_device(numbers)
-        events = {}
+        taken = []
         for device, mine in by_device.items():
             stream = self._streams.get(device)
             if stream is None:
                 stream = self._streams[device] = _cuda.Stream(device)
-            events[device] = _cuda.Event(blocking=True)  # A thread that waits for it sleeps.
             with _cuda.device(device):
                 stream.wait_event(starts[device])
-                copies.queue(mine, stream)
-                events[device].record(stream)
+                taken.append(copies.take(mine, stream, self._spare[device]))
         if by_host:
             pieces = _pieces([copies.to.addresses[n] for n in by_host], [copies.to.sizes[n] for n in by_host])
             here = Copying(len(pieces))
             self._sweep(here, pieces, [copies.addresses[n] for n in by_host], here.advance)
-        return events
+        return taken
 
     def _guarded_tensors(self) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
@@ -302,22 +325,54 @@ class _Copies:
         by_host = found.pop(_CPU, [])
         return found, by_host
 
-    def queue(self, numbers: list[int], stream: Any) -> None:
-        """Queue some of them on a stream of the current device."""
+    def take(self, numbers: list[int], stream: Any, spare: SpareMemory) -> _Taken:
+        """Queue copies of slots on a stream of the current device: to spare memory of the device, or to the image at once."""
+        if self.to.is_page_locked and can_queue_copies() and can_queue_copies_within():
+            sizes = [self.to.sizes[n] for n in numbers]
+            *offsets, room_bytes = itertools.accumulate(map(_aligned, sizes), initial=0)
+            between = spare.take(room_bytes, stream)
+            if between is not None:
+                stops = [between.data_ptr() + offset_bytes for offset_bytes in offsets]
+                tables = queue_copies_within(stops, [self.addresses[n] for n in numbers], sizes, stream)
+                return _Taken(numbers=numbers, stream=stream, between=between, stops=stops, tables=tables)
+        self._queue_to_image(numbers, stream)
+        return _Taken(numbers=numbers, stream=stream)
+
+    def _queue_to_image(self, numbers: list[int], stream: Any) -> None:
         to = self.to
-        is_queued = to.is_page_locked and queue_copies(
-            [to.addresses[n] for n in numbers],
-            [self.addresses[n] for n in numbers],
-            [to.sizes[n] for n in numbers],
-            stream,
-        )
-        if not is_queued:
-            sources = self.prepared.plan.sources(self.prepared.tensors)
-            with _cuda.stream(stream), torch.no_grad():
-                torch._foreach_copy_([to.targets[n] for n in numbers], [sources[n] for n in numbers], True)
+        targets, sizes = [to.addresses[n] for n in numbers], [to.sizes[n] for n in numbers]
+        if to.is_page_locked and queue_copies(targets, [self.addresses[n] for n in numbers], sizes, stream):
+            return
+        tensors = self.prepared.plan.sources(self.prepared.tensors)
+        with _cuda.stream(stream), torch.no_grad():
+            torch._foreach_copy_([to.targets[n] for n in numbers], [tensors[n] for n in numbers], True)
 
     def _tensor(self, number: int) -> torch.Tensor:
         return self.prepared.tensors[self.prepared.plan.first_tensors[number]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """Slots that a device has been told to copy."""
+
+    numbers: list[int]
+    stream: Any
+    between: torch.Tensor | None = None
+    """The spare memory they are copied to; None where they go to the image at once. Once `send` has been called nobody need
+    hold it: whoever gets it next on this stream comes after it."""
+    stops: Sequence[int] = ()
+    """Where in it each of them is."""
+    tables: Sequence[torch.Tensor] = ()
+    """What the device reads, and must not be freed before that."""
+
+    def send(self, to: Destination) -> None:
+        """Queue what is left to do."""
+        if self.between is None:
+            return
+        targets, sizes = [to.addresses[n] for n in self.numbers], [to.sizes[n] for n in self.numbers]
+        with _cuda.device(self.stream.device):
+            if not queue_copies(targets, self.stops, sizes, self.stream):
+                raise CheckpointError("CUDA refused to copy the state to its image.")
 
 
 class _Sweep:
@@ -364,9 +419,24 @@ def _start_events(devices: Iterable[int]) -> Events:
     return starts
 
 
+def _marks(taken: Iterable[_Taken]) -> Events:
+    """Marks on the streams that copy: they come when all that was queued there up to here is done."""
+    marks = {}
+    for part in taken:
+        mark = marks[part.stream.device.index] = _cuda.Event(
+            blocking=True
+        )  # A thread that waits for it sleeps.
+        mark.record(part.stream)
+    return marks
+
+
 def _hold_back(events: Events) -> None:
     for device, event in events.items():
         _cuda.current_stream(device).wait_event(event)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // COPY_ALIGNMENT_BYTES) * COPY_ALIGNMENT_BYTES
 
 
 def _storage_address(tensor: torch.Tensor) -> int:

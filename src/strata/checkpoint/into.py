@@ -16,7 +16,7 @@ import torch
 
 from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.copying import copy_bytes
-from strata.checkpoint.device import any_on_cuda
+from strata.checkpoint.device import SpareMemory, any_on_cuda
 from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.manifest import TensorEntry
 from strata.checkpoint.state import rebuild, restore_kind, scan
@@ -39,8 +39,12 @@ def sent_ahead(image: torch.Tensor, into: Any, *, is_page_locked: bool) -> Itera
         yield None
         return
     device = devices.pop()
-    size_bytes = min(image.numel(), AHEAD_BYTES, _cuda.mem_get_info(device)[0] // 4)
-    ahead = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    with _cuda.device(device):
+        size_bytes = min(image.numel(), AHEAD_BYTES, _cuda.mem_get_info()[0] // 4)
+        ahead = SpareMemory().take(size_bytes, _cuda.current_stream())
+    if ahead is None:
+        yield None
+        return
     ahead.copy_(image[:size_bytes], non_blocking=True)
     try:
         yield ahead
@@ -97,7 +101,7 @@ def load_into(
     def replace(number: int, leaf: torch.Tensor) -> object:
         if id(leaf) in filled:
             return filled[id(leaf)]
-        return restore_kind(leaf.clone() if is_lent else leaf, entries[number].kind)
+        return restore_kind(_own(leaf) if is_lent else leaf, entries[number].kind)
 
     return rebuild(loaded, replace)
 
@@ -126,6 +130,14 @@ def _view(image: torch.Tensor, entry: TensorEntry, leaf: torch.Tensor) -> torch.
     """The leaf as a view of the image, instead of the mapping it was opened with, which nobody has touched yet."""
     span = image[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
     return span.view(leaf.dtype).as_strided(leaf.shape, leaf.stride())
+
+
+def _own(leaf: torch.Tensor) -> torch.Tensor:
+    """The same with memory of its own, and no history: a parameter stays one."""
+    copied = leaf.detach().clone()
+    if isinstance(leaf, torch.nn.Parameter):
+        return torch.nn.Parameter(copied, requires_grad=leaf.requires_grad)
+    return copied.requires_grad_(leaf.requires_grad)
 
 
 def _is_plain(target: torch.Tensor, leaf: torch.Tensor) -> bool:

@@ -150,11 +150,12 @@ class MemorySource:
             if into is None:
                 verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
                 return self._copy_out(buffer.view, manifest, entry.key, trusted_source)
+            from strata.checkpoint.device import on_this_device
             from strata.checkpoint.into import is_on_cuda, load_into, sent_ahead
 
             with sent_ahead(image, into, is_page_locked=buffer.is_page_locked) as ahead:
                 # Locking the pages takes as long as verifying them, so both happen at once.
-                locking = pool.submit(buffer.lock_pages) if is_on_cuda(into) else None
+                locking = pool.submit(on_this_device(buffer.lock_pages)) if is_on_cuda(into) else None
                 try:
                     verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
                 finally:

@@ -146,6 +146,15 @@ export function shortName(id: string, job: string): string {
   return id.length > job.length + 1 && id.startsWith(job) && /[-_./:]/.test(id.charAt(job.length)) ? id.slice(job.length + 1) : id;
 }
 
+/**
+ * Its rank among the processes of its run: the one it is called by, where it is. The coordinator counts members in the order
+ * they joined, and after a recovery that is another.
+ */
+export function rankOf(worker: Pick<Worker, "id" | "job_id" | "rank">): number | null {
+  const called = /^rank(\d+)$/.exec(shortName(worker.id, worker.job_id));
+  return worker.rank === null || called === null ? worker.rank : Number(called[1]);
+}
+
 // --- the timeline -----------------------------------------------------------------------------------------------
 
 export interface Span {

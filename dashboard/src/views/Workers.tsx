@@ -13,14 +13,14 @@ import { Table, type Column } from "../components/Table";
 import { Ago, Bytes, Name } from "../components/values";
 import { count, number, percent, plural } from "../format";
 import { useFilters } from "../search";
-import { shortName } from "../state/runs";
+import { rankOf, shortName } from "../state/runs";
 import { useStore } from "../state/store";
 import { Heatmap, Legend, type HeatmapColor } from "./workers/Heatmap";
 import { byPlace, loadOf, matches } from "./workers/load";
 import { WorkerDrawer } from "./workers/WorkerDrawer";
 
 const COLUMNS: readonly Column<Worker>[] = [
-  { id: "rank", header: "Rank", value: (w) => w.rank, cell: (w) => (w.rank === null ? "–" : count(w.rank)), width: "72px", align: "right" },
+  { id: "rank", header: "Rank", value: rankOf, cell: (w) => count(rankOf(w)), width: "72px", align: "right" },
   { id: "id", header: "Worker", value: (w) => w.id, cell: (w) => <Name whole={w.id}>{shortName(w.id, w.job_id)}</Name>, width: "minmax(8rem, 1fr)" },
   { id: "status", header: "Status", value: (w) => w.status, cell: (w) => <Status value={w.status} title={w.reason} />, width: "140px" },
   { id: "job", header: "Run", value: (w) => w.job_id, cell: (w) => <Name>{w.job_id}</Name>, width: "minmax(9.75rem, 1fr)" },

@@ -162,7 +162,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
             raise Unknown(
                 "shard plan of dataset",
                 dataset_id,
-                hint="A plan exists once a worker has joined, and for the last epochs workers asked for.",
+                hint="A plan exists once a worker has joined, and for the last epochs that were begun.",
             )
         return json_response(views.shard_plan(cluster, key, offset=offset, limit=limit))
 

@@ -5,7 +5,7 @@ import { memo, useRef, useState, type CSSProperties, type KeyboardEvent } from "
 import type { Worker } from "../../api/types";
 import { lookOf, TONE_SOFT, TONE_TEXT } from "../../components/Status";
 import { percent } from "../../format";
-import { shortName } from "../../state/runs";
+import { rankOf, shortName } from "../../state/runs";
 import { loadOf } from "./load";
 
 export type HeatmapColor = "status" | "load";
@@ -63,7 +63,7 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
             load={load.percent === null || worker.status === "failed" ? -1 : Math.round(load.percent / 5) * 5}
             of={load.of}
             step={size.detail === "tile" ? worker.current_step : 0}
-            rank={size.detail === "tile" ? worker.rank : null}
+            rank={size.detail === "tile" ? rankOf(worker) : null}
             color={props.color}
             detail={size.detail}
             height={size.cell}

@@ -11,6 +11,7 @@ import { Empty } from "../../components/states";
 import { Status } from "../../components/Status";
 import { Ago, RunLink, Time } from "../../components/values";
 import { bytes, count, number, percent } from "../../format";
+import { rankOf } from "../../state/runs";
 import { useStore } from "../../state/store";
 
 /** Figures that only mean something added up over a run: its goodput shows them. */
@@ -37,7 +38,7 @@ function Details({ worker }: { worker: Worker }) {
           columns={2}
           items={[
             ["Run", <RunLink key="r" id={worker.job_id} />],
-            ["Rank", worker.rank === null ? "none" : count(worker.rank)],
+            ["Rank", worker.rank === null ? "none" : count(rankOf(worker))],
             ["Step", count(worker.current_step)],
             ["Epoch", count(worker.current_epoch)],
             ["Task", task ? <Link key="t" to="/tasks" search={{ task }} className="text-accent hover:underline">{task}</Link> : "none"],

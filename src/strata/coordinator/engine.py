@@ -48,7 +48,7 @@ class SystemClock:
 
 
 class Listener(Protocol):
-    """Told of every batch after it is durable. Must not block."""
+    """Told of the facts of every batch, but for the soft ones, after they are durable. Must not block."""
 
     def __call__(self, events: Sequence[Event]) -> None: ...
 
@@ -77,6 +77,8 @@ class Engine:
         self.revision = 0
         """Grows with every durable batch: what readers compare to know that their copy is old."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
+        self.on_facts: Callable[[int], None] = lambda count: None
+        """Told how many a batch had, soft ones among them."""
         self._journal = journal
         self._queue: deque[tuple[Command, Answered]] = deque()
         self._wake = asyncio.Event()
@@ -196,14 +198,16 @@ class Engine:
             if moved:
                 self.on_plan(time.perf_counter() - began_s)
             events.extend(moved)
-        await self._make_durable([event for event in events if not isinstance(event, SOFT_EVENTS)])
+        hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
+        await self._make_durable(hard)
         if events:
             self.revision += 1
+            self.on_facts(len(events))
         for answered, answer in answers:
             answered(answer)
-        if events:
+        if hard:
             for listener in self.listeners:
-                listener(events)
+                listener(hard)
 
     async def _make_durable(self, events: list[Event]) -> None:
         if not events:

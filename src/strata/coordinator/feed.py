@@ -18,7 +18,6 @@ import orjson
 
 from strata.coordinator import codec
 from strata.core.messages import (
-    SOFT_EVENTS,
     BarrierBroken,
     BarrierReleased,
     CheckpointCompleted,
@@ -73,7 +72,7 @@ class Feed:
                 self.publish("task_progressed", _progress_in_full(event))
             elif isinstance(event, CheckpointCompleted):
                 self.publish("checkpoint_completed", _save_in_brief(event))
-            elif not isinstance(event, (*SOFT_EVENTS, ValueSwapped, ValueDropped)):
+            elif not isinstance(event, ValueSwapped | ValueDropped):
                 self.publish(_snake(codec.kind_of(event)), event)
 
     def publish(self, kind: str, data: Any) -> None:

@@ -121,9 +121,11 @@ class CoordinatorMetrics:
         self._last_plan_s = seconds
         self._plan.observe(seconds)
 
+    def decided(self, facts: int) -> None:
+        self.events_total += facts
+        self._events.inc(facts)
+
     def committed(self, events: Sequence[Event]) -> None:
-        self.events_total += len(events)
-        self._events.inc(len(events))
         for event in events:
             if isinstance(event, BarrierReleased):
                 self._barriers.labels("released").inc()

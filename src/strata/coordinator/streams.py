@@ -199,26 +199,21 @@ class Streams:
     def _arrive(self, session: WorkerSession, request: pb.WaitBarrierRequest) -> None:
         request.worker_id, request.incarnation = session.worker_id, session.incarnation
 
-        def deliver(outcome: Outcome, order: int) -> None:
-            answer = wire.barrier_outcome(outcome, order)
-            code = "" if answer.released else "barrier_broken"
-            if code:
-                answer.reason = barrier_text(request, answer.reason)
-            session.push(
-                pb.CoordinatorMessage(
-                    barrier=pb.BarrierOutcome(call_id=request.call_id, outcome=answer, error_code=code)
-                )
-            )
+        def answer(outcome: pb.WaitBarrierResponse, error_code: str) -> None:
+            message = pb.CoordinatorMessage()  # Filled in place: nested constructors copy by way of bytes.
+            message.barrier.call_id = request.call_id
+            message.barrier.outcome.CopyFrom(outcome)
+            message.barrier.error_code = error_code
+            session.push(message)
+
+        def deliver(ended: Outcome, order: int) -> None:
+            outcome = wire.barrier_outcome(ended, order)
+            if not outcome.released:
+                outcome.reason = barrier_text(request, outcome.reason)
+            answer(outcome, "" if outcome.released else "barrier_broken")
 
         def refused(refusal: StrataError) -> None:
-            answer = pb.WaitBarrierResponse(released=False, reason=str(refusal))
-            session.push(
-                pb.CoordinatorMessage(
-                    barrier=pb.BarrierOutcome(
-                        call_id=request.call_id, outcome=answer, error_code=refusal.code
-                    )
-                )
-            )
+            answer(pb.WaitBarrierResponse(released=False, reason=str(refusal)), refusal.code)
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, StrataError):

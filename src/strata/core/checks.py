@@ -50,7 +50,8 @@ def name(field: str, value: str, *, limit: int = NAME_LIMIT) -> None:
     if not value or not value.strip():
         raise InvalidArgument(field, "must not be empty.", hint="Give it a name, for example 'worker-01'.")
     text(field, value, limit=limit)
-    if any(c < " " or "\x7f" <= c <= "\x9f" or c in "\u2028\u2029" for c in value):
+    usual = value.isprintable()  # One look at most names; only the others are read letter by letter.
+    if not usual and any(c < " " or "\x7f" <= c <= "\x9f" or c in "\u2028\u2029" for c in value):
         raise InvalidArgument(
             field,
             f"contains control characters ('{shorten(value, 40)}').",

@@ -71,7 +71,8 @@ class Member:
         return self.state == "active"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# What a heartbeat says is not frozen, though nobody changes it: freezing was a quarter of the cost of taking one in.
+@dataclass(slots=True, kw_only=True)
 class Gpu:
     index: int
     utilization_percent: float
@@ -79,7 +80,7 @@ class Gpu:
     memory_total_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Resources:
     """One sample of what a worker's process and machine use. Bytes of disk and network are totals since start."""
 
@@ -92,7 +93,7 @@ class Resources:
     network_tx_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Report:
     """What a worker last said about itself."""
 

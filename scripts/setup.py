@@ -84,7 +84,7 @@ def build_the_dashboard() -> int:
 
 def fingerprint() -> str:
     digest = hashlib.sha256(sys.version.encode())
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "constraints.txt", "setup.py", "src/strata/checkpoint/stream.c"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 

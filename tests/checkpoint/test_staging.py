@@ -311,7 +311,7 @@ def test_a_failed_copy_ends_in_the_handle_and_leaves_the_engine_usable(
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save(small_state(1), step=1).result(30)
         with monkeypatch.context() as patch:
-            patch.setattr("strata.checkpoint.copying._memmove", fail)
+            patch.setattr("strata.checkpoint.filling.Filling.copy", fail)
             handle = manager.save(small_state(2), step=2)
         with pytest.raises(SaveFailed, match="device lost"):
             handle.result(30)

@@ -1,9 +1,7 @@
 """Copying tensors into an image: at once on the CPU, beside the computation on CUDA.
 
-On the CPU a few threads copy pieces of some megabytes front to back, and `Copying` tells how far they have come, so that
-the first bytes can be on their way to disk while the last ones are copied. Nobody waits for a thread that the machine
-has no time for: the pieces it did not take are taken by the others. (Torch's own parallel copy waits for all its threads
-at every tensor, which on a busy machine took fifty times as long.)
+On the CPU a few threads sweep over the state, and `Copying` tells how far they have come, so that the first bytes can be
+on their way to disk while the last ones are copied.
 
 On CUDA the copy runs on a stream of its own into page-locked memory, and the computation goes on. Where the device has
 room for it, the state is first copied within the device, which takes a fiftieth of the time that the link to the
@@ -22,10 +20,8 @@ Code of one's own that changes guarded tensors outside of `step` calls `settle` 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
-import os
 import threading
 import weakref
 from collections import defaultdict
@@ -43,25 +39,18 @@ from strata.checkpoint.device import (
     queue_copies,
     queue_copies_within,
 )
+from strata.checkpoint.digest import Digest
 from strata.checkpoint.errors import CheckpointError
+from strata.checkpoint.filling import Filling, Windows
 from strata.checkpoint.image import Placement, Plan, Prepared
+from strata.checkpoint.sweeping import THREADS, Pieces, Sweep
 
 _cuda: Any = torch.cuda  # Its module is not typed.
 Events: TypeAlias = dict[int, Any]
 """One CUDA event for each device, by its number."""
-PIECE_BYTES = 4 << 20
 COPY_ALIGNMENT_BYTES = 512
 """What copies within a device are quickest at."""
 _CPU = -1  # The number that Torch gives to no device.
-THREADS = min(4, os.cpu_count() or 1)
-
-_memmove = ctypes.CDLL(None).memmove  # Called without the interpreter's lock.
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = None
-
-
-Piece: TypeAlias = list[tuple[int, int, int, int]]
-"""Copies of some megabytes together: (to address, number of the source, offset in it, bytes)."""
 
 
 class Destination:
@@ -75,39 +64,16 @@ class Destination:
         base = image.data_ptr()
         self.addresses = [base + offset_bytes for offset_bytes in placement.slot_offsets_bytes]
         self.sizes = [slot.size_bytes for slot in plan.slots]
-        self.pieces = _pieces(self.addresses, self.sizes)
-        self.starts = [piece[0][0] - base for piece in self.pieces] + [placement.size_bytes]
-        """The offset of each piece in the image, and its end."""
+
+    @functools.cached_property
+    def windows(self) -> Windows:
+        """The image in parts, for copies on the CPU."""
+        return Windows(self.image, self.placement.slot_offsets_bytes, self.sizes)
 
     @functools.cached_property
     def targets(self) -> list[torch.Tensor]:
         """The slots as tensors, for copies by Torch."""
         return self.plan.targets(self.image, self.placement)
-
-
-def _pieces(addresses: Sequence[int], sizes: Sequence[int]) -> list[Piece]:
-    """Copies to these addresses, in pieces of about `PIECE_BYTES`, in the order given."""
-    found: list[Piece] = []
-    room_bytes = 0
-    for number, (address, size_bytes) in enumerate(zip(addresses, sizes, strict=True)):
-        for within in range(0, size_bytes, PIECE_BYTES):
-            take_bytes = min(PIECE_BYTES, size_bytes - within)
-            if room_bytes < take_bytes:
-                found.append([])
-                room_bytes = PIECE_BYTES
-            found[-1].append((address + within, number, within, take_bytes))
-            room_bytes -= take_bytes
-    return found
-
-
-def copy_bytes(to: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-    """Copy from addresses to addresses on the CPU, with a few threads. Nobody checks them."""
-    pieces = _pieces(to, sizes)
-    sweep = _Sweep(pieces, list(sources), lambda _: None)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-copy") as pool:
-        for _ in range(min(THREADS, len(pieces)) - 1):
-            pool.submit(sweep.work)
-        sweep.work()
 
 
 class Copying:
@@ -123,6 +89,8 @@ class Copying:
         self._done: Events | None = None
         self._held: object = None
         self._changed = threading.Condition()
+        self.digest: Callable[[], Digest] | None = None
+        """Of the whole image, when it is complete; None where nobody hashes it on the way."""
 
     def advance(self, ready_bytes: int) -> None:
         """Everything before this offset is in place."""
@@ -220,15 +188,17 @@ class Copier:
             copies = _Copies(prepared=prepared, to=to, addresses=addresses, held=held)
             self._copy_from_cuda(copying, copies)
         else:
-            self._sweep(copying, to.pieces, addresses, lambda front: copying.advance(to.starts[front]))
+            filling = Filling(to.windows, addresses)
+            copying.digest = filling.digest
+            self._sweep(
+                copying,
+                Sweep(filling.chunks, filling.copy, lambda front: copying.advance(filling.end_of(front))),
+            )
 
-    def _sweep(
-        self, copying: Copying, pieces: list[Piece], addresses: list[int], tell: Callable[[int], None]
-    ) -> None:
-        """Copy pieces on the CPU, some of them on threads that help, until `copying` is complete."""
-        sweep = _Sweep(pieces, addresses, tell)
+    def _sweep(self, copying: Copying, sweep: Sweep) -> None:
+        """Copy on the CPU, in part on threads that help, until `copying` is complete."""
         with contextlib.suppress(RuntimeError):  # At the interpreter's exit nobody can be asked to help.
-            for _ in range(min(THREADS, len(pieces)) - 1):
+            for _ in range(min(THREADS, sweep.parts) - 1):
                 self._helping.submit(_or_fail, copying, sweep.work)
         sweep.work()
         copying.wait()  # For pieces that others have begun.
@@ -267,9 +237,10 @@ class Copier:
                 stream.wait_event(starts[device])
                 taken.append(copies.take(mine, stream, self._spare[device]))
         if by_host:
-            pieces = _pieces([copies.to.addresses[n] for n in by_host], [copies.to.sizes[n] for n in by_host])
+            to, sizes = copies.to.addresses, copies.to.sizes
+            pieces = Pieces(*([numbers[n] for n in by_host] for numbers in (to, copies.addresses, sizes)))
             here = Copying(len(pieces))
-            self._sweep(here, pieces, [copies.addresses[n] for n in by_host], here.advance)
+            self._sweep(here, Sweep(len(pieces), pieces.copy, here.advance))
         return taken
 
     def _guarded_tensors(self) -> list[torch.Tensor]:
@@ -373,41 +344,6 @@ class _Taken:
         with _cuda.device(self.stream.device):
             if not queue_copies(targets, self.stops, sizes, self.stream):
                 raise CheckpointError("CUDA refused to copy the state to its image.")
-
-
-class _Sweep:
-    """Pieces that any number of threads take front to back. `tell` hears how many are done from the front on."""
-
-    def __init__(self, pieces: list[Piece], addresses: list[int], tell: Callable[[int], None]) -> None:
-        self._pieces = pieces
-        self._addresses = addresses
-        self._tell = tell
-        self._next = 0
-        self._under_way: set[int] = set()
-        self._lock = threading.Lock()
-
-    def work(self) -> None:
-        while self._copy_next():
-            pass
-        self._tell(self._front())
-
-    def _copy_next(self) -> bool:
-        with self._lock:
-            number = self._next
-            if number == len(self._pieces):
-                return False
-            self._next += 1
-            self._under_way.add(number)
-        for address, source, within, size_bytes in self._pieces[number]:
-            _memmove(address, self._addresses[source] + within, size_bytes)
-        with self._lock:
-            self._under_way.remove(number)
-        self._tell(self._front())
-        return True
-
-    def _front(self) -> int:
-        with self._lock:
-            return min(self._under_way, default=self._next)
 
 
 def _start_events(devices: Iterable[int]) -> Events:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from strata.checkpoint.collecting import no_collection
-from strata.checkpoint.copying import copy_bytes
 from strata.checkpoint.device import SpareMemory, any_on_cuda
 from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.manifest import TensorEntry
 from strata.checkpoint.state import rebuild, restore_kind, scan
+from strata.checkpoint.sweeping import copy_bytes
 
 AHEAD_BYTES = 4 << 30
 _cuda: Any = torch.cuda  # Its module is not typed.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from strata.checkpoint.digest import Digest, digest_of
 from strata.checkpoint.manifest import Manifest, TensorEntry
 
 
@@ -28,6 +29,9 @@ class BytesPayload:
 
     def wait(self, upto_bytes: int | None = None) -> None:
         """They are all there."""
+
+    def digest(self) -> Digest:
+        return digest_of(self.view)
 
     def keep(self, manifest: Manifest) -> str | None:
         return None
@@ -51,6 +55,9 @@ class FilePayload:
 
     def wait(self, upto_bytes: int | None = None) -> None:
         """It is all there."""
+
+    def digest(self) -> Digest:
+        return digest_of(self.view)
 
     def keep(self, manifest: Manifest) -> str | None:
         return None

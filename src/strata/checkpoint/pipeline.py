@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from strata.checkpoint.catalog import Entry, where
-from strata.checkpoint.digest import Digest, digest_of
+from strata.checkpoint.digest import Digest
 from strata.checkpoint.errors import SaveFailed
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle, Started
 from strata.checkpoint.manifest import Manifest, Part, TensorEntry
@@ -64,6 +64,10 @@ class Payload(Protocol):
 
     def wait(self, upto_bytes: int | None = None) -> None:
         """Return when the bytes before this offset, or all of them, are in place."""
+        ...
+
+    def digest(self) -> Digest:
+        """Of all bytes, when they are in place."""
         ...
 
     def keep(self, manifest: Manifest) -> str | None:
@@ -195,7 +199,7 @@ class Pipeline:
         assert save.payload is not None
         self._tell("on_started", save.started)
         save.payload.wait()
-        digest = digest_of(save.payload.view)
+        digest = save.payload.digest()
         try:
             part = Part(key=save.key, size_bytes=save.size_bytes, digest=digest)
             path = save.payload.keep(replace(save.draft, parts=(part,)))
@@ -244,7 +248,7 @@ class Pipeline:
             copy = FilePayload(path, save.payload.tensors)
         except (OSError, ValueError):
             return  # Not a local file.
-        if digest_of(copy.view) != save.hashed.result():
+        if copy.digest() != save.hashed.result():
             copy.release()
             log.warning("%s does not hold what was written to it; the next tier gets the original", path)
             return

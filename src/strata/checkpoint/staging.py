@@ -30,6 +30,7 @@ import torch
 
 from strata.checkpoint.copying import Copier, Copying, Destination
 from strata.checkpoint.device import page_lock, page_unlock
+from strata.checkpoint.digest import Digest, digest_of
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
@@ -216,6 +217,10 @@ class ImagePayload:
 
     def wait(self, upto_bytes: int | None = None) -> None:
         self._copying.wait(upto_bytes)
+
+    def digest(self) -> Digest:
+        hashed_on_the_way = self._copying.digest
+        return hashed_on_the_way() if hashed_on_the_way is not None else digest_of(self.view)
 
     def keep(self, manifest: Manifest) -> str | None:
         self._buffer.mark(manifest)

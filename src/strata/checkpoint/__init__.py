@@ -3,6 +3,9 @@
     manager.py     save and load, from a training loop
     image.py       a state as a valid `.pt` file, laid out once, filled at memory speed
     staging.py     images in shared memory, reused, found again after a crash
+    copying.py     a state into an image: beside the computation on CUDA, swept over by threads on the CPU
+    filling.py     that sweep, which hashes what it writes; sweeping.py and stream.c do the copying
+    device.py      what of this is CUDA's
     pipeline.py    moving them through the tiers in the background
     publish.py     payload, then manifest: there entirely or not at all
     manifest.py    what makes a checkpoint exist

@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from strata.stores.keys import RESERVED, check_key, check_prefix
 from strata.stores.object_clients import PROVIDERS, ClientSettings, make_client
 from strata.stores.object_errors import explain
@@ -345,7 +347,8 @@ class ObjectStore:
             try:
                 data = obstore.get(self._client, path, options=options).bytes()
                 if len(data) == len(view):
-                    view[:] = memoryview(data)
+                    # Not `view[:] = …`, which would hold the interpreter's lock, also from the threads beside this one.
+                    np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(memoryview(data), np.uint8))
                     return True
                 failure: Exception = EOFError(f"{len(data)} bytes came where {len(view)} were asked for")
             except FileNotFoundError:

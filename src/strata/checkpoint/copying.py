@@ -4,9 +4,8 @@ On the CPU a few threads sweep over the state, and `Copying` tells how far they 
 on their way to disk while the last ones are copied.
 
 On CUDA the copy runs on a stream of its own into page-locked memory, and the computation goes on. Where the device has
-room for it, the state is first copied within the device, which takes a fiftieth of the time that the link to the
-host takes, and leaves from there; where it has none, it leaves from where it is. What may change next decides who waits until
-it is copied, on the device:
+room for it, the state is first copied within the device, forty times as fast as to the host, and leaves from there; where it
+has none, it leaves from where it is. What may change next decides who waits until it is copied, on the device:
 
 * Parameters and optimizer state of a guarded optimizer change in its `step` and nowhere else, so the stream of that
   step waits (a hook before it) and the forward and backward passes in between overlap with the copy. Another thread
@@ -237,8 +236,11 @@ class Copier:
                 stream.wait_event(starts[device])
                 taken.append(copies.take(mine, stream, self._spare[device]))
         if by_host:
-            to, sizes = copies.to.addresses, copies.to.sizes
-            pieces = Pieces(*([numbers[n] for n in by_host] for numbers in (to, copies.addresses, sizes)))
+            pieces = Pieces(
+                [copies.to.addresses[n] for n in by_host],
+                [copies.addresses[n] for n in by_host],
+                [copies.to.sizes[n] for n in by_host],
+            )
             here = Copying(len(pieces))
             self._sweep(here, Sweep(len(pieces), pieces.copy, here.advance))
         return taken
@@ -359,10 +361,9 @@ def _marks(taken: Iterable[_Taken]) -> Events:
     """Marks on the streams that copy: they come when all that was queued there up to here is done."""
     marks = {}
     for part in taken:
-        mark = marks[part.stream.device.index] = _cuda.Event(
-            blocking=True
-        )  # A thread that waits for it sleeps.
+        mark = _cuda.Event(blocking=True)  # A thread that waits for it sleeps.
         mark.record(part.stream)
+        marks[part.stream.device.index] = mark
     return marks
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from strata import TrainingOrchestrator
 from strata.core.ledger import DataCommit, RankRecord
+from strata.launch.leftovers import end_processes
 from tests.dashboard.browser import Browser
 from tests.support import Coordinator
 
@@ -28,6 +29,10 @@ def own(tmp_path: Path, built: Path) -> Iterator[Coordinator]:
     server = Coordinator(tmp_path / "coordinator", env={"STRATA_LAUNCHER": "local"}).start()
     yield server
     server.stop()
+    for run in tmp_path.glob(
+        "coordinator/tasks/task-*/run-*"
+    ):  # A failing test leaves its task, which outlives us.
+        end_processes(f"{run.parent.name}-{run.name.removeprefix('run-')}")
 
 
 @pytest.mark.timeout(240)

@@ -15,6 +15,7 @@ import pytest
 from strata import TrainingOrchestrator
 from strata.core.ledger import DataCommit, RankRecord
 from strata.launch.leftovers import end_processes
+from strata.training.job import forget_job
 from tests.dashboard.browser import Browser
 from tests.support import Coordinator
 
@@ -29,10 +30,10 @@ def own(tmp_path: Path, built: Path) -> Iterator[Coordinator]:
     server = Coordinator(tmp_path / "coordinator", env={"STRATA_LAUNCHER": "local"}).start()
     yield server
     server.stop()
-    for run in tmp_path.glob(
-        "coordinator/tasks/task-*/run-*"
-    ):  # A failing test leaves its task, which outlives us.
+    # A failing test leaves its task, which outlives the coordinator.
+    for run in tmp_path.glob("coordinator/tasks/task-*/run-*"):
         end_processes(f"{run.parent.name}-{run.name.removeprefix('run-')}")
+        forget_job(run.parent.name)
 
 
 @pytest.mark.timeout(240)

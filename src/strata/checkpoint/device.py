@@ -150,7 +150,7 @@ def _copy_kernel(device: int) -> Any | None:
     try:
         with _cuda.device(device):
             return _cuda._compile_kernel(_COPY_KERNEL, "copy_each")
-    except (AttributeError, OSError, RuntimeError):
+    except (AttributeError, ImportError, OSError, RuntimeError):
         return None
 
 

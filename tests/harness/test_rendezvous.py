@@ -470,9 +470,13 @@ line = {"pid": os.getpid(), "agent": os.getppid(), "rank": dist.get_rank(), "wor
         "attempt": os.environ["MASTER_PORT"]}
 with open(f"{out}/events", "a") as events:
     events.write(json.dumps(line) + "\\n")
-while not os.path.exists(f"{out}/stop"):
-    dist.all_reduce(one)
+stopping = torch.zeros(1)
+while not stopping.item():  # agreed: a rank that left alone would fail the step of the others
     time.sleep(0.02)
+    stopping.fill_(os.path.exists(f"{out}/stop"))
+    dist.all_reduce(stopping, op=dist.ReduceOp.MAX)
+dist.barrier()
+dist.destroy_process_group()
 """
 
 

@@ -1,10 +1,19 @@
-"""What waits for a worker that is slow to read."""
+"""What waits for a worker that is slow to read, and what news may tell."""
 
 from __future__ import annotations
 
-from strata.coordinator.sessions import OUTBOX_LIMIT, TOPOLOGY, WorkerSession
-from strata.core.messages import JobId, WorkerId
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from strata.coordinator.engine import Engine, SystemClock
+from strata.coordinator.journal import SqliteJournal
+from strata.coordinator.sessions import GATHER_S, OUTBOX_LIMIT, TOPOLOGY, Sessions, WorkerSession
+from strata.core.cluster import Cluster
+from strata.core.messages import Command, Event, JobId, RegisterWorker, WorkerId
 from strata.rpc import coordinator_pb2 as pb
+from tests.core.builders import worker_spec
 
 DATASETS = 300
 
@@ -33,3 +42,45 @@ async def test_answers_that_pile_up_end_the_session_after_all_is_said() -> None:
     assert session.over
     assert len(await session.next_messages()) == OUTBOX_LIMIT
     assert await session.next_messages() == []
+
+
+class HeldJournal(SqliteJournal):
+    """Makes a batch durable once it is allowed to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.may_write, self.is_asked = threading.Event(), threading.Event()
+        self.may_write.set()
+
+    def append(self, events: Sequence[Event]) -> None:
+        self.is_asked.set()
+        assert self.may_write.wait(60)
+        super().append(events)
+
+
+async def test_news_tells_of_no_join_that_a_crash_could_still_take_back(tmp_path: Path) -> None:
+    journal = HeldJournal(tmp_path)
+    engine = Engine(Cluster(), journal, SystemClock())
+    sessions = Sessions(engine)
+    engine.listeners.append(sessions.committed)
+    running = asyncio.create_task(engine.run())
+
+    def join(name: str) -> Command:
+        return RegisterWorker(spec=worker_spec(name), registration_id=name)
+
+    await engine.submit(join("first"))
+    session = sessions.open(WorkerId("first"), 1)
+    await session.next_messages()
+    await engine.submit(join("second"))  # Its news is being gathered.
+    journal.is_asked.clear()
+    journal.may_write.clear()
+    third = asyncio.create_task(engine.submit(join("third")))
+    await asyncio.to_thread(journal.is_asked.wait, 60)
+    await asyncio.sleep(2 * GATHER_S)  # The moment of gathering ends while the third is on its way to the disk.
+    journal.may_write.set()
+    await third
+    [news] = await session.next_messages()
+    assert (news.topology.world_size, "third" in news.topology.reason) == (3, True)
+    engine.stop()
+    await running
+    engine.close()

@@ -133,6 +133,11 @@ class Engine:
         self.post(command, answered)
         return await future
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all of the state is durable now. If not, listeners are told as soon as it is."""
+        return self._settled.is_set()
+
     async def settled(self) -> Cluster:
         """The state, when all of it is durable. Use it before the next await."""
         while not self._settled.is_set():

@@ -67,7 +67,7 @@ class Runtime:
         metrics, feed = CoordinatorMetrics(), Feed(boot_id=secrets.token_hex(4))
         runtime = cls(
             engine=engine,
-            sessions=Sessions(cluster, clock),
+            sessions=Sessions(engine),
             logs=logs,
             feed=feed,
             metrics=metrics,

@@ -3,7 +3,8 @@
 The coordinator never calls a worker: news rides on the worker's own stream, or waits for its next heartbeat.
 Each session has a bounded outbox; a worker that does not read loses its session, not the others their speed.
 News about topology and plans is gathered for a moment, so that a thousand joins are not a million messages, and of news
-that a slow reader has not heard yet only the newest is kept.
+that a slow reader has not heard yet only the newest is kept. It is told between two commits of the engine, never during
+one: what workers hear has happened, whatever becomes of the coordinator.
 
 Runs on the event loop, told of every durable batch by the engine.
 """
@@ -15,9 +16,8 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from strata.coordinator.engine import Clock
+from strata.coordinator.engine import Engine
 from strata.coordinator.waits import Waits
-from strata.core.cluster import Cluster
 from strata.core.messages import (
     BarrierBroken,
     BarrierReleased,
@@ -86,14 +86,16 @@ class WorkerSession:
 
 
 class Sessions:
-    def __init__(self, cluster: Cluster, clock: Clock) -> None:
-        self._cluster = cluster
-        self._clock = clock
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cluster = engine.cluster
+        self._clock = engine.clock
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self.waits = Waits()
         self._changed_jobs: dict[JobId, str] = {}
         self._changed_plans: dict[tuple[JobId, DatasetId], pb.PlanChanged] = {}
         self._flush: asyncio.TimerHandle | None = None
+        self._is_overdue = False
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -151,6 +153,8 @@ class Sessions:
                     self._schedule()
                 case _:
                     pass  # Workers need not hear of the rest.
+        if self._is_overdue:
+            self._tell()
 
     def _fence(self, worker_id: WorkerId, incarnation: int, reason: str) -> None:
         session = self._sessions.get(worker_id)
@@ -168,6 +172,9 @@ class Sessions:
             self._flush = asyncio.get_running_loop().call_later(GATHER_S, self._tell)
 
     def _tell(self) -> None:
+        self._is_overdue = not self._engine.is_settled
+        if self._is_overdue:
+            return  # `committed` is called as soon as the rest is durable.
         self._flush = None
         jobs, self._changed_jobs = self._changed_jobs, {}
         plans, self._changed_plans = self._changed_plans, {}

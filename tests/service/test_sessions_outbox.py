@@ -76,7 +76,7 @@ async def test_news_tells_of_no_join_that_a_crash_could_still_take_back(tmp_path
     journal.may_write.clear()
     third = asyncio.create_task(engine.submit(join("third")))
     await asyncio.to_thread(journal.is_asked.wait, 60)
-    await asyncio.sleep(2 * GATHER_S)  # The moment of gathering ends while the third is on its way to the disk.
+    await asyncio.sleep(2 * GATHER_S)  # Gathering ends while the third is on its way to the disk.
     journal.may_write.set()
     await third
     [news] = await session.next_messages()

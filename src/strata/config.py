@@ -16,6 +16,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from strata.core.words import counted
 from strata.errors import StrataError
 
 T = TypeVar("T")
@@ -28,8 +29,7 @@ class ConfigError(StrataError):
 
     def __init__(self, problems: list[str]) -> None:
         lines = "".join(f"\n  - {problem}" for problem in problems)
-        noun = "problem" if len(problems) == 1 else "problems"
-        super().__init__(f"The configuration has {len(problems)} {noun}:{lines}")
+        super().__init__(f"The configuration has {counted(len(problems), 'problem')}:{lines}")
         self.problems = problems
 
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strata.cli.common import ago, console, duration, get, size, styled
+from strata.core.words import counted
 from strata.errors import StrataError
 from strata.launch.coordinator import CoordinatorProcess, free_or_any
 from strata.launch.sample_job import DATASET, SampleJob
@@ -134,7 +135,7 @@ class Demonstration:
         _fact("trained", f"{max(v.step or 0 for v in found):,} steps on {self.job.workers} workers")
         for r in reversed(recoveries):
             phases = ", ".join(f"{p} {r['phases_s'][p]:.2f}" for p in PHASES if p in r["phases_s"])
-            lost = f"{r['lost_steps']} steps lost"
+            lost = f"{counted(r['lost_steps'], 'step')} lost"
             _fact("recovered", f"in {duration(r['total_s'])} ({phases} s) from {r['tier']}, {lost}")
         for report in reports:
             _fact("samples", f"epoch {report.epoch}: {report.reason}")

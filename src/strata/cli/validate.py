@@ -16,6 +16,7 @@ import typer
 from rich.text import Text
 
 from strata.cli.common import AsJson, console, print_json
+from strata.core.words import counted
 from strata.errors import MissingDependency, StrataError
 
 VALID, INVALID, UNREADABLE = 0, 1, 2
@@ -210,5 +211,5 @@ def _report(config: str, problems: list[Problem], as_json: bool, *, usable: bool
             console.print(Text(f"    {problem.hint}"), soft_wrap=True)
     counts = {kind: sum(problem.severity == kind for problem in problems) for kind in ("error", "warning")}
     verdict = "can be used" if usable else "cannot be used"
-    said = ", ".join(f"{count} {kind}{'s' if count != 1 else ''}" for kind, count in counts.items() if count)
+    said = ", ".join(counted(number, kind) for kind, number in counts.items() if number)
     console.print(Text(f"{config} {verdict}" + (f": {said}" if said else "")), soft_wrap=True)

@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from strata.core.words import counted
+
 UNOWNED = -1
 STRANGER = -2  # A name that is not in the list it was looked for in.
 # Points per worker: the ring's own load varies by 1/sqrt of this, before the bound evens it out.
@@ -315,13 +317,13 @@ def _reason(before: ShardPlan, after: ShardPlan, moved: int, cause: str) -> str:
     what = cause or "; ".join(
         [f"{_listed(names)} {verb}" for names, verb in ((gone, "left"), (came, "joined")) if names]
     )
-    shards = _count(moved, "unfinished shard")
+    shards = counted(moved, "unfinished shard")
     if not after.workers:
         return f"{what or 'nobody is left'}: {shards} wait for a worker"
     if not moved:
         return f"{what}: no unfinished shard had to move"
     if gone or not before.workers:
-        return f"{what}: {shards} spread over {_count(len(after.workers), 'worker')}"
+        return f"{what}: {shards} spread over {counted(len(after.workers), 'worker')}"
     if came:
         return (
             f"{what}: takes {shards} from the others"
@@ -334,7 +336,3 @@ def _reason(before: ShardPlan, after: ShardPlan, moved: int, cause: str) -> str:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"

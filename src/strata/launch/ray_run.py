@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from strata.core.messages import ExitCause
+from strata.core.words import counted
 from strata.launch.leftovers import forget_shared_memory
 from strata.launch.protocol import (
     Exited,
@@ -135,7 +136,7 @@ class RayRun:
             cause = None if self._asked_to_stop.is_set() else ExitCause(kind="launch", message=message[:1000])
             self._say(Exited(run_id=plan.run_id, task_id=plan.task_id, cause=cause))
             return
-        where = f"{nodes} node{'s' if nodes > 1 else ''} of the Ray cluster"
+        where = f"{counted(nodes, 'node')} of the Ray cluster"
         self._say(Started(run_id=plan.run_id, task_id=plan.task_id, where=where))
         self._watch()
 

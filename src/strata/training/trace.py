@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
 
+from strata.core.words import counted
 from strata.shared_memory import run_folder
 
 KEPT_S = 86_400.0
@@ -48,7 +49,7 @@ class Recovery:
         parts = ", ".join(f"{name} {self.phases[name]:.2f}" for name in PHASES if name in self.phases)
         return (
             f"recovered in {self.total_s:.2f} s ({parts}) at step {self.resumed_step} from {self.tier}, "
-            f"{self.lost_steps} steps lost, {self.world_before} -> {self.world_after} workers"
+            f"{counted(self.lost_steps, 'step')} lost, {self.world_before} -> {self.world_after} workers"
         )
 
 

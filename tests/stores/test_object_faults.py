@@ -457,6 +457,21 @@ def test_a_read_in_parts_never_mixes_two_versions(
     assert replaced
 
 
+def test_a_value_replaced_many_times_over_while_it_is_read_is_read_in_the_end(
+    store: Store, plain: Store, proxy: S3Proxy
+) -> None:
+    plain.put("k", b"version 0")
+    versions = iter(range(1, 21))
+
+    def replace_before_it_is_read(request: Request) -> bool:
+        if is_get(request) and (version := next(versions, None)):
+            plain.put("k", b"version %d" % version)
+        return False
+
+    proxy.spoil(Reset(), when=replace_before_it_is_read)
+    assert store.read("k") == b"version 20"
+
+
 def test_a_value_deleted_while_it_is_read_is_not_found(
     s3_server: Seaweed, plain: Store, proxy: S3Proxy, url: str
 ) -> None:

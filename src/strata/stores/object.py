@@ -49,7 +49,8 @@ MAX_CONCURRENCY = 4
 _MOST_PARTS = 10_000
 _MOST_BYTES_IN_ONE_REQUEST = 5 << 30
 _SLOWEST_UPLOAD_BYTES_PER_S = 4 << 20
-_MOST_VERSIONS_TRIED = 5
+_MOST_VERSIONS_TRIED = 100
+"""A read is two requests or more: a value that is written all the time may be replaced between them many times over."""
 _MARK = "stratawrite"  # Letters only: Azure takes nothing else in the name of a metadata field.
 
 

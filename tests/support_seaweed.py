@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import random
 import shutil
 import socket
 import subprocess
@@ -25,10 +26,11 @@ ACCESS_KEY = "strata"
 READER_KEY = "reader"  # May read and list, not write.
 WRITER_KEY = "writer"  # May write, not read, list or delete.
 SECRET_KEY = "not-a-secret"
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 120.0
 # A test run that is killed, or times out hard, must not leave its server behind.
 _DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
 _GRPC_OFFSET = 10_000  # SeaweedFS listens for gRPC this far above each port it is given.
+_LOWEST_PORT = 22_000  # Ray's workers are below.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,12 @@ def seaweed(folder: Path) -> Iterator[Seaweed]:
     ]
     (folder / "s3.json").write_text(json.dumps({"identities": identities}))
     (folder / "data").mkdir(exist_ok=True)
-    master, volume, filer, s3 = _free_port_pairs(4)
+    with contextlib.ExitStack() as reserved:
+        master, volume, filer, s3 = _reserve_ports(4, reserved)
+        yield from _serve(binary, folder, master=master, volume=volume, filer=filer, s3=s3)
+
+
+def _serve(binary: str, folder: Path, *, master: int, volume: int, filer: int, s3: int) -> Iterator[Seaweed]:
     command = [
         *_DIES_WITH_PARENT,
         binary,
@@ -102,7 +109,7 @@ def seaweed(folder: Path) -> Iterator[Seaweed]:
         yield Seaweed(endpoint=f"http://127.0.0.1:{s3}", process=process)
     finally:
         process.kill()  # Asked politely it takes seconds, and nobody needs its data any more.
-        process.wait(10)
+        process.wait(60)
 
 
 def _identity(name: str, actions: list[str]) -> dict[str, Any]:
@@ -121,11 +128,11 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
 
 
 def _status(port: int, method: str, path: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request(method, path)
         return connection.getresponse().status
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return 0
     finally:
         connection.close()
@@ -142,7 +149,7 @@ def _bucket_can_be_written(port: int) -> bool:
         access_key_id=ACCESS_KEY,
         secret_access_key=SECRET_KEY,
         region="us-east-1",
-        client_options={"allow_http": True, "timeout": "2s"},
+        client_options={"allow_http": True, "timeout": "10s"},
         retry_config={"max_retries": 0},
     )
     try:
@@ -152,21 +159,27 @@ def _bucket_can_be_written(port: int) -> bool:
     return True
 
 
-def _free_port_pairs(count: int) -> list[int]:
-    """Ports that are free and whose gRPC twin is free too. All are held until all are found."""
-    with contextlib.ExitStack() as held:
-        found: list[int] = []
-        while len(found) < count:
-            first = held.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            twin = port + _GRPC_OFFSET
-            if twin > 65535:
-                port, twin = port - _GRPC_OFFSET, port
+def _reserve_ports(count: int, until: contextlib.ExitStack) -> list[int]:
+    """Ports that stay free, and whose gRPC twins do, until a server takes them.
+
+    They are below those that the system gives out by itself. A name is taken with each, so that no other test, here or in
+    a process beside this one, gets it as well.
+    """
+    first_of_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(_LOWEST_PORT, first_of_system - _GRPC_OFFSET)
+    found: list[int] = []
+    for port in random.SystemRandom().sample(candidates, k=len(candidates)):
+        with contextlib.ExitStack() as names:
             try:
-                other = held.enter_context(socket.socket())
-                other.bind(("127.0.0.1", port if twin == first.getsockname()[1] else twin))
+                for each in (port, port + _GRPC_OFFSET):
+                    name = names.enter_context(socket.socket(socket.AF_UNIX))
+                    name.bind(f"\0strata-tests-port-{each}")
+                    with socket.socket() as probe:
+                        probe.bind(("127.0.0.1", each))
             except OSError:
                 continue
-            found.append(port)
-        return found
+            until.enter_context(names.pop_all())
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("there are not enough free ports")

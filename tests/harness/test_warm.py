@@ -125,6 +125,26 @@ def test_one_that_is_killed_after_it_has_finished_does_not_keep_the_agent(tmp_pa
     assert {failure.exitcode for failure in result.failures.values()} == {-signal.SIGKILL}
 
 
+def fail_when_told(told: str) -> None:
+    while not os.path.exists(told):
+        time.sleep(0.02)
+    raise ConnectionError("the other rank is gone")
+
+
+def test_the_one_that_was_killed_is_named_though_others_have_failed_for_want_of_it(tmp_path: Path) -> None:
+    """On a busy machine the agent looks only when all of them are gone."""
+    told = tmp_path / "told"
+    context = make(tmp_path, str(told), entrypoint=fail_when_told)
+    context.start()
+    os.kill(context.pids()[1], signal.SIGKILL)
+    told.touch()
+    while any(process.exitcode is None for process in context._pc.processes):
+        time.sleep(0.02)
+    result = context.wait(timeout=60)
+    assert result is not None
+    assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {1: -signal.SIGKILL}
+
+
 def test_an_agent_that_is_asked_to_leave_while_it_logs_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.Handler, "handleError", _let_signals_through)
 

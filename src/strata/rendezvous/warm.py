@@ -56,6 +56,10 @@ class WarmWorkers(workers.MultiprocessContext):
         codes = [process.exitcode for process in self._pc.processes]
         if any(codes):
             self._release_finished()
+            # Torch names the first it finds; one that was killed is why others have failed, and never the reverse.
+            self._pc.sentinels = dict(
+                sorted(self._pc.sentinels.items(), key=lambda one: (codes[one[1]] or 0) >= 0)
+            )
         for rank, code in enumerate(codes):
             # Torch waits for a result of each: one that left by sys.exit() or os._exit(0) has sent none.
             if code == 0 and rank not in self._return_values and self._ret_vals[rank].empty():

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shutil
 import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+PORTS_FROM, PORTS_UPTO = (
+    22_000,
+    32_000,
+)  # Below are those of Ray's workers, above those the system gives out by itself.
+_reserved: list[socket.socket] = []
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that stays free until it is used, and again between two uses.
+
+    The system gives it to nobody by itself, and no other test that asks here gets it, in this process or in one that
+    runs beside it: a name is taken with it, which is free again when the process ends.
+    """
+    for port in random.SystemRandom().sample(range(PORTS_FROM, PORTS_UPTO), k=1_000):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0strata-tests-port-{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            name.close()
+            continue
+        _reserved.append(name)
+        return port
+    raise AssertionError("no free port")
+
+
+@contextlib.contextmanager
+def port_of_nobody() -> Iterator[int]:
+    """Connections to it are refused as long as this lasts: it is taken, and nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 class EtcdServer:
@@ -46,7 +77,7 @@ class EtcdServer:
                 stdout=log,
                 stderr=log,
             )
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 60
         while not self.healthy():
             assert self.process.poll() is None, (self.folder / "etcd.log").read_text()
             assert time.monotonic() < deadline_s, "etcd did not become healthy"
@@ -54,7 +85,7 @@ class EtcdServer:
 
     def healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1) as answer:
+            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=10) as answer:
                 return b'"true"' in answer.read()
         except OSError:
             return False
@@ -62,7 +93,7 @@ class EtcdServer:
     def stop(self) -> None:
         if self.process is not None:
             self.process.terminate()
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=60)
             self.process = None
 
 

@@ -1,47 +1,25 @@
 """What every store promises, as one suite that every store inherits.
 
-A subclass gives a `place` fixture: a fresh place that `open_store` opens, here and in other processes. The sizes
-say when that store goes from one request or write to many.
+Here is what one caller sees; `races` is about several at once and those that are killed, `machine` about any sequence of
+calls. `suite` says what a store's own subclass gives.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import mmap
-import os
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
-from strata.stores import (
-    AlreadyExists,
-    InvalidKey,
-    NotFound,
-    Store,
-    Truncated,
-    open_store,
-)
-from tests.stores import actor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    url: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-SOAK = int(os.environ.get("STRATA_SOAK", "1"))
-"""How many times longer than usual the random tests run; their seed is `STRATA_SEED`."""
+from strata.stores import AlreadyExists, InvalidKey, NotFound, Store, Truncated
+from tests.stores.machine import StoreMachine
+from tests.stores.races import RacesAndKills
+from tests.stores.suite import SOAK, Place
 
 UGLY_KEYS = [
     "a b",
@@ -79,30 +57,7 @@ BAD_KEYS += ["x" * 256, "x/" * 512 + "x"]
 ORDER_KEYS = ["a", "a-b", "a.b", "a0", "ab", "b-1/x", "b/c", "b/c-d", "b/d/e", "b0", "c/é", "c/z"]
 
 
-class StoreConformance:
-    large_bytes = 40 << 20
-    kill_rounds = 12
-    threads_in_race = 8
-    processes_in_race = 4
-    machine_examples = 25
-    shows_half_writes = False
-    """Whether `leftovers` can be seen, and enough writers are killed to be sure of one."""
-
-    @pytest.fixture
-    def place(self) -> Place:
-        raise NotImplementedError
-
-    @pytest.fixture
-    def store(self, place: Place) -> Store:
-        return self.open(place)
-
-    def open(self, place: Place) -> Store:
-        return open_store(place.url, **place.options)
-
-    def leftovers(self, place: Place) -> list[str]:
-        """What aborted or dead writers have left behind, if this can be seen."""
-        return []
-
+class StoreConformance(RacesAndKills):
     # --- values ---
 
     def test_a_value_reads_back_as_it_was_written(self, store: Store) -> None:
@@ -383,134 +338,6 @@ class StoreConformance:
         assert store.read("k") == b"fast"
         assert self.leftovers(place) == []
 
-    @pytest.mark.parametrize("size_bytes", [5, 200_000])
-    def test_exactly_one_thread_wins(self, store: Store, size_bytes: int) -> None:
-        racers = self.threads_in_race
-        for number in range(4):
-            gate = threading.Barrier(racers)
-
-            def attempt(
-                racer: int, key: str = f"prize-{number}", gate: threading.Barrier = gate
-            ) -> int | None:
-                gate.wait(30)
-                try:
-                    store.put(key, actor.value_of(racer, size_bytes), if_absent=True)
-                except AlreadyExists:
-                    return None
-                return racer
-
-            with ThreadPoolExecutor(racers) as pool:
-                winners = [winner for winner in pool.map(attempt, range(racers)) if winner is not None]
-            assert len(winners) == 1
-            assert store.read(f"prize-{number}") == actor.value_of(winners[0], size_bytes)
-
-    def test_exactly_one_process_wins(self, store: Store, place: Place) -> None:
-        rounds = 30
-        racers = [
-            actor.start("race", place.url, place.options, name=f"racer-{number}", rounds=rounds)
-            for number in range(self.processes_in_race)
-        ]
-        try:
-            for racer in racers:
-                assert racer.stdout is not None
-                assert racer.stdout.readline() == "ready\n"
-            for racer in racers:
-                assert racer.stdin is not None
-                racer.stdin.write("go\n")
-                racer.stdin.flush()
-            winner_of: dict[int, str] = {}
-            for number, racer in enumerate(racers):
-                out, _ = racer.communicate(timeout=120)
-                for won in json.loads(out):
-                    assert won not in winner_of, f"{winner_of[won]} and racer-{number} both won {won}"
-                    winner_of[won] = f"racer-{number}"
-        finally:
-            _end(racers)
-        assert sorted(winner_of) == list(range(rounds))
-        for number, name in winner_of.items():
-            assert store.read(f"prize-{number}") == name.encode()
-
-    # --- atomicity and durability ---
-
-    def test_a_reader_never_sees_half_a_write(self, store: Store) -> None:
-        size_bytes = 300_000
-        store.put("k", actor.value_of(0, size_bytes))
-        seen_enough = threading.Event()
-
-        def keep_writing() -> None:
-            number = 0
-            while not seen_enough.is_set():
-                number += 1
-                store.put("k", actor.value_of(number, size_bytes))
-
-        with ThreadPoolExecutor(1) as pool:
-            writing = pool.submit(keep_writing)
-            try:
-                seen: set[bytes] = set()
-                while len(seen) < 10 and not writing.done():
-                    value = store.read("k")
-                    assert actor.is_whole(value, size_bytes)
-                    seen.add(value[-2:])
-            finally:
-                seen_enough.set()
-            writing.result()
-
-    def test_what_was_put_survives_the_process(self, store: Store, place: Place) -> None:
-        store.put("before", b"x")
-        child = actor.start("put_and_die", place.url, place.options, key="k", size_bytes=self.large_bytes)
-        try:
-            assert child.wait(120) == -9
-        finally:
-            _end([child])
-        assert store.read("k") == actor.value_of(7, self.large_bytes)
-
-    def test_killed_at_any_point_a_put_happened_or_did_not(self, store: Store, place: Place) -> None:
-        seed = int(os.environ.get("STRATA_SEED", "11"))
-        print(f"STRATA_SEED={seed}")
-        chance = random.Random(seed)
-        size_bytes = self.large_bytes // 4
-        caught_half_way = 0
-        past: set[str] = set()
-        for number in itertools.count():
-            if number >= self.kill_rounds * SOAK and (caught_half_way or not self.shows_half_writes):
-                break
-            assert number < 5 * self.kill_rounds * SOAK, (
-                "no write was killed half-way: this test saw nothing"
-            )
-            # A server may still finish what the dead had asked of it: each round has a key of its own.
-            key = f"k{number}"
-            child = actor.start("keep_putting", place.url, place.options, key=key, size_bytes=size_bytes)
-            try:
-                assert child.stdout is not None
-                said = [child.stdout.readline()]
-                for _ in range(chance.randrange(1, 3)):
-                    began_s = time.monotonic()
-                    said.append(child.stdout.readline())  # It wrote one,
-                    took_s = time.monotonic() - began_s
-                    said.append(child.stdout.readline())  # and is writing the next.
-                # Any point of that is as good as another.
-                threading.Event().wait(chance.random() * took_s * 1.2)
-                child.kill()
-                said += child.stdout.read().splitlines(keepends=True)
-                child.wait(30)
-            finally:
-                _end([child])
-            acknowledged = [
-                int(line.split()[1]) for line in said if line.startswith("wrote") and line.endswith("\n")
-            ]
-            attempted = [
-                int(line.split()[1]) for line in said if line.startswith("writing") and line.endswith("\n")
-            ]
-            caught_half_way += bool(self.leftovers(place))
-            reopened = self.open(place)
-            value = reopened.read(key)
-            assert actor.is_whole(value, size_bytes)
-            assert acknowledged[-1] <= int.from_bytes(value[-2:], "big") <= attempted[-1]
-            assert [blob.key for blob in reopened.list() if blob.key not in past] == [key]
-            assert self.leftovers(place) == []
-            store.delete(key)
-            past.add(key)
-
     # --- the rest ---
 
     def test_free_bytes_is_a_number_or_unknown(self, store: Store) -> None:
@@ -542,87 +369,6 @@ class StoreConformance:
         )
 
 
-KEYS = st.sampled_from(["k", "k-1", "k/", "n/a", "n/a-b", "n/a.b/c", "n/é", "n0"]).map(
-    lambda key: key.rstrip("/")
-)
-VALUES = st.binary(max_size=64) | st.integers(0, 3).map(lambda pages: os.urandom(4096 * pages))
-
-
-class StoreMachine(RuleBasedStateMachine):
-    """Any store, step by step beside a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = self.open()
-        self.model: dict[str, bytes] = {}
-
-    def open(self) -> Store:
-        raise NotImplementedError
-
-    @rule(key=KEYS, value=VALUES)
-    def put(self, key: str, value: bytes) -> None:
-        self.store.put(key, value)
-        self.model[key] = value
-
-    @rule(key=KEYS, value=VALUES)
-    def put_if_absent(self, key: str, value: bytes) -> None:
-        if key in self.model:
-            with pytest.raises(AlreadyExists):
-                self.store.put(key, value, if_absent=True)
-        else:
-            self.store.put(key, value, if_absent=True)
-            self.model[key] = value
-
-    @rule(key=KEYS, chunks=st.lists(VALUES, max_size=3), commit=st.booleans())
-    def stream(self, key: str, chunks: list[bytes], commit: bool) -> None:
-        with self.store.open_write(key) as writer:
-            for chunk in chunks:
-                writer.write(chunk)
-            if commit:
-                writer.commit()
-                self.model[key] = b"".join(chunks)
-
-    @rule(key=KEYS)
-    def delete(self, key: str) -> None:
-        self.store.delete(key)
-        self.model.pop(key, None)
-
-    @rule(key=KEYS, offset=st.integers(0, 100), length=st.none() | st.integers(0, 100))
-    def read(self, key: str, offset: int, length: int | None) -> None:
-        try:
-            value = self.store.read(key, offset=offset, length=length)
-        except NotFound:
-            assert key not in self.model
-        except Truncated:
-            assert len(self.model[key]) < offset + (length or 0)
-        else:
-            end = len(self.model[key]) if length is None else offset + length
-            assert value == self.model[key][offset:end]
-            assert len(value) == end - offset
-
-    @rule(prefix=st.sampled_from(["", "k", "k-", "n/", "n/a", "n/a.b/", "x"]))
-    def list_prefix(self, prefix: str) -> None:
-        listed = [(blob.key, blob.size_bytes) for blob in self.store.list(prefix)]
-        assert listed == [(k, len(v)) for k, v in sorted(self.model.items()) if k.startswith(prefix)]
-
-    @rule(key=KEYS)
-    def stat(self, key: str) -> None:
-        found = self.store.stat(key)
-        assert (found.size_bytes if found else None) == (len(self.model[key]) if key in self.model else None)
-
-    @rule()
-    def reopen(self) -> None:
-        self.store = self.open()
-
-    @invariant()
-    def holds_what_the_model_holds(self) -> None:
-        assert [blob.key for blob in self.store.list()] == sorted(self.model)
-
-    def teardown(self) -> None:
-        for blob in self.store.list():
-            self.store.delete(blob.key)
-
-
 def _fill(view: memoryview) -> None:
     """Bytes that differ from block to block, so that a misplaced one shows."""
     block = random.Random(1).randbytes(1 << 16)
@@ -630,18 +376,3 @@ def _fill(view: memoryview) -> None:
         end = min(start + len(block), len(view))
         view[start:end] = block[: end - start]
         view[start : min(start + 8, end)] = number.to_bytes(8, "big")[: min(8, end - start)]
-
-
-def _end(children: list[Any]) -> None:
-    for child in children:
-        child.kill()
-        child.wait(60)
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-def each_file(root: os.PathLike[str]) -> Iterator[str]:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            yield os.path.relpath(os.path.join(folder, name), root)

@@ -12,7 +12,8 @@ import pytest
 from strata.stores import DeviceError, NoSpace, Store, Truncated, Unavailable
 from strata.stores.faulty import Fault, FaultyStore, SimulatedCrash, scripted, seeded
 from strata.stores.local import LocalStore
-from tests.stores.conformance import Place, StoreConformance, each_file
+from tests.stores.conformance import StoreConformance
+from tests.stores.suite import Place, each_file
 
 VALUE = random.Random(2).randbytes(5000)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.conformance import Place, StoreConformance, each_file
+from tests.stores.conformance import StoreConformance
+from tests.stores.suite import Place, each_file
 
 
 class _OnDirectory(StoreConformance):

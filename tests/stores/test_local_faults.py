@@ -27,8 +27,8 @@ from strata.stores import (
 from strata.stores.direct import CHUNK_BYTES, DirectFile
 from strata.stores.local import LocalStore
 from tests.stores.actor import value_of
-from tests.stores.conformance import each_file
 from tests.stores.mounts import remount, small_ext4, small_tmpfs
+from tests.stores.suite import each_file
 
 PAGE_BYTES = 4096
 

@@ -16,7 +16,8 @@ import pytest
 from strata.stores import AccessDenied, NoSpace
 from strata.stores.memory import MemoryStore, reclaim_orphans
 from tests.stores import actor
-from tests.stores.conformance import Place, StoreConformance, each_file
+from tests.stores.conformance import StoreConformance
+from tests.stores.suite import Place, each_file
 
 MIB = 1 << 20
 

@@ -13,7 +13,8 @@ import uuid
 import pytest
 
 from strata.stores import open_store
-from tests.stores.conformance import Place, StoreConformance
+from tests.stores.conformance import StoreConformance
+from tests.stores.suite import Place
 from tests.support_seaweed import Seaweed
 
 

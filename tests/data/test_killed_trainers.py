@@ -17,11 +17,14 @@ from pathlib import Path
 import pytest
 
 from strata.checkpoint import CheckpointManager
+from strata.core.ledger import LedgerError
 from strata.core.spans import Spans, expanded
 from strata.data.history import audit, commits_of
 from strata.training.job import forget_job
 from tests.data.trainer import DATASET
-from tests.support import Coordinator
+from tests.support import Coordinator, eventually
+
+pytestmark = pytest.mark.timeout(600)  # Five fleets, one after the other, import torch.
 
 TOTAL = 1_003
 ROOT = Path(__file__).parents[2]
@@ -77,7 +80,7 @@ class Fleet:
 
     def end(self) -> None:
         """Train to the end of the epoch."""
-        self.process.communicate(timeout=150)
+        self.process.communicate(timeout=300)
         assert self.process.returncode == 0
 
 
@@ -96,7 +99,10 @@ class Job:
         return self.folder / "checkpoints"
 
     @contextmanager
-    def fleet(self, world: int) -> Iterator[Fleet]:
+    def fleet(self, world: int, *, hold: int | None = None) -> Iterator[Fleet]:
+        """Trainers that get no further than the step `hold`, where one is given."""
+        if hold is not None:
+            (self.folder / f"hold-{hold}").touch()  # Before they start: nobody is in a hurry here.
         options = {
             "world": world,
             "kind": self.kind,
@@ -127,6 +133,18 @@ class Job:
             for held in self.folder.glob("hold-*"):
                 held.unlink()
 
+    def worlds(self) -> set[int]:
+        """Of which sizes there is a lasting checkpoint."""
+        try:
+            commits = commits_of(self.checkpoints)
+        except LedgerError:
+            return set()  # There is none yet.
+        return {commit.data.world_size for commit in commits if commit.data}
+
+    def wait_for_checkpoint_of(self, world: int) -> None:
+        """Saves are written beside the training: a step may be made long before the save of an earlier one."""
+        eventually(lambda: world in self.worlds(), within_s=120, what=f"a checkpoint of {world} trainers")
+
     def learned(self) -> list[int]:
         """Every sample that the newest weights have learned from, in order."""
         with CheckpointManager(self.checkpoints) as manager:
@@ -156,13 +174,12 @@ def killed_job(
     """A whole epoch whose trainers were killed three times, and their coordinator once."""
     with new_job(request.param, data, brain, tmp_path_factory) as job:
         # Each is killed past a checkpoint, so that trained work is lost.
-        with job.fleet(4) as running:
-            running.hold(10)
+        with job.fleet(4, hold=10) as running:
             running.wait_for_step(7)
+            job.wait_for_checkpoint_of(4)
             running.kill(2)
             assert len(running.positions) == 1, "ranks of one world started at different positions"
-        with job.fleet(3) as running:
-            running.hold(16)
+        with job.fleet(3, hold=16) as running:
             running.wait_for_step(12)
             brain.kill()
             running.wait_for_step(16)
@@ -170,10 +187,11 @@ def killed_job(
             running.hold(20)
             running.release(16)
             running.wait_for_step(17)
+            job.wait_for_checkpoint_of(3)
             running.kill(0, 1, 2)
-        with job.fleet(5) as running:
-            running.hold(30)
+        with job.fleet(5, hold=29) as running:
             running.wait_for_step(26)
+            job.wait_for_checkpoint_of(5)
             running.kill(0)
         with job.fleet(2) as running:
             running.end()
@@ -182,7 +200,7 @@ def killed_job(
 
 def strata_audit(source: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "strata.cli.main", "audit", DATASET, "--epoch=0", "--source", source]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_trainers_killed_in_every_way_leave_an_exact_history(killed_job: Job) -> None:
@@ -191,8 +209,7 @@ def test_trainers_killed_in_every_way_leave_an_exact_history(killed_job: Job) ->
         done = strata_audit(source)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"{TOTAL:,} samples, each exactly once" in done.stdout
-    worlds = {commit.data.world_size for commit in commits_of(killed_job.checkpoints) if commit.data}
-    assert worlds == {4, 3, 5, 2}
+    assert killed_job.worlds() == {4, 3, 5, 2}
 
 
 def test_what_was_learned_is_what_one_undisturbed_worker_learns_in_the_same_order(

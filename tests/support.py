@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,11 @@ class Coordinator:
         self.http_port = 0
         self.process: subprocess.Popen[str] | None = None
         self.output: list[str] = []
+        self._held: list[socket.socket] = []
+        self._reader: threading.Thread | None = None
 
     def start(self) -> Coordinator:
+        self._hold_ports()
         command = [sys.executable, "-m", "strata.cli.main", "serve", "--data-dir", str(self.data_dir)]
         command += ["--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port), *self._arguments]
         (self.data_dir / "serving.json").unlink(missing_ok=True)
@@ -41,12 +46,29 @@ class Coordinator:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._env
         )
         served = threading.Event()
-        threading.Thread(target=self._read, args=(self.process, served), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(self.process, served), daemon=True)
+        self._reader.start()
         assert served.wait(START_S), "the coordinator did not start:\n" + "".join(self.output)
         assert self.process.poll() is None, "the coordinator ended:\n" + "".join(self.output)
         ports = json.loads((self.data_dir / "serving.json").read_text())
         self.grpc_port, self.http_port = ports["grpc"], ports["http"]
+        self._release_ports()
         return self
+
+    def _hold_ports(self) -> None:
+        """While it is down nobody else may get its ports: they are taken, and nobody listens there. A listener that
+        reuses addresses, as the coordinator does, still gets them."""
+        for port in () if self._held else filter(None, (self.grpc_port, self.http_port)):
+            holder = socket.socket()
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held.append(holder)
+            with suppress(OSError):  # Somebody has it after all: the coordinator will say so.
+                holder.bind(("127.0.0.1", port))
+
+    def _release_ports(self) -> None:
+        for holder in self._held:
+            holder.close()
+        self._held.clear()
 
     def _read(self, process: subprocess.Popen[str], served: threading.Event) -> None:
         assert process.stdout is not None
@@ -73,21 +95,31 @@ class Coordinator:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
+        self._hold_ports()
+
+    def ended(self) -> int:
+        """The exit status of one that ends by itself, once all it said has been read as well."""
+        assert self.process is not None
+        assert self._reader is not None
+        code = self.process.wait(60)
+        self._reader.join(60)
+        return code
 
     def stop(self) -> int:
+        self._release_ports()
         if self.process is None or self.process.poll() is not None:
             return self.process.returncode if self.process else 0
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
             raise
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=20) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return json.load(answer)
 
     def post(self, path: str, body: object) -> tuple[int, Any]:

@@ -20,10 +20,12 @@ from strata.checkpoint import (
     MemoryLimitExceeded,
     Policy,
     SaveFailed,
+    staging,
 )
 from strata.checkpoint.identity import Process, this_process
 from strata.checkpoint.image import prepare
 from strata.checkpoint.staging import (
+    SHARED_MEMORY,
     Staging,
     find_snapshots,
     job_folder,
@@ -37,20 +39,26 @@ TRAINER = """
 import sys, time
 from strata.checkpoint import CheckpointManager, Memory
 from tests.checkpoint.states import small_state
-manager = CheckpointManager([], memory=Memory(job=sys.argv[1]))
+manager = CheckpointManager([], memory=Memory(job=sys.argv[1], root=sys.argv[2]))
 for step in range(1, 4):
     manager.save(small_state(step), step=step).result(30)
 print("saved", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
-def killed_trainer(job: str) -> None:
-    """A process that has made snapshots of steps 1 to 3 in memory, killed."""
-    with subprocess.Popen([sys.executable, "-c", TRAINER, job], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "saved\n"
-        process.send_signal(signal.SIGKILL)
+def trainer(job: str, *, root: Path = SHARED_MEMORY) -> subprocess.Popen[str]:
+    """A process that has made snapshots of steps 1 to 3 in memory, and waits to be killed."""
+    command = [sys.executable, "-c", TRAINER, job, str(root)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "saved\n"
+    return process
+
+
+def killed_trainer(job: str, *, root: Path = SHARED_MEMORY) -> None:
+    with trainer(job, root=root) as process:
+        process.kill()
 
 
 def test_after_a_kill_the_next_process_finds_the_newest_snapshot(job: str, memory: Memory) -> None:
@@ -79,9 +87,7 @@ def test_pages_of_a_killed_process_are_used_again_for_the_same_structure(job: st
 
 
 def test_a_running_process_keeps_its_images_to_itself(job: str, memory: Memory) -> None:
-    with subprocess.Popen([sys.executable, "-c", TRAINER, job], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "saved\n"
+    with trainer(job) as process:
         with CheckpointManager([], memory=memory) as manager:
             assert manager.get_latest() is None
             manager.save(small_state(9), step=9).result(30)
@@ -214,20 +220,43 @@ def test_an_image_under_way_is_waited_for(job: str) -> None:
     staging.close()
 
 
-def test_a_dead_jobs_images_are_removed_after_a_grace_and_not_before(job: str) -> None:
-    killed_trainer(job)
-    assert remove_dead_jobs() == []
-    assert find_snapshots(job)
-    assert job in remove_dead_jobs(grace_s=0.0)
-    assert not job_folder(job).exists()
+# Jobs that run beside the tests may be dead for a moment, before they are started again: a root of their own.
 
 
-def test_the_images_of_a_job_whose_launcher_lives_are_kept(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_jobs_images_are_removed_after_a_grace_and_not_before(tmp_path: Path) -> None:
+    killed_trainer("job", root=tmp_path)
+    assert remove_dead_jobs(root=tmp_path) == []
+    assert find_snapshots("job", root=tmp_path)
+    assert remove_dead_jobs(root=tmp_path, grace_s=0.0) == ["job"]
+    assert not job_folder("job", root=tmp_path).exists()
+
+
+def test_the_images_of_a_job_whose_launcher_lives_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")  # The owner is then the parent: this test.
-    killed_trainer(job)
-    assert job not in remove_dead_jobs(grace_s=0.0)
-    assert find_snapshots(job)
-    remove_tree(job_folder(job))
+    killed_trainer("job", root=tmp_path)
+    assert remove_dead_jobs(root=tmp_path, grace_s=0.0) == []
+    assert find_snapshots("job", root=tmp_path)
+
+
+def test_a_job_that_goes_while_the_dead_are_looked_for_does_not_end_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        job_folder(name, root=tmp_path).mkdir(parents=True)
+    look, seen = staging._job_is_dead, []
+
+    def look_too_late(job: Path, grace_s: float) -> bool:
+        if not seen:
+            remove_tree(job)
+        seen.append(job.name)
+        return look(job, grace_s)
+
+    monkeypatch.setattr(staging, "_job_is_dead", look_too_late)
+    removed = remove_dead_jobs(root=tmp_path, grace_s=-1.0)
+    assert sorted(seen) == ["one", "other"]
+    assert removed == seen[1:]
 
 
 def test_a_forked_child_does_not_remove_its_parents_images(job: str, memory: Memory) -> None:
@@ -258,17 +287,30 @@ def interruptible() -> Iterator[None]:
 
 
 def test_an_interrupted_wait_for_an_image_leaves_nothing_pending(
-    folder: Path, job: str, interruptible: None
+    folder: Path, job: str, interruptible: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointManager(folder, memory=Memory(job=job, images=1)) as manager:
-        staging = manager._images()
-        held = staging.acquire(prepare(small_state(1), None).plan, timeout_s=0)
+        images = manager._images()
+        held = images.acquire(prepare(small_state(1), None).plan, timeout_s=0)
         assert held is not None
-        threading.Timer(0.1, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+        waiting, wait, trainer_thread = threading.Event(), images._changed.wait, threading.get_ident()
+
+        def wait_and_tell(timeout: float | None = None) -> bool:
+            waiting.set()
+            return wait(timeout)
+
+        def interrupt() -> None:
+            assert waiting.wait(60)
+            signal.pthread_kill(trainer_thread, signal.SIGINT)
+
+        monkeypatch.setattr(images._changed, "wait", wait_and_tell)
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
         with pytest.raises(KeyboardInterrupt):
             manager.save(small_state(1), step=1)
+        interrupter.join()
         assert manager.wait_pending(0)
-        staging.release(held)
+        images.release(held)
         manager.save(small_state(2), step=2).result(30)
 
 

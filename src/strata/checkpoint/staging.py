@@ -421,13 +421,12 @@ def remove_dead_jobs(*, root: Path = SHARED_MEMORY, keep: str = "", grace_s: flo
     """Remove the images of jobs whose processes and owner are all gone, and have been for `grace_s`."""
     removed = []
     parent = images_folder(root)
-    with contextlib.suppress(FileNotFoundError):
-        for job in list(parent.iterdir()):
-            if job.name == keep or not job.is_dir() or not _job_is_dead(job, grace_s):
-                continue
-            remove_tree(job)
-            removed.append(job.name)
-            log.info("removed the memory images of job %s, which is gone", job.name)
+    for job in list(parent.iterdir()) if parent.is_dir() else []:
+        with contextlib.suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
+            if job.name != keep and job.is_dir() and _job_is_dead(job, grace_s):
+                remove_tree(job)
+                removed.append(job.name)
+                log.info("removed the memory images of job %s, which is gone", job.name)
     return removed
 
 

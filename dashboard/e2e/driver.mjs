@@ -11,7 +11,7 @@ import { createInterface } from "node:readline";
 import { AxeBuilder } from "@axe-core/playwright";
 import { chromium } from "playwright-core";
 
-const PATIENCE_MS = 20_000;
+const PATIENCE_MS = 45_000;
 const settings = JSON.parse(process.argv[2] ?? "{}");
 
 const browser = await chromium.launch({
@@ -63,7 +63,9 @@ const ops = {
   click: ({ find }) => place(find).click(),
   fill: ({ find, value }) => place(find).fill(value),
   choose: ({ find, value }) => place(find).selectOption(value).then(() => null),
-  press: ({ key }) => page.keyboard.press(key),
+  // All are on their way before the first is acted on: what takes one key after the other in time gets them in time.
+  press: ({ keys }) => Promise.all(keys.map((key) => page.keyboard.press(key))).then(() => null),
+  settle: () => page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))).then(() => null),
   see: ({ find, patience_ms }) => place(find).waitFor({ state: "visible", timeout: patience_ms ?? PATIENCE_MS }),
   miss: ({ find, patience_ms }) => place(find).waitFor({ state: "hidden", timeout: patience_ms ?? PATIENCE_MS }),
   count: ({ find }) => place({ ...find, nth: null }).count(),

@@ -19,6 +19,7 @@ import build_dashboard as build_dashboard  # noqa: E402
 
 DRIVER = ROOT / "dashboard" / "e2e" / "driver.mjs"
 CHROMIUM = shutil.which("chromium")
+PATIENCE_S = 45.0
 VIEWS = ("/", "/runs", "/workers", "/data", "/checkpoints", "/barriers", "/tasks", "/logs", "/settings")
 
 
@@ -99,15 +100,20 @@ class Browser:
     def choose(self, label: str, value: str) -> None:
         self._do("choose", find={"label": label, "exact": True}, value=value)
 
-    def press(self, key: str) -> None:
-        self._do("press", key=key)
+    def press(self, *keys: str) -> None:
+        """One after the other, without a pause between them."""
+        self._do("press", keys=keys)
 
-    def see(self, text: str | None = None, *, within_s: float = 20.0, **find: Any) -> None:
+    def settle(self) -> None:
+        """Wait until what the page has begun to draw, or to scroll to, is there."""
+        self._do("settle")
+
+    def see(self, text: str | None = None, *, within_s: float = PATIENCE_S, **find: Any) -> None:
         """Wait until it is there to be seen."""
         found = {**find} if text is None else {"text": text, **find}
         self._do("see", find=found, patience_ms=within_s * 1000)
 
-    def miss(self, text: str | None = None, *, within_s: float = 20.0, **find: Any) -> None:
+    def miss(self, text: str | None = None, *, within_s: float = PATIENCE_S, **find: Any) -> None:
         """Wait until it is gone."""
         found = {**find} if text is None else {"text": text, **find}
         self._do("miss", find=found, patience_ms=within_s * 1000)
@@ -124,7 +130,7 @@ class Browser:
     def evaluate(self, script: str) -> Any:
         return self._do("evaluate", script=script)
 
-    def until(self, script: str, *, within_s: float = 20.0) -> None:
+    def until(self, script: str, *, within_s: float = PATIENCE_S) -> None:
         """Wait until the expression is true on the page."""
         self._do("until", script=script, patience_ms=within_s * 1000)
 

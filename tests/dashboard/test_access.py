@@ -44,12 +44,16 @@ def test_every_view_is_reached_by_keyboard(page: Browser) -> None:
     assert page.violations() == []
     page.press("Escape")
     page.miss(role="dialog")
-    page.press("g")
-    page.press("l")
+    page.press("g", "l")
     page.see(role="heading", name="Logs")
     page.press("/")
     assert page.evaluate("document.activeElement?.getAttribute('type')") == "search"
     page.press("Escape")
+    # Lines there are, and the newest are in view: from there the keys go up.
+    page.until(
+        "[...document.querySelectorAll('[role=log]:has([data-row])')]"
+        ".some(log => log.scrollTop + log.clientHeight > log.scrollHeight - 24)"
+    )
     page.press("k")
     page.until("document.activeElement?.matches('[role=log] [data-row]')")
     page.see(role="button", name="Resume")

@@ -33,7 +33,7 @@ def filled(watched: Coordinator) -> Coordinator:
         assert status == 201, answer
     with TrainingOrchestrator(watched.address, job_id="<b>job</b>", ship_logs=True) as worker:
         worker.register_worker(NAMES[0], metadata={NAMES[1]: NAMES[2]})
-        assert worker.wait_connected(20)
+        assert worker.wait_connected(60)
         logger = logging.getLogger("strata.training.hostile")
         logger.setLevel(logging.INFO)
         for line in LINES:
@@ -41,11 +41,18 @@ def filled(watched: Coordinator) -> Coordinator:
         worker.flush_logs()
         eventually(
             lambda: len(watched.get(f"/api/logs?limit=1000&worker_id={_quoted(NAMES[0])}")) >= len(LINES),
-            within_s=20,
+            within_s=60,
         )
         worker.notify_checkpoint("c<i>1</i>", 3, 1, f"/c/{NAMES[0]}", 10, status="completed", tiers=["<u>S3"])
         worker.deregister("<b>bye</b>")
     return watched
+
+
+DRAWN = (
+    "Math.max(...[...{table}.querySelectorAll('[data-row]')].map(row => row.getBoundingClientRect().bottom))"
+    " >= {table}.getBoundingClientRect().top + {table}.clientHeight - 1"
+)
+"""Rows of a table are drawn a frame or more after it was scrolled to where they are."""
 
 
 def _quoted(name: str) -> str:
@@ -68,7 +75,7 @@ def test_every_hostile_log_line_is_shown_as_it_is(filled: Coordinator, page: Bro
         wanted = shown(clean(line))[:80]
         eventually(
             lambda wanted=wanted: wanted in shown(" ".join(page.texts(css="[role=log] [data-row]"))),  # type: ignore[misc]
-            within_s=15,
+            within_s=30,
             what=line,
         )
     assert page.evaluate("window.hacked") is None
@@ -76,23 +83,21 @@ def test_every_hostile_log_line_is_shown_as_it_is(filled: Coordinator, page: Bro
 
 def test_every_hostile_name_is_shown_as_it_is(filled: Coordinator, page: Browser) -> None:
     page.open("/data")
-    page.see(role="table", name="Datasets")
+    names = [shown(dataset["name"]) for dataset in filled.get("/api/datasets")]
+    table = "document.querySelector('[role=table][aria-label=Datasets]')"
+    page.until(f"{table}?.ariaRowCount === '{len(names) + 1}'")
     seen: set[str] = set()
-    for _ in range(40):
+    more = True
+    while more:
+        page.until(DRAWN.format(table=table))
         seen |= {
             shown(text) for text in page.texts(css="[aria-label=Datasets] [role=row] [role=cell]:first-child")
         }
         more = page.evaluate(
-            "(() => { const t = document.querySelector('[role=table][aria-label=Datasets]');"
-            " t.scrollTop += 200; return t.scrollTop + t.clientHeight < t.scrollHeight - 1; })()"
+            f"(() => {{ const t = {table}; const before = t.scrollTop;"
+            " t.scrollTop += 200; return t.scrollTop > before; })()"
         )
-        if not more:
-            break
-    seen |= {
-        shown(text) for text in page.texts(css="[aria-label=Datasets] [role=row] [role=cell]:first-child")
-    }
-    expected = {shown(d["name"]) for d in filled.get("/api/datasets")}
-    assert expected <= seen, expected - seen
+    assert set(names) <= seen, set(names) - seen
     for view in ("/", "/workers", "/checkpoints", "/runs", "/tasks"):
         page.open(view)
         page.see(role="heading", name="", nth=0)

@@ -123,10 +123,11 @@ it("asks again and again where streams do not get through", async () => {
 
 it("says why it is disconnected and when it tries again, keeps the last values, and comes back", async () => {
   await isLive();
+  const beganMs = Date.now();
   await coordinator.stop();
   await until(() => expect(state.connection.phase).toBe("disconnected"));
   expect(state.connection.reason).toMatch(/out of reach/);
-  expect(state.connection.nextTryAtMs).toBeGreaterThan(Date.now() - 1_000);
+  expect(state.connection.nextTryAtMs).toBeGreaterThan(beganMs);
   expect(state.workers.size).toBe(1);
   await coordinator.start();
   await isLive();

@@ -11,6 +11,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from strata.bench.coordinator import watched
 from strata.bench.fleet import Fleet, heartbeat
 from strata.bench.serving import HOST, bare_grpc_server, served_coordinator
 from strata.bench.swarm import CallFailed, Connection
@@ -20,6 +21,7 @@ from strata.cli.bench import app
 from strata.rpc import coordinator_pb2 as pb
 
 
+@pytest.mark.timeout(600)  # Half a dozen servers, one after the other.
 def test_coordinator_bench_measures_every_figure() -> None:
     said = CliRunner().invoke(app, ["coordinator", "--quick", "--json"], catch_exceptions=False)
     assert said.exit_code == 0
@@ -66,6 +68,14 @@ async def test_a_refused_call_is_not_an_answer() -> None:
             await connection.unary("Heartbeat", heartbeat(1).SerializeToString())
         connection.close()
         await asyncio.sleep(0)
+
+
+async def test_a_coordinator_slower_than_the_watch_is_watched_until_it_answers() -> None:
+    with served_coordinator() as coordinator:
+        for browsers in (1, 2):
+            percent, taken_s = await watched(coordinator, browsers=browsers, for_s=0.0)
+            assert math.isfinite(percent)
+            assert taken_s
 
 
 async def test_unary_calls_are_counted_without_h2load_too(monkeypatch: pytest.MonkeyPatch) -> None:

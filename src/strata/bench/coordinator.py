@@ -15,7 +15,7 @@ from statistics import median
 
 from strata.bench import tcpstore
 from strata.bench.browsers import Browser
-from strata.bench.fleet import Fleet, heartbeat
+from strata.bench.fleet import ROUND_TIMEOUT_S, Fleet, heartbeat
 from strata.bench.serving import Served, bare_grpc_server, served_coordinator
 from strata.bench.table import Row, number, report
 from strata.bench.unary import calls_per_second, driver
@@ -275,9 +275,9 @@ async def _fleet_rows(load: Load) -> list[Row]:
         async with Fleet(coordinator, load.fleet) as fleet:
             beating = asyncio.create_task(fleet.beat_at_1_hz())
             await asyncio.sleep(min(2.0, load.watch_s))
-            alone, _ = await _watched(coordinator, browsers=0, for_s=load.watch_s)
-            one, one_s = await _watched(coordinator, browsers=1, for_s=load.watch_s)
-            many, many_s = await _watched(coordinator, browsers=load.browsers, for_s=load.watch_s)
+            alone, _ = await watched(coordinator, browsers=0, for_s=load.watch_s)
+            one, one_s = await watched(coordinator, browsers=1, for_s=load.watch_s)
+            many, many_s = await watched(coordinator, browsers=load.browsers, for_s=load.watch_s)
             rss_mb = coordinator.cost().rss_bytes / 1e6
             beating.cancel()
     what = f"{load.fleet:,} workers at 1 Hz"
@@ -305,7 +305,7 @@ async def _fleet_rows(load: Load) -> list[Row]:
     ]
 
 
-async def _watched(coordinator: Served, *, browsers: int, for_s: float) -> tuple[float, list[float]]:
+async def watched(coordinator: Served, *, browsers: int, for_s: float) -> tuple[float, list[float]]:
     """Per cent of a core that the coordinator used meanwhile, and how long each dashboard took."""
     every_s = 0.1 if browsers == 1 else 2.0
     watching = [Browser(coordinator.http_port) for _ in range(browsers)]
@@ -320,6 +320,9 @@ async def _watched(coordinator: Served, *, browsers: int, for_s: float) -> tuple
     before = coordinator.cost()
     await asyncio.sleep(for_s)
     after = coordinator.cost()
+    async with asyncio.timeout(ROUND_TIMEOUT_S):  # A slow answer is the one to tell of.
+        while watching and not taken_s and not any(task.done() for task in tasks):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     for task in tasks:
         if task.done():
             task.result()  # None ends by itself: this says why it did.

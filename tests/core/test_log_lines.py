@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime
 
 from hypothesis import given
@@ -12,8 +11,10 @@ from hypothesis import strategies as st
 
 from strata.core.loglines import HOLD_S, LINES_PER_ENTRY, LineAssembler, LogLine, entries_from_lines
 
-FAILING = """
-import logging, sys
+AT_S = 1_700_000_000.0
+FAILING = f"""
+import logging, sys, time
+logging.Formatter.converter = lambda self, at_s: time.gmtime({AT_S})  # However long it takes.
 logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level="INFO")
 log = logging.getLogger("job")
 log.info("one line")
@@ -48,8 +49,7 @@ def briefly(entries: list[LogLine]) -> list[tuple[str, str, str, int]]:
 
 
 def test_tracebacks_of_a_real_process_stay_together() -> None:
-    output, now_s = failed_run(), time.time()
-    entries = entries_from_lines(output.decode().split("\n"), at_s=now_s, source="stderr", task_id="t")
+    entries = entries_from_lines(failed_run().decode().split("\n"), at_s=AT_S, source="stderr", task_id="t")
     found = briefly(entries)
     assert [(level, first, last) for level, first, last, _ in found] == [
         ("info", "job: one line", "job: one line"),
@@ -60,7 +60,7 @@ def test_tracebacks_of_a_real_process_stay_together() -> None:
     ]
     assert "KeyError: 'text'\n\nThe above exception was the direct cause" in entries[1].message
     assert "During handling of the above exception" in entries[4].message
-    assert {(e.at_s, e.source, e.task_id) for e in entries} == {(now_s, "stderr", "t")}
+    assert {(e.at_s, e.source, e.task_id) for e in entries} == {(AT_S, "stderr", "t")}
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))

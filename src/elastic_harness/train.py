@@ -280,12 +280,7 @@ class Trainer:
 
     def _check_recovered(self) -> None:
         """After a restart there must be a state, if one was ever saved."""
-        before = self.job.footprint_before
-        saving = self.config.checkpoint
-        first_save = min(
-            saving.checkpoint_interval, saving.memory_snapshot_interval or saving.checkpoint_interval
-        )
-        if not self.job.restored and before is not None and before.step >= first_save:
+        if self.job.had_saved and not self.job.restored:
             raise TopologyChangeError.no_checkpoint()
 
     def _report(self, loss: torch.Tensor, norm: float | None) -> None:

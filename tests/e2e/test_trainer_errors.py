@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from strata.checkpoint.staging import job_folder, remove_tree
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import TorchrunSpec
 from strata.training.job import forget_job
-from strata.training.trace import last_footprint
+from strata.training.trace import last_footprint, was_saved
 from tests.harness.etcd_server import free_port
 from tests.stores.mounts import small_tmpfs
 from tests.support import eventually
@@ -136,13 +135,21 @@ def training(
         yield started
     finally:
         started.process.kill()
-        started.process.wait(10)
+        started.process.wait(60)
         forget_job(folder.name)
 
 
 def train(job: SampleJob, folder: Path, **options: Any) -> Ended:
     with training(job, folder, **options) as started:
         return started.end()
+
+
+def await_step(name: str, step: int) -> None:
+    eventually(
+        lambda: (found := last_footprint(name)) is not None and found.step >= step,
+        within_s=LIMIT_S,
+        what=f"step {step}",
+    )
 
 
 def saved_steps(place: Path | str) -> list[int]:
@@ -198,12 +205,12 @@ def test_a_job_whose_every_checkpoint_is_gone_does_not_begin_again_in_silence(
     forever = {"max_steps": 1_000_000}
     with training(job, tmp_path, training=forever) as first:
         eventually(
-            lambda: (found := last_footprint(tmp_path.name)) is not None and found.step > 10,
+            lambda: was_saved(tmp_path.name) and any((tmp_path / "checkpoints").glob("*.pt")),
             within_s=LIMIT_S,
-            what="training past its first snapshot",
+            what="a snapshot, and a checkpoint on disk",
         )
-        os.kill(first.process.pid, signal.SIGKILL)
-        first.process.wait(10)
+        first.process.kill()
+        first.process.wait(60)
         # The disk and the shared memory are lost; that the job had been training is still known.
         shutil.rmtree(tmp_path / "checkpoints")
         remove_tree(job_folder(f"job-{tmp_path.name}"))
@@ -212,6 +219,15 @@ def test_a_job_whose_every_checkpoint_is_gone_does_not_begin_again_in_silence(
             second.end().assert_failed("TopologyChangeError: No checkpoint available for recovery")
         finally:
             second.process.kill()
+
+
+def test_a_job_that_was_killed_before_anything_was_saved_begins_again(job: SampleJob, tmp_path: Path) -> None:
+    nothing = {"max_memory_mb": 0.1, "checkpoint_interval": 1_000_000}
+    with training(job, tmp_path, training={"max_steps": 1_000_000}, checkpoint=nothing) as first:
+        await_step(tmp_path.name, 11)
+        first.process.kill()
+        first.process.wait(60)
+        train(job, tmp_path).assert_complete()
 
 
 # --- what a failed save does ----------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from strata.training.exchange import broadcast_state, gather, rank_and_world, sm
 from strata.training.link import CoordinatorLink, open_link
 from strata.training.preemption import EXIT_AGAIN, Preemption
 from strata.training.state import Stateful, TrainingState, tensor_bytes
-from strata.training.trace import Footprint, Footprints, Recovery, Tracer, clear_run
+from strata.training.trace import Footprints, Recovery, Tracer, clear_run, note_saved, was_saved
 from strata.training.watchdog import Policy as HangPolicy
 from strata.training.watchdog import Watchdog
 
@@ -136,6 +136,9 @@ class ElasticJob:
         self._link: CoordinatorLink | None = None
         self._watchdog: Watchdog | None = None
         self._lasting: SaveHandle | None = None
+        self._first: SaveHandle | None = None
+        """The first save, until it is complete; then the run is known to have a state."""
+        self._first_is_noted = False
         self._saved_step = -1  # Of the newest lasting save: the same on every rank.
         self._next_agreement = 1
         self._account = TimeAccount(self._tracer.before)
@@ -211,9 +214,9 @@ class ElasticJob:
                 clear_run(run)
 
     @property
-    def footprint_before(self) -> Footprint | None:
-        """The last step that this run made on this machine before this process."""
-        return self._tracer.before
+    def had_saved(self) -> bool:
+        """Whether this run has saved anything on this machine: then a restart must find a state."""
+        return was_saved(self.name)
 
     @property
     def _keeps_state(self) -> bool:
@@ -281,6 +284,7 @@ class ElasticJob:
         self._account.enter("waiting")
         self._agree()
         self._account.enter("checkpoint")
+        self._note_first_save()
         options = self.options
         if self._leaving:
             self._save_finally()
@@ -360,6 +364,8 @@ class ElasticJob:
         )
         if lasting:
             self._lasting = handle
+        if self._first is None and not self._first_is_noted:
+            self._first = handle
         self._tell("training")
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
@@ -374,6 +380,14 @@ class ElasticJob:
                 limit_bytes / 2**20,
             )
         return needed_bytes <= limit_bytes
+
+    def _note_first_save(self) -> None:
+        if self._first is None or not self._first.done():
+            return
+        if self._first.exception() is None:
+            note_saved(self.name)
+            self._first_is_noted = True
+        self._first = None
 
     def _last_save_failed(self) -> bool:
         """Whether the last lasting save came to nothing; asked once about each."""

@@ -135,6 +135,17 @@ def last_footprint(job: str) -> Footprint | None:
     return max(footprints(job), key=lambda footprint: footprint.mono_s, default=None)
 
 
+def note_saved(job: str) -> None:
+    """From now on a restart that finds no state has lost one."""
+    with suppress(OSError):
+        (run_folder(job) / "saved").touch()
+
+
+def was_saved(job: str) -> bool:
+    """Whether this run had saved anything on this machine."""
+    return (run_folder(job) / "saved").exists()
+
+
 def note_rendezvous(job: str, began_mono_s: float, ended_mono_s: float) -> None:
     """The agent tells its workers how long they took to find each other."""
     folder = run_folder(job)

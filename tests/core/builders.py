@@ -20,6 +20,8 @@ from strata.core.messages import (
     DEFAULT_JOB,
     SOFT_EVENTS,
     ArriveAtBarrier,
+    BarrierBroken,
+    BarrierReleased,
     BarrierTicket,
     BeginAttempt,
     CheckpointId,
@@ -350,3 +352,18 @@ def shown(cluster: Cluster) -> Mapping[str, Any]:
         "barriers": [b for b in views.barriers(cluster, limit=1000) if b.status != "waiting"],
         "tasks": [task_views.task(task, {}) for task in cluster.tasks.tasks.values()],
     }
+
+
+def released(decision: Decision) -> BarrierReleased | None:
+    ends = [event for event in decision.events if isinstance(event, BarrierReleased)]
+    assert len(ends) <= 1
+    return ends[0] if ends else None
+
+
+def broken(decision: Decision) -> BarrierBroken:
+    (end,) = [event for event in decision.events if isinstance(event, BarrierBroken)]
+    return end
+
+
+def waiting(fleet: Fleet) -> list[tuple[str, int, int]]:
+    return [(b.name, b.arrived, b.total) for b in views.barriers(fleet.cluster, limit=0)]

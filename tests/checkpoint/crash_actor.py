@@ -6,6 +6,7 @@ was reported complete, on the pipe it was given: unbuffered, so nothing it knew 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -84,7 +85,7 @@ def train(order: dict[str, Any], fd: int) -> None:
         step = restored.info.step
         assert_is_step(restored.state, step)
         teller.tell(what="restored", step=step, tier=restored.tier, reasons=restored.reasons)
-    for number in range(step + 1, step + 1000):
+    for number in itertools.count(step + 1):
         manager.save(small_state(number, tensors=chance.randrange(1, 5)), step=number)
 
 

@@ -8,6 +8,7 @@ nothing. Ranks are forked from one process that has imported everything once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -220,4 +221,6 @@ def _rank(
         result = {"lost": str(error)}
     sender.send(result)
     if "lost" not in result:
+        with contextlib.suppress(RuntimeError):
+            distributed.barrier()  # Who leaves while another is still in its last collective would spoil that.
         distributed.destroy_process_group()

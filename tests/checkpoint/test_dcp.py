@@ -29,6 +29,7 @@ from strata.checkpoint import CheckpointManager, Damaged, InvalidSave, LoadFaile
 from strata.checkpoint.catalog import Catalog
 from strata.checkpoint.dcp import StaleGeneration, StrataStorageReader, StrataStorageWriter, latest, steps
 from strata.checkpoint.dcp_layout import decode, encode
+from strata.checkpoint.dcp_parts import PartWriter
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, SaveFailed
 from strata.checkpoint.manifest import Manifest
 from strata.checkpoint.naming import manifest_key, unique_stem
@@ -124,6 +125,7 @@ def test_each_rank_writes_one_part_and_replicated_state_is_written_once_and_spre
             assert len(set(offsets)) == len(offsets), name
 
 
+@pytest.mark.timeout(600)  # Seven worlds, one after the other.
 def test_a_rank_killed_while_saving_leaves_no_checkpoint_and_the_next_world_none_of_its_files(
     tmp_path: Path,
 ) -> None:
@@ -441,12 +443,12 @@ def test_sharded_and_whole_checkpoints_share_a_place(tmp_path: Path, memory: Mem
 def test_the_leftovers_of_a_dead_writer_go_and_those_of_a_live_one_stay(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
-        from strata.checkpoint.dcp_parts import PartWriter
-
-        writer = PartWriter(open_store(tmp_path), 1)
-        writer.add(memoryview(b"x" * 100))
-        writer.finish()
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            writer = PartWriter(open_store(tmp_path), 1)
+            writer.add(memoryview(b"x" * 100))
+            writer.finish()
+        finally:  # Whatever happens, it must not go on with the tests.
+            os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert len(parts(tmp_path)) == 1
     save(tmp_path, {"x": torch.ones(2)}, step=2)

@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ class RawSession:
         self.send(hello=pb.Hello(worker_id=worker_id, incarnation=incarnation))
         return self
 
-    def wait_for(self, body: str, *, within_s: float = 10.0) -> Any:
+    def wait_for(self, body: str, *, within_s: float = 30.0) -> Any:
         """The first message of this kind."""
         with self._more:
             found = self._more.wait_for(lambda: self._of(body) or self.ended.is_set(), within_s)
@@ -122,6 +123,15 @@ class RawSession:
                 self._more.notify_all()
 
 
+def metric(url: str, name: str) -> float:
+    """One series of a coordinator's Prometheus page, with its labels as written there; zero before it is there."""
+    with urllib.request.urlopen(url + "/metrics", timeout=30) as answer:
+        for line in answer.read().decode().splitlines():
+            if line.startswith(name + " "):
+                return float(line.split()[1])
+    return 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Heard:
     id: str
@@ -146,7 +156,7 @@ class EventStream:
         self._response = self._connection.getresponse()
         assert self._response.status == 200
         threading.Thread(target=self._read, daemon=True).start()
-        assert self._greeted.wait(10), "the event stream did not begin"
+        assert self._greeted.wait(30), "the event stream did not begin"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,7 +166,7 @@ class EventStream:
         self._connection.close()
 
     def wait_for(
-        self, kind: str, matches: Callable[[Any], bool] = lambda data: True, *, within_s: float = 15.0
+        self, kind: str, matches: Callable[[Any], bool] = lambda data: True, *, within_s: float = 30.0
     ) -> Heard:
         def found() -> Heard | None:
             return next((e for e in self.heard if e.kind == kind and matches(e.data)), None)

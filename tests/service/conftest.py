@@ -24,9 +24,11 @@ def fleets() -> Iterator[Callable[..., Fleet]]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
-    """One coordinator for tests of a module that do not get in each other's way."""
-    server = Coordinator(Path(tmp_path_factory.mktemp("shared")) / "coordinator").start()
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """One coordinator for tests of a module that do not get in each other's way: nobody who only registers is failed
+    for silence in the middle of another test. A module's COORDINATOR_ENV says what else it is told."""
+    env = {"STRATA_HEARTBEAT_TIMEOUT": "600", **getattr(request.module, "COORDINATOR_ENV", {})}
+    server = Coordinator(Path(tmp_path_factory.mktemp("shared")) / "coordinator", env=env).start()
     yield server
     code = server.stop()
     output = "".join(server.output)

@@ -86,7 +86,7 @@ class Fleet:
         """SIGKILL; the moment of it."""
         at_mono_s = time.monotonic()
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
         return at_mono_s
 
     def freeze(self) -> float:
@@ -99,8 +99,8 @@ class Fleet:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(10)
-        self._reader.join(10)
+        self.process.wait(30)
+        self._reader.join(30)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):

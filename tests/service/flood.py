@@ -33,7 +33,7 @@ def flooding(address: str, kind: str) -> Iterator[None]:
         assert process.poll() is None, "the flood ended by itself"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
         if process.stdout is not None:
             process.stdout.close()
 

@@ -44,7 +44,7 @@ def ask(
     body: object = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", coordinator.http_port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", coordinator.http_port, timeout=30)
     try:
         data = json.dumps(body) if body is not None else None
         content = {"Content-Type": "application/json"} if data else {}
@@ -106,7 +106,7 @@ def test_grpc_needs_a_workers_token(guarded: Coordinator) -> None:
     def register(*metadata: tuple[str, str]) -> grpc.StatusCode:
         with stub(guarded.address) as calls:
             try:
-                calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="w"), metadata=metadata, timeout=20)
+                calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="w"), metadata=metadata, timeout=30)
             except grpc.RpcError as error:
                 code: grpc.StatusCode = error.code()
                 explained = any(word in str(error.details()) for word in ("STRATA_TOKEN", "role"))
@@ -126,8 +126,8 @@ def test_streams_and_unknown_methods_are_guarded_too(guarded: Coordinator) -> No
             SERVICE + "Session", request_serializer=bytes, response_deserializer=bytes
         )
         for call in (
-            lambda: list(stream(iter([b""]), timeout=20)),
-            lambda: raw_call(opened, "Nothing")(b"", timeout=20),
+            lambda: list(stream(iter([b""]), timeout=30)),
+            lambda: raw_call(opened, "Nothing")(b"", timeout=30),
         ):
             with pytest.raises(grpc.RpcError) as refused:
                 call()
@@ -143,7 +143,7 @@ def test_worker_library_presents_its_token(guarded: Coordinator, monkeypatch: py
     monkeypatch.setenv("STRATA_TOKEN", TOKENS["worker"])
     with TrainingOrchestrator(guarded.address) as worker:
         worker.register_worker("w")
-        assert worker.wait_connected(10)
+        assert worker.wait_connected(30)
         assert worker.barrier("b", participants=1).participants == 1
 
 

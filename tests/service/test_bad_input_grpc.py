@@ -13,6 +13,8 @@ from tests.service.clients import RawSession, channel, raw_call, refusal, stub
 from tests.service.quiet import state
 from tests.support import Coordinator, eventually
 
+COORDINATOR_ENV = {"STRATA_DISCONNECT_GRACE": "60"}
+"""So that a worker whose session was refused is not failed before its next."""
 HUGE = "n" * 10_000_000
 BIGGEST = 2**64 - 1
 
@@ -181,7 +183,7 @@ def test_same_dataset_is_accepted_and_a_different_one_is_a_conflict(shared: Coor
         "metadata": {"a": "b"},
     }
     for key, value in others.items():
-        status, code, message, hint = refusal(calls.RegisterDataset, dataset(**{key: value}), timeout=10)
+        status, code, message, hint = refusal(calls.RegisterDataset, dataset(**{key: value}), timeout=30)
         assert (status.name, code) == ("ALREADY_EXISTS", "conflict")
         assert key in message
         assert hint
@@ -198,7 +200,7 @@ def test_same_dataset_is_accepted_and_a_different_one_is_a_conflict(shared: Coor
 )
 def test_bytes_that_are_no_message_are_refused(shared: Coordinator, method: str, body: bytes) -> None:
     with channel(shared.address) as opened:
-        status, code, message, hint = refusal(lambda: raw_call(opened, method)(body, timeout=10))
+        status, code, message, hint = refusal(lambda: raw_call(opened, method)(body, timeout=30))
     assert (status.name, code) == ("INVALID_ARGUMENT", "invalid_argument"), message
     assert hint
     assert _no_traceback(shared)
@@ -212,7 +214,7 @@ def test_session_with_bytes_that_are_no_message_ends_with_a_reason(shared: Coord
         hello = pb.WorkerMessage(hello=pb.Hello(worker_id="known")).SerializeToString()
         for bodies in ([b"\x0a\x04\x0a\x02\xff\xfe"], [hello, b"\xff" * 20]):
             with pytest.raises(grpc.RpcError) as refused:
-                list(stream(iter(bodies), timeout=20))
+                list(stream(iter(bodies), timeout=30))
             assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, refused.value
     assert _no_traceback(shared)
 
@@ -231,11 +233,11 @@ def test_session_refuses_values_that_cannot_be_right_without_calling_the_worker_
             session = RawSession(opened).hello("known")
             session.wait_for("welcome")
             session.send(**message)
-            assert session.ended.wait(10)
+            assert session.ended.wait(30)
             assert session.error is not None
             assert session.error.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert [m for m in session.received if m.HasField("stale")] == []
-    calls.Heartbeat(beat(), timeout=10)
+    calls.Heartbeat(beat(), timeout=30)
     assert state(shared)["workers"] == before["workers"]
 
 
@@ -243,12 +245,12 @@ def test_hello_must_come_first_and_name_a_known_worker(shared: Coordinator) -> N
     with channel(shared.address) as opened:
         session = RawSession(opened)
         session.send(heartbeat=beat())
-        assert session.ended.wait(10)
+        assert session.ended.wait(30)
         assert session.error is not None
         assert session.error.code() == grpc.StatusCode.INVALID_ARGUMENT
         stranger = RawSession(opened).hello("stranger")
         assert "stranger" in stranger.wait_for("stale").reason
-        assert stranger.ended.wait(10)
+        assert stranger.ended.wait(30)
 
 
 def test_message_over_the_limit_is_refused_by_its_size(shared: Coordinator, calls: Any) -> None:
@@ -257,12 +259,12 @@ def test_message_over_the_limit_is_refused_by_its_size(shared: Coordinator, call
     )
     assert status == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "larger than max" in message
-    assert calls.Heartbeat(beat(), timeout=10).acknowledged
+    assert calls.Heartbeat(beat(), timeout=30).acknowledged
 
 
 def test_unknown_method_is_unimplemented(shared: Coordinator) -> None:
     with channel(shared.address) as opened:
-        status, *_ = refusal(lambda: raw_call(opened, "Shutdown")(b"", timeout=10))
+        status, *_ = refusal(lambda: raw_call(opened, "Shutdown")(b"", timeout=30))
     assert status == grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -270,7 +272,7 @@ def test_unknown_fields_are_left_for_newer_versions(shared: Coordinator) -> None
     body = beat().SerializeToString() + b"\xba\x3e\x03abc"  # field 999
     with channel(shared.address) as opened, stub(shared.address) as calls:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="known"))
-        assert raw_call(opened, "Heartbeat")(body, timeout=10)
+        assert raw_call(opened, "Heartbeat")(body, timeout=30)
 
 
 def test_huge_data_position_is_refused_and_the_coordinator_lives(shared: Coordinator, calls: Any) -> None:
@@ -289,7 +291,7 @@ def test_huge_data_position_is_refused_and_the_coordinator_lives(shared: Coordin
             calls.NotifyCheckpoint, checkpoint(checkpoint_id="huge", data_json=json.dumps(plain)), timeout=30
         )
         assert (status.name, code) == ("INVALID_ARGUMENT", "invalid_argument"), message
-    assert calls.Heartbeat(beat(), timeout=10).acknowledged
+    assert calls.Heartbeat(beat(), timeout=30).acknowledged
 
 
 def test_every_kind_of_log_line_is_shown_as_data(shared: Coordinator, calls: Any) -> None:
@@ -301,7 +303,7 @@ def test_every_kind_of_log_line_is_shown_as_data(shared: Coordinator, calls: Any
     with channel(shared.address) as opened:
         session = RawSession(opened).hello("known")
         session.send(logs=pb.LogBatch(entries=lines, dropped=3))
-        eventually(lambda: len(shared.get("/api/logs?worker_id=known")) >= 4, within_s=10)
+        eventually(lambda: len(shared.get("/api/logs?worker_id=known")) >= 4, within_s=30)
         session.close()
     for entry in shared.get("/api/logs?worker_id=known"):
         assert entry["level"] in ("debug", "info", "warn", "error")

@@ -32,7 +32,7 @@ def known(shared: Coordinator) -> None:
 
 def exchange(coordinator: Coordinator, request: bytes, *, more: tuple[bytes, ...] = ()) -> tuple[int, bytes]:
     """Raw bytes to the port; the status and body of what comes back."""
-    with socket.create_connection(("127.0.0.1", coordinator.http_port), timeout=20) as wire:
+    with socket.create_connection(("127.0.0.1", coordinator.http_port), timeout=30) as wire:
         wire.sendall(request)
         try:
             for part in more:
@@ -258,6 +258,7 @@ async def test_slow_files_hold_up_neither_callers_nor_each_other_for_ever(
             await sampling._apart(release.wait)
     assert sum(t.name == "sampling" for t in threading.enumerate()) == sampling.AT_ONCE
     release.set()
+    monkeypatch.setattr(sampling, "PATIENCE_S", 60.0)
     assert await sampling._apart(lambda: "the places are free again") == "the places are free again"
 
 

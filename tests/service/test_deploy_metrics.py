@@ -34,7 +34,7 @@ KEYWORDS = {
 
 def page(coordinator: Coordinator) -> dict[str, set[str]]:
     """Labels of every series on /metrics."""
-    with urllib.request.urlopen(coordinator.url + "/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(coordinator.url + "/metrics", timeout=30) as answer:
         text = answer.read().decode()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
@@ -69,7 +69,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
                 reason="",
             )
             worker.barrier("b", participants=1)
-            eventually(lambda: "strata_job_loss" in page(server), within_s=10)
+            eventually(lambda: "strata_job_loss" in page(server), within_s=30)
             return page(server)
     finally:
         server.stop()

@@ -96,8 +96,9 @@ def test_logs_and_metrics_ride_along(shared: Coordinator) -> None:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="talker", job_id="talker"))
         session = RawSession(own).hello("talker")
         session.send(logs=pb.LogBatch(entries=[pb.LogEntry(timestamp=time.time(), message="one\ntwo")]))
-        told = stream.wait_for("logs", lambda entries: entries[0]["worker_id"] == "talker")
-        assert told.data[0]["message"] == "one\ntwo"
+        # Lines that others say at the same time come in the same event.
+        told = stream.wait_for("logs", lambda entries: any(e["worker_id"] == "talker" for e in entries))
+        assert [e["message"] for e in told.data if e["worker_id"] == "talker"] == ["one\ntwo"]
         assert stream.wait_for("metrics").data["total_workers"] >= 1
         session.close()
 
@@ -126,7 +127,7 @@ def test_what_happened_before_a_reader_came_can_be_asked_for(shared: Coordinator
 
 
 def test_stream_says_how_it_must_be_handled(shared: Coordinator) -> None:
-    with urllib.request.urlopen(shared.url + "/api/events", timeout=10) as answer:
+    with urllib.request.urlopen(shared.url + "/api/events", timeout=30) as answer:
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         assert answer.headers["Cache-Control"] == "no-store"
         assert answer.readline() == b"retry: 1000\n"
@@ -140,4 +141,4 @@ def test_readers_are_forgotten_when_they_go(shared: Coordinator) -> None:
     for _ in range(10):
         with EventStream(shared.http_port):
             pass
-    eventually(lambda: len(process.net_connections()) <= before + 1, within_s=10)
+    eventually(lambda: len(process.net_connections()) <= before + 1, within_s=30)

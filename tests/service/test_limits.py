@@ -6,8 +6,8 @@ import json
 import socket
 import statistics
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from strata import TrainingOrchestrator
 from strata.rpc import coordinator_pb2 as pb
-from tests.service.clients import EventStream, RawSession, channel, refusal, stub
+from tests.service.clients import EventStream, RawSession, channel, metric, refusal, stub
 from tests.service.flood import flooding
 from tests.support import Coordinator, eventually
 
@@ -42,7 +42,7 @@ def test_connections_over_the_limit_are_told_so_and_freed_ones_serve_again(small
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["code"] == "overloaded"
     for wire in held[:3]:
         wire.close()
-    eventually(lambda: _served(small), within_s=10, what="freed connections serve again")
+    eventually(lambda: _served(small), within_s=30, what="freed connections serve again")
     for wire in held:
         wire.close()
 
@@ -55,19 +55,19 @@ def test_connections_over_the_limit_are_told_so_and_freed_ones_serve_again(small
         wire.close()
     with stub(small.address) as calls:
         for name in ("a", "b", "c"):
-            calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id=name), timeout=20, wait_for_ready=True)
+            calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id=name), timeout=30, wait_for_ready=True)
         status, code, message, hint = refusal(
-            lambda: calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="d"), timeout=10)
+            lambda: calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="d"), timeout=30)
         )
         assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
         assert "3 workers" in message
         assert "max_workers" in hint
-        again = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="a"), timeout=10)
+        again = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="a"), timeout=30)
         assert again.world_size == 3, "a worker that comes back needs no new place"
         with channel(small.address) as own:
             RawSession(own).hello("c").wait_for("welcome")
         place = eventually(
-            lambda: _registered(calls, "d"), within_s=10, what="a failed worker's place is free"
+            lambda: _registered(calls, "d"), within_s=20, what="a failed worker's place is free"
         )
         assert place.world_size == 3
 
@@ -102,7 +102,7 @@ def test_flood_does_not_slow_the_others(
     worker = TrainingOrchestrator(shared.address, job_id="calm")
     try:
         worker.register_worker("calm")
-        assert worker.wait_connected(10)
+        assert worker.wait_connected(30)
         measures: dict[str, Callable[[int], object]] = {
             "barrier": lambda n: worker.barrier(f"{kind}-{time.monotonic_ns()}", participants=1),
             "HTTP": lambda n: shared.get("/api/health"),
@@ -132,16 +132,12 @@ def test_one_worker_cannot_take_up_every_barrier(shared: Coordinator) -> None:
                 worker_id="opener", barrier_id=f"open-{number}", expected_participants=2, timeout_ms=60_000
             )
             wait = calls.WaitBarrier.future(request)
-            try:
-                wait.result(0.02 if number < 100 else 1.0)  # A refusal takes its time on a busy machine.
-            except grpc.FutureTimeoutError:
-                wait.cancel()  # Its caller is gone, but it has arrived.
-            except grpc.RpcError as error:
-                refused += error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            refused += _refused(shared, wait, f"open-{number}")
+            wait.cancel()  # Its caller is gone, but it has arrived.
         assert refused >= 20
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="other", job_id="other"))
         free = pb.WaitBarrierRequest(worker_id="other", barrier_id="b", expected_participants=1)
-        assert calls.WaitBarrier(free, timeout=10).released
+        assert calls.WaitBarrier(free, timeout=30).released
 
 
 def test_session_that_does_not_read_is_ended_and_its_worker_failed(shared: Coordinator) -> None:
@@ -156,7 +152,7 @@ def test_session_that_does_not_read_is_ended_and_its_worker_failed(shared: Coord
 
 
 def test_flood_of_log_lines_is_dropped_counted_and_reported(shared: Coordinator) -> None:
-    before = _metric(shared, 'strata_log_lines_dropped_total{why="rate"}')
+    before = metric(shared.url, 'strata_log_lines_dropped_total{why="rate"}')
     batch = pb.LogBatch(entries=[pb.LogEntry(timestamp=time.time(), message="again")] * 2_000)
     with stub(shared.address) as calls, channel(shared.address) as own:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="chatty", job_id="chatty"))
@@ -164,14 +160,14 @@ def test_flood_of_log_lines_is_dropped_counted_and_reported(shared: Coordinator)
         for _ in range(6):
             session.send(logs=batch)
         eventually(
-            lambda: _metric(shared, 'strata_log_lines_dropped_total{why="rate"}') - before > 5_000,
-            within_s=15,
+            lambda: metric(shared.url, 'strata_log_lines_dropped_total{why="rate"}') - before > 5_000,
+            within_s=30,
         )
         told = eventually(
             lambda: [
                 e for e in shared.get("/api/logs?worker_id=chatty&level=warn") if "dropped" in e["message"]
             ],
-            within_s=15,
+            within_s=30,
         )
         assert told[0]["source"] == "coordinator"
         session.close()
@@ -189,16 +185,26 @@ def test_readers_of_events_that_do_not_read_cost_little(shared: Coordinator) -> 
                 worker_id="noisy", barrier_id=f"{number}-{'x' * 200}", expected_participants=1
             )
             calls.WaitBarrier(request_, timeout=30)
-        reader.wait_for("barrier_released", lambda e: e["barrier_id"].startswith("1199-"), within_s=20)
+        reader.wait_for("barrier_released", lambda e: e["barrier_id"].startswith("1199-"), within_s=30)
     grown_bytes = process.memory_info().rss - before_bytes
     for wire in stalled:
         wire.close()
     assert grown_bytes < 40_000_000, f"{grown_bytes / 1e6:.0f} MB for twenty stalled readers"
 
 
+def _refused(coordinator: Coordinator, wait: Any, barrier: str) -> bool:
+    """As soon as it can be told: of an arrival that was accepted the barrier is shown."""
+
+    def accepted() -> bool:
+        return any(b["name"] == barrier for b in coordinator.get("/api/barriers"))
+
+    eventually(lambda: wait.done() or accepted(), within_s=30)
+    return wait.done() and wait.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def _registered(calls: Any, name: str) -> Any:
     try:
-        return calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id=name), timeout=10)
+        return calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id=name), timeout=30)
     except grpc.RpcError:
         return None
 
@@ -207,7 +213,7 @@ def _connect(port: int, data: bytes = b"", *, receive_buffer_bytes: int = 0) -> 
     wire = socket.socket()
     if receive_buffer_bytes:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-    wire.settimeout(10)
+    wire.settimeout(30)
     wire.connect(("127.0.0.1", port))
     wire.sendall(data)
     return wire
@@ -223,8 +229,11 @@ def _closed(wire: socket.socket) -> bool:
 
 
 def _served(coordinator: Coordinator) -> bool:
-    with _connect(coordinator.http_port, b"GET /api/health HTTP/1.1\r\nHost: x\r\n\r\n") as wire:
-        return wire.recv(100).startswith(b"HTTP/1.1 200 ")
+    """Whoever is turned away may see the connection reset before it has read why."""
+    with suppress(ConnectionError):
+        with _connect(coordinator.http_port, b"GET /api/health HTTP/1.1\r\nHost: x\r\n\r\n") as wire:
+            return wire.recv(100).startswith(b"HTTP/1.1 200 ")
+    return False
 
 
 def _median_s(call: Callable[[int], Any], *, times: int = 40) -> float:
@@ -234,11 +243,3 @@ def _median_s(call: Callable[[int], Any], *, times: int = 40) -> float:
         call(n)
         taken.append(time.perf_counter() - began_s)
     return statistics.median(taken)
-
-
-def _metric(coordinator: Coordinator, name: str) -> float:
-    with urllib.request.urlopen(coordinator.url + "/metrics", timeout=10) as answer:
-        for line in answer.read().decode().splitlines():
-            if line.startswith(name + " "):
-                return float(line.split()[1])
-    raise AssertionError(f"{name} is not measured")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from strata.coordinator.logs import BURST_S, FLEET_LINES_PER_SECOND, LINES_PER_S
 from strata.core.loglines import LogLine
 from strata.core.logtext import Tidy
 from strata.core.views import LogView
+from tests.support import eventually
 
 EVERYTHING = LogFilter()
 NOW_US = time.time_ns() // 1_000
@@ -144,7 +146,7 @@ async def test_search_finds_the_same_in_memory_and_on_disk(archive: LogArchive) 
     for store in (wide, narrow):
         for n, item in enumerate(lines):
             store.add_lines([item], sender=f"worker w{n % 5}", worker_id=f"w{n % 5}")
-        assert archive.flush()
+        assert archive.flush(60)
         ids[store] = [e.id for e in await store.search(10_000, EVERYTHING)][::-1]
     questions: list[dict[str, object]] = [
         {},
@@ -167,6 +169,12 @@ async def test_search_finds_the_same_in_memory_and_on_disk(archive: LogArchive) 
         assert await messages(store, 2, before=ids[store][100]) == [lines[99].message, lines[98].message]
 
 
+def on_disk(path: Path) -> int:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as db:
+        count: int = db.execute("SELECT count(*) FROM entries").fetchone()[0]
+    return count
+
+
 def write_and_be_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; sys.path[:0] = sys.argv[2:]\n"
@@ -175,16 +183,16 @@ def write_and_be_killed(tmp_path: Path) -> None:
         "async def main():\n"
         "    store = LogStore(LogArchive(Path(sys.argv[1]) / 'logs.sqlite', limit_bytes=10**7, keep_s=1e6))\n"
         "    for n in range(3000): store.add(level='info', message=str(n), source='s', at_s=time.time())\n"
-        "    time.sleep(1.0)\n"
-        "    print('written', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    print('handed over', flush=True)\n"
+        "    time.sleep(600)\n"
         "import asyncio; asyncio.run(main())\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    assert process.stdout.readline() == b"written\n"
+    assert process.stdout.readline() == b"handed over\n"
+    eventually(lambda: on_disk(tmp_path / "logs.sqlite") == 3000, within_s=30)  # A moment later, by itself.
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(30)
     process.stdout.close()
 
 
@@ -206,7 +214,7 @@ async def test_archive_is_bounded_by_size_and_by_age(tmp_path: Path, monkeypatch
     for n in range(40):
         for _ in range(250):
             store.add(level="info", message=f"{n} " + "x" * 400, source="s", at_s=0.0)
-        assert archive.flush()
+        assert archive.flush(60)
     assert archive.used_bytes() <= 1_100_000
     assert (tmp_path / "logs.sqlite").stat().st_size < 4_000_000, "room is used again"
     kept = await messages(store)
@@ -217,8 +225,8 @@ async def test_archive_is_bounded_by_size_and_by_age(tmp_path: Path, monkeypatch
     brief.add(level="info", message="old in an instant", source="s", at_s=0.0)
     brief.add(level="info", message="in memory", source="s", at_s=0.0)
     assert brief.archive is not None
-    assert brief.archive.flush()
-    await asyncio.sleep(2 * log_archive.FLUSH_S)
+    assert brief.archive.flush(60)
+    eventually(lambda: on_disk(tmp_path / "logs.sqlite") == 0, within_s=30, what="all of them are too old")
     assert await messages(brief) == ["in memory"]
     brief.close()
 
@@ -227,7 +235,7 @@ def test_unreadable_log_is_put_aside(tmp_path: Path) -> None:
     (tmp_path / "logs.sqlite").write_bytes(b"not a database at all" * 1000)
     archive = opened(tmp_path)
     archive.put([view(1)])
-    assert archive.flush()
+    assert archive.flush(60)
     assert len(archive.search(10, EVERYTHING, below=2**62)) == 1
     archive.close()
     assert [p.name.split("-")[0] for p in tmp_path.glob("*unreadable*")] == ["logs.sqlite.unreadable"]
@@ -239,7 +247,7 @@ def test_disk_that_does_not_take_lines_costs_them_and_is_counted(archive: LogArc
     try:
         archive._db.execute("PRAGMA busy_timeout=50")
         archive.put([view(n) for n in range(1, 101)])
-        assert archive.flush()
+        assert archive.flush(60)
         assert archive.refused_total == 100
     finally:
         lock.execute("ROLLBACK")
@@ -249,13 +257,13 @@ def test_disk_that_does_not_take_lines_costs_them_and_is_counted(archive: LogArc
     assert store.newest(1, EVERYTHING)[0].message.startswith("100 log lines are not on disk")
     archive.put([view(n) for n in range(1, log_archive.PENDING_LIMIT + 51)])
     assert archive.refused_total >= 150
-    assert archive.flush(30)
+    assert archive.flush(60)
     assert len(archive.search(10, EVERYTHING, below=2**62)) == 10, "and written again when it can be"
 
 
 def test_search_that_takes_too_long_is_ended(archive: LogArchive, monkeypatch: pytest.MonkeyPatch) -> None:
     archive.put([view(n) for n in range(1, 20_000)])
-    assert archive.flush()
+    assert archive.flush(60)
     monkeypatch.setattr(log_archive, "SEARCH_LIMIT_S", 0.0)
     with pytest.raises(SearchTooLong, match="Narrow it down"):
         archive.search(10, LogFilter(text="nowhere"), below=2**62)

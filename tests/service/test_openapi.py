@@ -56,9 +56,9 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
         gpu = pb.GpuUsage(index=0, utilization_percent=50.0, memory_used_bytes=1, memory_total_bytes=2)
         session.send(heartbeat=pb.HeartbeatRequest(resources=pb.ResourceUsage(gpu_usage=[gpu])))
         session.send(logs=pb.LogBatch(entries=[pb.LogEntry(timestamp=time.time(), message="hello")]))
-        eventually(lambda: shared.get("/api/logs?worker_id=lost"), within_s=10)
+        eventually(lambda: shared.get("/api/logs?worker_id=lost"), within_s=30)
         session.close()
-        eventually(lambda: "failed" in {w["status"] for w in shared.get("/api/workers")}, within_s=10)
+        eventually(lambda: "failed" in {w["status"] for w in shared.get("/api/workers")}, within_s=20)
         trained = RankRecord(dataset="images", epoch=0, total=1_000, rank=0).with_span(0, 100)
         data = DataCommit().next([trained], world_size=1).to_json()
         for status in ("in_progress", "completed", "failed"):
@@ -74,7 +74,7 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
                 data=data,
             )
         worker.barrier("done", 1, participants=1)
-        eventually(lambda: shared.get("/api/goodput"), within_s=10)
+        eventually(lambda: shared.get("/api/goodput"), within_s=30)
         with pytest.raises(Exception, match="timed out"):
             worker.barrier("broken", 2, participants=2, timeout_s=0.1)
         waiting = calls.WaitBarrier.future(
@@ -90,7 +90,7 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert shared.post(f"/api/tasks/{made['task_id']}/stop", {})[0] == 200
         shared.post("/api/tasks", body)
         pages = ("workers", "datasets", "checkpoints", "barriers", "tasks", "logs")
-        eventually(lambda: len(shared.get("/api/barriers")) >= 3, within_s=10)
+        eventually(lambda: len(shared.get("/api/barriers")) >= 3, within_s=30)
         assert all(shared.get(f"/api/{page}") for page in pages)
         yield shared
         waiting.cancel()
@@ -213,7 +213,7 @@ def test_times_are_unix_seconds(busy: Coordinator) -> None:
 def test_prometheus_page_is_in_its_text_format(busy: Coordinator) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(busy.url + "/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(busy.url + "/metrics", timeout=30) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         text = answer.read().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -254,7 +254,7 @@ def test_generated_requests_break_nothing(busy: Coordinator, examples: int) -> N
             @given(case=strategy)
             def run(case: Any) -> None:
                 called[case.method + " " + case.path] += 1
-                case.call_and_validate(checks=checks, timeout=20)
+                case.call_and_validate(checks=checks, timeout=30)
 
             with contextlib.suppress(Unsatisfiable):  # Some calls take nothing that could be wrong.
                 run()

@@ -90,7 +90,7 @@ def test_coordinator_sends_its_figures_to_a_collector(receiver: Receiver, tmp_pa
     server = Coordinator(tmp_path / "coordinator", env={"STRATA_OTEL_ENDPOINT": endpoint}).start()
     server.get("/api/health")
     assert server.stop() == 0, "the last figures are sent before the end"
-    eventually(lambda: receiver.bodies, within_s=5)
+    eventually(lambda: receiver.bodies, within_s=30)
     assert b"strata_workers" in receiver.bodies[-1]
     assert b"strata_log_lines_total" in receiver.bodies[-1]
     assert b"strata-coordinator" in receiver.bodies[-1]

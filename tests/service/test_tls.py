@@ -101,7 +101,7 @@ def https(server: Coordinator) -> str:
 def test_worker_with_a_certificate_takes_part(mutual: Coordinator) -> None:
     with TrainingOrchestrator(f"https://127.0.0.1:{mutual.grpc_port}") as worker:
         worker.register_worker("w")
-        assert worker.wait_connected(20)
+        assert worker.wait_connected(30)
         assert worker.barrier("b", participants=1).participants == 1
     with TrainingOrchestrator(mutual.address) as worker:  # The authority alone asks for TLS.
         worker.register_worker("w")
@@ -154,7 +154,7 @@ def test_plain_callers_get_nothing_and_break_nothing(mutual: Coordinator) -> Non
         worker.register_worker("w")
     worker.close()
     for port in (mutual.http_port, mutual.grpc_port):
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as wire:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as wire:
             wire.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert b"200" not in wire.recv(1_000)

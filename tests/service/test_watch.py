@@ -45,6 +45,10 @@ def of_worker(coordinator: Coordinator, name: str) -> dict[str, Any]:
     return found
 
 
+def measured(history: dict[str, Any], name: str) -> list[float]:
+    return [value for value in history["series"][name]["values"] if value is not None]
+
+
 def test_job_is_measured_remembered_and_its_slow_rank_named(coordinator: Coordinator) -> None:
     began_s = time.time()
     workers = [TrainingOrchestrator(coordinator.address, job_id="run") for _ in range(3)]
@@ -61,8 +65,8 @@ def test_job_is_measured_remembered_and_its_slow_rank_named(coordinator: Coordin
                 return shown if shown["slow"] == (own_s > 0.2) else None
 
             steps = iter(range(10_000))
-            slow = eventually(lambda: slow_shown(next(steps), 0.45), within_s=30)
-            assert next(steps) > REPORTS
+            slow = eventually(lambda: slow_shown(next(steps), 0.45), within_s=60)
+            assert next(steps) >= REPORTS
             assert slow["reason"].startswith(
                 "slow: 0.450 s of its own for a step, 4.5 times the others' 0.100 s"
             )
@@ -88,10 +92,11 @@ def test_job_is_measured_remembered_and_its_slow_rank_named(coordinator: Coordin
             assert set(history["series"]["loss"]["values"]) >= {2.0}
             assert 1.0 in history["series"]["slow_workers"]["values"]
             fleet = coordinator.get("/api/metrics/history?step=60")
-            assert fleet["series"]["active_workers"]["values"][-1] > 0
-            assert fleet["series"]["memory"]["values"][-1] > 1e6
+            # In the first second of a minute nothing has been measured in it yet.
+            assert measured(fleet, "active_workers")[-1] > 0
+            assert measured(fleet, "memory")[-1] > 1e6
 
-            eventually(lambda: slow_shown(next(steps), 0.1), within_s=30)
+            eventually(lambda: slow_shown(next(steps), 0.1), within_s=60)
             events.wait_for("worker_caught_up")
     finally:
         for worker in workers:
@@ -100,7 +105,7 @@ def test_job_is_measured_remembered_and_its_slow_rank_named(coordinator: Coordin
 
 def written_down(coordinator: Coordinator) -> bytes:
     path = coordinator.data_dir / "logs.sqlite"
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as db:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as db:
         row = db.execute("SELECT value FROM notes WHERE key = 'goodput'").fetchone()
     return bytes(row[0]) if row is not None else b""
 
@@ -109,12 +114,12 @@ def test_goodput_survives_a_crash_of_the_coordinator(coordinator: Coordinator) -
     with TrainingOrchestrator(coordinator.address, job_id="crash") as worker:
         worker.register_worker("w")
         report(worker, 1, own_s=0.5, training_s=8.0)
-        eventually(lambda: b'"crash"' in written_down(coordinator), within_s=15)
+        eventually(lambda: b'"crash"' in written_down(coordinator), within_s=30)
         coordinator.kill()
         coordinator.start()
         assert coordinator.get("/api/jobs/crash/goodput")["training_s"] == 8.0
         report(worker, 2, own_s=0.5, training_s=9.0)
-        eventually(lambda: coordinator.get("/api/jobs/crash/goodput")["training_s"] == 9.0, within_s=20)
+        eventually(lambda: coordinator.get("/api/jobs/crash/goodput")["training_s"] == 9.0, within_s=30)
         assert coordinator.get("/api/jobs/crash/goodput")["processes"] == 1
 
 
@@ -134,7 +139,7 @@ def test_wrong_questions_are_answered_properly(
     coordinator: Coordinator, path: str, status: int, words: str
 ) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(coordinator.url + path, timeout=10)
+        urllib.request.urlopen(coordinator.url + path, timeout=30)
     with refused.value as error:
         assert error.code == status
         answer = json.load(error)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_heartbeats_carry_state_and_figures(shared: Coordinator, worker: Trainin
     worker.heartbeat(41, 2, state="training", task="task-1")
     seen = eventually(
         lambda: w if (w := shown(shared, "beats"))["current_step"] == 41 and w["resources"] else None,
-        within_s=5,
+        within_s=30,
     )
     assert (seen["status"], seen["current_epoch"], seen["current_task"]) == ("training", 2, "task-1")
     assert seen["resources"]["memory_used_bytes"] > 1_000_000
@@ -63,15 +64,15 @@ def test_news_of_others_reaches_a_listener_and_a_failing_one_does_no_harm(shared
     second = TrainingOrchestrator(shared.address, job_id="news")
     try:
         first.register_worker("first")
-        assert first.wait_connected(10)
+        assert first.wait_connected(30)
         second.register_worker("second")
         eventually(
             lambda: any(t.world_size == 2 and "second" in t.reason for t in heard),
-            within_s=10,
+            within_s=30,
             what=lambda: f"word of the second worker, not only {heard}",
         )
         second.deregister()
-        eventually(lambda: heard[-1].world_size == 1, within_s=10)
+        eventually(lambda: heard[-1].world_size == 1, within_s=30)
         assert first.connected
         first.deregister()
     finally:
@@ -86,7 +87,7 @@ def test_log_records_of_the_process_reach_the_coordinator(shared: Coordinator) -
         logging.getLogger("training").warning("loss is %s", 3.5)
         logging.getLogger("training").debug("not for the fleet")
         worker.deregister()
-        found = eventually(lambda: shared.get("/api/logs?worker_id=logger"), within_s=5)
+        found = eventually(lambda: shared.get("/api/logs?worker_id=logger"), within_s=30)
     finally:
         worker.close()
     assert [(e["level"], e["message"], e["task_id"]) for e in found] == [("warn", "loss is 3.5", "task-9")]
@@ -103,8 +104,8 @@ def test_goodbye_does_not_overtake_what_was_said_before_it(shared: Coordinator) 
             session.send(heartbeat=pb.HeartbeatRequest())
         session.send(logs=pb.LogBatch(entries=[pb.LogEntry(timestamp=time.time(), message="last words")]))
         session.send(goodbye=pb.Goodbye(reason="done"))
-        assert session.wait_for("goodbye", within_s=20).reason == "done"
-        assert session.ended.wait(10)
+        assert session.wait_for("goodbye", within_s=30).reason == "done"
+        assert session.ended.wait(30)
         assert session.error is None
     assert [e["message"] for e in shared.get("/api/logs?worker_id=talkative")] == ["last words"]
     assert "talkative" not in {w["id"] for w in shared.get("/api/workers")}
@@ -129,8 +130,8 @@ def test_worker_whose_session_is_not_heard_leaves_by_a_call(shared: Coordinator)
     worker = TrainingOrchestrator(shared.address, job_id="by-call")
     try:
         worker.register_worker("caller")
-        assert worker.wait_connected(10)
-        asyncio.run_coroutine_threadsafe(worker._session._end_session(), worker._session._loop).result(10)
+        assert worker.wait_connected(30)
+        asyncio.run_coroutine_threadsafe(worker._session._end_session(), worker._session._loop).result(30)
         worker.deregister()
         assert "caller" not in {w["id"] for w in shared.get("/api/workers")}
     finally:
@@ -154,12 +155,23 @@ def test_outbox_drops_the_oldest_lines_and_counts_them() -> None:
 def test_training_step_never_waits(shared: Coordinator, worker: TrainingOrchestrator) -> None:
     worker.register_worker("quick")
     worker.register_dataset("quick-data", "/d", "f", 1_000, 100)
-    began_s = time.perf_counter()
-    for step in range(5_000):
+
+    def tell(step: int) -> None:
         worker.heartbeat(step)
         worker.report_progress("quick-data", 0, step % 10, step)
-    assert time.perf_counter() - began_s < 2.0, "four microseconds a call on a quiet machine"
+
+    told_s = sorted(took_s(lambda n=number: tell(n)) for number in range(5_000))  # type: ignore[misc]
+    answered_s = statistics.median(took_s(worker.latest_checkpoint) for _ in range(50))
+    # Four microseconds each on a quiet machine, where an answer takes a hundred times as long. One in a hundred may be
+    # interrupted by the machine.
+    assert told_s[4_950] < answered_s
     worker.deregister()
+
+
+def took_s(call: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    call()
+    return time.perf_counter() - began_s
 
 
 def test_wrong_use_is_told_plainly(worker: TrainingOrchestrator) -> None:
@@ -196,7 +208,7 @@ def test_nobody_there_is_an_error_within_the_time_given() -> None:
     began_s = time.monotonic()
     with pytest.raises(CoordinatorUnavailable, match="strata serve") as error:
         worker.register_worker("w")
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 20, "the default is thirty"
     assert error.value.address == "127.0.0.1:1"
     worker.close()
 
@@ -258,13 +270,13 @@ def test_leaving_the_with_block_says_goodbye_and_an_error_does_not(shared: Coord
     assert "polite" not in {w["id"] for w in shared.get("/api/workers")}
     with pytest.raises(RuntimeError, match="training failed"):
         _fail(shared)
-    eventually(lambda: shown(shared, "rude")["status"] == "failed", within_s=10)
+    eventually(lambda: shown(shared, "rude")["status"] == "failed", within_s=20)
 
 
 def _fail(shared: Coordinator) -> None:
     with TrainingOrchestrator(shared.address, job_id="with") as worker:
         worker.register_worker("rude")
-        assert worker.wait_connected(10)
+        assert worker.wait_connected(30)
         raise RuntimeError("training failed")
 
 
@@ -309,5 +321,5 @@ def test_shards_are_shown_as_far_as_they_are_in_the_epoch_being_trained(
 
     assert len(worker.get_shards("rounds", 3)) == 4  # Trained by shards: they are asked for, and reported.
     worker.report_progress("rounds", 3, 1, 7)
-    eventually(lambda: shown_plan() == (3, 0, [0] * 4, [0, 7, 0, 0]), within_s=20)
+    eventually(lambda: shown_plan() == (3, 0, [0] * 4, [0, 7, 0, 0]), within_s=30)
     worker.deregister()

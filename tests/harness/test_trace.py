@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from strata import shared_memory
 from strata.checkpoint.staging import job_folder
 from strata.shared_memory import folder_name, folders_of, run_folder
 from strata.training.trace import KEPT_S, Footprints, last_footprint, note_rendezvous
@@ -19,11 +18,10 @@ LONG_AGO_S = time.monotonic() - KEPT_S - 60.0
 
 
 @pytest.fixture
-def name() -> Iterator[str]:
-    name = f"trace-{os.getpid()}"
-    yield name
-    for path in run_folder(name).parent.glob(f"{folder_name(name)}*"):
-        shutil.rmtree(path)
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a run in a place of its own: any run that begins beside this test would remove what looks old here."""
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    return "trace"
 
 
 def left_by_a_killed_run(name: str, *moments: float, mtime_s: float | None = None) -> Path:

@@ -40,7 +40,7 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     def cut(self) -> int:
@@ -54,7 +54,7 @@ class Proxy:
     # --- on the proxy's own loop ----------------------------------------------------------------------------
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _open(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)

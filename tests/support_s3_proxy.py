@@ -216,11 +216,11 @@ def s3_proxy(upstream: str) -> Iterator[S3Proxy]:
     thread = threading.Thread(target=on_thread, name="s3-proxy")
     thread.start()
     try:
-        assert started.wait(10)
+        assert started.wait(60)
         yield proxy
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
 
 
 async def _head(reader: asyncio.StreamReader) -> bytes | None:

@@ -147,7 +147,7 @@ def open_elsewhere(shm: Path, job: str, **options: object) -> subprocess.Popen[s
 
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
 
 def test_a_killed_jobs_memory_is_found_again_and_is_no_orphan_then(shm: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_job_lives_as_long_as_the_owner_it_names(shm: Path) -> None:
         assert reclaim_orphans(shm=shm, grace_s=0) == []
     finally:
         launcher.kill()
-        launcher.wait(10)
+        launcher.wait(60)
     assert reclaim_orphans(shm=shm, grace_s=0) == ["job"]
 
 

@@ -52,7 +52,12 @@ def test_a_trainer_reports_its_steps_and_its_checkpoints_verify(
         assert [info.step for info in manager.all_checkpoints()] == [8, 4]
         state = manager.load()
     assert torch.equal(state["model_state_dict"]["layer.weight"], model.layer.weight)
-    known = eventually(
-        lambda: {c["step"]: c["status"] for c in coordinator.get("/api/checkpoints")}, within_s=10
+
+    def known() -> dict[int, str]:
+        return {c["step"]: c["status"] for c in coordinator.get("/api/checkpoints")}
+
+    eventually(
+        lambda: known() == {8: "completed", 4: "completed"},
+        within_s=60,
+        what=lambda: f"both are known to be complete, not {known()}",
     )
-    assert known == {8: "completed", 4: "completed"}

@@ -11,12 +11,14 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
 
 log = logging.getLogger(__name__)
+
+LOCK = "lock"
 
 
 @contextmanager
@@ -33,7 +35,7 @@ def locked(output: Path) -> Iterator[Path]:
 def _acquire(folder: Path) -> int:
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "lock"
+        path = folder / LOCK
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:
@@ -72,5 +74,13 @@ def for_plan(folder: Path, plan: bytes) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Only while holding the lock."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Only while holding the lock. It goes last: from then on the folder may be another build's."""
+    lock = folder / LOCK
+    with suppress(OSError):  # What stays is in nobody's way; a folder that is not empty is in use.
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry != lock:
+                entry.unlink()
+        lock.unlink()
+        folder.rmdir()

@@ -38,11 +38,11 @@ fail() { printf 'error: %s\n' "$1" >&2; shift; for line in "$@"; do printf '  %s
 
 healthy() {
   if command -v curl >/dev/null; then
-    curl -fsS --max-time 2 "http://$reach:$port/health" 2>/dev/null | grep -q '"health": *"true"'
+    curl -fsS --max-time 5 "http://$reach:$port/health" 2>/dev/null | grep -q '"health": *"true"'
   else
     python3 - "http://$reach:$port/health" <<'PY' 2>/dev/null
 import sys, urllib.request
-sys.exit(b'"true"' not in urllib.request.urlopen(sys.argv[1], timeout=2).read())
+sys.exit(b'"true"' not in urllib.request.urlopen(sys.argv[1], timeout=5).read())
 PY
   fi
 }

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from elastic_harness import agent
 from elastic_harness.agent import ElasticTrainingConfig, WorldInfo
 from elastic_harness.errors import ConfigurationError, DistributedSetupError, TopologyChangeError
-from tests.harness.etcd_server import free_port
+from tests.harness.etcd_server import free_port, port_of_nobody
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -67,7 +67,7 @@ def test_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_joining_twice_is_joining_once_and_leaving_twice_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     port = pretend(monkeypatch)
-    world = agent.setup_distributed_environment("auto", timeout_s=20)
+    world = agent.setup_distributed_environment("auto", timeout_s=60)
     assert world == WorldInfo(0, 0, 1, 1, "127.0.0.1", port)
     assert agent.setup_distributed_environment("gloo") == world
     assert dist.get_backend() == ("nccl" if torch.cuda.is_available() else "gloo")
@@ -79,11 +79,12 @@ def test_joining_twice_is_joining_once_and_leaving_twice_is_harmless(monkeypatch
 
 
 def test_nobody_at_the_master_address_times_out_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, rank=1, world=2)
-    with pytest.raises(
-        DistributedSetupError, match=r"^Distributed initialization timed out: rank 1 of 2 waited 1 s"
-    ):
-        agent.setup_distributed_environment("gloo", timeout_s=1)
+    with port_of_nobody() as port:
+        pretend(monkeypatch, rank=1, world=2, port=port)
+        with pytest.raises(
+            DistributedSetupError, match=r"^Distributed initialization timed out: rank 1 of 2 waited 1 s"
+        ):
+            agent.setup_distributed_environment("gloo", timeout_s=1)
     assert not dist.is_initialized()
 
 
@@ -159,14 +160,14 @@ def test_launch_settings_that_cannot_work_are_refused_together() -> None:
 
 
 def test_launch_without_etcd_is_told_how_to_start_one() -> None:
-    with socket.socket() as server:
+    with socket.socket() as server, port_of_nobody() as nobody:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        alive, dead = f"127.0.0.1:{server.getsockname()[1]}", f"127.0.0.1:{free_port()}"
+        alive, dead = f"127.0.0.1:{server.getsockname()[1]}", f"127.0.0.1:{nobody}"
         ElasticTrainingConfig(rdzv_backend="etcd", rdzv_endpoint=f"{dead},{alive}").check_rendezvous()
-    ElasticTrainingConfig(rdzv_backend="c10d", rdzv_endpoint=dead).check_rendezvous()
-    with pytest.raises(DistributedSetupError) as caught:
-        ElasticTrainingConfig(rdzv_endpoint=dead).check_rendezvous()
+        ElasticTrainingConfig(rdzv_backend="c10d", rdzv_endpoint=dead).check_rendezvous()
+        with pytest.raises(DistributedSetupError) as caught:
+            ElasticTrainingConfig(rdzv_endpoint=dead).check_rendezvous()
     assert (
         caught.value.message
         == f"Failed to connect to etcd at {dead}: [Errno {errno.ECONNREFUSED}] Connection refused"
@@ -210,7 +211,7 @@ def test_two_processes_under_torchrun_agree(tmp_path: Path) -> None:
         env={**os.environ, **config.to_torchrun_env(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from strata.chaos.run import ChaosRun
 from strata.checkpoint.manager import CheckpointManager
 from strata.cli.common import get
 from strata.launch.torchrun import Agent
-from strata.training.trace import last_footprint
+from strata.training.trace import last_footprint, was_saved
 from tests.e2e.conftest import StartRun
 from tests.support import eventually
 
@@ -30,16 +30,16 @@ def run(start_shared: StartRun) -> ChaosRun:
 
 
 def test_a_recovery_is_traced_by_phase_and_shown(run: ChaosRun) -> None:
-    eventually(lambda: run.step > run.job.snapshot_every + 1, within_s=60, what="the first snapshot")
+    eventually(lambda: was_saved(run.job.name), within_s=60, what="the first snapshot")
     run.hurt(["kill"], patience_s=120.0)
 
     def mine() -> list[dict[str, Any]]:
         return [r for r in get(run.coordinator.api, "/api/recoveries") if r["job_id"] == run.job.name]
 
-    found = eventually(mine, within_s=30, what="the recovery at the coordinator")[0]
+    found = eventually(mine, within_s=60, what="the recovery at the coordinator")[0]
     assert set(found["phases_s"]) == {"detect", "rendezvous", "spawn", "load", "first_step"}
     assert found["tier"] == "MEMORY"
-    assert found["lost_steps"] <= run.job.snapshot_every
+    assert found["lost_steps"] <= 2 * run.job.snapshot_every, "the snapshot under way may be lost as well"
 
 
 def test_the_coordinator_may_die_while_training_goes_on(run: ChaosRun) -> None:
@@ -52,7 +52,7 @@ def test_the_coordinator_may_die_while_training_goes_on(run: ChaosRun) -> None:
         found = [w for w in get(run.coordinator.api, "/api/workers") if w["job_id"] == run.job.name]
         return len(found) == 2 and all(w["connected"] for w in found)
 
-    eventually(connected, within_s=30, what="both workers at the restarted coordinator")
+    eventually(connected, within_s=90, what="both workers at the restarted coordinator")
     assert run.agents[0].workers() == workers, "somebody was restarted"
     injury = run.hurt(["kill"], patience_s=120.0)
     assert injury.recovery_s is not None, run.agents[0].tail()
@@ -93,9 +93,9 @@ def test_sigterm_makes_a_final_checkpoint_and_leaves(run: ChaosRun) -> None:
 
 def test_a_killed_agent_leaves_no_semaphores(run: ChaosRun) -> None:
     run.start_agent(0)
-    mine = eventually(lambda: _semaphores(run.agents[0]), within_s=60, what="workers of the fork server")
+    mine = eventually(lambda: _semaphores(run.agents[0]), within_s=120, what="workers of the fork server")
     run.agents[0].kill()
-    eventually(lambda: not any(path.exists() for path in mine), within_s=10, what="the tracker's cleaning")
+    eventually(lambda: not any(path.exists() for path in mine), within_s=60, what="the tracker's cleaning")
 
 
 @pytest.mark.timeout(600)
@@ -110,6 +110,7 @@ def test_the_demo_ends_well_and_prints_what_it_proved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.timeout(400)
 def test_a_demo_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     """SIGTERM, as a supervisor sends it, while training is under way."""
     with subprocess.Popen(
@@ -122,7 +123,7 @@ def test_a_demo_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
         try:
             # The coordinator, the agent, and what the agent starts.
             below = eventually(
-                lambda: found if len(found := _below(demo.pid)) > 2 else None, within_s=60, what="a training"
+                lambda: found if len(found := _below(demo.pid)) > 2 else None, within_s=120, what="a training"
             )
         finally:
             demo.terminate()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from strata.chaos.evaluate import loss_of
@@ -25,6 +27,11 @@ def await_world(run: ChaosRun, size: int) -> None:
     eventually(reached, within_s=120, what=f"a world of {size}")
 
 
+def learning_rates(run: ChaosRun) -> list[float | None]:
+    workers = get(run.coordinator.api, "/api/workers")
+    return [w["metrics"].get("lr") for w in workers if w["job_id"] == run.job.name]
+
+
 @pytest.mark.timeout(900)
 def test_four_workers_too_few_two_three_and_four_again_in_one_run(start_run: StartRun) -> None:
     """Each agent stands for a machine with one worker."""
@@ -32,15 +39,23 @@ def test_four_workers_too_few_two_three_and_four_again_in_one_run(start_run: Sta
     await_world(run, 4)
     for number in (1, 2, 3):
         run.agents[number].kill()
-    refusal = "TopologyChangeError: Topology change (4 -> 1 workers) failed: World size below min_nodes"
+    # Where the last machine goes late, the others may have met without the first two.
+    refusal = (
+        r"TopologyChangeError: Topology change \([432] -> 1 workers\) failed: World size below min_nodes"
+    )
     eventually(
-        lambda: refusal in run.agents[0].tail(200), within_s=120, what="one worker is too few", every_s=0.2
+        lambda: re.search(refusal, run.agents[0].tail(200)),
+        within_s=120,
+        what="one worker is too few",
+        every_s=0.2,
     )
     for number in (1, 2, 3):
         run.start_agent(number)
         await_world(run, number + 1)
     enough = run.step + 100
     eventually(lambda: run.step >= enough, within_s=120, what="some steps in the last world")
+    # Before they leave one by one: those who stay meet anew, and have no figures yet.
+    eventually(lambda: learning_rates(run) == [1e-3] * 4, within_s=60, what=lambda: str(learning_rates(run)))
     for agent in run.agents:
         agent.stop()
     with CheckpointManager(run.job.checkpoints) as manager:
@@ -48,12 +63,6 @@ def test_four_workers_too_few_two_three_and_four_again_in_one_run(start_run: Sta
     assert latest is not None
     reports = audit_epochs(run.job.checkpoints, DATASET)
     assert all(report.clean for report in reports), [report.reason for report in reports]
-    rates = {
-        w["metrics"].get("lr")
-        for w in get(run.coordinator.api, "/api/workers")
-        if w["job_id"] == run.job.name
-    }
-    assert rates <= {1e-3}
 
     # The same batches, and nobody to wait for.
     undisturbed = start_run(name="constant", steps=latest.step, workers=1, global_batch=12)

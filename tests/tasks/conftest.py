@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from strata.shared_memory import folders_of
 from tests.support import Coordinator, eventually
 
 ENDED = ("completed", "failed", "stopped")
+STOP_S = 60.0
+"""A task that stops in good order has this long for it, however busy the machine is."""
 
 
 class Tasks:
@@ -84,11 +85,8 @@ class Tasks:
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Iterator[Tasks]:
-    made = Tasks(tmp_path / "data", {"STRATA_TASK_WORKERS": "2", "OMP_NUM_THREADS": "1"})
+    settings = {"STRATA_TASK_WORKERS": "2", "STRATA_TASK_STOP_TIMEOUT": str(STOP_S), "OMP_NUM_THREADS": "1"}
+    made = Tasks(tmp_path / "data", settings)
     made.server.start()
     yield made
     made.close()
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, 9)

@@ -31,7 +31,7 @@ def test_data_is_prepared_by_tasks_submitted_from_a_file(tasks: Tasks, tmp_path:
     assert ran.code == 0, ran.out
     assert "8 shards" in ran.out
     client = strata.Client(tasks.server.url)
-    indexed = client.wait(indexing, timeout_s=60)
+    indexed = client.wait(indexing, timeout_s=120)
     assert (indexed["status"], indexed["progress"], indexed["config"]) == (
         "completed",
         100.0,

@@ -14,7 +14,7 @@ import pytest
 
 from strata.client import Client
 from tests.support import eventually
-from tests.tasks.conftest import Tasks
+from tests.tasks.conftest import STOP_S, Tasks
 
 LITTLE_MEMORY = Path(f"/sys/fs/cgroup/memory/strata-test-{os.getpid()}")
 TINY: dict[str, Any] = {
@@ -37,6 +37,7 @@ def workers(tasks: Tasks, task_id: str) -> dict[str, int]:
     }
 
 
+@pytest.mark.timeout(600)
 def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_end(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.touch()
@@ -52,24 +53,24 @@ def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_e
         steps = 1_000
         task_id = tasks.submit("held", workers=2, steps=steps)
         behind = tasks.submit(workers=1, steps=1, **TINY)
-        begun = tasks.until(task_id, lambda task: task["step"] > 0)
+        begun = tasks.until(task_id, lambda task: task["step"] > 0 and len(task["worker_ids"]) == 2)
         assert (begun["status"], begun["total_steps"], begun["attempts"]) == ("running", steps, 1)
         assert sorted(begun["worker_ids"]) == [f"{task_id}-rank0", f"{task_id}-rank1"]
         waiting = tasks.get(behind)
         assert waiting["reason"] == "number 1 in the queue: it needs 1 workers, and 0 workers are free"
         assert tasks.server.post(f"/api/tasks/{behind}/stop", {})[1]["status"] == "stopped"
 
-        victim = eventually(lambda: workers(tasks, task_id).get(f"{task_id}-rank1"), within_s=30)
+        victim = eventually(lambda: workers(tasks, task_id).get(f"{task_id}-rank1"), within_s=60)
         server = psutil.Process(victim).parent()
         assert server is not None
         assert "multiprocessing.forkserver" in " ".join(server.cmdline())
         os.kill(victim, signal.SIGKILL)
-        eventually(lambda: "rank 1 was killed by SIGKILL" in tasks.log(task_id), within_s=30)
+        eventually(lambda: "rank 1 was killed by SIGKILL" in tasks.log(task_id), within_s=60)
         successor = eventually(
             lambda: next(
                 (p for w, p in workers(tasks, task_id).items() if w.endswith("1") and p != victim), 0
             ),
-            within_s=60,
+            within_s=120,
             every_s=0.1,
         )
         # It had torch before it was born, and needed nobody but the task's own agent to come to life.
@@ -80,7 +81,7 @@ def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_e
         tasks.server.kill()
         folder = tasks.server.data_dir / "tasks" / task_id
         before = written(folder)
-        eventually(lambda: written(folder) > before, within_s=30)  # Training goes on.
+        eventually(lambda: written(folder) > before, within_s=60)  # Training goes on.
         tasks.server.start()
         again = tasks.get(task_id)
         assert (again["status"], again["attempts"], again["started_at"]) == (
@@ -89,7 +90,8 @@ def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_e
             begun["started_at"],
         )
         assert again["step"] >= recovered["step"]
-        assert "rank 1 was killed by SIGKILL" in tasks.log(task_id)
+        # What it had not yet written down when it was killed is read again.
+        eventually(lambda: "rank 1 was killed by SIGKILL" in tasks.log(task_id), within_s=60)
         slow.unlink()
 
         ended = tasks.ended(task_id)
@@ -99,7 +101,7 @@ def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_e
         said = {line for line in log.splitlines() if "slowly at" in line}
         assert {f"{task_id}-rank0 info slowly at {n}" for n in range(again["step"])} <= said  # None is lost.
         assert tasks.processes(task_id) == {}
-        eventually(lambda: tasks.shared_memory(task_id) == [], within_s=10)
+        eventually(lambda: tasks.shared_memory(task_id) == [], within_s=60)
     finally:
         tasks.close()
 
@@ -108,15 +110,14 @@ def written(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("run-1/output-*"))
 
 
+@pytest.mark.timeout(400)
 def test_stop_saves_and_leaves_nothing_and_restart_goes_on_from_there(tasks: Tasks) -> None:
     client = Client(tasks.server.url)
     task_id = tasks.submit(workers=2, steps=1_000_000, **TINY)
     tasks.until(task_id, lambda task: task["step"] > 10)
     pids = list(tasks.processes(task_id))
     assert len(pids) >= 4  # Keeper, agent, two workers.
-    began_s = time.monotonic()
-    answer = client.stop(task_id, wait_s=30)
-    assert time.monotonic() - began_s < 10
+    answer = client.stop(task_id, wait_s=STOP_S)
     assert answer == {"task_id": task_id, "status": "stopped", "reason": "asked to stop over the API"}
     assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
     assert not [c for c in psutil.net_connections("tcp") if c.pid in pids]
@@ -131,10 +132,11 @@ def test_stop_saves_and_leaves_nothing_and_restart_goes_on_from_there(tasks: Tas
     assert tasks.server.post(f"/api/tasks/{task_id}/restart", {})[0] == 409  # It waits, or runs, already.
     going_on = tasks.until(task_id, lambda task: task["attempts"] == 2 and task["step"] > saved[0]["step"])
     assert f"from the checkpoint at step {saved[0]['step']}" in going_on["reason"]
-    assert client.stop(task_id, wait_s=30)["status"] == "stopped"
+    assert client.stop(task_id, wait_s=STOP_S)["status"] == "stopped"
     assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
 
 
+@pytest.mark.timeout(600)
 def test_each_end_has_its_cause(tmp_path: Path) -> None:
     recipes = tmp_path / "recipes"
     recipes.mkdir()
@@ -188,7 +190,7 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
             assert starved["exit_cause"]["kind"] == "oom"
             assert "rank 0 was killed by the kernel because memory ran out" in starved["reason"]
         # An agent that is killed takes its workers with it, and the task is tried again.
-        eventually(lambda: "about to wait" in tasks.log(ids["wait"]), within_s=60)
+        eventually(lambda: "about to wait" in tasks.log(ids["wait"]), within_s=120)
         (agent,) = (
             pid
             for pid, line in tasks.processes(ids["wait"]).items()
@@ -199,11 +201,11 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         # Why, can only be guessed where the kernel has just killed another.
         assert retried["exit_cause"]["message"].startswith("the torchrun agent was killed by")
         assert retried["exit_cause"]["signal"] == "SIGKILL"
-        Client(tasks.server.url).stop(ids["wait"], wait_s=20)
+        Client(tasks.server.url).stop(ids["wait"], wait_s=STOP_S)
         # One that does not listen is killed when its time is over.
-        eventually(lambda: "deaf" in tasks.log(ids["linger"]), within_s=60)
-        Client(tasks.server.url).stop(ids["linger"], wait_s=20)
-        stopped = tasks.ended(ids["linger"], within_s=1)
+        eventually(lambda: "deaf" in tasks.log(ids["linger"]), within_s=120)
+        Client(tasks.server.url).stop(ids["linger"], wait_s=STOP_S)
+        stopped = tasks.get(ids["linger"])
         assert stopped["status"] == "stopped"
         assert "did not leave in time and was killed" in stopped["reason"]
         assert all(tasks.processes(task_id) == {} for task_id in ids.values())

@@ -32,7 +32,7 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
         reason="a test",
     )
     assert server.post("/api/tasks", {"name": "train", "type": "training", "dataset_id": "images"})[0] == 201
-    eventually(lambda: server.get("/api/workers")[0]["status"] == "training", within_s=10)
+    eventually(lambda: server.get("/api/workers")[0]["status"] == "training", within_s=30)
     yield server
     worker.deregister()
     worker.close()

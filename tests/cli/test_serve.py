@@ -40,7 +40,7 @@ def test_port_zero_picks_a_free_one_and_prints_it(tmp_path: Path) -> None:
         grpc = re.search(r"Workers join at (127\.0\.0\.1:\d+)", text)
         assert http is not None
         assert grpc is not None
-        with urllib.request.urlopen(http[1] + "/api/health", timeout=10) as answer:
+        with urllib.request.urlopen(http[1] + "/api/health", timeout=30) as answer:
             assert answer.read() == b'{"status":"ok"}'
         with TrainingOrchestrator(f"http://{grpc[1]}") as worker:
             assert worker.register_worker("w").rank == 0
@@ -94,10 +94,10 @@ def test_open_address_serves_with_a_token(tmp_path: Path) -> None:
         request = urllib.request.Request(
             server.url + "/api/workers", headers={"Authorization": "Bearer secret"}
         )
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             assert answer.read() == b"[]"
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(server.url + "/api/workers", timeout=10)
+            urllib.request.urlopen(server.url + "/api/workers", timeout=30)
     finally:
         server.stop()
 
@@ -111,7 +111,7 @@ def test_ipv6_loopback_serves(tmp_path: Path) -> None:
     server = Coordinator(tmp_path / "data", "--host", "::1").start()
     try:
         assert f"http://[::1]:{server.http_port}" in "".join(server.output)
-        with urllib.request.urlopen(f"http://[::1]:{server.http_port}/api/health", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://[::1]:{server.http_port}/api/health", timeout=30) as answer:
             assert answer.status == 200
         with TrainingOrchestrator(f"[::1]:{server.grpc_port}") as worker:
             worker.register_worker("w")
@@ -127,7 +127,7 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_journal_and_log(
     with Fleet(server.address) as fleet, EventStream(server.http_port):
         first = fleet.register("a", "b", "c")
         waiting = fleet.begin("a", "barrier", "across", participants=3)
-        eventually(lambda: server.get("/api/barriers"), within_s=10)
+        eventually(lambda: server.get("/api/barriers"), within_s=30)
         process = psutil.Process(server.pid)
         children = process.children(recursive=True)
         began_s = time.monotonic()
@@ -135,9 +135,9 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_journal_and_log(
         for number in signals:
             server.process.send_signal(number)
             time.sleep(0.02)
-        assert server.process.wait(15) == 0
+        assert server.process.wait(30) == 0
         took_s = time.monotonic() - began_s
-        assert took_s < 8, f"it took {took_s:.1f} s to stop"
+        assert took_s < 20, f"it took {took_s:.1f} s to stop"
         assert not any(child.is_running() for child in children)
         assert sorted(os.listdir(server.data_dir)) == ["journal.sqlite", "lock", "logs.sqlite"]
         assert "Traceback" not in "".join(server.output), "".join(server.output)
@@ -148,7 +148,7 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_journal_and_log(
         # A clean stop fails nobody: everyone is who they were, and the barrier they wait at goes on.
         for name in ("b", "c"):
             fleet.begin(name, "barrier", "across", participants=3)
-        assert waiting.result(20).value["participants"] == 3
+        assert waiting.result(30).value["participants"] == 3
         workers = {w["id"]: (w["incarnation"], w["status"]) for w in server.get("/api/workers")}
         assert workers == {w["worker_id"]: (w["incarnation"], "active") for w in first}
     server.stop()

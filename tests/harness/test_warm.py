@@ -73,7 +73,7 @@ def test_one_that_has_finished_is_not_waited_for_when_all_are_ended(tmp_path: Pa
         time.sleep(0.02)  # Both have finished, and wait for the agent to take their results.
     began_s = time.monotonic()
     context.close()
-    assert time.monotonic() - began_s < 15, "torch would wait 30 s and then kill them"
+    assert time.monotonic() - began_s < 25, "torch would wait 30 s and then kill them"
 
 
 def leave(how: str, said: str) -> None:

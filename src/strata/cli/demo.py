@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,8 +27,10 @@ from strata.errors import StrataError
 from strata.launch.coordinator import CoordinatorProcess, free_or_any
 from strata.launch.sample_job import DATASET, SampleJob
 from strata.launch.torchrun import Agent
+from strata.training.trace import last_footprint
 
 REFRESH_S = 0.5
+LOOK_S = 0.05
 
 
 class DemoFailed(StrataError):
@@ -80,42 +82,50 @@ class Demonstration:
     job: SampleJob
     agent: Agent
     api: str
-    killed: list[str] = field(default_factory=list)
+    killed: int = 0
+    killed_mono_s: float = 0.0
 
     def watch(self, *, kill_every_s: float | None) -> None:
         """Until training ends. Kills a worker in the middle of a bounded run, and every so often otherwise."""
         kill_step = self.job.steps // 2 if kill_every_s is None else None
         next_kill_s = time.monotonic() + (kill_every_s or 0.0)
         with Live(console=console, refresh_per_second=4, transient=True) as live:
+            refresh_s = 0.0
             while self.agent.is_running:
-                state = get(self.api, "/api/dashboard")
-                step = max((w["current_step"] for w in state["workers"]), default=0)
-                if kill_step is not None and step >= kill_step and self._kill_one(state):
+                if time.monotonic() >= refresh_s:
+                    live.update(_picture(get(self.api, "/api/dashboard")))
+                    refresh_s = time.monotonic() + REFRESH_S
+                if kill_step is not None and self._kill_one(from_step=kill_step):
                     kill_step = None
-                if kill_every_s is not None and time.monotonic() > next_kill_s and self._kill_one(state):
+                if kill_every_s is not None and time.monotonic() > next_kill_s and self._kill_one():
                     next_kill_s = time.monotonic() + kill_every_s
-                live.update(_picture(state))
-                time.sleep(REFRESH_S)
+                time.sleep(LOOK_S)
         if self.agent.process.returncode:
             raise DemoFailed(
                 f"Training ended with status {self.agent.process.returncode}:\n{self.agent.tail()}",
                 hint="This is a bug; the lines above say where.",
             )
 
-    def _kill_one(self, state: dict[str, Any]) -> bool:
-        """SIGKILL for the worker of the highest rank: one of our own, by its process id."""
-        busy = ("training", "checkpointing")
-        training = [w for w in state["workers"] if w["status"] in busy and "pid" in w["metadata"]]
-        if len(training) < self.job.workers:
+    def _kill_one(self, *, from_step: int = 1) -> bool:
+        """SIGKILL for the worker of the highest rank, the youngest of our own; whether there was one that trains.
+
+        The step is the workers' own: what they have told the coordinator is up to a second old.
+        """
+        last = last_footprint(self.job.name)
+        if last is None or last.step < from_step or last.born_mono_s <= self.killed_mono_s:
             return False
-        victim = max(training, key=lambda w: str(w["id"]))
-        pid = int(victim["metadata"]["pid"])
-        text = f"killing {victim['id']} (process {pid}) with SIGKILL at step {victim['current_step']}"
-        self.killed.append(victim["id"])
+        workers = self.agent.workers()
+        if len(workers) < self.job.workers:
+            return False
+        try:
+            os.kill(workers[-1], signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        self.killed += 1
+        self.killed_mono_s = time.monotonic()
+        who = f"{self.job.name}-rank{len(workers) - 1} (process {workers[-1]})"
+        text = f"killing {who} with SIGKILL at step {last.step}"
         console.print(Text.assemble((time.strftime("%H:%M:%S "), "dim"), (text, "bold yellow")))
-        if pid in self.agent.workers():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         return True
 
     def summarize(self) -> None:
@@ -146,8 +156,8 @@ class Demonstration:
             raise DemoFailed(f"Checkpoints are damaged: {'; '.join(damaged)}", hint="This is a bug.")
         if not all(report.clean for report in reports):
             raise DemoFailed("The ledger is not exact.", hint="This is a bug.")
-        if len(recoveries) < len(self.killed):
-            raise DemoFailed(f"{len(self.killed)} workers were killed, {len(recoveries)} recoveries made.")
+        if len(recoveries) < self.killed:
+            raise DemoFailed(f"{self.killed} workers were killed, {len(recoveries)} recoveries made.")
 
 
 def _picture(state: dict[str, Any]) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ TASK: dict[str, Any] = {
         "device": "cpu",
     },
 }
+UP_S = 200.0
+"""For whatever starts processes that import torch, several at a time."""
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,7 @@ def test_a_nodes_room_is_what_it_has_least_of() -> None:
     assert room_of({"CPU": 0.3 * 3}, cpus=0.3, gpus=0) == 3
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_task_spreads_over_nodes_outlives_one_of_them_and_stops_without_a_trace(tmp_path: Path) -> None:
     with ray_cluster(3, cpus=2) as cluster:
         flags = ("--launcher", "ray", "--ray-address", cluster.address)
@@ -67,48 +70,56 @@ def test_a_task_spreads_over_nodes_outlives_one_of_them_and_stops_without_a_trac
             assert status == 201, created
             task_id = created["task_id"]
 
-            # It spreads: an agent on each node, three workers altogether.
-            eventually(lambda: task(server)["step"] >= 10, within_s=90, what="steps are made", every_s=0.2)
+            # It spreads: an agent on each node, three workers altogether. Who is there first begins without the others.
+            eventually(
+                lambda: task(server)["step"] >= 10 and len(task(server)["worker_ids"]) == 3,
+                within_s=UP_S,
+                what="all three train",
+                every_s=0.2,
+            )
             assert [agents_on(node) for node in cluster.nodes] == [1, 1, 1]
-            assert len(task(server)["worker_ids"]) == 3
 
             # Logs by rank, as with the local launcher.
-            assert "started on 3 nodes of the Ray cluster" in messages(server, task_id)
+            eventually(
+                lambda: "started on 3 nodes of the Ray cluster" in messages(server, task_id), within_s=60
+            )
             said = f"/api/tasks/{task_id}/logs?worker_id={task_id}-rank0"
-            eventually(lambda: any("loss" in entry["message"] for entry in server.get(said)), within_s=10)
+            eventually(lambda: any("loss" in entry["message"] for entry in server.get(said)), within_s=60)
 
-            # A node is lost: its agent is started on another one, and training goes on from a snapshot.
-            before = task(server)["step"]
+            # A node is lost: its agent is started on another one, and training goes on from what was saved.
+            lost_at = time.time()
             cluster.lose(cluster.nodes[1])
             eventually(
                 lambda: sorted(map(agents_on, cluster.nodes)) == [1, 2],
-                within_s=60,
+                within_s=UP_S,
                 what="the agent is started on another node",
                 every_s=0.2,
             )
-            eventually(
-                lambda: task(server)["step"] > before + 10 and len(task(server)["worker_ids"]) == 3,
-                within_s=90,
+            recovered = eventually(
+                lambda: [
+                    r for r in server.get("/api/recoveries") if r["at"] > lost_at and r["world_after"] == 3
+                ],
+                within_s=UP_S,
                 what="all three train again",
                 every_s=0.2,
+            )
+            assert all(r["resumed_step"] > 0 for r in recovered), f"not from the beginning: {recovered}"
+            eventually(lambda: "was started again on node" in messages(server, task_id), within_s=60)
+            assert "is lost with node" in messages(server, task_id)
+            before = task(server)["step"]
+            eventually(
+                lambda: task(server)["step"] > before + 10, within_s=60, what="it goes on", every_s=0.2
             )
             now = task(server)
             assert (now["status"], now["attempts"]) == ("running", 1), now
             assert 0 < now["progress"] < 100
-            eventually(lambda: "was started again on node" in messages(server, task_id), within_s=10)
-            assert "is lost with node" in messages(server, task_id)
-            eventually(
-                lambda: any(r["resumed_step"] >= before - 10 for r in server.get("/api/recoveries")),
-                within_s=10,
-                what="from a snapshot, not from the beginning",
-            )
 
             # Stopping leaves nothing behind: no process, no shared memory, no reservation.
-            assert server.post(f"/api/tasks/{task_id}/stop?wait=30", {})[1]["status"] == "stopped"
+            stop(server, task_id)
             assert [agents_on(node) for node in cluster.nodes] == [0, 0]
             assert with_mark(task_id) == []
-            eventually(lambda: not segments(task_id), within_s=10, what="shared memory is free")
-            eventually(lambda: cluster.free_cpus() == 4, within_s=10, what="nothing is reserved")
+            eventually(lambda: not segments(task_id), within_s=60, what="shared memory is free")
+            eventually(lambda: cluster.free_cpus() == 4, within_s=60, what="nothing is reserved")
         finally:
             server.stop()
 
@@ -140,12 +151,7 @@ def test_a_task_outlives_coordinator_and_driver_and_a_failing_one_says_why(tmp_p
             )
             assert kept(cluster.nodes) == keepers, "no process was started anew"
             assert task(server)["attempts"] == 1
-            eventually(
-                lambda: (
-                    server.post(f"/api/tasks/{created['task_id']}/stop?wait=30", {})[1]["status"] == "stopped"
-                ),
-                within_s=60,
-            )
+            stop(server, created["task_id"])
             assert with_mark(created["task_id"]) == []
 
             # One that cannot work fails with the reason of the worker that found out.
@@ -157,8 +163,8 @@ def test_a_task_outlives_coordinator_and_driver_and_a_failing_one_says_why(tmp_p
             assert "ended with status 2" in cause["message"]
             assert "on node 127.0.0.1" in cause["message"]
             assert with_mark(created["task_id"]) == []
-            eventually(lambda: not segments(created["task_id"]), within_s=10, what="shared memory is free")
-            eventually(lambda: cluster.free_cpus() == 2, within_s=10, what="nothing is reserved")
+            eventually(lambda: not segments(created["task_id"]), within_s=60, what="shared memory is free")
+            eventually(lambda: cluster.free_cpus() == 2, within_s=60, what="nothing is reserved")
         finally:
             server.stop()
 
@@ -167,6 +173,15 @@ def task(server: Coordinator) -> dict[str, Any]:
     """The newest one."""
     tasks: list[dict[str, Any]] = server.get("/api/tasks")
     return max(tasks, key=lambda t: float(t["created_at"]))
+
+
+def stop(server: Coordinator, task_id: str) -> None:
+    """An answer comes after ten seconds at the latest: before whoever asks would give up."""
+    eventually(
+        lambda: server.post(f"/api/tasks/{task_id}/stop?wait=10", {})[1]["status"] == "stopped",
+        within_s=UP_S,
+        what="it stops",
+    )
 
 
 def messages(server: Coordinator, task_id: str) -> str:

@@ -22,6 +22,8 @@ from tests.e2e.conftest import StartRun
 from tests.harness.etcd_server import EtcdServer, require_etcd
 from tests.support import eventually
 
+pytestmark = pytest.mark.timeout(900)
+
 WAIT_S = 600.0
 STEPS = 400
 KILLS = 20
@@ -74,6 +76,7 @@ def await_new_step(run: ChaosRun, made: int) -> None:
     eventually(
         lambda: run.step > made + 1 or not run.is_running,
         within_s=120,
+        every_s=0.005,
         what=lambda: f"step {made + 2}\n{run.agents[0].tail()}",
     )
     assert run.is_running, f"The job has ended:\n{run.agents[0].tail()}"
@@ -92,7 +95,6 @@ def test_a_finished_job_leaves_no_shared_memory(calm: ChaosRun) -> None:
     assert not find_snapshots(f"job-{calm.job.name}")
 
 
-@pytest.mark.timeout(900)
 def test_twenty_kills_of_any_rank_at_any_moment_leave_no_trace_in_the_model(
     calm: ChaosRun, start_run: StartRun
 ) -> None:

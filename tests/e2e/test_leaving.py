@@ -22,6 +22,8 @@ from strata.training.trace import last_footprint, was_saved
 from tests.e2e.conftest import StartRun
 from tests.support import eventually
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def run(start_shared: StartRun) -> ChaosRun:
@@ -92,13 +94,13 @@ def test_sigterm_makes_a_final_checkpoint_and_leaves(run: ChaosRun) -> None:
 
 
 def test_a_killed_agent_leaves_no_semaphores(run: ChaosRun) -> None:
+    run.agents[0].stop()  # If it has not left yet.
     run.start_agent(0)
     mine = eventually(lambda: _semaphores(run.agents[0]), within_s=120, what="workers of the fork server")
     run.agents[0].kill()
     eventually(lambda: not any(path.exists() for path in mine), within_s=60, what="the tracker's cleaning")
 
 
-@pytest.mark.timeout(600)
 def test_the_demo_ends_well_and_prints_what_it_proved(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "strata.cli.main", "demo", "--once", "--steps", "300"]
     done = subprocess.run(
@@ -110,7 +112,6 @@ def test_the_demo_ends_well_and_prints_what_it_proved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.timeout(400)
 def test_a_demo_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     """SIGTERM, as a supervisor sends it, while training is under way."""
     with subprocess.Popen(

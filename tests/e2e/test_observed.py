@@ -9,9 +9,13 @@ import time
 import urllib.request
 from typing import Any
 
+import pytest
+
 from strata.chaos.run import ChaosRun
 from tests.e2e.conftest import StartRun
 from tests.support import eventually
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def get(run: ChaosRun, path: str) -> Any:

@@ -27,6 +27,8 @@ from tests.support import eventually
 from tests.support_proxy import Proxy
 from tests.support_seaweed import seaweed, weed_binary
 
+pytestmark = pytest.mark.timeout(400)
+
 LIMIT_S = 120.0
 DISK_BYTES = 4 << 20
 NOWHERE = {

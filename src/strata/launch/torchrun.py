@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,9 @@ from strata.rendezvous import PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, WARM_ARGUM
 
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
+GONE_S = 10.0
+"""Processes that were killed are gone long before."""
+POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +136,16 @@ class Agent:
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
-        for process in (*below, *_group(self.process.pid)):
-            if not is_tracker(process.pid):
+        deadline_s = time.monotonic() + GONE_S
+        # Until none is left: the fork server may have been about to fork another.
+        while left := [p for p in (*below, *_group(self.process.pid)) if _is_to_end(p)]:
+            for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-        return self.process.wait(10)
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(POLL_S)
+        return self.process.wait(GONE_S)
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -147,6 +156,13 @@ def _living_children(pid: int) -> list[psutil.Process]:
         return [c for c in psutil.Process(pid).children() if c.status() != psutil.STATUS_ZOMBIE]
     except psutil.NoSuchProcess:
         return []
+
+
+def _is_to_end(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return alive and not is_tracker(process.pid)
+    return False
 
 
 def _group(leader: int) -> list[psutil.Process]:

@@ -54,7 +54,7 @@ def acting() -> Iterator[Actor]:
         yield Actor(process)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 @pytest.fixture

@@ -245,7 +245,7 @@ def test_the_last_save_of_a_script_is_not_lost(folder: Path, memory: Memory, tmp
         f"manager = CheckpointManager({str(folder)!r}, memory=Memory(job={memory.job!r}))\n"
         "manager.save(small_state(5), step=5)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=150)
     with CheckpointManager(folder, memory=memory) as manager:
         assert_is_step(manager.load(), 5)
 

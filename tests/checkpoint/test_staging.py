@@ -264,7 +264,7 @@ def test_a_forked_child_does_not_remove_its_parents_images(job: str, memory: Mem
         manager.save(small_state(1), step=1).result(30)
         child = multiprocessing.get_context("fork").Process(target=manager._images().close)
         child.start()
-        child.join(30)
+        child.join(120)
         assert child.exitcode == 0
         assert_is_step(manager.load(), 1)
 

@@ -25,12 +25,13 @@ def write(folder: Path, job: str, stem: str, writer: int, begin: Any) -> None:
         author=Author(worker=f"worker-{writer}"),
         stem=step_stem if stem == "step" else unique_stem,
     )
-    begin.wait(60)
+    begin.wait(300)
     for step in range(10):
         manager.save(small_state(step, elements=1000 * (writer + 1)), step=step)
     manager.close()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stem", ["unique", "step"])
 def test_racing_processes_all_end_with_whole_checkpoints(folder: Path, job: str, stem: str) -> None:
     context = multiprocessing.get_context("spawn")
@@ -40,7 +41,7 @@ def test_racing_processes_all_end_with_whole_checkpoints(folder: Path, job: str,
         writer.start()
     begin.set()
     for writer in writers:
-        writer.join(120)
+        writer.join(500)  # Each has to import everything first.
         assert writer.exitcode == 0
     with CheckpointManager(folder, memory=Memory(job=job), stem=step_stem) as manager:
         found = manager.all_checkpoints()

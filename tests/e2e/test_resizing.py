@@ -24,7 +24,16 @@ def await_world(run: ChaosRun, size: int) -> None:
         newest = last_footprint(run.job.name)
         return newest is not None and newest.world_size == size
 
-    eventually(reached, within_s=120, what=f"a world of {size}")
+    eventually(reached, within_s=120, what=lambda: f"a world of {size}\n{state_of_agents(run)}")
+
+
+def state_of_agents(run: ChaosRun) -> str:
+    """For whoever reads of a failure: who lives, and what each said last."""
+    return "\n".join(
+        f"agent {number}: {'running' if agent.is_running else f'ended with {agent.process.returncode}'}, "
+        f"workers {agent.workers()}\n{agent.tail(5)}"
+        for number, agent in enumerate(run.agents)
+    )
 
 
 def learning_rates(run: ChaosRun) -> list[float | None]:

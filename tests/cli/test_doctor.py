@@ -21,6 +21,7 @@ import typer
 from typer.testing import CliRunner
 
 from strata.cli.doctor import doctor
+from strata.diagnostics import network
 from strata.stores import open_store
 from tests.harness.etcd_server import EtcdServer, free_port, require_etcd
 from tests.support_seaweed import READER_KEY, WRITER_KEY, seaweed, weed_binary
@@ -180,6 +181,13 @@ def test_clock_that_is_off_is_reported(offset_s: float, verdict: str, said: str)
     assert checks["clock"]["verdict"] == verdict
     assert said in checks["clock"]["found"]
     assert "NTP" in checks["clock"]["fix"]
+
+
+def test_slow_answer_is_no_wrong_clock() -> None:
+    asked_s = 1_700_000_000.0
+    for read_s, verdict in ((0.0, "ok"), (6.0, "ok"), (-10.0, "warn"), (16.0, "warn"), (-60.0, "fail")):
+        date = formatdate(asked_s + read_s, usegmt=True)
+        assert network.clock(date, asked_s, asked_s + 6.0).verdict == verdict, read_s
 
 
 def test_port_in_use_names_the_process_that_holds_it() -> None:

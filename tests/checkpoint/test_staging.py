@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -278,37 +278,51 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         staging.open()
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell starts what it puts into the background with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+class Interruption:
+    """Ctrl-C for one wait of the main thread, sent until it is heard: a signal that comes just before a thread lies down
+    does not wake it."""
+
+    def __init__(self) -> None:
+        self.may_come, self._has_come = threading.Event(), threading.Event()
+        self._sender = threading.Thread(target=self._send, args=(threading.get_ident(),))
+
+    def __enter__(self) -> Interruption:
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        self._sender.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sender.join()
+        signal.signal(signal.SIGINT, self._before)
+
+    def _send(self, to_thread: int) -> None:
+        assert self.may_come.wait(60)
+        while not self._has_come.wait(0.1):
+            signal.pthread_kill(to_thread, signal.SIGINT)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._has_come.is_set():
+            self._has_come.set()
+            raise KeyboardInterrupt
 
 
 def test_an_interrupted_wait_for_an_image_leaves_nothing_pending(
-    folder: Path, job: str, interruptible: None, monkeypatch: pytest.MonkeyPatch
+    folder: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointManager(folder, memory=Memory(job=job, images=1)) as manager:
         images = manager._images()
         held = images.acquire(prepare(small_state(1), None).plan, timeout_s=0)
         assert held is not None
-        waiting, wait, trainer_thread = threading.Event(), images._changed.wait, threading.get_ident()
+        wait = images._changed.wait
+        with Interruption() as interruption:
 
-        def wait_and_tell(timeout: float | None = None) -> bool:
-            waiting.set()
-            return wait(timeout)
+            def wait_and_tell(timeout: float | None = None) -> bool:
+                interruption.may_come.set()
+                return wait(timeout)
 
-        def interrupt() -> None:
-            assert waiting.wait(60)
-            signal.pthread_kill(trainer_thread, signal.SIGINT)
-
-        monkeypatch.setattr(images._changed, "wait", wait_and_tell)
-        interrupter = threading.Thread(target=interrupt)
-        interrupter.start()
-        with pytest.raises(KeyboardInterrupt):
-            manager.save(small_state(1), step=1)
-        interrupter.join()
+            monkeypatch.setattr(images._changed, "wait", wait_and_tell)
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(small_state(1), step=1)
         assert manager.wait_pending(0)
         images.release(held)
         manager.save(small_state(2), step=2).result(30)

@@ -42,6 +42,8 @@ class CasStore(Store):
     """A c10d store on top of a `CasClient`. `root` is asked for at each call: it follows the rendezvous."""
 
     timeout: timedelta
+    while_waiting: Callable[[], None] = staticmethod(lambda: None)
+    """Called again and again while a key is waited for; what it raises ends the wait."""
 
     def __init__(self, client: CasClient, root: Callable[[], str]) -> None:
         super().__init__()
@@ -67,6 +69,7 @@ class CasStore(Store):
         for _ in self._until(self.timeout, f"the key '{key}'"):
             if (found := self._read(key)) is not None:
                 return found[0]
+            self.while_waiting()
         raise AssertionError("unreachable: the wait ends with an error")
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -75,6 +78,7 @@ class CasStore(Store):
             missing = [key for key in missing if self._read(key) is None]
             if not missing:
                 return
+            self.while_waiting()
 
     def check(self, keys: list[str]) -> bool:
         return all(self._read(key) is not None for key in keys)

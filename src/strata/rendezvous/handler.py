@@ -1,7 +1,8 @@
 """Torch's dynamic rendezvous over a compare-and-swap server, with times in seconds and errors in words.
 
 Guarantees beyond torch's own handler: an outage of the server does not disturb a running job and is waited for
-by one that is joining; time-outs and closed runs say who was there, and what to do; restarts get a fresh store.
+by one that is joining; a member that is gone before all know their ranks is not waited for; time-outs and closed
+runs say who was there, and what to do; restarts get a fresh store.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -29,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from strata.rendezvous import SECONDS_NOT_MINUTES, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasClient, CasStore
+from strata.rendezvous.state import Node
 from strata.rendezvous.warm import warm_up
 from strata.training.trace import forget_rendezvous, note_rendezvous
 
@@ -39,11 +43,18 @@ T = TypeVar("T")
 RETRY_S = 0.5
 
 
+class RoundLost(Exception):
+    """The round that this node has joined is no more: a member of it is gone, or was taken for gone."""
+
+
 class CasRendezvousHandler(DynamicRendezvousHandler):
     """Made by `create_cas_handler`."""
 
     backend: CasRendezvousBackend
     _server_lost = False
+    _is_agreeing = False
+    _round = 0
+    _members: frozenset[Node] = frozenset()
 
     def next_rendezvous(self) -> RendezvousInfo:
         began_s = time.monotonic()
@@ -53,6 +64,8 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
                 met = super().next_rendezvous()
                 note_rendezvous(self.settings.run_id, began_s, time.monotonic())
                 return met
+            except RoundLost as lost:
+                logger.warning("%s; meeting again", lost)
             except RendezvousTimeoutError as error:
                 raise RendezvousTimeoutError(self._timeout_text()) from error
             except RendezvousClosedError as error:
@@ -81,6 +94,37 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
         except RendezvousError as error:
             logger.warning("left the rendezvous '%s' without saying so: %s", self.settings.run_id, error)
         return closed
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """From a round's beginning until its agents know their workers' ranks. Each waits for what the others say in
+        the store; meanwhile a wait for one that is gone ends with `RoundLost`."""
+        self._is_agreeing = True
+        try:
+            yield
+        finally:
+            self._is_agreeing = False
+
+    def check_round(self) -> None:
+        """Raise `RoundLost` if ranks are being agreed on, and not all who met are still there."""
+        if self._is_agreeing:
+            there = self._tolerating_outage(self._look_around, meanwhile=(self._round, self._members))
+            if there[0] != self._round or not self._members <= there[1]:
+                raise RoundLost(f"Round {self._round} of '{self.settings.run_id}' was lost")
+
+    def _look_around(self) -> tuple[int, frozenset[Node]]:
+        with self._heartbeat_lock:
+            self._state_holder.sync()
+            state = self._state_holder.state
+            return state.round, frozenset(state.participants)
+
+    def _get_world(self) -> tuple[int, int]:
+        """Torch's, once it has joined. Heartbeats go on beside it, and may have found this node taken for gone."""
+        state = self._state_holder.state
+        self._round, self._members = state.round, frozenset(state.participants)
+        if self._this_node not in self._members:
+            raise RoundLost(f"Round {self._round} of '{self.settings.run_id}' went on without this node")
+        return state.participants[self._this_node], len(state.participants)
 
     def _tolerating_outage(self, ask: Callable[[], T], *, meanwhile: T) -> T:
         try:
@@ -113,6 +157,24 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
         )
 
 
+_torch_rendezvous = SimpleElasticAgent._rendezvous
+
+
+def _rendezvous(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
+    """In the agent, in place of torch's, which waits five minutes for the rank of a member that is gone."""
+    handler = group.spec.rdzv_handler
+    if not isinstance(handler, CasRendezvousHandler):
+        _torch_rendezvous(agent, group)
+        return
+    while True:
+        try:
+            with handler.agreeing():
+                _torch_rendezvous(agent, group)
+            return
+        except RoundLost as lost:
+            logger.warning("%s before all ranks were known; meeting again", lost)
+
+
 def create_cas_handler(
     client: CasClient, params: RendezvousParameters, *, unreachable: Callable[[Exception], str]
 ) -> CasRendezvousHandler:
@@ -121,6 +183,7 @@ def create_cas_handler(
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warm_up()
+    SimpleElasticAgent._rendezvous = _rendezvous  # type: ignore[method-assign]
 
     def seconds(key: str) -> float:
         value = float(params.get(key, SECONDS_NOT_MINUTES[key]))
@@ -142,9 +205,10 @@ def create_cas_handler(
         raise RendezvousConnectionError(unreachable(error)) from error
     # torchrun always passes `timeout`, with 900 s unless told otherwise; torch's own name for it comes first.
     join_s = float(params.get("join_timeout") or params.get("timeout") or 600)
+    store = CasStore(client, lambda: backend.store_root)
     handler: CasRendezvousHandler = CasRendezvousHandler.from_backend(
         params.run_id,
-        CasStore(client, lambda: backend.store_root),
+        store,
         backend,
         params.min_nodes,
         params.max_nodes,
@@ -158,4 +222,5 @@ def create_cas_handler(
         keep_alive_max_attempt=attempts,
     )
     handler.backend = backend
+    store.while_waiting = handler.check_round
     return handler

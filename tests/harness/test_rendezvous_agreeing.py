@@ -1,0 +1,56 @@
+"""Agents that have met and are about to agree on ranks, when one of them is gone."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from strata.rendezvous.handler import CasRendezvousHandler
+from strata.rendezvous.strata import create_strata_handler
+from tests.support import Coordinator
+
+PATIENCE_S = 90
+"""Far less than the five minutes of a wait that nobody ends."""
+
+
+def handler_of(coordinator: Coordinator, run_id: str) -> CasRendezvousHandler:
+    endpoint = coordinator.address.removeprefix("http://")
+    return create_strata_handler(
+        RendezvousParameters("strata", endpoint, run_id, 2, 2, local_addr="127.0.0.1", read_timeout=30)
+    )
+
+
+def agent_of(handler: CasRendezvousHandler) -> LocalElasticAgent:
+    spec = WorkerSpec(role="trainer", local_world_size=1, rdzv_handler=handler, entrypoint="/bin/true")
+    return LocalElasticAgent(spec, DefaultLogsSpecs())
+
+
+@pytest.mark.parametrize("gone", ["silently", "to meet anew"])
+def test_an_agent_does_not_wait_for_the_rank_of_a_member_that_is_gone(
+    coordinator: Coordinator, gone: str
+) -> None:
+    run_id = f"agreeing-{time.monotonic_ns()}"
+    handlers = [handler_of(coordinator, run_id) for _ in range(3)]
+    one, two = (agent_of(handler) for handler in handlers[:2])
+    third = handlers[2]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(one._rendezvous, one._worker_group)
+        assert third.next_rendezvous().world_size == 2
+        # The third one says nothing of its ranks. It is lost, or was away for so long that it has to begin again.
+        third._stop_heartbeats()
+        if gone == "to meet anew":
+            third.backend.leave(third._this_node)
+        second = pool.submit(two._rendezvous, two._worker_group)
+        first.result(PATIENCE_S)
+        second.result(PATIENCE_S)
+    groups = [agent._worker_group for agent in (one, two)]
+    assert sorted(group.group_rank or 0 for group in groups) == [0, 1]
+    assert {group.workers[0].world_size for group in groups} == {2}
+    for handler in handlers:
+        handler.shutdown()

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from strata.rendezvous.handler import CasRendezvousHandler
 from strata.rendezvous.strata import create_strata_handler
-from tests.support import Coordinator
+from tests.support import Coordinator, eventually
 
 PATIENCE_S = 90
 """Far less than the five minutes of a wait that nobody ends."""
@@ -53,4 +53,22 @@ def test_an_agent_does_not_wait_for_the_rank_of_a_member_that_is_gone(
     assert sorted(group.group_rank or 0 for group in groups) == [0, 1]
     assert {group.workers[0].world_size for group in groups} == {2}
     for handler in handlers:
+        handler.shutdown()
+
+
+def test_a_member_that_seems_silent_counts_for_everybody_or_for_nobody(coordinator: Coordinator) -> None:
+    run_id = f"silent-{time.monotonic_ns()}"
+    one, other = (handler_of(coordinator, run_id) for _ in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(lambda handler: handler.next_rendezvous().rank, (one, other)))
+    for handler in (one, other):
+        handler._stop_heartbeats()  # Nobody tells the server that the other one seems gone.
+
+    def seems_alone() -> bool:
+        one.num_nodes_waiting()
+        return other._this_node not in one._state_holder.state.participants
+
+    eventually(seems_alone, within_s=PATIENCE_S, what="the other one seems gone")
+    assert one._get_world() == (ranks[0], 2)
+    for handler in (one, other):
         handler.shutdown()

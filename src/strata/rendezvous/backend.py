@@ -75,6 +75,11 @@ class CasRendezvousBackend(RendezvousBackend):
     def state_key(self) -> str:
         return f"{self._root}/state"
 
+    @property
+    def known(self) -> SharedState | None:
+        """What stood on the server when this node last heard of it: the same for everybody, whoever seems silent."""
+        return self._known
+
     def get_state(self) -> tuple[bytes, Token] | None:
         self._stale_token = None
         found = self._read()

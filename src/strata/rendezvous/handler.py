@@ -119,12 +119,13 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
             return state.round, frozenset(state.participants)
 
     def _get_world(self) -> tuple[int, int]:
-        """Torch's, once it has joined. Heartbeats go on beside it, and may have found this node taken for gone."""
-        state = self._state_holder.state
-        self._round, self._members = state.round, frozenset(state.participants)
-        if self._this_node not in self._members:
-            raise RoundLost(f"Round {self._round} of '{self.settings.run_id}' went on without this node")
-        return state.participants[self._this_node], len(state.participants)
+        """This node's rank and how many there are, the same number for all who have joined. Torch leaves out whom it has
+        not heard of for a while, each node by its own watch, so that their worlds may differ."""
+        known = self.backend.known
+        if known is None or not known.complete or self._this_node not in known.participants:
+            raise RoundLost(f"A round of '{self.settings.run_id}' went on without this node")
+        self._round, self._members = known.round, frozenset(known.participants)
+        return known.participants[self._this_node], len(known.participants)
 
     def _tolerating_outage(self, ask: Callable[[], T], *, meanwhile: T) -> T:
         try:

@@ -2,7 +2,7 @@
 
 Areas use gRPC, object storage and shared memory, whose threads do not survive a fork; tests of loaders fork. In
 processes of their own they cannot disturb each other. Much of a test is waiting, so two areas run at a time; what one of
-them prints is shown when it has ended. Ends with one line: N passed, N failed, N skipped.
+them prints is shown when it has ended. Ends with what failed, once more, and one line: N passed, N failed, N skipped.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ APART = (Path("tests/data/tokens"),)
 LONGEST = ("tests/e2e", "tests/service", "tests/data", "tests/checkpoint", "tests/tasks")
 """Begun first, so that none of them is left for the end."""
 OUTCOMES = ("passed", "failed", "skipped")
+CLOSING_LINES = 40
+"""How much of what a failed area said last is said again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,11 @@ class Result:
             counts["failed"] = 1  # Outside of a test, or before the end.
         return counts
 
+    def closing(self) -> str:
+        """What failed, in pytest's own words: they come last, after everything the tests printed."""
+        lines = [line for line in self.output.splitlines() if line and not line.startswith("SKIPPED")]
+        return "\n".join(lines[-CLOSING_LINES:])
+
 
 def main() -> int:
     began_s = time.monotonic()
@@ -67,11 +74,10 @@ def main() -> int:
 
     with ThreadPoolExecutor(AT_A_TIME) as lanes:
         results = list(lanes.map(run, areas()))
-    broken = sorted(result.area for result in results if result.is_broken)
-    print(
-        f"\nall areas in {time.monotonic() - began_s:.0f} s"
-        + (f"; failed in {', '.join(broken)}" if broken else "")
-    )
+    broken = [result for result in results if result.is_broken]
+    for result in broken:
+        print(f"\n=== failed in {result.area}, status {result.status}\n{result.closing()}")
+    print(f"\nall areas in {time.monotonic() - began_s:.0f} s")
     totals = {outcome: sum(result.counts()[outcome] for result in results) for outcome in OUTCOMES}
     print(", ".join(f"{count} {outcome}" for outcome, count in totals.items()))
     return 1 if broken else 0

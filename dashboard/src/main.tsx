@@ -5,7 +5,7 @@ import { createRoot } from "react-dom/client";
 
 import { ApiError } from "./api/client";
 import { applyTheme, startBackend } from "./mode";
-import { router } from "./router";
+import { loadViews, router } from "./router";
 import "./styles/app.css";
 
 const queries = new QueryClient({
@@ -21,6 +21,7 @@ const queries = new QueryClient({
 
 applyTheme();
 startBackend();
+addEventListener("load", () => void loadTheRest().catch(() => undefined));
 
 const root = document.getElementById("root");
 if (root) {
@@ -31,4 +32,10 @@ if (root) {
       </QueryClientProvider>
     </StrictMode>,
   );
+}
+
+/** All code that is not needed yet, now: when the coordinator is away there is nobody to ask for it. */
+async function loadTheRest(): Promise<void> {
+  await loadViews();
+  await import("./demo");
 }

@@ -39,6 +39,11 @@ declare module "@tanstack/react-router" {
   }
 }
 
+/** The code of every view, one after the other. */
+export async function loadViews(): Promise<void> {
+  for (const route of Object.values(router.routesById)) await router.loadRouteChunk(route);
+}
+
 function Pending() {
   return <Page title="Loading"><Loading rows={6} /></Page>;
 }

@@ -157,8 +157,12 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """Errors on the console since the last time. Refusals and lost connections are shown by the page itself."""
-        expected = re.compile(r"net::ERR_(CONNECTION|EMPTY|INCOMPLETE|NETWORK)|status of 4\d\d")
+        expected = re.compile(r"Failed to load resource: (net::ERR_(?!BLOCKED)|.*status of 4\d\d)")
         return [text for text in self._do("complaints") if not expected.search(text)]
+
+    def leave(self) -> None:
+        """Show nothing: what becomes of the server is of no interest any more."""
+        self._do("open", url="about:blank")
 
     def violations(self) -> list[str]:
         """What the content security policy stopped."""

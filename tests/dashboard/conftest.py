@@ -39,5 +39,6 @@ def page(browser: Browser, watched: Coordinator) -> Iterator[Browser]:
     browser.base = watched.url
     browser.complaints()
     yield browser
-    assert browser.violations() == []
-    assert browser.complaints() == []
+    violations, complaints = browser.violations(), browser.complaints()
+    browser.leave()
+    assert (violations, complaints) == ([], [])

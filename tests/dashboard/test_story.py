@@ -192,10 +192,16 @@ def stop_the_task(page: Browser, own: Coordinator, task: str) -> None:
 def lose_and_regain_the_coordinator(page: Browser, own: Coordinator) -> None:
     page.open("/data")
     page.see(css="[role=row]", text=DATASET)
+    # What is loaded last is there, and so is the code of every view.
+    page.until("performance.getEntriesByType('resource').some(r => r.name.includes('/assets/demo-'))")
     own.kill()
     page.see("Disconnected.", css="[role=alert]")
     page.see("Next try in", css="[role=alert]")
     page.see(css="[data-stale]")
+    page.see(css="[role=row]", text=DATASET)
+    page.click("link", "Barriers", exact=True)
+    page.see(role="heading", name="Barriers", exact=True)
+    page.click("link", "Data", exact=True)
     page.see(css="[role=row]", text=DATASET)
     own.start()
     page.miss("Disconnected.", css="[role=alert]")

@@ -62,6 +62,7 @@ const PATIENCE_MS = 30_000;
 export const httpTransport: Transport = async (path, call) => {
   const patience = AbortSignal.timeout(PATIENCE_MS);
   const signal = call.signal ? AbortSignal.any([call.signal, patience]) : patience;
+  const lost = (how: string) => unreachable(patience.aborted ? `no answer within ${PATIENCE_MS / 1000} s` : how);
   let response: Response;
   try {
     response = await fetch(API_URL + withQuery(path, call.query), {
@@ -77,13 +78,14 @@ export const httpTransport: Transport = async (path, call) => {
     });
   } catch (error) {
     if (call.signal?.aborted) throw error;
-    throw unreachable(patience.aborted ? `no answer within ${PATIENCE_MS / 1000} s` : "the connection was refused or lost");
+    throw lost("the connection was refused or lost");
   }
   if (!response.ok) throw await refusal(response);
   try {
     return await response.json();
   } catch (error) {
     if (call.signal?.aborted) throw error;
+    if (!(error instanceof SyntaxError)) throw lost("the connection was lost");
     throw new ApiError("The answer is not JSON.", {
       status: response.status,
       code: "not_json",

@@ -3,7 +3,7 @@
  * are in the URL. Scrolling up, or Pause, holds the lines still; nothing is lost meanwhile, it is counted.
  */
 
-import { useQuery } from "@tanstack/react-query";
+import { useMutation, useQuery } from "@tanstack/react-query";
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { Download, Pause, Play, ScrollText, WrapText } from "lucide-react";
 import { useDeferredValue, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
@@ -48,6 +48,7 @@ export function Logs() {
   const shown = held ?? lines;
   const waiting = held ? newer(lines, held.at(-1)?.id) : 0;
   const [open, setOpen] = useState<LogEntry | null>(null);
+  const exporting = useMutation({ mutationFn: () => exportLogs(filter) });
 
   return (
     <Page
@@ -57,7 +58,7 @@ export function Logs() {
       actions={
         <>
           <Button aria-pressed={wrap} onClick={() => setFilters({ wrap: wrap ? undefined : "1" })}><WrapText aria-hidden className="size-4" />Wrap</Button>
-          <Button onClick={() => void exportLogs(filter)}><Download aria-hidden className="size-4" />Export</Button>
+          <Button disabled={exporting.isPending} onClick={() => exporting.mutate()}><Download aria-hidden className="size-4" />Export</Button>
           {held ? (
             <Button look="primary" onClick={() => setHeld(null)}><Play aria-hidden className="size-4" />Resume{waiting > 0 ? ` (${count(waiting)} new)` : ""}</Button>
           ) : (
@@ -68,6 +69,7 @@ export function Logs() {
     >
       <Filters filter={filter} onChange={setFilters} />
       {early.isError && <ErrorNote error={early.error} onRetry={() => void early.refetch()} />}
+      {exporting.isError && <ErrorNote error={exporting.error} onRetry={() => exporting.mutate()} />}
       <section className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Lines">
         {early.isPending && shown.length === 0 ? (
           <div className="p-4"><Loading rows={12} /></div>

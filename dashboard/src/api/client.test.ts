@@ -1,0 +1,44 @@
+// @vitest-environment node
+/** Against a real server that breaks off. */
+
+import { createServer, type Server, type ServerResponse } from "node:http";
+import type { AddressInfo } from "node:net";
+
+import { afterEach, expect, it, vi } from "vitest";
+
+let server: Server;
+
+afterEach(() => {
+  vi.unstubAllEnvs();
+  server.closeAllConnections();
+  server.close();
+});
+
+/** What a call says when the server answers like this. */
+async function said(answer: (response: ServerResponse) => void): Promise<unknown> {
+  server = createServer((_, response) => answer(response));
+  await new Promise<void>((resolve) => server.listen(0, "127.0.0.1", resolve));
+  vi.stubEnv("VITE_API_URL", `http://127.0.0.1:${(server.address() as AddressInfo).port}/api`);
+  vi.resetModules();
+  const { get } = await import("./client");
+  return await get("/workers").catch((error: unknown) => error);
+}
+
+it("takes an answer that breaks off for a lost connection", async () => {
+  const error = await said((response) => {
+    response.writeHead(200, { "Content-Type": "application/json", "Content-Length": 100 });
+    response.write("[1, 2");
+    setTimeout(() => response.destroy(), 20);
+  });
+  expect(error).toMatchObject({ code: "unreachable", status: 0, message: "The coordinator is out of reach: the connection was lost." });
+});
+
+it("tells an answer that is whole and not JSON from that", async () => {
+  const error = await said((response) => response.writeHead(200).end("<html>"));
+  expect(error).toMatchObject({ code: "not_json", status: 200 });
+});
+
+it("says what a refusal says", async () => {
+  const error = await said((response) => response.writeHead(422).end(JSON.stringify({ code: "invalid", message: "No.", hint: "Ask otherwise." })));
+  expect(error).toMatchObject({ code: "invalid", status: 422, message: "No.", hint: "Ask otherwise." });
+});

@@ -115,6 +115,25 @@ def test_images_are_gone_after_close(job: str, memory: Memory) -> None:
     assert not job_folder(job).exists()
 
 
+def come_and_go(job: str, root: Path, rounds: int) -> None:
+    for _ in range(rounds):
+        images = Staging(job, root=root)
+        images.open()
+        assert images._folder.is_dir(), "taken away by another"
+        images.close()
+
+
+def test_jobs_that_come_and_go_leave_nothing_and_take_nothing_from_each_other(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    some = [fork.Process(target=come_and_go, args=(job, tmp_path, 500)) for job in ("one", "one", "other")]
+    for process in some:
+        process.start()
+    for process in some:
+        process.join(120)
+    assert [process.exitcode for process in some] == [0, 0, 0]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_images_stay_after_close_when_asked_to(job: str, memory: Memory) -> None:
     manager = CheckpointManager([], memory=memory)
     manager.save(small_state(1), step=1).result(30)

@@ -15,7 +15,7 @@ import pytest
 from strata import TrainingOrchestrator
 from strata.core.ledger import DataCommit, RankRecord
 from strata.launch.leftovers import end_processes
-from strata.training.job import forget_job
+from strata.shared_memory import forget_jobs
 from tests.dashboard.browser import Browser
 from tests.support import Coordinator
 
@@ -33,7 +33,7 @@ def own(tmp_path: Path, built: Path) -> Iterator[Coordinator]:
     # A failing test leaves its task, which outlives the coordinator.
     for run in tmp_path.glob("coordinator/tasks/task-*/run-*"):
         end_processes(f"{run.parent.name}-{run.name.removeprefix('run-')}")
-        forget_job(run.parent.name)
+        forget_jobs(run.parent.name)
 
 
 @pytest.mark.timeout(240)

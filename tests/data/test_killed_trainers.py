@@ -20,7 +20,7 @@ from strata.checkpoint import CheckpointManager
 from strata.core.ledger import LedgerError
 from strata.core.spans import Spans, expanded
 from strata.data.history import audit, commits_of
-from strata.training.job import forget_job
+from strata.shared_memory import forget_jobs
 from tests.data.trainer import DATASET
 from tests.support import Coordinator, eventually
 
@@ -161,7 +161,7 @@ def new_job(
     try:
         yield job
     finally:
-        forget_job(job.name)
+        forget_jobs(job.name)
 
 
 @pytest.fixture(scope="module", params=["map", pytest.param("iterable", marks=pytest.mark.slow)])

@@ -19,7 +19,7 @@ from strata.checkpoint.manager import CheckpointManager
 from strata.checkpoint.staging import job_folder, remove_tree
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import TorchrunSpec
-from strata.training.job import forget_job
+from strata.shared_memory import forget_jobs
 from strata.training.trace import last_footprint, was_saved
 from tests.harness.etcd_server import free_port
 from tests.stores.mounts import small_tmpfs
@@ -138,7 +138,7 @@ def training(
     finally:
         started.process.kill()
         started.process.wait(60)
-        forget_job(folder.name)
+        forget_jobs(folder.name)
 
 
 def train(job: SampleJob, folder: Path, **options: Any) -> Ended:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from strata.launch.leftovers import forget_shared_memory
 from strata.launch.sample_job import SampleJob
+from strata.shared_memory import forget_jobs
 from tests.cli.running import strata
 from tests.launch.slurm_cluster import is_installed, slurm
 from tests.support import Coordinator, eventually
@@ -35,7 +35,7 @@ def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
     )
     assert wrote.code == 0, wrote.err
     with contextlib.ExitStack() as clearing:
-        clearing.callback(forget_shared_memory, name)
+        clearing.callback(forget_jobs, name)
         cluster = clearing.enter_context(slurm(tmp_path / "slurm"))
         submitted = cluster.run("sbatch", "--parsable", str(script), cwd=tmp_path, GLOO_SOCKET_IFNAME="lo")
         job_id = submitted.split(";")[0]

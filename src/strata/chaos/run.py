@@ -123,11 +123,11 @@ class ChaosRun:
             raise ChaosError(f"The job failed:\n{bad[0].tail()}")
 
     def close(self) -> None:
-        from strata.training.job import forget_job
+        from strata.shared_memory import forget_jobs
 
         for agent in self.agents:
             agent.kill()
-        forget_job(self.job.name)
+        forget_jobs(self.job.name)
 
     # --- faults ---------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ import mmap
 import os
 import re
 import shutil
-import stat
 import threading
 import time
 import uuid
@@ -35,7 +34,7 @@ from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceed
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
 from strata.checkpoint.manifest import CheckpointId, Manifest, TensorEntry, decode
-from strata.shared_memory import SHARED_MEMORY, images_folder
+from strata.shared_memory import SHARED_MEMORY, images_folder, make_private, remove_empty
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -258,9 +257,9 @@ class Staging:
             if self._is_open:
                 return
             self._is_open = True
-            make_private(self._folder.parent, root=self._root)
-            (self._folder.parent / OWNER_NAME).write_text(_owner().token)
+            self._make_folder()
             marked = self._adopt()
+            (self._folder / OWNER_NAME).write_text(_owner().token)
             self._buffers = [ImageBuffer(self._folder / str(n)) for n in range(self._images)]
             for buffer in self._buffers:
                 buffer.marked = marked.get(buffer.folder.name)
@@ -335,13 +334,22 @@ class Staging:
                 return  # A forked child holds nothing.
             for buffer in self._buffers:
                 buffer.close()
-            if keep and self._folder.exists():
+            if keep and any(_snapshots_in(self._folder)):
                 self._folder.rename(self._folder.with_name(f"left-{uuid.uuid4().hex}"))
             else:
                 remove_tree(self._folder)
-                _remove_if_empty(self._folder.parent)
+                remove_empty(self._folder.parent)
             self._buffers = []
             self._is_open = False
+
+    def _make_folder(self) -> None:
+        try:
+            make_private(self._folder, inside=images_folder(self._root))
+        except PermissionError as error:
+            raise CheckpointError(
+                f"{error.filename} belongs to another user.",
+                hint=f"Ask them to remove it, or use another folder than {self._root}.",
+            ) from None
 
     def _choose(self, plan: Plan) -> ImageBuffer | None:
         free = [buffer for buffer in self._buffers if not buffer.is_busy]
@@ -425,22 +433,10 @@ def remove_dead_jobs(*, root: Path = SHARED_MEMORY, keep: str = "", grace_s: flo
         with contextlib.suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
             if job.name != keep and job.is_dir() and _job_is_dead(job, grace_s):
                 remove_tree(job)
+                remove_empty(job)
                 removed.append(job.name)
                 log.info("removed the memory images of job %s, which is gone", job.name)
     return removed
-
-
-def make_private(folder: Path, *, root: Path) -> None:
-    """Make a folder only this user can use, refusing one that somebody else made first."""
-    base = folder.parent
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = os.lstat(base)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise CheckpointError(
-            f"{base} belongs to another user.",
-            hint=f"Ask them to remove it, or use another folder than {root}.",
-        )
-    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def remove_tree(folder: Path) -> None:
@@ -453,16 +449,21 @@ def _owner() -> Process:
 
 
 def _job_is_dead(job: Path, grace_s: float) -> bool:
-    """Whether nobody will come back for a job's images: its processes are gone and so is its owner, or they are long
-    gone although the owner lives (the rank they belonged to is on another machine now)."""
-    try:
-        owner_is_gone = Process.parse((job / OWNER_NAME).read_text()).is_gone()
-    except (OSError, ValueError):
-        owner_is_gone = True
-    if not all(_is_left(folder) for folder in job.iterdir() if folder.is_dir()):
+    """Whether nobody will come back for a job's images: its processes are gone and so are their owners, or they are
+    long gone although an owner lives (the rank they belonged to is on another machine now)."""
+    folders = [folder for folder in job.iterdir() if folder.is_dir()]
+    if not all(_is_left(folder) for folder in folders):
         return False
     newest_s = max(path.stat().st_mtime for path in [job, *job.rglob("*")])
-    return time.time() - newest_s > (grace_s if owner_is_gone else LONG_GRACE_S)
+    is_owned = any(_owner_lives(folder) for folder in folders)
+    return time.time() - newest_s > (LONG_GRACE_S if is_owned else grace_s)
+
+
+def _owner_lives(folder: Path) -> bool:
+    try:
+        return not Process.parse((folder / OWNER_NAME).read_text()).is_gone()
+    except (OSError, ValueError):
+        return False
 
 
 def _is_left(folder: Path) -> bool:
@@ -481,9 +482,3 @@ def _snapshots_in(holder: Path) -> Iterator[Snapshot]:
     for folder in folders:
         if folder.is_dir() and (snapshot := read_snapshot(folder)):
             yield snapshot
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= {OWNER_NAME}:
-            remove_tree(folder)

@@ -48,7 +48,7 @@ def demo(
     ] = 60.0,
 ) -> None:
     """Train a small language model with real workers, kill one of them, and watch it recover."""
-    from strata.training.job import forget_job
+    from strata.shared_memory import forget_jobs
 
     with tempfile.TemporaryDirectory(prefix="strata-demo-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -65,7 +65,7 @@ def demo(
         spec = job.torchrun(
             rdzv_backend="strata", rdzv_endpoint=coordinator.address, coordinator=coordinator.address
         )
-        stack.callback(forget_job, job.name)
+        stack.callback(forget_jobs, job.name)
         agent = Agent(spec, log=folder / "training.log")
         stack.callback(agent.stop)
         demonstration = Demonstration(job, agent, coordinator.api)

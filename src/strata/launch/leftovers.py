@@ -1,5 +1,4 @@
-"""What a run could leave behind on this machine, found and removed: processes by a mark in their environment, and
-snapshots in shared memory by the name of the job.
+"""The processes that a run could leave behind on this machine, found by a mark in their environment, and ended.
 
 Sessions and process groups change hands (torchrun gives each worker its own); an environment is inherited by everything
 that a run ever starts.
@@ -8,14 +7,11 @@ that a run ever starts.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-
-from strata.shared_memory import folders_of
 
 RUN_VARIABLE = "STRATA_RUN_ID"
 TRACKER = b"multiprocessing.resource_tracker"
@@ -62,11 +58,3 @@ def is_tracker(pid: int) -> bool:
     with suppress(OSError):
         return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
-
-
-def forget_shared_memory(*jobs: str) -> None:
-    for job in jobs:
-        for folder in folders_of(job):
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):
-                folder.parent.rmdir()

@@ -25,7 +25,7 @@ from typing import Any
 from strata.checkpoint.identity import Process
 from strata.core.messages import ExitCause, TaskId
 from strata.launch.keeper import write_whole
-from strata.launch.leftovers import RUN_VARIABLE, end_processes, forget_shared_memory, processes_of
+from strata.launch.leftovers import RUN_VARIABLE, end_processes, processes_of
 from strata.launch.output import OutputReader, Place
 from strata.launch.protocol import (
     Capacity,
@@ -38,6 +38,7 @@ from strata.launch.protocol import (
     Started,
 )
 from strata.launch.torchrun import TorchrunSpec
+from strata.shared_memory import forget_jobs
 
 POLL_S = 0.2
 READ_BYTES = 256 << 10
@@ -108,7 +109,7 @@ class LocalLauncher:
 
     async def forget(self, task_id: TaskId) -> None:
         runs = [f"{task_id}-{path.name[4:]}" for path in (self._tasks_dir / task_id).glob("run-*")]
-        await asyncio.to_thread(forget_shared_memory, task_id, *runs)
+        await asyncio.to_thread(forget_jobs, task_id, *runs)
 
     async def close(self) -> None:
         tasks = [t for run in self._runs.values() for t in (run.watching, run.stopping) if t is not None]

@@ -25,10 +25,11 @@ import ray
 
 from strata.core.messages import ExitCause
 from strata.launch.entry import end_with_parent
-from strata.launch.leftovers import RUN_VARIABLE, end_processes, forget_shared_memory
+from strata.launch.leftovers import RUN_VARIABLE, end_processes
 from strata.launch.output import OutputReader, Place
 from strata.launch.ray_messages import AgentPlan, AgentReport
 from strata.launch.torchrun import TorchrunSpec
+from strata.shared_memory import forget_jobs
 
 PIECE_BYTES = 1 << 20
 LOOK_EVERY_S = 0.05
@@ -105,7 +106,7 @@ class RayAgent:
         """Nothing of this agent is left on its node afterwards; of the task, only snapshots that it may go on from."""
         self._kill()
         if snapshots:
-            forget_shared_memory(self._agent.plan.task_id, self._agent.plan.run_id)
+            forget_jobs(self._agent.plan.task_id, self._agent.plan.run_id)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _kill(self) -> None:

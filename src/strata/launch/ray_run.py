@@ -32,7 +32,6 @@ from ray.util.scheduling_strategies import (
 
 from strata.core.messages import ExitCause
 from strata.core.words import counted
-from strata.launch.leftovers import forget_shared_memory
 from strata.launch.protocol import (
     Exited,
     LaunchFailed,
@@ -46,6 +45,7 @@ from strata.launch.ray_agent import RayAgent
 from strata.launch.ray_layout import room_of, workers_by_agent
 from strata.launch.ray_messages import AgentPlan, AgentReport, RayOptions
 from strata.launch.torchrun import LEAVE_S
+from strata.shared_memory import forget_jobs
 
 Say = Callable[[Any], None]
 ROOM_S = 300.0
@@ -344,7 +344,7 @@ def task_files(folder: Path) -> dict[str, bytes]:
 
 def forget_everywhere(jobs: Sequence[str]) -> None:
     """Remove what jobs have in the shared memory of every node."""
-    forget = ray.remote(num_cpus=0, max_retries=0)(forget_shared_memory)
+    forget = ray.remote(num_cpus=0, max_retries=0)(forget_jobs)
     pending = [
         forget.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)

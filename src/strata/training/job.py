@@ -487,11 +487,3 @@ class ElasticJob:
 
 def _order(info: CheckpointInfo | None) -> tuple[int, float]:
     return (info.step + 1, info.created_at) if info is not None else (0, 0.0)
-
-
-def forget_job(name: str) -> None:
-    """Remove what a job that will not come back left in this machine's shared memory."""
-    from strata.checkpoint.staging import job_folder, remove_tree
-
-    remove_tree(job_folder(folder_name(name)))
-    clear_run(name)

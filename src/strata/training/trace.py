@@ -20,7 +20,7 @@ from mmap import mmap
 from pathlib import Path
 
 from strata.core.words import counted
-from strata.shared_memory import run_folder
+from strata.shared_memory import make_private, remove_empty, run_folder
 
 KEPT_S = 86_400.0
 PHASES = ("detect", "rendezvous", "spawn", "load", "first_step")
@@ -59,8 +59,7 @@ def clear_run(job: str) -> None:
     with suppress(OSError):
         for path in folder.iterdir():
             path.unlink()
-        folder.rmdir()
-        folder.parent.rmdir()
+    remove_empty(folder)
 
 
 def clear_old_runs(*, keep: str) -> None:
@@ -98,7 +97,7 @@ class Footprints:
 
     def __init__(self, job: str, rank: int) -> None:
         folder = run_folder(job)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder, inside=folder.parent)
         clear_old_runs(keep=job)
         path = folder / f"rank-{rank}"
         with open(path, "w+b") as file:
@@ -150,7 +149,7 @@ def note_rendezvous(job: str, began_mono_s: float, ended_mono_s: float) -> None:
     """The agent tells its workers how long they took to find each other."""
     folder = run_folder(job)
     with suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder, inside=folder.parent)
         fresh = folder / f"rendezvous.{os.getpid()}"
         fresh.write_text(json.dumps([began_mono_s, ended_mono_s]))
         fresh.rename(folder / "rendezvous")
@@ -170,7 +169,7 @@ def forget_rendezvous(job: str) -> None:
     folder = run_folder(job)
     with suppress(OSError):
         (folder / "rendezvous").unlink(missing_ok=True)
-        folder.rmdir()
+    remove_empty(folder)
 
 
 def process_start_mono_s() -> float:

@@ -10,12 +10,18 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _Action,
+    _NodeDesc,
+    _RendezvousContext,
+    _RendezvousState,
+)
 
 from strata.rendezvous import RENDEZVOUS_BACKENDS, SECONDS_NOT_MINUTES, rdzv_conf
 from strata.rendezvous.backend import CasRendezvousBackend
@@ -265,12 +271,40 @@ def test_leaving_frees_the_id_without_a_wait(run_id: str) -> None:
 # --- the handler
 
 
-def test_defaults_are_seconds_and_every_backend_has_a_name(run_id: str) -> None:
-    def handler_with(**conf: Any) -> CasRendezvousHandler:
-        params = RendezvousParameters("etcd", "", run_id, 1, 1, local_addr="127.0.0.1", **conf)
-        return create_cas_handler(DictCasClient(), params, unreachable=str)
+def handler_with(server: DictCasClient, run_id: str, **conf: Any) -> CasRendezvousHandler:
+    params = RendezvousParameters("etcd", "", run_id, 1, 1, local_addr="127.0.0.1", **conf)
+    return create_cas_handler(server, params, unreachable=str)
 
-    handler = handler_with()
+
+@pytest.mark.parametrize(("members", "pause_s"), [(1, 0.1), (20, 0.1), (100, 0.5), (200, 1.0), (5_000, 1.0)])
+def test_a_node_that_waits_looks_as_often_as_the_server_can_bear(
+    run_id: str, monkeypatch: pytest.MonkeyPatch, members: int, pause_s: float
+) -> None:
+    server, paused_s, seen = DictCasClient(), [], []
+    others = backend(server, run_id)
+    state, token, _ = others.set_state(state_of(*map(node, range(members))))  # type: ignore[misc]
+
+    def pause(seconds: float) -> None:
+        """Meanwhile the others go on."""
+        nonlocal state, token
+        paused_s.append(seconds)
+        theirs = pickle.loads(state)
+        theirs.round += 1
+        state, token, _ = others.set_state(pickle.dumps(theirs), token)  # type: ignore[misc]
+
+    def look(context: _RendezvousContext, deadline: float) -> _Action:
+        seen.append(context.state.round)
+        return _Action.SYNC if len(seen) < 4 else _Action.FINISH
+
+    handler = handler_with(server, run_id)
+    monkeypatch.setattr("strata.rendezvous.handler.time", SimpleNamespace(sleep=pause))
+    handler._op_executor.run(look, deadline=0.0)
+    assert seen == [0, 1, 2, 3], "each look is at what stands there now"
+    assert paused_s == [pause_s] * 3
+
+
+def test_defaults_are_seconds_and_every_backend_has_a_name(run_id: str) -> None:
+    handler = handler_with(DictCasClient(), run_id)
     settings = handler.settings
     assert settings.keep_alive_interval * settings.keep_alive_max_attempt == timedelta(seconds=3)
     assert settings.timeout.last_call == timedelta(seconds=1)
@@ -278,5 +312,5 @@ def test_defaults_are_seconds_and_every_backend_has_a_name(run_id: str) -> None:
     assert rdzv_conf({"last_call_timeout": 5}).endswith("last_call_timeout=5,close_timeout=10")
     assert {"etcd", "strata"} < set(RENDEZVOUS_BACKENDS)
     with pytest.raises(ValueError, match="must be positive"):
-        handler_with(keep_alive_interval=0)
+        handler_with(DictCasClient(), run_id, keep_alive_interval=0)
     assert SECONDS_NOT_MINUTES["keep_alive_max_attempt"] == 3

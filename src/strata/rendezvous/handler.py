@@ -27,6 +27,10 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
+    _Action,
+    _BackendRendezvousStateHolder,
+    _DistributedRendezvousOpExecutor,
+    _RendezvousContext,
 )
 
 from strata.rendezvous import SECONDS_NOT_MINUTES, TORCHRUN_ENVIRONMENT
@@ -41,10 +45,39 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
+OFTEN_S, SELDOM_S = 0.1, 1.0
+LOOKS_PER_S = 200
+"""While nodes come together each looks often whether the others are there; all of them together, this often."""
 
 
 class RoundLost(Exception):
     """The round that this node has joined is no more: a member of it is gone, or was taken for gone."""
+
+
+class OftenLooking(_DistributedRendezvousOpExecutor):
+    """Looks at the shared state while it waits for others. Torch's own looks once a second, which is long enough to miss
+    a round and a large part of the time that a recovery takes."""
+
+    _state_holder: _BackendRendezvousStateHolder
+
+    def run(
+        self,
+        state_handler: Callable[[_RendezvousContext, float], _Action],
+        deadline: float,
+        update_deadline: Callable[[timedelta], float] | None = None,
+    ) -> None:
+        def looking(context: _RendezvousContext, until: float) -> _Action:
+            while (action := state_handler(context, until)) == _Action.SYNC:
+                state = context.state
+                look_s = (len(state.participants) + len(state.wait_list)) / LOOKS_PER_S
+                time.sleep(min(max(look_s, OFTEN_S), SELDOM_S))
+                self._state_holder._last_sync_time = -1  # Not the state of a moment ago.
+                self._state_holder.sync()
+                self._state = self._state_holder.state
+                context = _RendezvousContext(self._node, self._state, self._settings)
+            return action
+
+        super().run(looking, deadline, update_deadline)
 
 
 class CasRendezvousHandler(DynamicRendezvousHandler):
@@ -223,5 +256,6 @@ def create_cas_handler(
         keep_alive_max_attempt=attempts,
     )
     handler.backend = backend
+    handler._op_executor = OftenLooking(handler._this_node, handler._state_holder, handler.settings)
     store.while_waiting = handler.check_round
     return handler

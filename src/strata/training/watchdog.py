@@ -3,7 +3,7 @@
 Each rank watches itself from a thread of its own. When the training loop has made no step for `timeout_s`, the
 stacks are written to the log (and so reach the coordinator); with the policy `restart` the process then ends, so
 that torchrun starts the job anew from its last snapshot. A rank that only waits for others says so: the one that
-does not is the culprit.
+does not is the culprit. Time in which the whole process stood still is nobody's fault and is not counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Watchdog:
         self._policy = policy
         self._name = name
         self._before_end = before_end
-        self._alive_mono_s = time.monotonic()
+        self._progress = 0
         self._doing = "starting"
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
@@ -45,19 +45,23 @@ class Watchdog:
     def alive(self, doing: str) -> None:
         """Progress was made; `doing` is what comes next."""
         self._doing = doing
-        self._alive_mono_s = time.monotonic()
+        self._progress += 1
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join(5)
 
     def _watch(self) -> None:
-        told_mono_s = 0.0
-        while not self._stop.wait(min(1.0, self._timeout_s / 4)):
-            silent_s = time.monotonic() - self._alive_mono_s
-            if silent_s < self._timeout_s or told_mono_s == self._alive_mono_s:
+        look_s = min(1.0, self._timeout_s / 4)
+        seen, told, silent_s, looked_s = self._progress, -1, 0.0, time.monotonic()
+        while not self._stop.wait(look_s):
+            before_s, looked_s = looked_s, time.monotonic()
+            silent_s += min(looked_s - before_s, 2 * look_s)
+            if seen != self._progress:
+                seen, silent_s = self._progress, 0.0
+            if silent_s < self._timeout_s or told == seen:
                 continue
-            told_mono_s = self._alive_mono_s
+            told = seen
             self._tell(silent_s)
             if self._policy == "restart":
                 log.error("%s ends now, so that the job restarts from its last snapshot", self._name)

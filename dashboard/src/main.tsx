@@ -8,6 +8,9 @@ import { applyTheme, startBackend } from "./mode";
 import { loadViews, router } from "./router";
 import "./styles/app.css";
 
+/** Long enough for the first view to be complete: what is loaded beside it would make it slower. */
+const AFTER_MS = 1_000;
+
 const queries = new QueryClient({
   defaultOptions: {
     queries: {
@@ -21,7 +24,7 @@ const queries = new QueryClient({
 
 applyTheme();
 startBackend();
-addEventListener("load", () => void loadTheRest().catch(() => undefined));
+addEventListener("load", () => setTimeout(() => void loadTheRest().catch(() => undefined), AFTER_MS));
 
 const root = document.getElementById("root");
 if (root) {

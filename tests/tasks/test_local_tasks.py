@@ -225,6 +225,25 @@ def limit_memory() -> bool:
     return True
 
 
+def test_what_a_task_said_last_is_on_disk_before_it_has_ended(tmp_path: Path) -> None:
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "talk.py").write_text("for n in range(100):\n    print('word', n)\n")
+    (recipes / "talk.toml").write_text("script = 'talk.py'\n")
+    tasks = Tasks(tmp_path / "data", {"STRATA_RECIPES_DIR": str(recipes), "STRATA_TASK_WORKERS": "1"})
+    tasks.server.start()
+    try:
+        for _ in range(2):
+            task_id = tasks.submit("talk")
+            eventually(lambda: tasks.get(task_id)["status"] == "completed", within_s=120, every_s=0.005)  # noqa: B023
+            tasks.server.kill()
+            tasks.server.start()
+            said = [line.rpartition(" ")[2] for line in tasks.log(task_id).splitlines() if " word " in line]
+            assert said == [str(n) for n in range(100)]
+    finally:
+        tasks.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_coordinator_killed_at_any_moment_loses_no_task(tmp_path: Path, seed: int) -> None:

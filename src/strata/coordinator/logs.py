@@ -230,6 +230,11 @@ class LogStore:
         while len(self._entries) > self._entries_kept or self._characters > self._characters_kept:
             self._characters -= len(self._entries.popleft().message)
 
+    async def flush(self) -> None:
+        """Until all that was taken in is on disk, or the disk has had its time."""
+        if self.archive is not None:
+            await asyncio.to_thread(self.archive.flush)
+
     # --- asking ---------------------------------------------------------------------------------------------
 
     def newest(self, limit: int, wanted: LogFilter) -> list[LogView]:

@@ -88,6 +88,7 @@ class TaskRunner:
         self._assemblers: dict[str, dict[tuple[int | None, str], LineAssembler]] = {}
         self._known: dict[str, dict[tuple[str | None, str], float]] = {}
         """By adopted run: the moment of each stream's newest line in the log."""
+        self._endings: set[asyncio.Task[None]] = set()
         self._progress_mono_s = 0.0
         engine.listeners.append(self._committed)
 
@@ -118,6 +119,10 @@ class TaskRunner:
                 self._wake.clear()
         finally:
             await self._launcher.close()
+            for (
+                ending
+            ) in self._endings:  # An attempt that is not over is seen to end by the next coordinator.
+                ending.cancel()
             for run_id in list(self._assemblers):
                 self._close_output(run_id)
 
@@ -265,6 +270,13 @@ class TaskRunner:
             self._retry_mono_s[task_id] = time.monotonic() + wait_s
             details = f"\n{cause.traceback}" if cause.traceback else ""
             self._say(task_id, "error", f"attempt {attempt} ended: {cause.message}{details}")
+        ending = asyncio.create_task(self._end_when_logged(task_id, attempt, cause))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _end_when_logged(self, task_id: TaskId, attempt: int, cause: ExitCause | None) -> None:
+        """Nobody reads the output of an attempt that is over: what it said must not be lost with this process."""
+        await self._logs.flush()
         self._post(EndAttempt(task_id=task_id, attempt=attempt, cause=cause))
 
     def _note_progress(self, cluster: Cluster, running: list[Task]) -> None:

@@ -293,8 +293,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     base = job_folder("x", root=tmp_path).parent
     base.mkdir()
     os.chown(base, 12345, 12345)
-    with pytest.raises(CheckpointError, match="another user"):
-        staging.open()
+    for _ in range(2):  # It stays so until somebody does something about it.
+        with pytest.raises(CheckpointError, match="another user"):
+            staging.open()
 
 
 class Interruption:

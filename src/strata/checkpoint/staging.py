@@ -256,13 +256,13 @@ class Staging:
         with self._changed:
             if self._is_open:
                 return
-            self._is_open = True
             self._make_folder()
             marked = self._adopt()
             (self._folder / OWNER_NAME).write_text(_owner().token)
             self._buffers = [ImageBuffer(self._folder / str(n)) for n in range(self._images)]
             for buffer in self._buffers:
                 buffer.marked = marked.get(buffer.folder.name)
+            self._is_open = True
         remove_dead_jobs(root=self._root, keep=self.job)
 
     def acquire(self, plan: Plan, *, timeout_s: float | None) -> ImageBuffer | None:

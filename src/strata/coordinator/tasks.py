@@ -119,9 +119,8 @@ class TaskRunner:
                 self._wake.clear()
         finally:
             await self._launcher.close()
-            for (
-                ending
-            ) in self._endings:  # An attempt that is not over is seen to end by the next coordinator.
+            # An attempt that is not over yet is seen to end by the next coordinator.
+            for ending in self._endings:
                 ending.cancel()
             for run_id in list(self._assemblers):
                 self._close_output(run_id)

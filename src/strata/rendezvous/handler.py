@@ -47,7 +47,7 @@ T = TypeVar("T")
 RETRY_S = 0.5
 OFTEN_S, SELDOM_S = 0.1, 1.0
 LOOKS_PER_S = 200
-"""While nodes come together each looks often whether the others are there; all of them together, this often."""
+"""While nodes come together each looks often whether the others are there; more than a few, so often together."""
 
 
 class RoundLost(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from strata.shared_memory import images_folder, remove_empty
 from tests.support import Coordinator
-
-SHARED_MEMORY = Path("/dev/shm")
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("strata", deadline=None)
@@ -26,6 +26,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A process that tests leave behind fails the run. What is new in shared memory is only told: it may belong to a
     job that runs beside the tests, and what dead jobs left goes by itself."""
+    remove_empty(images_folder() / "job")  # A test that removes a job's folder leaves the one around it.
     segments = sorted(_segments() - session.config.stash[_SEGMENTS])
     if segments:
         print(f"\nnew in shared memory: {', '.join(segments)}")
@@ -39,8 +40,8 @@ _SEGMENTS = pytest.StashKey[set[str]]()
 
 
 def _segments() -> set[str]:
-    """Images and moments of jobs; the folders that hold them may stay."""
-    return {str(path) for path in SHARED_MEMORY.glob("strata-*/*")}
+    """Images and moments of jobs. The folders that hold them come and go with jobs that run beside the tests."""
+    return set(glob.glob("/dev/shm/strata-*/*"))
 
 
 def _processes_left() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 import os
 import signal
 import subprocess
@@ -19,18 +20,18 @@ from elastic_harness.checkpoint import CheckpointState, MemorySnapshotBackend
 from elastic_harness.checkpoint.memory_snapshot import MemoryLimitExceeded
 from elastic_harness.errors import CheckpointError, CheckpointSaveError, ConfigurationError
 from strata.checkpoint.staging import job_folder, remove_tree
+from strata.shared_memory import images_folder
 from tests.harness.checkpoint_states import assert_is, state_of
 
-IMAGES = job_folder("x").parent
+OWN = f"{images_folder()}/{os.getpid()}-*"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    before = set(IMAGES.iterdir()) if IMAGES.exists() else set()
+    before = set(glob.glob(OWN))
     yield
     gc.collect()
-    left = (set(IMAGES.iterdir()) if IMAGES.exists() else set()) - before
-    assert not [path for path in left if path.name.startswith(f"{os.getpid()}-")]
+    assert set(glob.glob(OWN)) <= before
 
 
 def megabytes(step: int, count: float) -> CheckpointState:

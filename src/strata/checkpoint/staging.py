@@ -379,7 +379,7 @@ class Staging:
 
     def _adopt(self) -> dict[str, Manifest]:
         """Of the images that dead processes of this job left, keep the set with the newest snapshot; the marks in it."""
-        dead = [folder for folder in self._folder.parent.iterdir() if folder.is_dir() and _is_left(folder)]
+        dead = [folder for folder in _folders_in(self._folder.parent) if _is_left(folder)]
         marks = {folder: {s.path.parent.name: s.manifest for s in _snapshots_in(folder)} for folder in dead}
         newest = {folder: max((mark.order for mark in marks[folder].values()), default=()) for folder in dead}
         kept: dict[str, Manifest] = {}
@@ -405,10 +405,8 @@ def job_folder(job: str, *, root: Path = SHARED_MEMORY) -> Path:
 
 def find_snapshots(job: str, *, root: Path = SHARED_MEMORY) -> list[Snapshot]:
     """The complete images of a job, newest first, read without taking anything over."""
-    folder = job_folder(job, root=root)
-    if not folder.is_dir():
-        return []
-    found = [snapshot for holder in folder.iterdir() if holder.is_dir() for snapshot in _snapshots_in(holder)]
+    holders = _folders_in(job_folder(job, root=root))
+    found = [snapshot for holder in holders for snapshot in _snapshots_in(holder)]
     return sorted(found, key=lambda snapshot: snapshot.manifest.order, reverse=True)
 
 
@@ -428,10 +426,9 @@ def read_snapshot(folder: Path) -> Snapshot | None:
 def remove_dead_jobs(*, root: Path = SHARED_MEMORY, keep: str = "", grace_s: float = GRACE_S) -> list[str]:
     """Remove the images of jobs whose processes and owner are all gone, and have been for `grace_s`."""
     removed = []
-    parent = images_folder(root)
-    for job in list(parent.iterdir()) if parent.is_dir() else []:
+    for job in _folders_in(images_folder(root)):
         with contextlib.suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
-            if job.name != keep and job.is_dir() and _job_is_dead(job, grace_s):
+            if job.name != keep and _job_is_dead(job, grace_s):
                 remove_tree(job)
                 remove_empty(job)
                 removed.append(job.name)
@@ -451,7 +448,7 @@ def _owner() -> Process:
 def _job_is_dead(job: Path, grace_s: float) -> bool:
     """Whether nobody will come back for a job's images: its processes are gone and so are their owners, or they are
     long gone although an owner lives (the rank they belonged to is on another machine now)."""
-    folders = [folder for folder in job.iterdir() if folder.is_dir()]
+    folders = _folders_in(job)
     if not all(_is_left(folder) for folder in folders):
         return False
     newest_s = max(path.stat().st_mtime for path in [job, *job.rglob("*")])
@@ -475,10 +472,14 @@ def _is_left(folder: Path) -> bool:
 
 
 def _snapshots_in(holder: Path) -> Iterator[Snapshot]:
-    try:
-        folders = sorted(holder.iterdir())
-    except FileNotFoundError:
-        return  # Another process of the job has just taken it over.
-    for folder in folders:
-        if folder.is_dir() and (snapshot := read_snapshot(folder)):
+    for folder in _folders_in(holder):
+        if snapshot := read_snapshot(folder):
             yield snapshot
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """None where it is not there: another process of the job may just have taken it over, or ended."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except FileNotFoundError:
+        return []

@@ -23,6 +23,7 @@ from strata.stores import Store, open_store
 from strata.stores.faulty import Fault, FaultyStore, Operation, crash_by_signal
 from tests.checkpoint.states import assert_is_step, small_state
 
+KEPT = 3
 CRASHES = (Fault.CRASH_BEFORE, Fault.CRASH_MIDWAY, Fault.CRASH_AFTER)
 
 
@@ -70,7 +71,7 @@ def train(order: dict[str, Any], fd: int) -> None:
         )
     manager = CheckpointManager(
         store,
-        keep_count=3,
+        keep_count=KEPT,
         memory=Memory(job=order["job"]),
         policy=Policy(on_error="fail"),
         stem=step_stem if order["stem"] == "step" else unique_stem,

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,36 +103,50 @@ def test_a_killed_agent_leaves_no_semaphores(run: ChaosRun) -> None:
     eventually(lambda: not any(path.exists() for path in mine), within_s=60, what="the tracker's cleaning")
 
 
-def test_the_demo_ends_well_and_prints_what_it_proved(tmp_path: Path) -> None:
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """For temporary files: a path that leaves room for the address of a socket."""
+    with tempfile.TemporaryDirectory(prefix="strata-") as folder:
+        yield Path(folder)
+
+
+def test_the_demo_ends_well_and_prints_what_it_proved(short: Path) -> None:
     command = [sys.executable, "-m", "strata.cli.main", "demo", "--once", "--steps", "300"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env={**os.environ, "TMPDIR": str(tmp_path)}
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "TMPDIR": str(short)}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("killing", "trained", "recovered", "each exactly once", "every byte verified"):
         assert word in done.stdout
-    assert not list(tmp_path.iterdir())
+    assert not list(short.iterdir())
 
 
-def test_a_demo_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
-    """SIGTERM, as a supervisor sends it, while training is under way."""
+@pytest.mark.parametrize("how", ["SIGTERM", "an agent that is killed"])
+def test_a_demo_that_ends_early_leaves_nothing(short: Path, how: str) -> None:
+    """Told to by a supervisor, or for want of its agent, while training is under way."""
     with subprocess.Popen(
         [sys.executable, "-m", "strata.cli.main", "demo"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(short)},
     ) as demo:
         try:
             # The coordinator, the agent, and what the agent starts.
             below = eventually(
                 lambda: found if len(found := _below(demo.pid)) > 2 else None, within_s=120, what="a training"
             )
+            if how != "SIGTERM":
+                eventually(lambda: list(short.rglob("pymp-*/*")), within_s=120, what="the fork server")
+                next(
+                    process for process in below if "strata.launch.agent" in " ".join(process.cmdline())
+                ).kill()
+                assert demo.wait(120) == 1
         finally:
             demo.terminate()
         said, _ = demo.communicate(timeout=120)
     assert not [process for process in below if _lives(process)], said
-    assert not list(tmp_path.iterdir())
+    assert not list(short.iterdir())
 
 
 def _semaphores(agent: Agent) -> list[Path]:

@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +31,8 @@ from strata.training.trace import last_footprint
 
 REFRESH_S = 0.5
 LOOK_S = 0.05
+LONGEST_FOLDER = 70
+"""In characters: the address of a socket below it has 107 at most."""
 
 
 class DemoFailed(StrataError):
@@ -65,6 +67,9 @@ def demo(
         spec = job.torchrun(
             rdzv_backend="strata", rdzv_endpoint=coordinator.address, coordinator=coordinator.address
         )
+        if len(name) < LONGEST_FOLDER:
+            # What a process that is killed leaves in its place for temporary files goes with ours.
+            spec = replace(spec, environment={**spec.environment, "TMPDIR": name})
         stack.callback(forget_jobs, job.name)
         agent = Agent(spec, log=folder / "training.log")
         stack.callback(agent.stop)

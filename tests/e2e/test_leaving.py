@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import signal
 import subprocess
@@ -137,16 +138,24 @@ def test_a_demo_that_ends_early_leaves_nothing(short: Path, how: str) -> None:
                 lambda: found if len(found := _below(demo.pid)) > 2 else None, within_s=120, what="a training"
             )
             if how != "SIGTERM":
-                eventually(lambda: list(short.rglob("pymp-*/*")), within_s=120, what="the fork server")
-                next(
-                    process for process in below if "strata.launch.agent" in " ".join(process.cmdline())
-                ).kill()
+                # Whose socket is the file that would be left.
+                eventually(lambda: glob.glob(f"{short}/*/pymp-*/*"), within_s=120, what="the fork server")
+                below = _below(demo.pid)
+                _agent_of(demo.pid).kill()
                 assert demo.wait(120) == 1
         finally:
             demo.terminate()
         said, _ = demo.communicate(timeout=120)
     assert not [process for process in below if _lives(process)], said
     assert not list(short.iterdir())
+
+
+def _agent_of(pid: int) -> psutil.Process:
+    """What a demonstration has started to train."""
+    for process in psutil.process_iter(["ppid", "cmdline"]):
+        if process.info["ppid"] == pid and "strata.launch.agent" in (process.info["cmdline"] or ()):
+            return process
+    raise AssertionError(f"process {pid} has no agent")
 
 
 def _semaphores(agent: Agent) -> list[Path]:

@@ -46,8 +46,9 @@ T = TypeVar("T")
 
 RETRY_S = 0.5
 OFTEN_S, SELDOM_S = 0.1, 1.0
+"""Between two looks of a node that waits for others: when there are few, and at most."""
 LOOKS_PER_S = 200
-"""While nodes come together each looks often whether the others are there; more than a few, so often together."""
+"""Of all nodes together, where they are too many for each to look that often."""
 
 
 class RoundLost(Exception):

@@ -142,6 +142,47 @@ class StateMismatch(LoadFailed):
     code = "state_mismatch"
 
 
+class Superseded(CheckpointError):
+    """A newer start of the same run has taken over: what this process saves is refused at every tier."""
+
+    code = "superseded"
+
+    def __init__(self, *, where: str, generation: int, newest: int) -> None:
+        super().__init__(
+            f"{where}: generation {newest} of this run has started; this process belongs to generation {generation}.",
+            hint="Nothing was saved. This process should end: the run continues elsewhere.",
+        )
+        self.where = where
+        self.generation = generation
+        self.newest = newest
+
+
+class RunInUse(CheckpointError):
+    """Another live job has the same identity."""
+
+    code = "run_in_use"
+
+    def __init__(self, *, where: str, holder: str, hint: str = "") -> None:
+        super().__init__(
+            f"{where} is in use by another live job ({holder}).",
+            hint=hint or "Stop that job, or give this one a destination of its own.",
+        )
+        self.where = where
+        self.holder = holder
+
+
+class RunMismatch(CheckpointError):
+    """What is kept at a destination belongs to another run. Nothing has been read, changed or removed."""
+
+    code = "run_mismatch"
+
+
+class FinalSaveFailed(SaveFailed):
+    """Training has ended, and its final state is not in every destination."""
+
+    code = "final_save_failed"
+
+
 class InvalidSave(CheckpointError, ValueError):
     """The caller's arguments make no checkpoint. Nothing has changed."""
 

@@ -88,6 +88,8 @@ class Survey:
     offers: tuple[Offer, ...] = ()
     unreachable: tuple[str, ...] = ()
     """Destinations that did not answer, each with the reason."""
+    unreadable: tuple[str, ...] = ()
+    """Checkpoints that are there, and whose manifest is damaged."""
     removed: tuple[CheckpointId, ...] = ()
     """Checkpoints whose payload somebody has deleted from every destination: they are not wanted from memory either."""
     destinations: tuple[str, ...] = ()
@@ -226,6 +228,7 @@ class JobProtocol:
         self._delay_s = FIRST_DELAY_S
         self._machines: tuple[str, ...] = ()
         self._offers: dict[_Copy, Offer] = {}
+        self._unreadable: tuple[str, ...] = ()
         self._order: list[CheckpointId] = []
         self._struck: set[_Copy] = set()
         self._reasons: list[str] = []
@@ -256,6 +259,9 @@ class JobProtocol:
             delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, LONGEST_DELAY_S)
             self._waited_s += delay_s
             return LookAgain(after_s=delay_s, reason="; ".join(unreachable))
+        self._unreadable = tuple(reason for survey in surveys for reason in survey.unreadable)
+        for reason in self._unreadable:
+            self._note(reason)
         removed = {checkpoint_id for survey in surveys for checkpoint_id in survey.removed}
         fences = [fence for survey in surveys for fence in survey.fences]
         self.destinations = tuple(name for survey in surveys for name in survey.destinations)
@@ -309,7 +315,7 @@ class JobProtocol:
 
     def _choose(self) -> Load | StartAnew | Stop:
         left = {copy: offer for copy, offer in self._offers.items() if copy not in self._struck}
-        has_durable = any(offer.is_durable for offer in self._offers.values())
+        has_durable = bool(self._unreadable) or any(offer.is_durable for offer in self._offers.values())
         if not left:
             if has_durable:
                 return Stop(kind="unloadable", reasons=tuple(self._reasons))

@@ -150,6 +150,11 @@ def judge(
     return Watch(reason=f"{newest.who} may still be alive")
 
 
+def is_superseded(generation: int, claimed: Sequence[int]) -> bool:
+    """Whether a process of this generation may publish nothing any more, by the generations claimed at a destination."""
+    return max(claimed, default=0) > generation
+
+
 def identify(found: Mapping[str, RunRecord | None], *, name: str) -> RunRecord | None:
     """The run that these destinations belong to, by what each answered; None where all of them are new.
 

@@ -259,29 +259,24 @@ class Life:
 
     def _restore(self) -> Steps:
         assert self.claim is not None
-        while True:
+        instruction: Any = LookAgain(after_s=0.0, reason="")
+        while isinstance(instruction, LookAgain):
+            for _ in range(int(instruction.after_s / TICK_S)):
+                yield
             surveys = []
             for rank, machine in enumerate(self.machines):
                 yield
                 surveys.append(self._survey(rank, machine))
             instruction = self._agreed([p.surveyed(surveys) for p in self.protocols])
-            if not isinstance(instruction, LookAgain):
-                break
-            self.sim.saw_down = True
-            for _ in range(int(instruction.after_s / TICK_S)):
-                yield
-        if isinstance(instruction, Stop):
-            self.sim.check_stopped(self, instruction)
-            self.end(f"stops: {instruction.kind}")
-            return
-        self.sim.fenced(self)
-        while isinstance(instruction, Load):
-            self.sim.tell(f"{self} loads {instruction.offer.checkpoint_id} from {instruction.offer.where}")
-            reports = []
-            for rank in range(len(self.machines)):
-                yield
-                reports.append(self._load(rank, instruction))
-            instruction = self._agreed([p.loaded(reports) for p in self.protocols])
+            if not isinstance(instruction, LookAgain | Stop):
+                self.sim.fenced(self)
+            while isinstance(instruction, Load):
+                self.sim.tell(f"{self} loads {instruction.offer.checkpoint_id} from {instruction.offer.where}")
+                reports = []
+                for rank in range(len(self.machines)):
+                    yield
+                    reports.append(self._load(rank, instruction))
+                instruction = self._agreed([p.loaded(reports) for p in self.protocols])
         if isinstance(instruction, Stop):
             self.sim.check_stopped(self, instruction)
             self.end(f"stops: {instruction.kind}")
@@ -332,12 +327,16 @@ class Life:
         wanted = load.offer.checkpoint_id
         if rank == load.source and load.offer.is_durable:
             destination = next(d for d in self.sim.destinations if d.name == load.offer.where)
-            return None if destination.is_down else destination.checkpoints.get(wanted)
+            return destination.checkpoints.get(wanted)
         return next((i for i in self.machines[rank].images if i.checkpoint_id == wanted), None)
 
     def _load(self, rank: int, load: Load) -> LoadReport:
         if rank in load.receivers:
             return LoadReport()
+        if load.offer.is_durable and next(
+            d for d in self.sim.destinations if d.name == load.offer.where
+        ).is_down:
+            return LoadReport(error="out of reach", fault="away")
         found = self._copy_of(rank, load)
         if found is None or not found.has_payload or not found.intact:
             return LoadReport(error="damaged or missing", fault="copy")
@@ -742,6 +741,7 @@ class Simulation:
             destination = self.random.choice(self.destinations)
             destination.is_down = not destination.is_down
             self.counts["outages"] += destination.is_down
+            self.saw_down = True
             self.tell(f"{destination.name} is {'out of reach' if destination.is_down else 'back'}")
         elif kind == "memory":
             machine = self.random.choice(self.machines)

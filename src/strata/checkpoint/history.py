@@ -20,22 +20,24 @@ def read_lineage(sources: Iterable[Source], *, run: str = "", generation: int = 
     saved next is then of a lineage of its own, so that retention leaves the unseen one alone."""
     everything: list[Manifest] = []
     durable: list[Manifest] = []
+    is_complete = True
     for source in sources:
         try:
             found = [e.manifest for e in source.list(fresh=False).entries if e.manifest.run in ("", run)]
         except StoreError as error:
             log.warning("continuing without the history in %s: %s", source.tier, error)
-            return Lineage(run=run, generation=generation)
+            is_complete = False
+            continue
         everything += found
         durable += [] if source.tier == MEMORY else found
     lineage = Lineage(
         run=run,
         # A generation never goes back, so a coordinator that lost its count cannot make new checkpoints look old.
-        generation=max(generation, *(manifest.generation for manifest in everything), 0),
+        generation=max([generation, *(manifest.generation for manifest in everything)]),
         sequence=max((manifest.sequence for manifest in everything), default=0),
     )
     newest = max(everything, key=lambda manifest: manifest.order, default=None)
-    if newest is not None:
+    if newest is not None and is_complete:
         ids = {manifest.checkpoint_id for manifest in durable}
         lineage.go_back_to(newest, durable=newest.checkpoint_id in ids)
     return lineage

@@ -552,7 +552,7 @@ class CheckpointManager:
         with self._lock:
             if self._lineage is not None and any(tier != MEMORY for tier, _ in save.places):
                 self._lineage.confirm(save.draft.checkpoint_id)
-            elif self._lineage is not None:
+            elif self._lineage is not None and not save.places:
                 self._lineage.fail(save.draft.checkpoint_id)
             if error is not None and self._policy.on_error != "warn":
                 self._failed = self._failed or error

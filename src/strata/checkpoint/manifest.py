@@ -84,7 +84,7 @@ class Manifest:
     lineage: str = ""
     """Named after the first ancestor; see `strata.core.lineage`."""
     parent: CheckpointId | None = None
-    """The nearest ancestor that was meant to be durable."""
+    """The nearest ancestor, in whatever tier."""
     durable_parent: CheckpointId | None = None
     """The nearest ancestor that was known to be durable when this one was made."""
 

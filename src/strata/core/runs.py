@@ -103,6 +103,8 @@ class Claim:
             raise RunRecordError(f"{where} is not a run's claim ({error}).") from error
 
     def with_fence(self, fence: Fence) -> Claim:
+        if any(known.generation == fence.generation for known in self.fences):
+            return self  # What was published since the first look was refused already.
         return replace(self, fences=(*self.fences, fence)[-FENCES_KEPT:])
 
 

@@ -59,12 +59,18 @@ def commits_of(source: Source) -> Sequence[Commit]:
     return [
         Commit(
             checkpoint_id=entry.manifest.checkpoint_id,
-            parent_id=entry.manifest.lasting_parent,
+            parent_id=_durable_parent(entry.manifest),
+            trained_from=entry.manifest.parent,
             step=entry.manifest.step,
             data=_record(entry.manifest.data),
         )
         for entry in reversed(listing.entries)
     ]
+
+
+def _durable_parent(manifest: object) -> str | None:
+    parent = getattr(manifest, "durable_parent", None) or getattr(manifest, "lasting_parent", None)
+    return parent if isinstance(parent, str) else None
 
 
 def _record(data: object) -> DataCommit | None:

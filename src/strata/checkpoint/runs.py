@@ -177,8 +177,11 @@ class RunClaim:
 
     def fence(self, fence: Fence) -> None:
         """This generation has looked: what an older one publishes from now on does not count."""
+        _held_here.discard(self._key)
         with self._lock:
-            self._claim = self._claim.with_fence(fence)
+            # Memory may know of later generations than a destination whose claims were deleted.
+            self._claim = replace(self._claim, generation=fence.generation).with_fence(fence)
+        _held_here.add(self._key)
         for store in self._stores:
             self._put(store)
 

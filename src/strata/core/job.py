@@ -276,7 +276,7 @@ class JobProtocol:
                     self._note(f"step {offer.step} in {offer.tier}: a superseded process published it")
                 else:
                     self._offers[rank, offer.checkpoint_id, offer.where] = offer
-        everything = [offer for survey in surveys for offer in survey.offers]
+        everything = [o for survey in surveys for o in survey.offers if o.run in ("", self.lineage.run)]
         claimed = max((survey.generation for survey in surveys), default=0)
         seen = max((offer.generation for offer in everything), default=0)
         self.lineage.generation = max(claimed, seen + 1)

@@ -60,6 +60,7 @@ def commits_of(source: Source) -> Sequence[Commit]:
         Commit(
             checkpoint_id=entry.manifest.checkpoint_id,
             parent_id=entry.manifest.durable_parent,
+            trained_from=entry.manifest.parent,
             step=entry.manifest.step,
             data=_record(entry.manifest.data),
         )

@@ -180,6 +180,7 @@ class Life:
         self.trained: tuple[int, ...] = ()
         self.unrecorded: list[int] = []
         self.is_frozen = False
+        self.woke_s = -RENEW_S
         self.is_over = False
         self.asked_to_leave = False
         self.outcome = ""
@@ -212,13 +213,10 @@ class Life:
     # --- starting -------------------------------------------------------------------------------------------
 
     def _main(self) -> Steps:
-        yield from self._take_generation()
-        if self.is_over:
-            return
-        yield from self._restore()
-        if self.is_over:
-            return
-        yield from self._train()
+        for phase in (self._take_generation, self._restore, self._train):
+            yield from phase()
+            if self.is_over:
+                return
 
     def _take_generation(self) -> Steps:
         farthest = self.sim.destinations[-1]
@@ -669,7 +667,7 @@ class Simulation:
                 machine.memory_fails = False
         for life in self.lives:
             if life.is_frozen and (not self.faults_left or self.chance(0.01)):
-                life.is_frozen = False
+                life.is_frozen, life.woke_s = False, self.now_s
                 self.tell(f"{life} wakes up")
         alive = [life for life in self.lives if life.is_alive]
         self.now_s += TICK_S / 4
@@ -875,7 +873,8 @@ class Simulation:
     def check_taken_over(self, life: Life, newest: Claim | None) -> None:
         holder = self.life_of(newest)
         if holder is not None and newest is not None and newest.launch != life.launch and not newest.ended:
-            must(not holder.is_alive, f"{life} took the run from {holder}, which is alive")
+            was_awake = holder.is_alive and self.now_s - holder.woke_s > RENEW_S
+            must(not was_awake, f"{life} took the run from {holder}, which is alive")
 
     def check_removal(self, life: Life, destination: Destination, gone: Checkpoint) -> None:
         self.counts["removed"] += 1

@@ -38,6 +38,9 @@ class Recorder:
         assert seconds > 0
         self.events.append(("tier", save.step, tier))
 
+    def on_skipped(self, save: Started, *, tier: str, reason: str) -> None:
+        self.events.append(("skipped", save.step, tier, reason))
+
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None:
         self.events.append(("completed", save.step, info.tiers))
 

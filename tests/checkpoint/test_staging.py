@@ -16,6 +16,8 @@ import pytest
 from strata.checkpoint import (
     CheckpointError,
     CheckpointManager,
+    Damaged,
+    LoadFailed,
     Memory,
     MemoryLimitExceeded,
     Policy,
@@ -402,3 +404,66 @@ def test_images_that_move_while_they_are_looked_for_are_no_error(job: str, memor
         done.set()
         mover.join()
         remove_tree(folder)
+
+
+# Images that are not what their mark says.
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("damage", ["missing", "empty", "shorter", "longer", "a folder"])
+@pytest.mark.parametrize("by", ["this process", "a process that is gone"])
+def test_an_image_that_is_not_as_long_as_its_mark_says_is_damaged_and_another_copy_is_used(
+    folder: Path, job: str, memory: Memory, damage: str, by: str, into: bool
+) -> None:
+    manager = CheckpointManager(folder, memory=memory)
+    manager.save(small_state(1), step=1).result(30)
+    manager.save(small_state(2), step=2).result(30)
+    if by == "a process that is gone":
+        manager.close(keep_memory=True)
+        manager = CheckpointManager(folder, memory=memory)
+    image = find_snapshots(job)[0].path
+    if damage == "missing":
+        image.unlink()
+    elif damage == "a folder":
+        image.unlink()
+        image.mkdir()
+    else:
+        size_bytes = image.stat().st_size
+        os.truncate(image, {"empty": 0, "shorter": size_bytes - 4096, "longer": size_bytes + 4096}[damage])
+    with manager:
+        target = small_state(0) if into else None
+        restored = manager.restore(into=target)
+        assert_is_step(restored.state, 2)
+        assert restored.tier == "NVME"
+        assert "step 2 in MEMORY" in restored.reasons[0]
+        with pytest.raises(LoadFailed, match="the image"):
+            manager.load(step=2, tiers=["MEMORY"])
+        assert_is_step(manager.load(step=1, tiers=["MEMORY"]), 1)
+        for step in (3, 4, 5):  # And the image is of use again.
+            manager.save(small_state(step), step=step).result(30)
+            assert_is_step(manager.load(tiers=["MEMORY"]), step)
+
+
+def test_a_mark_that_cannot_be_read_is_no_snapshot(
+    folder: Path, job: str, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(folder, memory=memory)
+    manager.save(small_state(1), step=1).result(30)
+    manager.close(keep_memory=True)
+    mark = find_snapshots(job)[0].path.with_name("mark.json")
+    mark.unlink()
+    mark.mkdir()
+    assert find_snapshots(job) == []
+    assert "ignored a memory image" in caplog.text
+    with CheckpointManager(folder, memory=memory) as again:
+        assert again.restore().tier == "NVME"
+
+
+def test_an_image_that_vanishes_while_it_is_being_read_is_damaged(job: str, memory: Memory) -> None:
+    with CheckpointManager([], memory=memory) as manager:
+        manager.save(small_state(1), step=1).result(30)
+        images = manager._images()
+        (snapshot,) = images.snapshots()
+        snapshot.path.unlink()
+        with images.held(snapshot) as buffer, pytest.raises(Damaged, match="cannot be read"):
+            buffer.mapped()

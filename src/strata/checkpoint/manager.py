@@ -329,7 +329,7 @@ class CheckpointManager:
         self._is_closed = True
         self._pipeline.abandon()
         if self._staging is not None:
-            self._staging.close(keep=True)
+            self._staging.close(keep=True, wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -397,6 +397,7 @@ class CheckpointManager:
                 buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep)
             if buffer is None:
                 raise SaveSkipped(reason="the images of earlier saves are still being written")
+            save.holds_image = True
             payload = ImagePayload(staging, buffer)
             return payload, lambda: payload.fill(prepared)
 

@@ -117,6 +117,8 @@ class Save:
     """Why stores were left out."""
     stage: int = 0
     """Which of its stores it waits for, or is being written to."""
+    holds_image: bool = False
+    """Its payload is an image, which a newer save could use."""
     is_over: bool = False
     """Its handle has an outcome, or is about to get it."""
 
@@ -170,7 +172,7 @@ class _Thread:
                 task = self._tasks.popleft()
             try:
                 task()
-            except Exception:
+            except BaseException:  # The thread must go on, or the next save would wait for ever.
                 log.exception("a step of saving a checkpoint failed in an unexpected way")
             del task  # What it holds may go while the thread waits.
 
@@ -248,29 +250,32 @@ class Pipeline:
         self._continue(save)
 
     def overtake(self, newer: Save) -> bool:
-        """Skip the oldest save that waits for its first store and holds an image, to make way for a newer one that found
-        none. False where there is none."""
+        """Skip the oldest save that waits for a store and keeps an image, to make way for a newer one that found none. False
+        where no such save can make way at once."""
         with self._changed:
             for older in self._saves:
-                lane = self._lanes[id(older.stores[0])] if older.stores else None
+                lane = self._lane_of(older)
                 if (
                     lane is not None
-                    and not older.must_arrive
-                    and older.stage == 0
                     and older in lane.waiting
+                    and not older.must_arrive
+                    and older.holds_image
                     and older.hashed.done()
-                    and set(older.stores) <= set(newer.stores)
+                    and all(store in newer.stores for store in older.stores[older.stage :])
                 ):
                     lane.waiting.remove(older)
                     break
             else:
                 return False
             under_way = lane.under_way
-        for store in older.stores:
+        for store in older.stores[older.stage :]:
             self._skip(older, store, newer, under_way)
         older.stage = len(older.stores)
         self._end(older)
         return True
+
+    def _lane_of(self, save: Save) -> _Lane | None:
+        return self._lanes[id(save.stores[save.stage])] if save.stage < len(save.stores) else None
 
     def give_up(self, save: Save, error: Exception) -> None:
         """End a save that could not begin."""
@@ -281,6 +286,8 @@ class Pipeline:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what is under way, without further retries; give up what is not finished in time."""
+        if self._pid != os.getpid():
+            return  # A forked child has none of the threads.
         self._stopping.set()
         deadline = "" if timeout_s is None else f"it was not finished {timeout_s:.1f} s after the manager was closed"
         with self._changed:
@@ -295,7 +302,7 @@ class Pipeline:
 
     def drain(self) -> None:
         """At the end of a process that nobody closed this in: wait for the saves under way."""
-        if self._pid == os.getpid():  # A forked child has none of the threads.
+        if self._pid == os.getpid():
             with self._changed:
                 self._changed.wait_for(lambda: not self._saves)
 
@@ -420,8 +427,9 @@ class Pipeline:
                 entry = publish(store, save.draft, payload, digest, stem=self._stem, again=attempt > 0)
             except _GivenUp:
                 return
-            except Exception as error:
-                failure = save.failed(error, store)
+            except BaseException as error:
+                cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                failure = save.failed(cause, store)
                 if attempt == retries or self._stopping.is_set():
                     save.failures.append(failure)
                     log.warning("%s", failure)
@@ -452,7 +460,7 @@ class Pipeline:
             log.warning("%s does not hold what was written to it; the next tier gets the original", path)
             return
         save.payload.release()
-        save.payload = copy
+        save.payload, save.holds_image = copy, False
 
     def _end(self, save: Save) -> None:
         digest = self._digest_of(save)
@@ -529,7 +537,9 @@ _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 @atexit.register
 def _finish_at_exit() -> None:
     """The last save of a script that ends normally is not lost; a crash waits for nothing."""
-    crash = getattr(sys, "last_value", None) or sys.exc_info()[1]  # A warm worker's program ends within this process.
+    crash = sys.exc_info()[1]  # The program of a warm worker ends within a function.
+    if not hasattr(sys, "ps1"):  # Where a person types, an error ends nothing.
+        crash = crash or getattr(sys, "last_value", None)
     if crash is None or isinstance(crash, SystemExit):
         for pipeline in list(_pipelines):
             pipeline.drain()

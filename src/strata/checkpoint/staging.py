@@ -100,6 +100,7 @@ class ImageBuffer:
         self.is_given_up = False
         """Nobody will use it again: it is closed as soon as nobody uses it now."""
         self._anonymous_fd = -1
+        self._mapped_file: tuple[int, int, int] | None = None
         self.plan: Plan | None = None
         self.entries: tuple[TensorEntry, ...] = ()
         self.is_busy = False
@@ -135,7 +136,7 @@ class ImageBuffer:
 
     def prepare_for(self, plan: Plan) -> None:
         """Lay the file out for `plan` and fault its pages in; nothing to do when it is laid out for it already."""
-        if self.plan is plan and self.path.exists():
+        if self.plan is plan and self._is_as_mapped():
             return
         self.unmark()
         placement = None
@@ -166,6 +167,8 @@ class ImageBuffer:
                     path=str(self.path),
                     reason=f"the image has {size_bytes} bytes, its mark says {wanted_bytes}",
                 )
+            if not self._is_as_mapped():
+                self._unmap()
             return self._map_file(populate=False)
         except OSError as error:
             raise Damaged(
@@ -178,15 +181,24 @@ class ImageBuffer:
         if self._bytes is None:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                size_bytes = os.fstat(fd).st_size
+                found = os.fstat(fd)
+                size_bytes = found.st_size
                 if populate:
                     os.posix_fallocate(fd, 0, size_bytes)
                 flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
                 self._map = mmap.mmap(fd, size_bytes, flags=flags)
+                self._mapped_file = _identity(found)
             finally:
                 os.close(fd)
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         return self._bytes
+
+    def _is_as_mapped(self) -> bool:
+        """Whether the file that is mapped is there still, and as long as it was: beyond its end there is only SIGBUS."""
+        try:
+            return self._bytes is None or _identity(self.path.stat()) == self._mapped_file
+        except OSError:
+            return False
 
     def _lay_out_anonymously(self, plan: Plan) -> Placement:
         self._anonymous_fd = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
@@ -198,7 +210,10 @@ class ImageBuffer:
 
     def _remove_file(self) -> None:
         if self.folder is not None:
-            self.path.unlink(missing_ok=True)
+            try:
+                self.path.unlink(missing_ok=True)
+            except (IsADirectoryError, PermissionError):
+                remove_tree(self.path)
         elif self._anonymous_fd >= 0:
             os.close(self._anonymous_fd)
             self._anonymous_fd = -1
@@ -224,7 +239,7 @@ class ImageBuffer:
                     == os.pread(found.fileno(), end - start, start)
                     for start, end in plan.frame(placement)
                 )
-        except FileNotFoundError:  # Somebody has removed it from under us.
+        except OSError:  # It is no file, or somebody has removed it from under us.
             return None
         finally:
             remove_tree(fresh.parent)
@@ -476,10 +491,10 @@ class Staging:
                 if chosen is None or buffer.marked.checkpoint_id in chosen:
                     buffer.discard()
 
-    def close(self, *, keep: bool = False) -> None:
+    def close(self, *, keep: bool = False, wait: bool = True) -> None:
         """Let go of the images; they are removed unless `keep`, which leaves them to the job's next process. One that is
-        still being read stays mapped until that is over."""
-        self.copier.close()
+        still being read stays mapped until that is over. Without `wait`, copies under way are not waited for."""
+        self.copier.close(wait=wait)
         with self._changed:
             if not self._is_open or self._process != this_process():
                 return  # A forked child holds nothing.
@@ -874,7 +889,7 @@ def _folders_in(folder: Path) -> list[Path]:
     """None where it is not there: another process of the job may just have taken it over, or ended."""
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
@@ -891,3 +906,7 @@ def _number_in(data: bytes) -> int:
         return int(data)
     except ValueError:
         return 0
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size

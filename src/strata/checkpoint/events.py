@@ -27,6 +27,8 @@ class CheckpointInfo:
     tiers: tuple[str, ...]
     failures: tuple[str, ...] = ()
     """Tiers that were asked for and did not get it, each with the reason."""
+    skipped: tuple[str, ...] = ()
+    """Tiers that were left out because a newer checkpoint overtook this one, each with the reason. No failure."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
     data: Json = None
     world_size: int = 1
@@ -44,7 +46,12 @@ class CheckpointInfo:
 
     @classmethod
     def of(
-        cls, manifest: Manifest, *, places: Sequence[tuple[str, str]], failures: tuple[str, ...] = ()
+        cls,
+        manifest: Manifest,
+        *,
+        places: Sequence[tuple[str, str]],
+        failures: tuple[str, ...] = (),
+        skipped: tuple[str, ...] = (),
     ) -> CheckpointInfo:
         """`places`: tier and path, fastest first. What is in memory ends with the job; anything more lasting is the
         better path to hand out."""
@@ -59,6 +66,7 @@ class CheckpointInfo:
             digest=manifest.digest,
             tiers=tuple(tier for tier, _ in places),
             failures=failures,
+            skipped=skipped,
             metadata=manifest.metadata,
             data=manifest.data,
             world_size=manifest.world_size,
@@ -91,6 +99,10 @@ class Observer(Protocol):
 
     def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None:
         """The checkpoint exists in this tier; `seconds` since the save began."""
+        ...
+
+    def on_skipped(self, save: Started, *, tier: str, reason: str) -> None:
+        """A newer save overtook this one on its way to this tier."""
         ...
 
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None: ...

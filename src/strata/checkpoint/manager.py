@@ -64,8 +64,9 @@ class Memory:
     images: int = 2
     budget_bytes: int | None = None
     """For all images together; by default what the file system at `root` has."""
-    root: str = "/dev/shm"
-    """Where images are. Another folder works where /dev/shm is too small, at the price of a disk's write-back."""
+    root: str | None = None
+    """The folder below which images are; by default `STRATA_MEMORY_ROOT`, else /dev/shm, and a folder on disk for images
+    that do not fit there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class _Staged:
     format: str
     size_bytes: int
     """At most."""
-    make: Callable[[], tuple[Payload, Callable[[], None]]]
+    make: Callable[[Save], tuple[Payload, Callable[[], None]]]
     """Gives it a place, which may have to be waited for, and a way to fill that."""
     by_device: bool = False
     """A device does the copying, beside the computation."""
@@ -162,6 +163,7 @@ class CheckpointManager:
         position: Json = None,
         tiers: Sequence[str] | None = None,
         placement: Placement | None = None,
+        must_arrive: bool = False,
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
 
@@ -169,7 +171,8 @@ class CheckpointManager:
 
         `position` is the data position that belongs to the state. `tiers` limits the save to some of the stores, by
         their tiers' names; `["MEMORY"]` is for none of them and makes a snapshot that outlives the process but not the
-        machine. With `on_error='fail'`, a failure of an earlier save is raised here.
+        machine. A save that `must_arrive` waits for an image whatever the policy says, and no newer one overtakes it on its
+        way. With `on_error='fail'`, a failure of an earlier save is raised here.
         """
         begun_s = time.monotonic()
         self._check_open()
@@ -190,6 +193,7 @@ class CheckpointManager:
             size_bytes=staged.size_bytes,
             handle=SaveHandle(draft.checkpoint_id, step),
             begun_s=begun_s,
+            must_arrive=must_arrive,
         )
         if staged.format == BYTES and not save.stores:
             raise InvalidSave("Bytes are kept in stores, and this save is for none.")
@@ -198,7 +202,7 @@ class CheckpointManager:
             self._pipeline.check_room(save)
             if placement is None:
                 self._continue_lineage(save)
-            save.payload, fill = staged.make()
+            save.payload, fill = staged.make(save)
         except SaveSkipped as skipped:
             log.warning("step %d: %s", step, skipped)
             self._ended(save, None)
@@ -345,15 +349,26 @@ class CheckpointManager:
 
     # Ending
 
-    def close(self, *, keep_memory: bool = False) -> None:
-        """Finish the saves under way and give the memory back; with `keep_memory`, the job's next process finds it."""
+    def close(self, *, keep_memory: bool = False, timeout_s: float | None = None) -> None:
+        """Finish the saves under way and give the memory back; with `keep_memory`, the job's next process finds it. What is
+        not finished after `timeout_s` is given up, and its handle says so."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._pipeline.close()
+        self._pipeline.close(timeout_s)
         if self._staging is not None:
             self._staging.close(keep=keep_memory)
         self.raise_failure()
+
+    def abandon(self) -> None:
+        """Give up the saves under way without waiting for anything, and leave the snapshots in memory to the job's next
+        process: for one that crashes."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._pipeline.abandon()
+        if self._staging is not None:
+            self._staging.close(keep=True, wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -395,8 +410,8 @@ class CheckpointManager:
         if not size_bytes:
             raise InvalidSave("There are no bytes to save.")
 
-        def make() -> tuple[Payload, Callable[[], None]]:
-            if not self._bytes.take(size_bytes, timeout_s=self._patience_s):
+        def make(save: Save) -> tuple[Payload, Callable[[], None]]:
+            if not self._bytes.take(size_bytes, timeout_s=self._patience_s(save)):
                 raise SaveSkipped(reason="the bytes of earlier saves are still being written")
             kept = data if isinstance(data, bytes) else bytes(data)
             return BytesPayload(kept, lambda: self._bytes.give_back(size_bytes)), lambda: None
@@ -414,19 +429,21 @@ class CheckpointManager:
         prepared = prepare(state, self._plan)
         self._plan = plan = prepared.plan
 
-        def make() -> tuple[Payload, Callable[[], None]]:
-            staging = self._images()
-            buffer = staging.acquire(plan, timeout_s=self._patience_s)
+        def make(save: Save) -> tuple[Payload, Callable[[], None]]:
+            staging, patience_s, must_keep = self._images(), self._patience_s(save), not save.stores
+            buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep)
+            if buffer is None and self._pipeline.overtake(save):
+                buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep)
             if buffer is None:
                 raise SaveSkipped(reason="the images of earlier saves are still being written")
+            save.holds_image = True
             payload = ImagePayload(staging, buffer)
             return payload, lambda: payload.fill(prepared)
 
         return _Staged(format=IMAGE, size_bytes=plan.bound_bytes, make=make, by_device=prepared.is_on_cuda)
 
-    @property
-    def _patience_s(self) -> float | None:
-        return None if self._policy.when_full == "wait" else 0.0
+    def _patience_s(self, save: Save) -> float | None:
+        return None if save.must_arrive or self._policy.when_full == "wait" else 0.0
 
     def _draft(
         self, step: int, epoch: int, payload_format: str, metadata: Mapping[str, Json], position: Json
@@ -491,7 +508,7 @@ class CheckpointManager:
                     self._memory.job or default_job([catalog.store for catalog in self._catalogs]),
                     images=self._memory.images,
                     budget_bytes=self._memory.budget_bytes,
-                    root=Path(self._memory.root),
+                    root=Path(self._memory.root) if self._memory.root else None,
                 )
             return self._staging
 

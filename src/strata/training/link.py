@@ -106,6 +106,9 @@ class CoordinatorLink:
     def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None:
         pass  # `on_completed` has the tiers; a tier that is still being written to is not safe yet.
 
+    def on_skipped(self, save: Started, *, tier: str, reason: str) -> None:
+        pass  # `on_completed` has the tiers that were reached, `on_failed` the reason where there are none.
+
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None:
         if _lasts(info.tiers):
             self._notify(

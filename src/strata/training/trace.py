@@ -1,7 +1,7 @@
 """Where the time of a recovery went: detect, rendezvous, spawn, load, first step.
 
 Clocks: `time.monotonic` is the machine's, so the moments of dead processes, of the agent and of this one can be
-compared. Each rank leaves the moment of its last step in a small file in shared memory; the agent's rendezvous
+compared. Each rank leaves the moment of its last step in a small file below the memory root; the agent's rendezvous
 leaves when it began and ended; this process knows its own start. What cannot be known (another machine, another
 rendezvous back end) is counted to the phase around it, never guessed. A run removes its moments when it ends; what one
 that was killed left is removed by another run, a day after its last moment.
@@ -53,18 +53,18 @@ class Recovery:
         )
 
 
-def clear_run(job: str) -> None:
+def clear_run(job: str, *, root: Path | None = None) -> None:
     """Remove what a finished run left."""
-    folder = run_folder(job)
+    folder = run_folder(job, root=root)
     with suppress(OSError):
         for path in folder.iterdir():
             path.unlink()
     remove_empty(folder)
 
 
-def clear_old_runs(*, keep: str) -> None:
+def clear_old_runs(*, keep: str, root: Path | None = None) -> None:
     """Remove what runs left that were killed long ago, or before this machine was started; `keep` is a job."""
-    mine = run_folder(keep)
+    mine = run_folder(keep, root=root)
     with suppress(OSError):
         for folder in mine.parent.iterdir():
             if folder != mine and _is_old(folder):
@@ -95,10 +95,10 @@ class Footprint:
 class Footprints:
     """This rank's last step, where it survives the rank. Writing one costs less than a microsecond."""
 
-    def __init__(self, job: str, rank: int) -> None:
-        folder = run_folder(job)
+    def __init__(self, job: str, rank: int, *, root: Path | None = None) -> None:
+        folder = run_folder(job, root=root)
         make_private(folder, inside=folder.parent)
-        clear_old_runs(keep=job)
+        clear_old_runs(keep=job, root=root)
         path = folder / f"rank-{rank}"
         with open(path, "w+b") as file:
             file.truncate(_FOOTPRINT.size)
@@ -112,9 +112,9 @@ class Footprints:
         self._map.close()
 
 
-def footprints(job: str) -> list[Footprint]:
+def footprints(job: str, *, root: Path | None = None) -> list[Footprint]:
     """The last step of every rank that this run has, or had, on this machine."""
-    return _footprints_in(run_folder(job))
+    return _footprints_in(run_folder(job, root=root))
 
 
 def _footprints_in(folder: Path) -> list[Footprint]:
@@ -129,20 +129,20 @@ def _footprints_in(folder: Path) -> list[Footprint]:
     return found
 
 
-def last_footprint(job: str) -> Footprint | None:
+def last_footprint(job: str, *, root: Path | None = None) -> Footprint | None:
     """The newest step any rank of this run made on this machine."""
-    return max(footprints(job), key=lambda footprint: footprint.mono_s, default=None)
+    return max(footprints(job, root=root), key=lambda footprint: footprint.mono_s, default=None)
 
 
-def note_saved(job: str) -> None:
+def note_saved(job: str, *, root: Path | None = None) -> None:
     """From now on a restart that finds no state has lost one."""
     with suppress(OSError):
-        (run_folder(job) / "saved").touch()
+        (run_folder(job, root=root) / "saved").touch()
 
 
-def was_saved(job: str) -> bool:
+def was_saved(job: str, *, root: Path | None = None) -> bool:
     """Whether this run had saved anything on this machine."""
-    return (run_folder(job) / "saved").exists()
+    return (run_folder(job, root=root) / "saved").exists()
 
 
 def note_rendezvous(job: str, began_mono_s: float, ended_mono_s: float) -> None:
@@ -190,8 +190,8 @@ class Tracer:
     moments: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def begin(cls, job: str) -> Tracer:
-        return cls(job=job, before=last_footprint(job), moments={"spawned": process_start_mono_s()})
+    def begin(cls, job: str, *, root: Path | None = None) -> Tracer:
+        return cls(job=job, before=last_footprint(job, root=root), moments={"spawned": process_start_mono_s()})
 
     def mark(self, name: str) -> None:
         self.moments.setdefault(name, time.monotonic())

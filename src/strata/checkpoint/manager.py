@@ -296,10 +296,12 @@ class CheckpointManager:
         into: Any = None,
         trusted_source: bool = False,
         tiers: Sequence[str] | None = None,
+        tear_ok: bool = False,
     ) -> Restored:
         """`load`, to go on training from: what is saved next continues this checkpoint's line, and newer
-        checkpoints of another line are given up in favour of it."""
-        restored = self._load(step, checkpoint_id, into, trusted_source, tiers)
+        checkpoints of another line are given up in favour of it. With `tear_ok` bytes are verified as they are
+        copied `into` place, which is quicker; if that fails, some tensors have changed."""
+        restored = self._load(step, checkpoint_id, into, trusted_source, tiers, tear_ok)
         with self._lock:
             self._look_around().go_back_to(restored.info)
         return restored
@@ -454,6 +456,7 @@ class CheckpointManager:
         into: Any,
         trusted_source: bool,
         tiers: Sequence[str] | None,
+        tear_ok: bool = False,
     ) -> Restored:
         self._check_open()
         return restore(
@@ -462,6 +465,7 @@ class CheckpointManager:
             checkpoint_id=checkpoint_id,
             into=into,
             trusted_source=trusted_source,
+            tear_ok=tear_ok,
             reading=self._being_read,
             on_damaged=self._damaged.add,
         )

@@ -15,10 +15,10 @@ from strata.checkpoint import leases
 from strata.checkpoint.catalog import Catalog, Entry, Listing, where
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
-from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, open_tensors, verify
+from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, open_tensors
 from strata.checkpoint.manifest import BYTES, SHARDED, CheckpointId, Manifest
 from strata.checkpoint.retention import line
-from strata.stores.protocol import StoreError
+from strata.stores.protocol import PartReader, StoreError
 
 if TYPE_CHECKING:
     from strata.checkpoint.staging import Snapshot, Staging
@@ -48,7 +48,11 @@ class Source(Protocol):
 
     def has_payload(self, entry: Entry) -> bool: ...
 
-    def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any: ...
+    def load(
+        self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
+    ) -> Any:
+        """With `tear_ok`, a load into targets that fails may have changed some of them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,9 @@ class StoreSource:
         except StoreError:
             return True
 
-    def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any:
+    def load(
+        self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
+    ) -> Any:
         manifest = entry.manifest
         if manifest.format == SHARDED:
             raise LoadFailed(
@@ -106,6 +112,12 @@ class StoreSource:
         with leases.reading(store, manifest.checkpoint_id):
             if manifest.format == BYTES:
                 return fetch_bytes(store, part, manifest, pool=pool)
+            if tear_ok and into is not None and isinstance(store, PartReader) and not trusted_source:
+                from strata.checkpoint.in_place import Intake, NotOwn, is_on_cpu, take_from_store
+
+                if is_on_cpu(into) and Intake.suits(part):
+                    with contextlib.suppress(NotOwn):
+                        return take_from_store(store, manifest, into=into, path=self.path(entry))
             with fetched(store, part, manifest, pool=pool) as held:
                 return self._open(held, entry, into, trusted_source)
 
@@ -138,38 +150,20 @@ class MemorySource:
     def has_payload(self, entry: Entry) -> bool:
         return True
 
-    def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any:
-        manifest = entry.manifest
-        with self._staging.held(self._snapshots[manifest.checkpoint_id]) as buffer:
-            image = buffer.mapped()
-            size_bytes = manifest.parts[0].size_bytes
-            if len(image) != size_bytes:
-                raise Damaged(
-                    path=entry.key, reason=f"the image has {len(image)} bytes, its mark says {size_bytes}"
-                )
-            if into is None:
-                verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
-                return self._copy_out(buffer.view, manifest, entry.key, trusted_source)
-            from strata.checkpoint.device import on_this_device
-            from strata.checkpoint.into import is_on_cuda, load_into, sent_ahead
+    def load(
+        self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
+    ) -> Any:
+        from strata.checkpoint.into import ImageInMemory
 
-            with sent_ahead(image, into, is_page_locked=buffer.is_page_locked) as ahead:
-                # Locking the pages takes as long as verifying them, so both happen at once.
-                locking = pool.submit(on_this_device(buffer.lock_pages)) if is_on_cuda(into) else None
-                try:
-                    verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
-                finally:
-                    if locking is not None:
-                        locking.result()
-                state = open_tensors(entry.key, manifest, trusted_source=trusted_source)
-                return load_into(state, into, image, manifest.tensors, is_lent=True, ahead=ahead)
-
-    def _copy_out(self, view: memoryview, manifest: Manifest, name: str, trusted_source: bool) -> Any:
-        """The image will be overwritten by a later save, so the caller gets memory of its own."""
-        with contextlib.closing(Held(len(view))) as held:
-            with held.view as target:
-                target[:] = view
-            return open_image(held.path, manifest, trusted_source=trusted_source, name=name)
+        with self._staging.held(self._snapshots[entry.manifest.checkpoint_id]) as buffer:
+            image = ImageInMemory(
+                entry.manifest,
+                buffer.mapped(),
+                path=entry.key,
+                lock_pages=buffer.lock_pages,
+                is_page_locked=buffer.is_page_locked,
+            )
+            return image.load(into=into, trusted_source=trusted_source, pool=pool, tear_ok=tear_ok)
 
 
 def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Found], list[str]]:
@@ -196,6 +190,7 @@ def restore(
     checkpoint_id: str | None = None,
     into: Any = None,
     trusted_source: bool = False,
+    tear_ok: bool = False,
     reading: Callable[[CheckpointId], AbstractContextManager[None]],
     on_damaged: Callable[[CheckpointId], None],
 ) -> Restored:
@@ -219,7 +214,9 @@ def restore(
             with reading(candidate.manifest.checkpoint_id):
                 for source, entry in candidate.copies:
                     try:
-                        state = source.load(entry, into=into, trusted_source=trusted_source, pool=pool)
+                        state = source.load(
+                            entry, into=into, trusted_source=trusted_source, pool=pool, tear_ok=tear_ok
+                        )
                     except StateMismatch:
                         raise  # Older checkpoints would fit no better.
                     except (StoreError, Damaged, LoadFailed) as error:
@@ -246,8 +243,10 @@ def _load_into(state: Any, into: Any, view: memoryview, manifest: Manifest) -> A
     import torch
 
     from strata.checkpoint.device import page_lock, page_unlock
-    from strata.checkpoint.into import is_on_cuda, load_into
+    from strata.checkpoint.in_place import is_on_cuda, targets_for
+    from strata.checkpoint.into import load_into
 
+    into = targets_for(into, state)
     image = torch.frombuffer(view, dtype=torch.uint8)
     is_locked = is_on_cuda(into) and page_lock(image)
     try:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from strata.checkpoint import leases
 from strata.checkpoint.catalog import Catalog, Entry, Listing, where
+from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
 from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, open_tensors
 from strata.checkpoint.manifest import BYTES, SHARDED, CheckpointId, Manifest
 from strata.checkpoint.retention import line
+from strata.errors import StrataError
 from strata.stores.protocol import PartReader, StoreError
 
 if TYPE_CHECKING:
@@ -168,21 +170,30 @@ class MemorySource:
 
 def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Found], list[str]]:
     """Every checkpoint in any tier, in the order in which training would fall back, and what could not be read."""
+    found, problems, unread = _gather(sources, fresh=fresh)
+    return found, [*map(str, unread), *problems]
+
+
+def _gather(sources: Iterable[Source], *, fresh: bool) -> tuple[list[Found], list[str], list[StoreError]]:
+    """As `gather`; the stores that could not be listed are told by their errors."""
     copies: dict[CheckpointId, list[tuple[Source, Entry]]] = {}
     problems: list[str] = []
+    unread: list[StoreError] = []
     for source in sources:
         try:
             listing = source.list(fresh=fresh)
         except StoreError as error:
-            problems.append(str(error))
+            unread.append(error)
             continue
         problems.extend(listing.problems)
         for entry in listing.entries:
             copies.setdefault(entry.manifest.checkpoint_id, []).append((source, entry))
     manifests = line(held[0][1].manifest for held in copies.values())
-    return [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests], problems
+    found = [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests]
+    return found, problems, unread
 
 
+@no_collection()
 def restore(
     sources: Sequence[Source],
     *,
@@ -194,8 +205,14 @@ def restore(
     reading: Callable[[CheckpointId], AbstractContextManager[None]],
     on_damaged: Callable[[CheckpointId], None],
 ) -> Restored:
-    """Load the newest whole checkpoint, or the one asked for. Raises `CheckpointNotFound` or `LoadFailed`."""
-    found, reasons = gather(sources, fresh=True)
+    """Load the newest intact checkpoint, or the one asked for and no other, from the nearest of `sources` that has it intact.
+
+    Raises `StateMismatch` where it does not fit; `CheckpointNotFound` where every source has answered that there is none;
+    else `LoadFailed`, whose `causes` tell what stood in the way. With `tear_ok`, a failure may have changed some targets.
+    """
+    found, problems, unread = _gather(sources, fresh=True)
+    reasons = [*map(str, unread), *problems]
+    causes: list[StrataError] = [*unread]
     wanted = [
         candidate
         for candidate in found
@@ -222,6 +239,7 @@ def restore(
                     except (StoreError, Damaged, LoadFailed) as error:
                         reason = f"step {candidate.manifest.step} in {source.tier}: {error.message}"
                         reasons.append(reason)
+                        causes.append(error)
                         damaged += isinstance(error, Damaged)
                         log.warning("did not load %s", reason)
                         continue
@@ -235,7 +253,13 @@ def restore(
         f" of step {step}" if step is not None else f" '{checkpoint_id}'" if checkpoint_id is not None else ""
     )
     if wanted:
-        raise LoadFailed(f"The checkpoint{asked} could not be loaded.", reasons=reasons)
+        raise LoadFailed(f"The checkpoint{asked} could not be loaded.", reasons=reasons, causes=causes)
+    if unread:
+        raise LoadFailed(
+            f"Whether there is a checkpoint{asked} is not known: not every store could be read.",
+            reasons=reasons,
+            causes=causes,
+        )
     raise CheckpointNotFound(f"There is no checkpoint{asked}.", reasons=reasons)
 
 

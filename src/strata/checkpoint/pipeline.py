@@ -487,7 +487,7 @@ class Pipeline:
         error: SaveFailed | SaveSkipped | None = counted[0] if counted else None
         if error is not None and is_saved and self._policy.on_error == "warn":
             error = None
-        failed = error
+        failed = counted[0] if error is not None else None
         if error is None and not is_saved:
             error = SaveSkipped(reason="; ".join(save.skipped))
         info: CheckpointInfo | None = None
@@ -525,6 +525,7 @@ class Pipeline:
 
     def _arrived(self, save: Save, tier: str, path: str) -> None:
         save.places.append((tier, path))
+        save.handle.tiers = (*save.handle.tiers, tier)
         seconds = time.monotonic() - save.begun_s
         size = save.size_bytes / 1e6
         log.info(

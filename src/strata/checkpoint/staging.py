@@ -43,8 +43,8 @@ from strata.checkpoint.digest import Digest, digest_of
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded, Superseded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
-from strata.checkpoint.manifest import CheckpointId, Manifest, TensorEntry, decode
 from strata.checkpoint.locks import FolderLock
+from strata.checkpoint.manifest import CheckpointId, Manifest, TensorEntry, decode
 from strata.shared_memory import ROOT_VARIABLE, images_folder, make_private, memory_roots, remove_empty
 
 log = logging.getLogger("strata.checkpoint")

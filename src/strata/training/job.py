@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from strata.checkpoint import Author, CheckpointInfo, CheckpointManager, Memory, Policy, SaveHandle
-from strata.checkpoint.errors import CheckpointNotFound, LoadFailed
+from strata.checkpoint.errors import CheckpointNotFound, LoadFailed, StateMismatch
 from strata.checkpoint.naming import Stem, unique_stem
 from strata.data.commits import DataLedger
 from strata.data.loader import ElasticLoader
@@ -392,12 +392,12 @@ class ElasticJob:
         if any(offers[best]):
             if best == self.rank:
                 state = self._load()
-            state = broadcast_state(state, source=best)
+            state = broadcast_state(state, source=best, into=self._state.targets())
         if state is None:
             self._describe_new_beginning()
             return
         self.restored = True
-        self._state.restore(state, rank=self.rank)
+        self._state.adopt(state, rank=self.rank)
         if state["position"] is None:
             log.warning("the checkpoint says nothing about data: it is read from its beginning")
         else:
@@ -415,7 +415,9 @@ class ElasticJob:
     def _load(self) -> dict[str, Any] | None:
         assert self._manager is not None
         try:
-            restored = self._manager.restore()
+            restored = self._manager.restore(into=self._state.targets())
+        except StateMismatch:
+            raise  # It is there, and does not fit this model: that is for a person to decide.
         except (CheckpointNotFound, LoadFailed) as error:
             log.warning("no checkpoint could be restored, training starts anew: %s", error)
             return None

@@ -110,7 +110,12 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
-        generation = take_heartbeat(self.engine, request)
+        # It counts now, and is answered when everything that the answer shows is durable.
+        try:
+            job = take_heartbeat(self.engine, request)
+        finally:
+            membership = (await self.engine.settled()).membership
+        generation = membership.job_generations[job]
         response = pb.HeartbeatResponse(
             acknowledged=True, server_timestamp_ms=time.time_ns() // 1_000_000, generation=generation
         )

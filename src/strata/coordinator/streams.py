@@ -23,6 +23,7 @@ from strata.core.messages import (
     DatasetId,
     DeregisterWorker,
     InvalidArgument,
+    JobId,
     Overloaded,
     Reply,
     Stale,
@@ -47,8 +48,9 @@ LAST_WORDS_S = 1.0
 _END: object = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
-def take_heartbeat(engine: Engine, beat: pb.HeartbeatRequest) -> int:
-    """Soft: nothing is journaled, nothing waits. Returns the job's present generation."""
+def take_heartbeat(engine: Engine, beat: pb.HeartbeatRequest) -> JobId:
+    """Soft: nothing is journaled, nothing waits. The worker's job, or a refusal, by a state that may not be durable yet:
+    whoever answers waits for `settled` first."""
     membership = engine.cluster.membership
     worker_id = WorkerId(beat.worker_id)
     member = membership.admit(worker_id, incarnation=beat.incarnation)
@@ -56,7 +58,7 @@ def take_heartbeat(engine: Engine, beat: pb.HeartbeatRequest) -> int:
     checks.report(report)
     membership.heard(worker_id, engine.clock.now())
     membership.reports[worker_id] = report
-    return membership.job_generations[member.spec.job_id]
+    return member.spec.job_id
 
 
 class Streams:
@@ -141,6 +143,7 @@ class Streams:
             try:
                 weight += self._take(session, message)
             except (Stale, Unknown) as error:
+                await self._engine.settled()  # What it is refused for may not be durable yet.
                 session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=str(error))))
                 raise
             if weight >= MESSAGES_PER_SECOND:

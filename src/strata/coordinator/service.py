@@ -281,14 +281,19 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def ReadValue(self, request: pb.ReadValueRequest, context: Context) -> pb.ValueResponse:
-        value = (await self.engine.settled()).values.values.get(request.key)
+        value = (await self.engine.settled()).values.get(request.key)
         if value is None:
             return pb.ValueResponse()
         return pb.ValueResponse(value=value.body, version=value.version)
 
     @_call
     async def SwapValue(self, request: pb.SwapValueRequest, context: Context) -> pb.ValueResponse:
-        command = SwapValue(key=request.key, body=request.value, expected_version=request.expected_version)
+        command = SwapValue(
+            key=request.key,
+            body=request.value,
+            expected_version=request.expected_version,
+            soft=request.soft,
+        )
         reply = cast(Swapped, await self.engine.submit(command))
         return pb.ValueResponse(swapped=reply.made, value=reply.body, version=reply.version)
 

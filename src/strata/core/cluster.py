@@ -61,7 +61,9 @@ from strata.core.messages import (
     TaskProgressed,
     Tick,
     ValueDropped,
+    ValueRefreshed,
     ValueSwapped,
+    VersionsReserved,
     WorkerFailed,
     WorkerForgotten,
     WorkerJoined,
@@ -148,9 +150,8 @@ class Cluster:
                 return Accepted(reason=recorded.reason)
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
-                if swapped is not None:
-                    fact(swapped)
-                return self._value(command.key, made=swapped is not None)
+                _each(fact, swapped)
+                return self._value(command.key, made=bool(swapped))
             case PlanEpoch():
                 return self._plan_epoch(command, now, fact)
             case Rebalance():
@@ -191,7 +192,7 @@ class Cluster:
         _each(fact, broken)
 
     def _value(self, key: str, *, made: bool) -> Swapped:
-        value = self.values.values.get(key)
+        value = self.values.get(key)
         if value is None:
             return Swapped(made=made, body=b"", version=0)
         return Swapped(made=made, body=value.body, version=value.version)
@@ -236,7 +237,7 @@ class Cluster:
                     self.datasets.forget(job)
             case CountersRestored():
                 self.membership.apply(event, now)
-                self.values.version = event.value_version
+                self.values.restore(event.value_version)
                 self.datasets.dirty_jobs.update(event.jobs)
             case DatasetRegistered():
                 self.datasets.apply(event)
@@ -251,7 +252,7 @@ class Cluster:
                 self.tasks.apply(event)
             case RecoveryRecorded():
                 self.recoveries.apply(event)
-            case ValueSwapped() | ValueDropped():
+            case ValueSwapped() | ValueRefreshed() | VersionsReserved() | ValueDropped():
                 self.values.apply(event, now)
             case _:
                 assert_never(event)
@@ -280,7 +281,7 @@ class Cluster:
             generation=self.membership.generation,
             incarnation=self.membership.incarnation,
             jobs=dict(self.membership.job_generations),
-            value_version=self.values.version,
+            value_version=self.values.reserved,
             reason="compacted history",
             at_s=0.0,
         )

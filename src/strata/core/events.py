@@ -242,6 +242,26 @@ class ValueSwapped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValueRefreshed:
+    """Soft: a value that whoever wrote it can write again. Its version is within those that are reserved."""
+
+    key: str
+    body: bytes
+    version: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionsReserved:
+    """Versions up to `last` may be given out without being written down; after a restart none of them is given again."""
+
+    last: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDropped:
     key: str
     reason: str
@@ -280,8 +300,10 @@ Event = (
     | TaskProgressed
     | RecoveryRecorded
     | ValueSwapped
+    | ValueRefreshed
+    | VersionsReserved
     | ValueDropped
 )
 
-SOFT_EVENTS = (BarrierArrived,)
+SOFT_EVENTS = (BarrierArrived, ValueRefreshed)
 """Facts that a restart may forget: applied and shown, never journaled."""

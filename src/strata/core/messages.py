@@ -29,7 +29,9 @@ from strata.core.events import (
     TaskCreated,
     TaskProgressed,
     ValueDropped,
+    ValueRefreshed,
     ValueSwapped,
+    VersionsReserved,
     WorkerFailed,
     WorkerForgotten,
     WorkerJoined,
@@ -122,7 +124,9 @@ __all__ = [
     "Tick",
     "Unknown",
     "ValueDropped",
+    "ValueRefreshed",
     "ValueSwapped",
+    "VersionsReserved",
     "WorkerFailed",
     "WorkerForgotten",
     "WorkerId",
@@ -256,11 +260,12 @@ class ReportRecovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapValue:
-    """Compare-and-swap; `expected_version` 0 expects no value."""
+    """Compare-and-swap; `expected_version` 0 expects no value. What is `soft` is not journaled: a restart forgets it."""
 
     key: str
     body: bytes
     expected_version: int
+    soft: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

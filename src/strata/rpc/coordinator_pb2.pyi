@@ -500,14 +500,16 @@ class ReadValueRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ...) -> None: ...
 
 class SwapValueRequest(_message.Message):
-    __slots__ = ("key", "value", "expected_version")
+    __slots__ = ("key", "value", "expected_version", "soft")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOFT_FIELD_NUMBER: _ClassVar[int]
     key: str
     value: bytes
     expected_version: int
-    def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ..., expected_version: _Optional[int] = ...) -> None: ...
+    soft: bool
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ..., expected_version: _Optional[int] = ..., soft: _Optional[bool] = ...) -> None: ...
 
 class ValueResponse(_message.Message):
     __slots__ = ("swapped", "value", "version")

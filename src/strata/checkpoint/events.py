@@ -87,6 +87,12 @@ class Observer(Protocol):
 
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None: ...
 
+    def on_removed(
+        self, checkpoint_id: CheckpointId, *, step: int, epoch: int, path: str, reason: str
+    ) -> None:
+        """The checkpoint is in no durable tier any more."""
+        ...
+
 
 class SaveHandle:
     """A save under way. It goes on whether or not anybody waits for it."""

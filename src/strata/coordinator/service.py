@@ -28,6 +28,7 @@ from strata.core.messages import (
     JobId,
     Overloaded,
     PlanEpoch,
+    Reconciled,
     RegisterDataset,
     Registered,
     Swapped,
@@ -242,15 +243,23 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         )
 
     @_call
+    async def ReconcileCheckpoints(
+        self, request: pb.ReconcileCheckpointsRequest, context: Context
+    ) -> pb.ReconcileCheckpointsResponse:
+        reply = cast(Reconciled, await self.engine.submit(wire.reconcile_checkpoints(request)))
+        return pb.ReconcileCheckpointsResponse(removed=reply.removed, unknown=reply.unknown)
+
+    @_call
     async def GetLatestCheckpoint(
         self, request: pb.GetLatestCheckpointRequest, context: Context
     ) -> pb.RecoveryResponse:
         cluster = await self.engine.settled()
         worker_id = WorkerId(request.worker_id)
-        job = JobId(request.job_id)
+        job, run_id = JobId(request.job_id), ""
         if not job:
-            job = cluster.membership.admit(worker_id, incarnation=0).spec.job_id
-        record = cluster.checkpoints.latest(job)
+            spec = cluster.membership.admit(worker_id, incarnation=0).spec
+            job, run_id = spec.job_id, spec.run_id
+        record = cluster.checkpoints.latest(job, run_id=run_id)
         if record is None:
             return pb.RecoveryResponse(has_checkpoint=False)
         datasets = cluster.datasets

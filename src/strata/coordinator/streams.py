@@ -25,6 +25,7 @@ from strata.core.messages import (
     InvalidArgument,
     JobId,
     Overloaded,
+    Refused,
     Reply,
     Stale,
     Unknown,
@@ -83,7 +84,7 @@ class Streams:
             session = await self._welcome(context)
         except StrataError as error:
             if isinstance(error, Stale | Unknown):
-                await context.write(pb.CoordinatorMessage(stale=pb.Stale(reason=str(error))))
+                await context.write(wire.stale(error))
             await refuse(context, error)
         writer = asyncio.create_task(self._write(session, context))
         reader = asyncio.create_task(self._read(session, context))
@@ -144,7 +145,7 @@ class Streams:
                 weight += self._take(session, message)
             except (Stale, Unknown) as error:
                 await self._engine.settled()  # What it is refused for may not be durable yet.
-                session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=str(error))))
+                session.push(wire.stale(error))
                 raise
             if weight >= MESSAGES_PER_SECOND:
                 # Back-pressure for whoever sends faster than a second's worth in a second.
@@ -188,7 +189,7 @@ class Streams:
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, StrataError):
-                session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=str(reply))))
+                session.push(wire.stale(reply))
                 session.end(str(reply))
 
         command = DeregisterWorker(
@@ -202,11 +203,12 @@ class Streams:
     def _arrive(self, session: WorkerSession, request: pb.WaitBarrierRequest) -> None:
         request.worker_id, request.incarnation = session.worker_id, session.incarnation
 
-        def answer(outcome: pb.WaitBarrierResponse, error_code: str) -> None:
+        def answer(outcome: pb.WaitBarrierResponse, error_code: str, error_cause: str = "") -> None:
             message = pb.CoordinatorMessage()  # Filled in place: nested constructors copy by way of bytes.
             message.barrier.call_id = request.call_id
             message.barrier.outcome.CopyFrom(outcome)
             message.barrier.error_code = error_code
+            message.barrier.error_cause = error_cause
             session.push(message)
 
         def deliver(ended: Outcome, order: int) -> None:
@@ -216,7 +218,8 @@ class Streams:
             answer(outcome, "" if outcome.released else "barrier_broken")
 
         def refused(refusal: StrataError) -> None:
-            answer(pb.WaitBarrierResponse(released=False, reason=str(refusal)), refusal.code)
+            cause = refusal.cause if isinstance(refusal, Refused) else ""
+            answer(pb.WaitBarrierResponse(released=False, reason=str(refusal)), refusal.code, cause)
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, StrataError):

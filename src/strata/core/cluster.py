@@ -44,6 +44,8 @@ from strata.core.messages import (
     PlanEpoch,
     QueueTask,
     Rebalance,
+    ReconcileCheckpoints,
+    Reconciled,
     RecoveryRecorded,
     Refused,
     RegisterDataset,
@@ -131,6 +133,8 @@ class Cluster:
                 return ticket
             case NotifyCheckpoint():
                 return self._notify_checkpoint(command, now, fact)
+            case ReconcileCheckpoints():
+                return self._reconcile(command, now, fact)
             case CreateTask():
                 if command.spec.dataset_id is not None:
                     self.datasets.get(command.spec.dataset_id)
@@ -203,12 +207,25 @@ class Cluster:
         member = self.membership.admit(
             command.worker_id, incarnation=command.incarnation, generation=command.generation
         )
+        self.membership.admit_run(command.run_id, command.run_generation)
         event = self.checkpoints.decide_notice(command, member.spec.job_id, now)
         if event is None:
             return Accepted(reason="known already")
         fact(event)
         _each(fact, self.datasets.decide_epochs(member.spec.job_id, self.membership, now))
         return Accepted(reason=event.reason)
+
+    def _reconcile(
+        self, command: ReconcileCheckpoints, now: Instant, fact: Callable[[Event], None]
+    ) -> Reconciled:
+        job = self.membership.admit(command.worker_id, incarnation=command.incarnation).spec.job_id
+        self.membership.admit_run(command.run_id, command.run_generation)
+        events, unknown = self.checkpoints.decide_reconcile(command, job, now)
+        _each(fact, events)
+        if events:
+            _each(fact, self.datasets.decide_epochs(job, self.membership, now))
+        removed = sum(1 for event in events if isinstance(event, CheckpointRemoved))
+        return Reconciled(removed=removed, unknown=unknown)
 
     def _plan_epoch(self, command: PlanEpoch, now: Instant, fact: Callable[[Event], None]) -> Reply:
         member = self.membership.admit(
@@ -260,6 +277,8 @@ class Cluster:
     def _apply_checkpoint(self, event: CheckpointEvent) -> None:
         """Shards have got as far as the checkpoint that a recovery would use says."""
         job = self.checkpoints.job_of(event)
+        if not isinstance(event, CheckpointRemoved):
+            self.membership.note_run(event.run_id, event.generation)
         before = self.checkpoints.position(job)
         self.checkpoints.apply(event)
         after = self.checkpoints.position(job)
@@ -282,6 +301,7 @@ class Cluster:
             incarnation=self.membership.incarnation,
             jobs=dict(self.membership.job_generations),
             value_version=self.values.reserved,
+            runs=dict(self.membership.run_generations),
             reason="compacted history",
             at_s=0.0,
         )

@@ -38,12 +38,15 @@ from strata.core.events import (
     WorkerLeft,
 )
 from strata.core.refusals import (
+    Cause,
     Conflict,
     InvalidArgument,
+    NameInUse,
     Overloaded,
     Refused,
     Stale,
     Unknown,
+    UnknownWorker,
     shorten,
 )
 from strata.core.terms import (
@@ -73,6 +76,7 @@ __all__ = [
     "BarrierReleased",
     "BarrierTicket",
     "BeginAttempt",
+    "Cause",
     "CheckpointCompleted",
     "CheckpointFailed",
     "CheckpointId",
@@ -96,12 +100,15 @@ __all__ = [
     "Instant",
     "InvalidArgument",
     "JobId",
+    "NameInUse",
     "NoteProgress",
     "NotifyCheckpoint",
     "Overloaded",
     "PlanEpoch",
     "QueueTask",
     "Rebalance",
+    "ReconcileCheckpoints",
+    "Reconciled",
     "RecoveryRecorded",
     "Refused",
     "RegisterDataset",
@@ -123,6 +130,7 @@ __all__ = [
     "TaskStatus",
     "Tick",
     "Unknown",
+    "UnknownWorker",
     "ValueDropped",
     "ValueRefreshed",
     "ValueSwapped",
@@ -188,6 +196,25 @@ class NotifyCheckpoint:
     data_json: str
     reason: str
     metadata: Mapping[str, str]
+    run_id: str = ""
+    run_generation: int = 0
+    """Of the run, and of whoever says so; `generation` is that of the coordinator's members."""
+    saved_generation: int | None = None
+    """The run's generation that saved it, where that was an earlier one than the one that says so."""
+    succeeded_by: str = ""
+    """A newer checkpoint, where this one is told of late, from its manifest; else it is the newest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconcileCheckpoints:
+    """Which checkpoints of its run exist, oldest first, and no others do."""
+
+    worker_id: WorkerId
+    incarnation: int
+    job_id: JobId
+    run_id: str
+    run_generation: int
+    present: tuple[CheckpointId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +322,7 @@ Command = (
     | RegisterDataset
     | ArriveAtBarrier
     | NotifyCheckpoint
+    | ReconcileCheckpoints
     | CreateTask
     | StopTask
     | RestartTask
@@ -347,13 +375,21 @@ class Swapped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reconciled:
+    """How many were found to be removed, and which of those that exist the registry cannot describe."""
+
+    removed: int
+    unknown: tuple[CheckpointId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     """Nothing more to say than yes, and why."""
 
     reason: str
 
 
-Reply = Registered | DatasetAccepted | BarrierTicket | Swapped | Accepted
+Reply = Registered | DatasetAccepted | BarrierTicket | Swapped | Reconciled | Accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ class Observer(Protocol):
     def on_removed(
         self, checkpoint_id: CheckpointId, *, step: int, epoch: int, path: str, reason: str
     ) -> None:
-        """Retention has removed it from the last destination that had it."""
+        """The checkpoint is in no durable tier any more."""
         ...
 
 

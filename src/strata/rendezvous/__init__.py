@@ -1,7 +1,8 @@
 """Rendezvous back ends for torchrun: `etcd` through the v3 API, and `strata`, the coordinator itself.
 
-Both are compare-and-swap clients under PyTorch's own dynamic rendezvous; `handler` has what they share. This
-module is what torchrun's plug-in discovery loads, so it imports nothing heavy: importing it needs no torch.
+Both are compare-and-swap clients under PyTorch's own dynamic rendezvous; `handler` has what they share. `strata` without
+an endpoint is one machine by itself (`local`). This module is what torchrun's plug-in discovery loads, in the middle of
+importing torch, in every program that uses it: so the back ends themselves are imported when one is used.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ TORCHRUN_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
 )
 """What an agent's environment needs for clean restarts, whatever its rendezvous back end."""
 
+LOOPBACK = "127.0.0.1"
+
 WARM_ARGUMENTS = ("--start-method=forkserver", "--run-path")
 """Before the script's file: torchrun forks workers that have torch imported already (`strata.rendezvous.warm`): with the
 back ends of this package, and with any under `python -m strata.launch.agent`."""
@@ -58,20 +61,33 @@ def etcd_plugin() -> HandlerCreator:
     """
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-    from strata.rendezvous.etcd import create_etcd_v3_handler
+    def create(params: RendezvousParameters) -> RendezvousHandler:
+        from strata.rendezvous.etcd import create_etcd_v3_handler
 
-    rendezvous_handler_registry._registry["etcd"] = create_etcd_v3_handler
-    return create_etcd_v3_handler
+        return create_etcd_v3_handler(params)
+
+    rendezvous_handler_registry._registry["etcd"] = create
+    return create
 
 
 def strata_plugin() -> HandlerCreator:
-    """Entry point of the group `torchrun.handlers`, for the name `strata`."""
-    from strata.rendezvous.strata import create_strata_handler
+    """Entry point of the group `torchrun.handlers`, for the name `strata`: the coordinator at the endpoint, or, without
+    one, this machine alone."""
 
-    return create_strata_handler
+    def create(params: RendezvousParameters) -> RendezvousHandler:
+        if params.endpoint.strip():
+            from strata.rendezvous.strata import create_strata_handler
+
+            return create_strata_handler(params)
+        from strata.rendezvous.local import create_local_handler
+
+        return create_local_handler(params)
+
+    return create
 
 
 __all__ = [
+    "LOOPBACK",
     "PRELOAD_VARIABLE",
     "RENDEZVOUS_BACKENDS",
     "SECONDS_NOT_MINUTES",

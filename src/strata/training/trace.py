@@ -106,10 +106,20 @@ class Footprints:
         self._born_mono_s = process_start_mono_s()
 
     def leave(self, step: int, world_size: int) -> None:
+        global _last_step
+        _last_step = step
         _FOOTPRINT.pack_into(self._map, 0, time.monotonic(), self._born_mono_s, step, world_size)
 
     def close(self) -> None:
         self._map.close()
+
+
+_last_step: int | None = None
+
+
+def last_step_here() -> int | None:
+    """The newest step that this very process has made."""
+    return _last_step
 
 
 def footprints(job: str) -> list[Footprint]:

@@ -16,6 +16,7 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
+from types import TracebackType
 
 from strata.core.restarts import WorkerError
 from strata.launch.program import run_file, run_module
@@ -35,6 +36,8 @@ def main() -> None:
     if keeper:
         for name, number in (("stdout", 1), ("stderr", 2)):
             _send_output(keeper, name, number)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_error
     try:
         if program[0] == "-m":
             run_module(*program[1:])
@@ -46,10 +49,12 @@ def main() -> None:
             report(described)
             if keeper:
                 _tell_failure(keeper, described, exit_code=_status(error))
-        if isinstance(error, Exception):  # Without the frames that brought the program to run.
-            traceback.print_exception(type(error), error, script_frames(error))
-            sys.exit(1)
         raise
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Without the frames that brought the program to run."""
+    traceback.print_exception(kind, error, script_frames(error))
 
 
 def _status(error: BaseException) -> int:

@@ -1,8 +1,8 @@
 """Rendezvous back ends for torchrun: `etcd` through the v3 API, and `strata`, the coordinator itself.
 
 Both are compare-and-swap clients under PyTorch's own dynamic rendezvous; `handler` has what they share. `strata` without
-an endpoint is one machine by itself (`local`). This module is what torchrun's plug-in discovery loads, in the middle of
-importing torch, in every program that uses it: so the back ends themselves are imported when one is used.
+an endpoint is one machine by itself (`local`). This module is what torchrun's plug-in discovery loads, so it imports
+nothing heavy: importing it needs no torch.
 """
 
 from __future__ import annotations
@@ -40,12 +40,9 @@ TORCHRUN_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
 
 LOOPBACK = "127.0.0.1"
 
-WARM_ARGUMENTS = ("--start-method=forkserver", "--run-path")
-"""Before the script's file: torchrun forks workers that have torch imported already (`strata.rendezvous.warm`): with the
-back ends of this package, and with any under `python -m strata.launch.agent`."""
-
 PRELOAD_VARIABLE = "STRATA_PRELOAD"
-"""Further modules to have imported by then, comma separated: the script's own heavy ones."""
+"""Further modules that warm workers (`strata.rendezvous.warm`) are to find imported, comma separated: the script's own heavy
+ones."""
 
 
 def rdzv_conf(overrides: Mapping[str, object] | None = None) -> str:
@@ -61,29 +58,34 @@ def etcd_plugin() -> HandlerCreator:
     """
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-    def create(params: RendezvousParameters) -> RendezvousHandler:
-        from strata.rendezvous.etcd import create_etcd_v3_handler
-
-        return create_etcd_v3_handler(params)
-
-    rendezvous_handler_registry._registry["etcd"] = create
-    return create
+    rendezvous_handler_registry._registry["etcd"] = _create_etcd_handler
+    return _create_etcd_handler
 
 
 def strata_plugin() -> HandlerCreator:
-    """Entry point of the group `torchrun.handlers`, for the name `strata`: the coordinator at the endpoint, or, without
-    one, this machine alone."""
+    """Entry point of the group `torchrun.handlers`, for the name `strata`."""
+    return _create_strata_handler
 
-    def create(params: RendezvousParameters) -> RendezvousHandler:
-        if params.endpoint.strip():
-            from strata.rendezvous.strata import create_strata_handler
 
-            return create_strata_handler(params)
+# Torch asks for the creators in the middle of importing its own agent, which handlers need: they are imported when
+# one is created.
+
+
+def _create_etcd_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    from strata.rendezvous.etcd import create_etcd_v3_handler
+
+    return create_etcd_v3_handler(parameters)
+
+
+def _create_strata_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The coordinator at the endpoint; without one, this machine alone."""
+    if not parameters.endpoint.strip():
         from strata.rendezvous.local import create_local_handler
 
-        return create_local_handler(params)
+        return create_local_handler(parameters)
+    from strata.rendezvous.strata import create_strata_handler
 
-    return create
+    return create_strata_handler(parameters)
 
 
 __all__ = [
@@ -92,7 +94,6 @@ __all__ = [
     "RENDEZVOUS_BACKENDS",
     "SECONDS_NOT_MINUTES",
     "TORCHRUN_ENVIRONMENT",
-    "WARM_ARGUMENTS",
     "etcd_plugin",
     "rdzv_conf",
     "strata_plugin",

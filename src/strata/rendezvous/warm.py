@@ -17,15 +17,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.elastic import multiprocessing as workers
 
+from strata.data.loader_workers import end_with_trainer
 from strata.launch.torchrun_trap import separate_attempts
-from strata.processes import end_with_parent
+from strata.processes import end_with_parent, let_fork_server_end
 from strata.rendezvous import agent
 from strata.rendezvous.frames import describe, report, script_frames
 from strata.rendezvous.preload import preload
@@ -98,6 +98,7 @@ def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
     _part_from_server()
     try:
         separate_attempts()
+        end_with_trainer()
         return entrypoint(*arguments)
     except SystemExit as end:
         _report(end)
@@ -125,10 +126,7 @@ def _part_from_server() -> None:
     it must not arrive twice."""
     end_with_parent(signal.SIGKILL)
     os.setpgid(0, 0)
-    server: Any = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
+    let_fork_server_end()
     multiprocessing.set_start_method(None, force=True)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads):

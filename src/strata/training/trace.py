@@ -114,14 +114,6 @@ class Footprints:
         self._map.close()
 
 
-_last_step: int | None = None
-
-
-def last_step_here() -> int | None:
-    """The newest step that this very process has made."""
-    return _last_step
-
-
 def footprints(job: str) -> list[Footprint]:
     """The last step of every rank that this run has, or had, on this machine."""
     return _footprints_in(run_folder(job))
@@ -189,6 +181,14 @@ def process_start_mono_s() -> float:
         return float(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return time.monotonic()
+
+
+_last_step: int | None = None
+
+
+def last_step_here() -> int | None:
+    """The newest step that this very process has made."""
+    return _last_step
 
 
 @dataclass(slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 
 def elsewhere(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -25,9 +23,8 @@ def test_the_command_line_ends_with_a_sentence() -> None:
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize("call", ["strata.elastic()", "strata.elastic(epochs=1)"])
-def test_a_job_says_so_before_it_looks_at_anything(call: str) -> None:
-    ran = elsewhere(f"import strata\n{call}")
+def test_a_job_says_so_before_it_looks_at_anything() -> None:
+    ran = elsewhere("import strata\nstrata.elastic(epochs=1)")
     assert ran.returncode == 1
-    assert ran.stderr.splitlines()[-1].endswith("Strata needs Linux, and this is darwin.")
+    assert ran.stderr.splitlines()[-1].startswith("strata.errors.UnsupportedPlatform: Strata needs Linux,")
     assert "FileNotFoundError" not in ran.stderr

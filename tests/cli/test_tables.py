@@ -18,7 +18,9 @@ COLUMNS = ("=TASK", ">STEP", "REASON", "=PATH")
 def printed(monkeypatch: pytest.MonkeyPatch, *, width: int, terminal: bool) -> list[str]:
     out = io.StringIO()
     monkeypatch.setattr(
-        common, "console", Console(file=out, width=width, force_terminal=terminal, color_system=None, highlight=False)
+        common,
+        "console",
+        Console(file=out, width=width, force_terminal=terminal, color_system=None, highlight=False),
     )
     common.print_table(COLUMNS, [(ID, 12, REASON, PATH), ("a", 3, "fine", "/b")], empty="")
     return out.getvalue().splitlines()

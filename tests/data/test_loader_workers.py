@@ -54,8 +54,12 @@ def test_a_lost_rank_is_seen_at_once_though_it_had_loader_workers(tmp_path: Path
             [sys.executable, str(script), method],
             env={
                 **os.environ,
-                **{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-                **{"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
             },
             stdout=subprocess.PIPE,
             text=True,
@@ -78,7 +82,9 @@ def test_a_lost_rank_is_seen_at_once_though_it_had_loader_workers(tmp_path: Path
         eventually(lambda: not any(map(_runs, loaders)), within_s=60, what="the loader workers to end")
     finally:
         for rank in ranks:
-            for process in [*psutil.Process(rank.pid).children(recursive=True)] if rank.poll() is None else []:
+            for process in (
+                [*psutil.Process(rank.pid).children(recursive=True)] if rank.poll() is None else []
+            ):
                 process.kill()
             rank.kill()
             rank.communicate()
@@ -115,5 +121,7 @@ if __name__ == "__main__":
 def test_workers_that_a_short_lived_thread_started_live_on(tmp_path: Path) -> None:
     script = tmp_path / "thread.py"
     script.write_text(THREAD)
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (ran.returncode, ran.stdout) == (0, "100\n"), ran.stderr

@@ -122,7 +122,18 @@ def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         )
         for c in found
     ]
-    columns = ("=CHECKPOINT", "STATUS", ">STEP", ">EPOCH", ">SIZE", ">SPEED", "TIERS", "=BY", ">MADE", "=PATH")
+    columns = (
+        "=CHECKPOINT",
+        "STATUS",
+        ">STEP",
+        ">EPOCH",
+        ">SIZE",
+        ">SPEED",
+        "TIERS",
+        "=BY",
+        ">MADE",
+        "=PATH",
+    )
     print_table(columns, rows, empty="No checkpoints have been saved yet.")
 
 

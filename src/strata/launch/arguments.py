@@ -59,7 +59,9 @@ def parse(words: Sequence[str]) -> Namespace:
         "monitor_interval": MONITOR_S,
         "start_method": None,
     }
-    parser.set_defaults(**{key: value for key, value in ours.items() if f"PET_{key.upper()}" not in os.environ})
+    parser.set_defaults(
+        **{key: value for key, value in ours.items() if f"PET_{key.upper()}" not in os.environ}
+    )
     args = parser.parse_args(words)
     try:
         _fill(args)
@@ -136,7 +138,9 @@ def launch(words: Sequence[str]) -> int:
     args = parse(words)
     warm_up()
     with ExitStack() as cleanup:
-        if args.log_dir is None and args.redirects == args.tee == "0":  # Torch would leave an empty one behind.
+        if (
+            args.log_dir is None and args.redirects == args.tee == "0"
+        ):  # Torch would leave an empty one behind.
             args.log_dir = cleanup.enter_context(TemporaryDirectory(prefix="strata-torchrun-"))
         return _launch(args)
 
@@ -175,6 +179,8 @@ def _report_failure(failed: Any) -> int:
         print(f"strata torchrun: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
     else:
         print(f"strata torchrun: rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
-    if error is not None and error.traceback and KEEPER_VARIABLE not in os.environ:  # Whoever keeps a run has it already.
+    if (
+        error is not None and error.traceback and KEEPER_VARIABLE not in os.environ
+    ):  # Whoever keeps a run has it already.
         print(error.traceback, end="", file=sys.stderr)
     return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)

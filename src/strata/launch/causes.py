@@ -43,7 +43,11 @@ class _Told:
     def message(self) -> str:
         """A status says by itself what it is."""
         error = self.error
-        return f"{error.type}: {error.message}" if error.traceback and error.message else error.message or error.type
+        return (
+            f"{error.type}: {error.message}"
+            if error.traceback and error.message
+            else error.message or error.type
+        )
 
 
 class Failures:

@@ -17,6 +17,7 @@ def run_file(script: str, *arguments: str) -> None:
 def run_module(name: str, *arguments: str) -> None:
     """`python -m NAME ARGUMENTS`."""
     sys.argv = [name, *arguments]
+    sys.modules.pop(name, None)  # One that was imported beforehand; runpy would warn of two.
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 

@@ -26,7 +26,9 @@ def separate_attempts() -> None:
 
     if is_initialized():
         return
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # Also the name of a function there.
+    rendezvous: Any = importlib.import_module(
+        "torch.distributed.rendezvous"
+    )  # Also the name of a function there.
     create, prefix = rendezvous._create_c10d_store, f"attempt-{_attempt()}"
 
     def create_for_this_attempt(*arguments: Any, **options: Any) -> Any:

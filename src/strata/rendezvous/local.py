@@ -62,9 +62,7 @@ class LocalRendezvous(RendezvousHandler):
         self._workers_store, port = _serve(self._address, self._port)
         store = PrefixStore(f"round-{self._round}", self._agents_store)
         note_rendezvous(self._run_id, began_s, time.monotonic())
-        return RendezvousInfo(
-            store, 0, 1, RendezvousStoreInfo(master_addr=self._address, master_port=port)
-        )
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(master_addr=self._address, master_port=port))
 
     def is_closed(self) -> bool:
         return self._closed

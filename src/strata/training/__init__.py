@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from strata.platform import require_linux
+
 _HOMES = {
     "ElasticJob": "job",
     "ElasticOptions": "job",
@@ -18,6 +20,7 @@ __all__ = sorted([*_HOMES, "elastic"])
 
 def elastic(**arguments: Any) -> Any:
     """`with strata.elastic(model=…, optimizer=…, data=…, checkpoints=…, max_steps=…) as job:`; see `ElasticJob`."""
+    require_linux()
     from strata.training.job import ElasticJob
 
     return ElasticJob(**arguments)

@@ -106,6 +106,8 @@ class Footprints:
         self._born_mono_s = process_start_mono_s()
 
     def leave(self, step: int, world_size: int) -> None:
+        global _last_step
+        _last_step = step
         _FOOTPRINT.pack_into(self._map, 0, time.monotonic(), self._born_mono_s, step, world_size)
 
     def close(self) -> None:
@@ -179,6 +181,14 @@ def process_start_mono_s() -> float:
         return float(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return time.monotonic()
+
+
+_last_step: int | None = None
+
+
+def last_step_here() -> int | None:
+    """The newest step that this very process has made."""
+    return _last_step
 
 
 @dataclass(slots=True)

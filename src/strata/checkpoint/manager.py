@@ -20,6 +20,7 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -62,9 +63,11 @@ class Memory:
     job: str | None = None
     """Images belong to this name; by default one made from the stores' URLs and RANK."""
     images: int = 2
+    launch: str = ""
+    """How this process was started, for others who find it at work."""
     budget_bytes: int | None = None
     """For all images together; by default what the file system at `root` has."""
-    root: str | None = None
+    root: str | os.PathLike[str] | None = None
     """The folder below which images are; by default `STRATA_MEMORY_ROOT`, else /dev/shm, and a folder on disk for images
     that do not fit there."""
 
@@ -550,6 +553,7 @@ class CheckpointManager:
                     images=self._memory.images,
                     budget_bytes=self._memory.budget_bytes,
                     root=Path(self._memory.root) if self._memory.root else None,
+                    launch=self._memory.launch,
                 )
             return self._staging
 

@@ -291,7 +291,9 @@ class Pipeline:
         if self._pid != os.getpid():
             return  # A forked child has none of the threads.
         self._stopping.set()
-        deadline = "" if timeout_s is None else f"it was not finished {timeout_s:.1f} s after the manager was closed"
+        deadline = (
+            "" if timeout_s is None else f"it was not finished {timeout_s:.1f} s after the manager was closed"
+        )
         with self._changed:
             is_done = self._changed.wait_for(lambda: not self._saves, timeout_s)
         if not is_done:
@@ -373,12 +375,8 @@ class Pipeline:
                 self._continue(save)
 
     def _skip(self, older: Save, store: Store, newer: Save, under_way: Save | None) -> None:
-        busy = (
-            f" while step {under_way.draft.step} was still being uploaded" if under_way is not None else ""
-        )
-        reason = (
-            f"step {older.draft.step} was not uploaded to {store.tier}: step {newer.draft.step} overtook it{busy}"
-        )
+        busy = f" while step {under_way.draft.step} was still being uploaded" if under_way is not None else ""
+        reason = f"step {older.draft.step} was not uploaded to {store.tier}: step {newer.draft.step} overtook it{busy}"
         older.skipped.append(reason)
         log.warning("%s", reason)
         self._tell("on_skipped", older.started, tier=store.tier, reason=reason)

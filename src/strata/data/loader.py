@@ -112,6 +112,10 @@ class ElasticLoader(WithSampler):
             for data in self._loader:
                 yield Batch(data, read_ahead.popleft())
 
+    def commit_explicitly(self) -> None:
+        """From now on nothing but `commit` moves the position."""
+        self._explicit = True
+
     def commit(self, *batches: Batch) -> None:
         """These batches are trained; each is committed once, in the order they came. With `commit="explicit"`,
         nothing else moves the position."""

@@ -443,9 +443,9 @@ def _side_by_side(
 ) -> Iterator[tuple[EpochCommit | None, EpochCommit | None]]:
     """Two lists of entries, cut so that the entries of a pair are about the same epochs. Both are sorted."""
     by_dataset: dict[str, tuple[list[EpochCommit], list[EpochCommit]]] = {}
-    for side, entries in enumerate((ours, theirs)):
+    for which, entries in enumerate((ours, theirs)):
         for entry in entries:
-            by_dataset.setdefault(entry.dataset, ([], []))[side].append(entry)
+            by_dataset.setdefault(entry.dataset, ([], []))[which].append(entry)
     for _, sides in sorted(by_dataset.items()):
         edges = sorted({edge for side in sides for e in side for edge in (e.epoch, e.last + 1)})
         at = [0, 0]

@@ -461,7 +461,9 @@ def test_a_slow_far_tier_gets_the_newest_and_skips_the_rest_with_a_reason(
             seen.until(step, "NVME")
             if step == 300:
                 far.began.get(timeout=60)
-        reason = "step 400 was not uploaded to FAR: step 500 overtook it while step 300 was still being uploaded"
+        reason = (
+            "step 400 was not uploaded to FAR: step 500 overtook it while step 300 was still being uploaded"
+        )
         skipped = handles[400].result(60)
         assert skipped.skipped == (reason,)
         assert skipped.failures == ()

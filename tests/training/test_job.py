@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -235,7 +236,7 @@ def test_every_start_says_in_one_line_what_it_restored(
         pass
     said = [line for line in capfd.readouterr().err.splitlines() if "resumed" in line]
     assert len(said) == 1
-    assert "resumed at step 6 from MEMORY, 1 step lost" in said[0]
+    assert "resumed at step 6 from MEMORY, 2 steps lost" in said[0]
 
 
 # --- ending -----------------------------------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def test_accumulating_over_several_batches_is_exact_after_a_crash(tmp_path: Path
 
 
 def test_micro_batches_are_exact_after_a_crash(tmp_path: Path) -> None:
-    keywords = {"sampler": {"micro_batch_size": 3}}
+    keywords: dict[str, Any] = {"sampler": {"micro_batch_size": 3}}
     calm = Loop(tmp_path / "calm", **keywords).run()
     with pytest.raises(Crash):
         Loop(tmp_path / "a", **keywords).run(stop_at=6, how=crash)

@@ -131,6 +131,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "async_save_retry_delay": NOT_NEGATIVE,
         "max_snapshots": COUNT,
         "max_memory_mb": Key(kind="number", above=0, nullable=True),
+        "unreachable_timeout": Key(kind="number", above=0),
     },
     "scaling": {
         "strategy": Key(kind="str", choices=STRATEGIES),

@@ -191,6 +191,7 @@ class Trainer:
                 retries=saving.async_save_retries,
                 retry_delay_s=saving.async_save_retry_delay,
                 snapshot_limit_bytes=int(saving.max_memory_mb * 2**20) if saving.max_memory_mb else None,
+                unreachable_timeout_s=saving.unreachable_timeout,
                 preemption_deadline_s=elastic.shutdown_timeout,
                 hang_timeout_s=elastic.hang_timeout,
                 hang_policy="restart",

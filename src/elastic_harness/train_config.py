@@ -71,6 +71,8 @@ class SavingConfig:
     async_save_retries: int = 3
     async_save_retry_delay: float = 5.0
     max_memory_mb: float | None = None
+    unreachable_timeout: float = 60.0
+    """Seconds that a destination which does not answer is waited for while training starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

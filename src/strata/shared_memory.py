@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _TRIES = 1_000
+_RUN_NAME = "run"
 ROOT_VARIABLE = "STRATA_MEMORY_ROOT"
 _SHARED_MEMORY = Path("/dev/shm")
 _DISK = Path(
@@ -85,9 +86,19 @@ def remove_empty(folder: Path) -> None:
             each.rmdir()
 
 
+def note_run(job: str, run: str, *, root: Path | None = None) -> None:
+    """Write down under which name a job keeps its images: that of its run, which another launch may continue."""
+    folder = run_folder(job, root=root)
+    make_private(folder, inside=folder.parent)
+    (folder / _RUN_NAME).write_text(run)
+
+
 def forget_jobs(*jobs: str) -> None:
     """Remove what elastic jobs that will not come back left here."""
     for job in jobs:
-        for folder in folders_of(job):
+        names = [job]
+        with suppress(OSError):
+            names.append((run_folder(job) / _RUN_NAME).read_text())
+        for folder in [folder for name in names for folder in folders_of(name)]:
             shutil.rmtree(folder, ignore_errors=True)
             remove_empty(folder)

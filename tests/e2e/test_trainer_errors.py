@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -38,8 +38,9 @@ NOWHERE = {
     "AWS_REGION": "us-east-1",
 }
 
-UNREACHABLE = {"s3_bucket": "nowhere", "checkpoint_interval": 30}
-"""Saves once, since each takes as long as one is patient with a bucket."""
+UNREACHABLE = {"s3_bucket": "nowhere", "unreachable_timeout": 1.0}
+IDENTITY_BYTES = 64 << 10
+"""Enough for what a run writes about itself, and not for a checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +147,12 @@ def train(job: SampleJob, folder: Path, **options: Any) -> Ended:
         return started.end()
 
 
+def run_of(folder: Path) -> str:
+    """What the run in a folder is called in shared memory."""
+    record = folder / "checkpoints" / "run.json"
+    return f"run-{json.loads(record.read_text())['run']}" if record.exists() else "none"
+
+
 def await_step(name: str, step: int) -> None:
     eventually(
         lambda: (found := last_footprint(name)) is not None and found.step >= step,
@@ -207,15 +214,16 @@ def test_a_job_whose_every_checkpoint_is_gone_does_not_begin_again_in_silence(
     forever = {"max_steps": 1_000_000}
     with training(job, tmp_path, training=forever) as first:
         eventually(
-            lambda: was_saved(tmp_path.name) and any((tmp_path / "checkpoints").glob("*.pt")),
+            lambda: was_saved(run_of(tmp_path)) and any((tmp_path / "checkpoints").glob("*.pt")),
             within_s=LIMIT_S,
             what="a snapshot, and a checkpoint on disk",
         )
         first.process.kill()
         first.process.wait(60)
-        # The disk and the shared memory are lost; that the job had been training is still known.
-        shutil.rmtree(tmp_path / "checkpoints")
-        remove_tree(job_folder(f"job-{tmp_path.name}"))
+        # The checkpoints and the shared memory are lost; that the run had been training is still known.
+        for kept in (tmp_path / "checkpoints").glob("checkpoint_step_*"):
+            kept.unlink()
+        remove_tree(job_folder(f"job-{run_of(tmp_path)}"))
         second = Training(job, tmp_path, environment={})
         try:
             second.end().assert_failed("TopologyChangeError: No checkpoint available for recovery")
@@ -235,41 +243,46 @@ def test_a_job_that_was_killed_before_anything_was_saved_begins_again(job: Sampl
 # --- what a failed save does ----------------------------------------------------------------------------------
 
 
-def test_warn_goes_on_without_a_disk_and_without_snapshots(job: SampleJob, tmp_path: Path) -> None:
-    checkpoint = {"async_save_policy": "warn", "max_memory_mb": 0.1}
-    with small_tmpfs(tmp_path / "checkpoints", size_bytes=DISK_BYTES) as disk:
-        (disk / "ballast").write_bytes(bytes(DISK_BYTES))
-        done = train(job, tmp_path, checkpoint=checkpoint)
-    done.assert_complete()
-    assert f"[NVME] Failed to save checkpoint to '{disk}/" in done.told
-    assert "No space left on device" in done.told
-    assert "Cannot save snapshot: " in done.told
+def fill(disk: Path, size_bytes: int) -> Path:
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(size_bytes - IDENTITY_BYTES))
+    return ballast
 
 
-def test_warn_keeps_what_reaches_the_disk_when_the_bucket_is_out_of_reach(
+def test_warn_trains_on_without_a_disk_and_says_at_the_end_what_is_missing(
     job: SampleJob, tmp_path: Path
 ) -> None:
-    done = train(job, tmp_path, environment=NOWHERE, checkpoint=UNREACHABLE)
-    done.assert_complete()
-    assert "[S3] Failed to save checkpoint to 's3://nowhere/" in done.told
-    assert saved_steps(tmp_path / "checkpoints")[0] == 30
+    checkpoint = {"async_save_policy": "warn", "max_memory_mb": 0.1}
+    with small_tmpfs(tmp_path / "checkpoints", size_bytes=DISK_BYTES) as disk:
+        fill(disk, DISK_BYTES)
+        done = train(job, tmp_path, checkpoint=checkpoint)
+    done.assert_failed(
+        "FinalSaveFailed: Training has ended at step 30, and its final state is not in every destination",
+        f"[NVME] Failed to save checkpoint to '{disk}/",
+        "No space left on device",
+        "Cannot save snapshot: ",
+    )
+
+
+@pytest.mark.parametrize("policy", ["warn", "fail"])
+def test_a_bucket_that_is_out_of_reach_ends_training_before_it_begins(
+    job: SampleJob, tmp_path: Path, policy: str
+) -> None:
+    checkpoint = {**UNREACHABLE, "async_save_policy": policy}
+    train(job, tmp_path, environment=NOWHERE, checkpoint=checkpoint).assert_failed(
+        "A destination of this job does not answer", "s3://nowhere"
+    )
+    assert not list((tmp_path / "checkpoints").glob("*.pt"))
 
 
 def test_fail_ends_training_when_the_disk_is_full(job: SampleJob, tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "checkpoints", size_bytes=DISK_BYTES) as disk:
-        (disk / "ballast").write_bytes(bytes(DISK_BYTES))
+        fill(disk, DISK_BYTES)
         done = train(job, tmp_path, checkpoint={"async_save_policy": "fail"})
     done.assert_failed(
         f"CheckpointSaveError: [NVME] Failed to save checkpoint to '{disk}/checkpoint_step_00000010.pt': "
         "No space left on device",
         f"df -h {disk}",
-    )
-
-
-def test_fail_ends_training_when_the_bucket_is_out_of_reach(job: SampleJob, tmp_path: Path) -> None:
-    checkpoint = {**UNREACHABLE, "async_save_policy": "fail"}
-    train(job, tmp_path, environment=NOWHERE, checkpoint=checkpoint).assert_failed(
-        "CheckpointSaveError: [S3] Failed to save checkpoint to 's3://nowhere/"
     )
 
 
@@ -279,16 +292,11 @@ SMALL_SHARED_MEMORY = (
 )
 
 
-@pytest.mark.parametrize("policy", ["warn", "fail"])
-def test_a_snapshot_that_shared_memory_cannot_hold_follows_the_policy(
-    job: SampleJob, tmp_path: Path, policy: str
-) -> None:
-    done = train(job, tmp_path, prefix=SMALL_SHARED_MEMORY, checkpoint={"async_save_policy": policy})
-    if policy == "warn":
-        done.assert_complete()
-        assert "MB required, but only" in done.told
-    else:
-        done.assert_failed("MemoryLimitExceeded: Cannot save snapshot: ", "MB required, but only")
+def test_snapshots_that_shared_memory_cannot_hold_are_kept_on_disk(job: SampleJob, tmp_path: Path) -> None:
+    done = train(job, tmp_path, prefix=SMALL_SHARED_MEMORY, checkpoint={"async_save_policy": "fail"})
+    done.assert_complete()
+    assert done.told.count("STRATA_MEMORY_ROOT") == 1
+    assert saved_steps(tmp_path / "checkpoints")[0] == 30
 
 
 def retrying(**checkpoint: Any) -> dict[str, Any]:
@@ -302,11 +310,11 @@ def retrying(**checkpoint: Any) -> dict[str, Any]:
 
 def test_retry_saves_as_soon_as_the_disk_has_room(job: SampleJob, tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "checkpoints", size_bytes=16 << 20) as disk:
-        (disk / "ballast").write_bytes(bytes(16 << 20))
+        ballast = fill(disk, 16 << 20)
         with training(job, tmp_path, checkpoint=retrying()) as started:
             started.await_words("Trying again in 0.1 s")
             assert "No space left on device" in started.told
-            (disk / "ballast").unlink()
+            ballast.unlink()
             started.end().assert_complete()
         assert saved_steps(disk)[0] == 30
 
@@ -323,7 +331,7 @@ def test_retry_saves_as_soon_as_the_bucket_can_be_reached(
         with training(
             job, tmp_path, environment=environment, checkpoint=retrying(s3_bucket="runs")
         ) as started:
-            started.await_words("Trying again in 0.1 s")
+            started.await_words("does not answer, asking again")
             proxy.refusing = False
             started.end().assert_complete()
         for name, value in server.environment().items():

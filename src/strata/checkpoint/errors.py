@@ -186,10 +186,18 @@ class RunMismatch(CheckpointError):
     code = "run_mismatch"
 
 
-class FinalSaveFailed(SaveFailed):
+class FinalSaveFailed(CheckpointError):
     """Training has ended, and its final state is not in every destination."""
 
     code = "final_save_failed"
+
+    def __init__(self, *, step: int, missing: Sequence[str]) -> None:
+        super().__init__(
+            f"Training has ended at step {step:,}, and its final state is not in every destination: {'; '.join(missing)}",
+            hint="It is still in this machine's memory: start the job again when the destination has space and answers.",
+        )
+        self.step = step
+        self.missing = tuple(missing)
 
 
 class InvalidSave(CheckpointError, ValueError):

@@ -69,8 +69,8 @@ from strata.data.steps import Batch
 from strata.errors import StrataError
 from strata.launch import torchrun_trap
 from strata.platform import require_linux
-from strata.shared_memory import folder_name, memory_root
-from strata.stores.protocol import NotFound, Store, StoreError
+from strata.shared_memory import folder_name, memory_root, note_run
+from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.training import rng
 from strata.training.account import TimeAccount
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
@@ -298,6 +298,7 @@ class ElasticJob:
                 self._manager.guard(self._state.optimizer)
         self._restore(opened)
         self._tracer.mark("loaded")
+        note_run(self.name, self._memory_name, root=self._memory_root)
         self._footprints = Footprints(self.name, self._memory_name, rank=self.rank, root=self._memory_root)
         self._step_hook = self._watch_optimizer()
         if self.options.hang_timeout_s > 0:
@@ -346,7 +347,7 @@ class ElasticJob:
     @property
     def had_saved(self) -> bool:
         """Whether this run has saved anything on this machine: then a restart must find a state."""
-        return was_saved(self.name, root=self._memory_root)
+        return was_saved(self._memory_name, root=self._memory_root)
 
     @property
     def _keeps_state(self) -> bool:
@@ -360,7 +361,7 @@ class ElasticJob:
     @property
     def _memory_name(self) -> str:
         """What the run is called in this machine's memory."""
-        return folder_name(f"run-{self.run}")
+        return f"run-{self.run}"
 
     # --- who this run is ------------------------------------------------------------------------------------
 
@@ -395,6 +396,8 @@ class ElasticJob:
         while True:
             try:
                 return attempt()
+            except NoSpace:
+                raise  # It has answered.
             except StoreError as error:
                 if time.monotonic() + delay_s > deadline_s:
                     raise _unreachable([str(error.message)]) from error
@@ -427,7 +430,7 @@ class ElasticJob:
         return CheckpointManager(
             self._stores,
             options.keep_count,
-            memory=Memory(job=self._memory_name, root=options.memory_root, launch=self._launch),
+            memory=Memory(job=folder_name(self._memory_name), root=options.memory_root, launch=self._launch),
             policy=Policy(
                 on_error=options.on_error,
                 retries=options.retries,
@@ -907,7 +910,7 @@ class ElasticJob:
         if self._first is None or not self._first.done():
             return
         if self._first.exception() is None:
-            note_saved(self.name, root=self._memory_root)
+            note_saved(self._memory_name, root=self._memory_root)
             self._first_is_noted = True
         self._first = None
 
@@ -981,13 +984,7 @@ def _error_of(stop: Stop, *, step: int = -1) -> StrataError:
         )
     if stop.kind == "superseded":
         return CheckpointError(stop.reasons[0], hint="This process ends; the run continues elsewhere.")
-    return FinalSaveFailed(
-        tier="FINAL",
-        path="every destination",
-        reason="; ".join(stop.reasons),
-        step=step,
-        hint="The state is still in this machine's memory: start the job again when the destination has room and answers.",
-    )
+    return FinalSaveFailed(step=step, missing=stop.reasons)
 
 
 def _announce(level: int, text: str) -> None:

@@ -141,8 +141,8 @@ class Membership:
         self.generation = 0
         self.incarnation = 0
         self.job_generations: dict[JobId, int] = {}
-        self.run_generations: dict[str, int] = {}
-        """The newest generation known of each run, by its workers and its checkpoints."""
+        self.run_generations: dict[tuple[JobId, str], int] = {}
+        """The newest generation known of each run of each job, by its workers and its checkpoints."""
         self._live_runs: dict[JobId, Counter[str]] = {}
         """How many present members of each job belong to which run."""
         self._rosters: dict[JobId, dict[WorkerId, int]] = {}
@@ -195,9 +195,9 @@ class Membership:
             )
         return member
 
-    def admit_run(self, run_id: str, generation: int) -> None:
+    def admit_run(self, job: JobId, run_id: str, generation: int) -> None:
         """Refuse whoever speaks for an earlier generation of a run than the newest one known. No id: no run."""
-        newest = self.run_generations.get(run_id)
+        newest = self.run_generations.get((job, run_id))
         if newest is not None and generation < newest:
             raise Stale(
                 f"Generation {checks.number(newest)} of run '{run_id}' has started; this is said by its generation "
@@ -217,7 +217,7 @@ class Membership:
         retried = known is not None and known.registration_id == command.registration_id != ""
         if known is not None and known.present and retried and known.spec == spec:
             return known
-        self.admit_run(spec.run_id, spec.run_generation)
+        self.admit_run(spec.job_id, spec.run_id, spec.run_generation)
         if known is not None:
             _must_be_new(command, known)
         self._must_be_free(spec, now)
@@ -340,7 +340,7 @@ class Membership:
                 self.generation = event.generation
                 self.incarnation = event.incarnation
                 self.job_generations = dict(event.jobs)
-                self.run_generations = dict(event.runs)
+                self.run_generations = {(job, run_id): number for job, run_id, number in event.runs}
 
     def _removed(self, worker_id: WorkerId) -> Member:
         self.pulses.pop(worker_id, None)
@@ -359,11 +359,12 @@ class Membership:
         if not runs:
             del self._live_runs[member.spec.job_id]
 
-    def note_run(self, run_id: str, generation: int) -> None:
+    def note_run(self, job: JobId, run_id: str, generation: int) -> None:
         """A generation of a run has shown itself, by a fact."""
         if not run_id:
             return
-        self.run_generations[run_id] = max(generation, self.run_generations.pop(run_id, 0))
+        key = (job, run_id)
+        self.run_generations[key] = max(generation, self.run_generations.pop(key, 0))
         if len(self.run_generations) > RUNS_KEPT:
             del self.run_generations[next(iter(self.run_generations))]
 
@@ -391,7 +392,7 @@ class Membership:
         )
         if event.spec.run_id:
             self._live_runs.setdefault(event.spec.job_id, Counter())[event.spec.run_id] += 1
-            self.note_run(event.spec.run_id, event.spec.run_generation)
+            self.note_run(event.spec.job_id, event.spec.run_id, event.spec.run_generation)
         self.pulses[worker_id] = Pulse(heard_mono_s=now.mono_s, heard_wall_s=event.at_s)
         self.reports.pop(worker_id, None)
         self.incarnation = max(self.incarnation, event.incarnation)

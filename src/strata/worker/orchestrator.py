@@ -19,7 +19,7 @@ from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.tls import channel_credentials
 from strata.rpc.wire import STATUS_NUMBERS
 from strata.worker.address import coordinator_address, is_secure
-from strata.worker.errors import NotRegistered
+from strata.worker.errors import CoordinatorUnavailable, NotRegistered
 from strata.worker.outbox import ShippingHandler
 from strata.worker.session import SessionThread, Topology
 from strata.worker.values import (
@@ -35,6 +35,8 @@ from strata.worker.values import (
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 7 * 86_400.0
+RECONCILE_ATTEMPTS = 20
+"""Each fails only if another checkpoint was told of between two calls."""
 
 CheckpointState = Literal["in_progress", "completed", "failed", "removed"]
 
@@ -419,8 +421,14 @@ class TrainingOrchestrator:
             run_generation=run_generation,
             present=list(present),
         )
-        answer = self._wait(self._session.call("ReconcileCheckpoints", request))
-        return tuple(answer.unknown)
+        for _ in range(RECONCILE_ATTEMPTS):
+            answer = self._wait(self._session.call("ReconcileCheckpoints", request))
+            if answer.made:
+                return tuple(answer.unknown)
+            request.revision = answer.revision
+        raise CoordinatorUnavailable(
+            self._session.address, "its list of checkpoints changes faster than it can be compared"
+        )
 
     async def notify_checkpoint_async(
         self, checkpoint_id: str, step: int, epoch: int = 0, **facts: Any

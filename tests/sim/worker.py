@@ -360,7 +360,7 @@ class Process:
 
     def _afterwards(self, topology: Topology) -> Steps:
         """An older checkpoint reaches another tier, late; the oldest is removed, and not always is it told; a remnant of
-        an earlier generation says something."""
+        an earlier generation says something; after an outage all that exists is told again."""
         saved = self.fabric.saved
         if self.world.chance(0.25):
             yield self._mine(replace(self.world.random.choice(saved), tiers=("s3",)), topology)
@@ -370,6 +370,8 @@ class Process:
                 yield self._mine(removed, topology)
         if self.world.chance(0.2):
             yield from self._say_too_late(topology)
+        if self.world.chance(0.2):
+            yield from self._reconcile(topology)
 
     def _say_too_late(self, topology: Topology) -> Steps:
         """What a process of an earlier generation of the run would say, in the name of a worker that is current."""

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from strata.core import views
-from strata.core.membership import RECONNECT_S, RUNS_KEPT
+from strata.core.membership import RECONNECT_S
 from strata.core.messages import (
     Command,
     DatasetId,
@@ -30,6 +30,7 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from strata.core.runs import RUNS_KEPT, Runs
 from tests.core.builders import Fleet, arrival, instant, limits, notice, shown
 
 A = WorkerId("a")
@@ -326,12 +327,13 @@ def test_an_earlier_generation_of_a_run_cannot_register(
 
 
 def test_only_so_many_runs_are_remembered() -> None:
-    membership, job = Fleet().cluster.membership, JobId("j")
+    runs, job = Runs(), JobId("j")
     for number in range(RUNS_KEPT + 2):
-        membership.note_run(job, f"r{number}", 1)
-        membership.note_run(job, "r0", number)
-    assert len(membership.run_generations) == RUNS_KEPT
-    assert membership.run_generations[(job, "r0")] == RUNS_KEPT + 1
+        runs.note(job, f"r{number}", 1)
+        runs.note(job, "r0", number)
+    kept = runs.compact()
+    assert len(kept) == RUNS_KEPT
+    assert (job, "r0", RUNS_KEPT + 1) in kept
 
 
 def test_what_one_job_says_of_a_run_fences_no_other_job(fleet: Fleet) -> None:

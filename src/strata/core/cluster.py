@@ -207,7 +207,7 @@ class Cluster:
         member = self.membership.admit(
             command.worker_id, incarnation=command.incarnation, generation=command.generation
         )
-        self.membership.admit_run(member.spec.job_id, command.run_id, command.run_generation)
+        self.membership.runs.admit(member.spec.job_id, command.run_id, command.run_generation)
         event = self.checkpoints.decide_notice(command, member.spec.job_id, now)
         if event is None:
             return Accepted(reason="known already")
@@ -219,7 +219,7 @@ class Cluster:
         self, command: ReconcileCheckpoints, now: Instant, fact: Callable[[Event], None]
     ) -> Reconciled:
         job = self.membership.admit(command.worker_id, incarnation=command.incarnation).spec.job_id
-        self.membership.admit_run(job, command.run_id, command.run_generation)
+        self.membership.runs.admit(job, command.run_id, command.run_generation)
         events, unknown = self.checkpoints.decide_reconcile(command, job, now)
         if command.revision != self.checkpoints.revision:
             return Reconciled(made=False, revision=self.checkpoints.revision, removed=0, unknown=())
@@ -281,9 +281,9 @@ class Cluster:
         """Shards have got as far as the checkpoint that a recovery would use says."""
         job = self.checkpoints.job_of(event)
         if isinstance(event, CheckpointCompleted):
-            self.membership.note_run(job, event.run_id, max(event.generation, event.told_in))
+            self.membership.runs.note(job, event.run_id, max(event.generation, event.told_in))
         elif not isinstance(event, CheckpointRemoved):
-            self.membership.note_run(job, event.run_id, event.generation)
+            self.membership.runs.note(job, event.run_id, event.generation)
         before = self.checkpoints.position(job)
         self.checkpoints.apply(event)
         after = self.checkpoints.position(job)
@@ -307,7 +307,7 @@ class Cluster:
             jobs=dict(self.membership.job_generations),
             value_version=self.values.reserved,
             checkpoint_revision=self.checkpoints.revision,
-            runs=tuple((*key, number) for key, number in self.membership.run_generations.items()),
+            runs=self.membership.runs.compact(),
             reason="compacted history",
             at_s=0.0,
         )

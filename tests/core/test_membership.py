@@ -30,7 +30,7 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from strata.core.runs import RUNS_KEPT, Runs
+from strata.core.run_registry import RUNS_KEPT, RunRegistry
 from tests.core.builders import Fleet, arrival, instant, limits, notice, shown
 
 A = WorkerId("a")
@@ -327,7 +327,7 @@ def test_an_earlier_generation_of_a_run_cannot_register(
 
 
 def test_only_so_many_runs_are_remembered() -> None:
-    runs, job = Runs(), JobId("j")
+    runs, job = RunRegistry(), JobId("j")
     for number in range(RUNS_KEPT + 2):
         runs.note(job, f"r{number}", 1)
         runs.note(job, "r0", number)

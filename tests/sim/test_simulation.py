@@ -28,7 +28,7 @@ from strata.core.messages import (
     ReconcileCheckpoints,
     Stale,
 )
-from strata.core.runs import Runs
+from strata.core.run_registry import RunRegistry
 from tests.sim.coordinator import SimCoordinator
 from tests.sim.oracle import Violation
 from tests.sim.scenario import Result, SimulationFailed, simulate
@@ -152,7 +152,7 @@ def a_late_upload_counts_as_the_newest(patch: Patch) -> None:
 
 
 def no_generation_of_the_run_is_checked(patch: Patch) -> None:
-    patch(Runs, "admit", lambda *arguments: None)
+    patch(RunRegistry, "admit", lambda *arguments: None)
 
 
 def registrations_that_are_over_come_back(patch: Patch) -> None:

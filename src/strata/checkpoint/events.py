@@ -27,17 +27,31 @@ class CheckpointInfo:
     tiers: tuple[str, ...]
     failures: tuple[str, ...] = ()
     """Tiers that were asked for and did not get it, each with the reason."""
+    skipped: tuple[str, ...] = ()
+    """Tiers that were left out because a newer checkpoint overtook this one, each with the reason. No failure."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
     data: Json = None
     world_size: int = 1
     generation: int = 0
     author: str = ""
+    run: str = ""
+    sequence: int = 0
+    lineage: str = ""
     parent: CheckpointId | None = None
-    lasting_parent: CheckpointId | None = None
+    durable_parent: CheckpointId | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.generation, self.sequence)
 
     @classmethod
     def of(
-        cls, manifest: Manifest, *, places: Sequence[tuple[str, str]], failures: tuple[str, ...] = ()
+        cls,
+        manifest: Manifest,
+        *,
+        places: Sequence[tuple[str, str]],
+        failures: tuple[str, ...] = (),
+        skipped: tuple[str, ...] = (),
     ) -> CheckpointInfo:
         """`places`: tier and path, fastest first. What is in memory ends with the job; anything more lasting is the
         better path to hand out."""
@@ -52,13 +66,17 @@ class CheckpointInfo:
             digest=manifest.digest,
             tiers=tuple(tier for tier, _ in places),
             failures=failures,
+            skipped=skipped,
             metadata=manifest.metadata,
             data=manifest.data,
             world_size=manifest.world_size,
             generation=manifest.generation,
             author=manifest.author,
+            run=manifest.run,
+            sequence=manifest.sequence,
+            lineage=manifest.lineage,
             parent=manifest.parent,
-            lasting_parent=manifest.lasting_parent,
+            durable_parent=manifest.durable_parent,
         )
 
 
@@ -83,6 +101,10 @@ class Observer(Protocol):
         """The checkpoint exists in this tier; `seconds` since the save began."""
         ...
 
+    def on_skipped(self, save: Started, *, tier: str, reason: str) -> None:
+        """A newer save overtook this one on its way to this tier."""
+        ...
+
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None: ...
 
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None: ...
@@ -102,6 +124,8 @@ class SaveHandle:
         self.step = step
         self.future: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
         self.copied: Callable[[], None] = lambda: None
+        self.tiers: tuple[str, ...] = ()
+        """Where it has arrived so far."""
 
     def wait_copied(self) -> None:
         """Return when the state has been copied, which on CUDA may be after `save` has returned."""
@@ -109,6 +133,10 @@ class SaveHandle:
 
     def done(self) -> bool:
         return self.future.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended, one way or the other, in time."""
+        return not concurrent.futures.wait([self.future], timeout_s).not_done
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """The checkpoint, once every tier has it. Raises `SaveFailed`, `SaveSkipped`, or `TimeoutError`."""

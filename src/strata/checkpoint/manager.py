@@ -20,6 +20,7 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -29,17 +30,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from strata.checkpoint.catalog import Catalog, Entry
+from strata.checkpoint.catalog import Catalog, Entry, where
 from strata.checkpoint.cleaning import remove_orphans, remove_superseded
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
-from strata.checkpoint.history import Line
+from strata.checkpoint.history import place_next, placed, read_lineage
 from strata.checkpoint.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.naming import Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.payloads import ByteBudget, BytesPayload
 from strata.checkpoint.pipeline import Payload, Pipeline, Policy, Save
 from strata.checkpoint.places import Place, default_job, open_stores
-from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, restore
+from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, look, restore
+from strata.core.lineage import Lineage, Placement
 from strata.errors import MissingDependency
 from strata.stores.protocol import Store, StoreError
 
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     import torch
 
     from strata.checkpoint.image import Plan
-    from strata.checkpoint.staging import Staging
+    from strata.checkpoint.staging import Holder, Staging
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -61,10 +63,13 @@ class Memory:
     job: str | None = None
     """Images belong to this name; by default one made from the stores' URLs and RANK."""
     images: int = 2
+    launch: str = ""
+    """How this process was started, for others who find it at work."""
     budget_bytes: int | None = None
     """For all images together; by default what the file system at `root` has."""
-    root: str = "/dev/shm"
-    """Where images are. Another folder works where /dev/shm is too small, at the price of a disk's write-back."""
+    root: str | os.PathLike[str] | None = None
+    """The folder below which images are; by default `STRATA_MEMORY_ROOT`, else /dev/shm, and a folder on disk for images
+    that do not fit there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,33 @@ class Author:
     worker: str = ""
     world_size: int = 1
     generation: int = 0
+    run: str = ""
+    """The run that saves belong to. With one, what belongs to another run is neither listed, continued nor removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyFound:
+    """One copy of a checkpoint."""
+
+    manifest: Manifest
+    tier: str
+    where: str
+    """The store's URL, or the file of an image in memory."""
+    distance: int
+    """0 is memory; stores count from 1, near to far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surveyed:
+    """What there is to restore, by what every tier answered."""
+
+    copies: tuple[CopyFound, ...]
+    unreachable: tuple[StoreError, ...]
+    """Tiers that did not answer."""
+    unreadable: tuple[str, ...]
+    """Manifests that are damaged."""
+    removed: tuple[CheckpointId, ...]
+    """Checkpoints whose payload somebody has deleted from every store that had them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +115,7 @@ class _Staged:
     format: str
     size_bytes: int
     """At most."""
-    make: Callable[[], tuple[Payload, Callable[[], None]]]
+    make: Callable[[Save], tuple[Payload, Callable[[], None]]]
     """Gives it a place, which may have to be waited for, and a way to fill that."""
     by_device: bool = False
     """A device does the copying, beside the computation."""
@@ -100,9 +132,11 @@ class CheckpointManager:
         author: Author | None = None,
         stem: Stem = unique_stem,
         observer: Observer | None = None,
+        admit: Callable[[Store], None] | None = None,
     ) -> None:
         """`path` is a folder, a URL, a store, or a list of them from near to far; by default what the environment
-        names (`STORAGE_BACKEND` and so on). An empty list keeps checkpoints in memory only."""
+        names (`STORAGE_BACKEND` and so on). An empty list keeps checkpoints in memory only. `admit` is asked before a
+        manifest is put into a store, and raises where this process may not publish any more."""
         if keep_count < 1:
             raise ValueError(f"keep_count ({keep_count}) must be at least 1")
         stores = open_stores(path)
@@ -117,7 +151,8 @@ class CheckpointManager:
         self._failed: SaveFailed | None = None
         self._reading: Counter[CheckpointId] = Counter()
         self._damaged: set[CheckpointId] = set()
-        self._line: Line | None = None
+        self._lineage: Lineage | None = None
+        self._observer = observer
         self._staging: Staging | None = None
         self._plan: Plan | None = None
         self._bytes = ByteBudget(_BYTES_UNDER_WAY)
@@ -129,6 +164,7 @@ class CheckpointManager:
             observer=observer,
             on_published=self._clean,
             on_ended=self._ended,
+            admit=admit,
         )
 
     # Saving
@@ -142,12 +178,17 @@ class CheckpointManager:
         *,
         position: Json = None,
         tiers: Sequence[str] | None = None,
+        placement: Placement | None = None,
+        must_arrive: bool = False,
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
 
+        `placement` is the checkpoint's id and its place in the history, where somebody else decides that.
+
         `position` is the data position that belongs to the state. `tiers` limits the save to some of the stores, by
         their tiers' names; `["MEMORY"]` is for none of them and makes a snapshot that outlives the process but not the
-        machine. With `on_error='fail'`, a failure of an earlier save is raised here.
+        machine. A save that `must_arrive` waits for an image whatever the policy says, and no newer one overtakes it on its
+        way. With `on_error='fail'`, a failure of an earlier save is raised here.
         """
         begun_s = time.monotonic()
         self._check_open()
@@ -159,6 +200,8 @@ class CheckpointManager:
             self._stage_bytes(data) if isinstance(data, bytes | bytearray | memoryview) else self._stage(data)
         )
         draft = self._draft(step, epoch, staged.format, metadata or {}, position)
+        if placement is not None:
+            draft = placed(draft, placement)
         save = Save(
             draft=draft,
             stores=self._stores_for(tiers),
@@ -166,14 +209,16 @@ class CheckpointManager:
             size_bytes=staged.size_bytes,
             handle=SaveHandle(draft.checkpoint_id, step),
             begun_s=begun_s,
+            must_arrive=must_arrive,
         )
         if staged.format == BYTES and not save.stores:
             raise InvalidSave("Bytes are kept in stores, and this save is for none.")
         self._await(save.handle)
         try:
             self._pipeline.check_room(save)
-            self._continue_line(save)
-            save.payload, fill = staged.make()
+            if placement is None:
+                self._continue_lineage(save)
+            save.payload, fill = staged.make(save)
         except SaveSkipped as skipped:
             log.warning("step %d: %s", step, skipped)
             self._ended(save, None)
@@ -245,19 +290,59 @@ class CheckpointManager:
     def get_by_step(self, step: int) -> CheckpointInfo | None:
         return next((info for info in self.all_checkpoints() if info.step == step), None)
 
-    def get_parent(self) -> CheckpointInfo | None:
-        """The lasting checkpoint that the next lasting save continues."""
-        with self._lock:
-            parent = self._look_around().lasting_parent
-        return next((info for info in self.all_checkpoints() if info.checkpoint_id == parent), None)
-
     def all_checkpoints(self) -> list[CheckpointInfo]:
         """Every checkpoint in any tier, in the order in which training would fall back to them."""
         found, problems = gather(self._sources())
         removed = [each for each in found if each.was_removed()]
         for problem in [*problems, *(f"{each.info.path} was removed" for each in removed)]:
             log.warning("passed over while listing checkpoints: %s", problem)
-        return [each.info for each in found if each not in removed]
+        return [each.info for each in found if each not in removed and self._is_own(each.manifest)]
+
+    def survey(self) -> Surveyed:
+        """What could be restored, copy by copy, and what stands in the way of knowing it: for those who decide themselves
+        what to load. Reads every manifest anew, and no payload."""
+        sources = self._sources()
+        found, problems, unread = look(sources, fresh=True)
+        own = [each for each in found if self._is_own(each.manifest)]
+        return Surveyed(
+            copies=tuple(
+                CopyFound(
+                    manifest=entry.manifest,
+                    tier=source.tier,
+                    where=source.place(entry),
+                    distance=sources.index(source) + (0 if sources[0].tier == MEMORY else 1),
+                )
+                for each in own
+                for source, entry in each.copies
+            ),
+            unreachable=tuple(unread),
+            unreadable=tuple(problems),
+            removed=tuple(each.manifest.checkpoint_id for each in own if each.has_lost_its_payload()),
+        )
+
+    def restore_copy(
+        self, checkpoint_id: CheckpointId, *, where: str, into: Any, tear_ok: bool = False
+    ) -> Restored:
+        """Load one copy that `survey` has found, and no other."""
+        self._check_open()
+        return restore(
+            [s for s in self._sources() if s.tier == MEMORY or s.place(None) == where],
+            checkpoint_id=checkpoint_id,
+            place=where,
+            into=into,
+            tear_ok=tear_ok,
+            reading=self._being_read,
+            on_damaged=self._damaged.add,
+        )
+
+    def fence(self, generation: int) -> None:
+        """Belong to a generation of the run: older ones keep no more snapshots on this machine. Raises `Superseded`."""
+        self.author = replace(self.author, generation=generation)
+        self._images().fence(generation)
+
+    def holders(self) -> list[Holder]:
+        """Other live processes that hold snapshots of the same job on this machine."""
+        return self._images().live_holders()
 
     def snapshots(self) -> list[CheckpointInfo]:
         """The checkpoints in memory, newest first."""
@@ -296,25 +381,38 @@ class CheckpointManager:
         into: Any = None,
         trusted_source: bool = False,
         tiers: Sequence[str] | None = None,
+        tear_ok: bool = False,
     ) -> Restored:
-        """`load`, to go on training from: what is saved next continues this checkpoint's line, and newer
-        checkpoints of another line are given up in favour of it."""
-        restored = self._load(step, checkpoint_id, into, trusted_source, tiers)
+        """`load`, to continue training from: what is saved next continues this checkpoint. With `tear_ok` bytes are verified
+        as they are copied `into` place, which is quicker; if that fails, some tensors have changed."""
+        restored = self._load(step, checkpoint_id, into, trusted_source, tiers, tear_ok)
+        is_durable = any(tier != MEMORY for tier in restored.info.tiers)
         with self._lock:
-            self._look_around().go_back_to(restored.info)
+            self._look_around().go_back_to(restored.info, durable=is_durable)
         return restored
 
     # Ending
 
-    def close(self, *, keep_memory: bool = False) -> None:
-        """Finish the saves under way and give the memory back; with `keep_memory`, the job's next process finds it."""
+    def close(self, *, keep_memory: bool = False, timeout_s: float | None = None) -> None:
+        """Finish the saves under way and give the memory back; with `keep_memory`, the job's next process finds it. What is
+        not finished after `timeout_s` is given up, and its handle says so."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._pipeline.close()
+        self._pipeline.close(timeout_s)
         if self._staging is not None:
             self._staging.close(keep=keep_memory)
         self.raise_failure()
+
+    def abandon(self) -> None:
+        """Give up the saves under way without waiting for anything, and leave the snapshots in memory to the job's next
+        process: for one that crashes."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._pipeline.abandon()
+        if self._staging is not None:
+            self._staging.close(keep=True, wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -356,8 +454,8 @@ class CheckpointManager:
         if not size_bytes:
             raise InvalidSave("There are no bytes to save.")
 
-        def make() -> tuple[Payload, Callable[[], None]]:
-            if not self._bytes.take(size_bytes, timeout_s=self._patience_s):
+        def make(save: Save) -> tuple[Payload, Callable[[], None]]:
+            if not self._bytes.take(size_bytes, timeout_s=self._patience_s(save)):
                 raise SaveSkipped(reason="the bytes of earlier saves are still being written")
             kept = data if isinstance(data, bytes) else bytes(data)
             return BytesPayload(kept, lambda: self._bytes.give_back(size_bytes)), lambda: None
@@ -375,19 +473,21 @@ class CheckpointManager:
         prepared = prepare(state, self._plan)
         self._plan = plan = prepared.plan
 
-        def make() -> tuple[Payload, Callable[[], None]]:
-            staging = self._images()
-            buffer = staging.acquire(plan, timeout_s=self._patience_s)
+        def make(save: Save) -> tuple[Payload, Callable[[], None]]:
+            staging, patience_s, must_keep = self._images(), self._patience_s(save), not save.stores
+            buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep)
+            if buffer is None and self._pipeline.overtake(save):
+                buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep)
             if buffer is None:
                 raise SaveSkipped(reason="the images of earlier saves are still being written")
+            save.holds_image = True
             payload = ImagePayload(staging, buffer)
             return payload, lambda: payload.fill(prepared)
 
         return _Staged(format=IMAGE, size_bytes=plan.bound_bytes, make=make, by_device=prepared.is_on_cuda)
 
-    @property
-    def _patience_s(self) -> float | None:
-        return None if self._policy.when_full == "wait" else 0.0
+    def _patience_s(self, save: Save) -> float | None:
+        return None if save.must_arrive or self._policy.when_full == "wait" else 0.0
 
     def _draft(
         self, step: int, epoch: int, payload_format: str, metadata: Mapping[str, Json], position: Json
@@ -411,19 +511,28 @@ class CheckpointManager:
             author=self.author.worker,
         )
 
-    def _continue_line(self, save: Save) -> None:
+    def _continue_lineage(self, save: Save) -> None:
         """Give the save its place in the history."""
         with self._lock:
-            save.draft = self._look_around().extend(save.draft, lasting=bool(save.stores))
+            save.draft = place_next(self._look_around(), save.draft, durable=bool(save.stores))
 
-    def _look_around(self) -> Line:
-        """The line training is on; the first look also removes what dead writers left."""
-        if self._line is None:
-            self._line = Line.read(self._sources())
-            for catalog in self._catalogs:
-                with contextlib.suppress(StoreError):  # The next process will try again.
-                    remove_orphans(catalog)
-        return self._line
+    def _look_around(self) -> Lineage:
+        """The lineage training is on; the first look also removes what dead writers left."""
+        if self._lineage is None:
+            author = self.author
+            self._lineage = read_lineage(self._sources(), run=author.run, generation=author.generation)
+            self.remove_orphans()
+        return self._lineage
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        """Everything is, unless this manager belongs to a run."""
+        return not self.author.run or manifest.run in ("", self.author.run)
+
+    def remove_orphans(self) -> None:
+        """Remove payloads that never got a manifest and never will, because their writer is gone."""
+        for catalog in self._catalogs:
+            with contextlib.suppress(StoreError):  # The next process will try again.
+                remove_orphans(catalog)
 
     # The parts of loading and ending
 
@@ -443,7 +552,8 @@ class CheckpointManager:
                     self._memory.job or default_job([catalog.store for catalog in self._catalogs]),
                     images=self._memory.images,
                     budget_bytes=self._memory.budget_bytes,
-                    root=Path(self._memory.root),
+                    root=Path(self._memory.root) if self._memory.root else None,
+                    launch=self._memory.launch,
                 )
             return self._staging
 
@@ -454,6 +564,7 @@ class CheckpointManager:
         into: Any,
         trusted_source: bool,
         tiers: Sequence[str] | None,
+        tear_ok: bool = False,
     ) -> Restored:
         self._check_open()
         return restore(
@@ -462,6 +573,7 @@ class CheckpointManager:
             checkpoint_id=checkpoint_id,
             into=into,
             trusted_source=trusted_source,
+            tear_ok=tear_ok,
             reading=self._being_read,
             on_damaged=self._damaged.add,
         )
@@ -482,12 +594,30 @@ class CheckpointManager:
         catalog.add(entry)
         with self._lock:
             in_use = {*self._pending, *(+self._reading)}
-        remove_superseded(catalog, keep_count=self.keep_count, in_use=in_use, damaged=self._damaged)
+        removed = remove_superseded(
+            catalog,
+            keep_count=self.keep_count,
+            run=self.author.run,
+            in_use=in_use,
+            damaged=self._damaged,
+        )
+        others = {i for other in self._catalogs if other is not catalog for i in other.known_ids()}
+        for manifest in (gone.manifest for gone in removed):
+            if self._observer is not None and manifest.checkpoint_id not in others:
+                self._observer.on_removed(
+                    manifest.checkpoint_id,
+                    step=manifest.step,
+                    epoch=manifest.epoch,
+                    path=where(catalog.store, manifest.parts[0].key),
+                    reason=f"there are {self.keep_count} newer ones",
+                )
 
     def _ended(self, save: Save, error: SaveFailed | None) -> None:
         with self._lock:
-            if self._line is not None:
-                self._line.retract(save.draft, tiers=[tier for tier, _ in save.places])
+            if self._lineage is not None and any(tier != MEMORY for tier, _ in save.places):
+                self._lineage.confirm(save.draft.checkpoint_id)
+            elif self._lineage is not None and not save.places:
+                self._lineage.fail(save.draft.checkpoint_id)
             if error is not None and self._policy.on_error != "warn":
                 self._failed = self._failed or error
 

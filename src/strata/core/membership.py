@@ -39,7 +39,7 @@ from strata.core.messages import (
     WorkerLeft,
     WorkerSpec,
 )
-from strata.core.runs import Runs
+from strata.core.run_registry import RunRegistry
 
 EMPTY_JOBS_KEPT = 100
 REGISTRATIONS_KEPT = 8
@@ -140,7 +140,7 @@ class Membership:
         self.generation = 0
         self.incarnation = 0
         self.job_generations: dict[JobId, int] = {}
-        self.runs = Runs()
+        self.runs = RunRegistry()
         self._rosters: dict[JobId, dict[WorkerId, int]] = {}
 
     # --- questions ------------------------------------------------------------------------------------------

@@ -166,6 +166,9 @@ class CoordinatorLink:
     def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None:
         pass  # `on_completed` has the tiers; a tier that is still being written to is not safe yet.
 
+    def on_skipped(self, save: Started, *, tier: str, reason: str) -> None:
+        pass  # `on_completed` has the tiers that were reached, `on_failed` the reason where there are none.
+
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None:
         if _lasts(info.tiers):
             facts = {**_facts(info), "duration_s": seconds}
@@ -360,7 +363,7 @@ def _facts(info: CheckpointInfo) -> Facts:
         "size_bytes": info.size_bytes,
         "tiers": list(info.tiers),
         "digest": info.digest,
-        "parent_id": info.lasting_parent or "",
+        "parent_id": info.durable_parent or "",
         "data": info.data if isinstance(info.data, dict) else None,
         "saved_generation": info.generation,
     }

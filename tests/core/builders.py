@@ -41,6 +41,8 @@ from strata.core.messages import (
     PlanEpoch,
     QueueTask,
     Rebalance,
+    ReconcileCheckpoints,
+    Reconciled,
     RegisterDataset,
     Registered,
     RegisterWorker,
@@ -270,6 +272,28 @@ class Fleet:
 
     def save(self, worker_id: str, checkpoint_id: str, step: int = 1, **fields: Any) -> Decision:
         return self.do(notice(worker_id, checkpoint_id, step, **fields))
+
+    def reconcile(
+        self,
+        worker_id: str,
+        *present: str,
+        run_id: str = "",
+        run_generation: int = 0,
+        revision: int | None = None,
+    ) -> tuple[Reconciled, Decision]:
+        """For the present revision of the registry, or the one named."""
+        decision = self.do(
+            ReconcileCheckpoints(
+                worker_id=WorkerId(worker_id),
+                incarnation=0,
+                job_id=JobId(""),
+                run_id=run_id,
+                run_generation=run_generation,
+                present=tuple(CheckpointId(checkpoint_id) for checkpoint_id in present),
+                revision=self.cluster.checkpoints.revision if revision is None else revision,
+            )
+        )
+        return cast(Reconciled, decision.reply), decision
 
     def latest(self, job: str = DEFAULT_JOB) -> str | None:
         record = self.cluster.checkpoints.latest(JobId(job))

@@ -160,6 +160,7 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
         run_id=texts,
         run_generation=counts,
         present=st.lists(names.map(CheckpointId), max_size=3).map(tuple),
+        revision=counts,
     ),
     CreateTask: built(
         CreateTask,

@@ -9,13 +9,18 @@ from typing import Any, get_args
 import pytest
 
 from strata.core import views
+from strata.core.membership import RECONNECT_S
 from strata.core.messages import (
     Command,
     DatasetId,
     DeregisterWorker,
     InvalidArgument,
+    JobId,
+    NameInUse,
     Overloaded,
     PlanEpoch,
+    ReconcileCheckpoints,
+    Refused,
     ReportRecovery,
     Stale,
     Unknown,
@@ -25,6 +30,7 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from strata.core.run_registry import RUNS_KEPT, RunRegistry
 from tests.core.builders import Fleet, arrival, instant, limits, notice, shown
 
 A = WorkerId("a")
@@ -36,6 +42,15 @@ FENCED: dict[str, Any] = {
         arrival("a"),
         notice("a", "c1"),
         PlanEpoch(worker_id=A, incarnation=0, generation=0, dataset_id=DatasetId("d"), epoch=3),
+        ReconcileCheckpoints(
+            worker_id=A,
+            incarnation=0,
+            job_id=JobId(""),
+            run_id="",
+            run_generation=0,
+            present=(),
+            revision=0,
+        ),
         ReportRecovery(
             worker_id=A,
             incarnation=0,
@@ -193,7 +208,138 @@ def test_an_incarnation_that_never_was_is_refused(fleet: Fleet, kind: str) -> No
     fleet.register("d")
     fleet.join("a")
     for number in (99, -1, 2**70):
-        refused(fleet, replace(FENCED[kind], incarnation=number), Stale, "is over")
+        refused(fleet, replace(FENCED[kind], incarnation=number), Stale, "is over|is not known here")
+
+
+# --- why one is stale -----------------------------------------------------------------------------------------
+
+
+def cause_of(fleet: Fleet, incarnation: int) -> str:
+    with pytest.raises(Refused) as refusal:
+        fleet.cluster.membership.admit(A, incarnation=incarnation)
+    return refusal.value.cause
+
+
+RESTARTS = [lambda fleet: fleet, Fleet.replayed, Fleet.compacted]
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_only_one_whose_place_another_took_was_superseded(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet]
+) -> None:
+    first = fleet.join("a", registration="r1")
+    second = fleet.join("a", registration="r2")
+    fleet = restart(fleet)
+    assert cause_of(fleet, first) == "superseded"
+    fleet.lose("a")
+    assert (cause_of(fleet, first), cause_of(fleet, second)) == ("superseded", "failed")
+    third = fleet.join("a", registration="r3")
+    fleet = restart(fleet)
+    assert (cause_of(fleet, second), cause_of(fleet, third + 1)) == ("superseded", "unknown")
+    fleet.leave("a")
+    assert cause_of(fleet, third) == "unknown"
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_one_that_failed_is_not_superseded_by_a_retry_of_its_own_registration(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet]
+) -> None:
+    first = fleet.join("a", registration="r1")
+    fleet.lose("a")
+    fleet.join("a", registration="r1")  # A copy of the call that was late.
+    assert cause_of(restart(fleet), first) == "failed"
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_a_registration_that_is_over_cannot_come_back_late(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet]
+) -> None:
+    fleet.join("a", registration="r1")
+    fleet.lose("a")
+    second = fleet.join("a", registration="r2")
+    fleet = restart(fleet)
+    with pytest.raises(Stale, match="was superseded by incarnation") as late:
+        fleet.join("a", registration="r1")
+    assert late.value.cause == "superseded"
+    fleet.cluster.membership.admit(A, incarnation=second)
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_belongs_to_one_live_run_at_a_time(fleet: Fleet) -> None:
+    first = fleet.join("a", run_id="one", registration="r1")
+    for other in ("a", "b"):
+        with pytest.raises(
+            NameInUse, match=r"used by another live run .'a' on host '10\.0\.0\.1', run one"
+        ) as used:
+            fleet.join(other, run_id="two")
+        assert "job=" in used.value.hint
+    assert fleet.join("c") > first, "one that names no run is as free as ever"
+    assert fleet.join("a", run_id="one", registration="r2") > first
+    fleet.join("d", "another job", run_id="two")
+    with pytest.raises(NameInUse):
+        fleet.join("d", run_id="three")
+
+
+@pytest.mark.parametrize("gone", ["left", "failed", "dropped", "silent"])
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_the_name_of_a_run_that_is_gone_is_free(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet], gone: str
+) -> None:
+    fleet.join("a", run_id="one")
+    fleet = restart(fleet)
+    match gone:
+        case "left":
+            fleet.leave("a")
+        case "failed":
+            fleet.lose("a")
+        case "dropped":
+            fleet.drop("a")
+        case "silent":
+            fleet.now_s += RECONNECT_S
+    fleet.join("b", run_id="two")
+    fleet.join("a", run_id="two")
+    assert set(fleet.ranks()) == {"a", "b"}
+
+
+def test_a_run_whose_stream_is_open_is_live_however_long_it_is_silent(fleet: Fleet) -> None:
+    fleet.join("a", run_id="one")
+    fleet.cluster.membership.connected(A, fleet.now)
+    fleet.now_s += 2 * RECONNECT_S
+    with pytest.raises(NameInUse):
+        fleet.join("b", run_id="two")
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_an_earlier_generation_of_a_run_cannot_register(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet]
+) -> None:
+    fleet.join("a", run_id="run", run_generation=3)
+    fleet.leave("a")
+    fleet = restart(fleet)
+    with pytest.raises(Stale, match="Generation 3 of run 'run' has started") as stale:
+        fleet.join("a", run_id="run", run_generation=2)
+    assert stale.value.cause == "run_generation"
+    fleet.join("a", run_id="run", run_generation=3)
+    fleet.join("b", run_id="run", run_generation=4)
+    fleet.join("c", "elsewhere", run_id="other", run_generation=0)
+
+
+def test_only_so_many_runs_are_remembered() -> None:
+    runs, job = RunRegistry(), JobId("j")
+    for number in range(RUNS_KEPT + 2):
+        runs.note(job, f"r{number}", 1)
+        runs.note(job, "r0", number)
+    kept = runs.compact()
+    assert len(kept) == RUNS_KEPT
+    assert (job, "r0", RUNS_KEPT + 1) in kept
+
+
+def test_what_one_job_says_of_a_run_fences_no_other_job(fleet: Fleet) -> None:
+    fleet.join("a", run_id="run", run_generation=3)
+    fleet.join("x", "another job", run_id="run", run_generation=9)
+    fleet.join("b", run_id="run", run_generation=3)
 
 
 # --- ranks --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Stories that can be read: each file in `tests/testdata` is a dialogue with the core, and this plays it.
 
 A line that begins with `>` is said to the core; the lines below it are what follows, up to the next blank line.
-Verbs: join, leave, drop, hear, wait, arrive, dataset, plan, epoch, save, remove, restart, snapshot, show. After a
+Verbs: join, leave, drop, hear, wait, arrive, dataset, plan, epoch, save, remove, reconcile, restart, snapshot, show. After a
 change that is meant, `STRATA_REWRITE_TRANSCRIPTS=1 pytest tests/core/test_transcripts.py` writes the answers anew;
 read the difference before you keep it.
 """
@@ -36,6 +36,8 @@ NUMBERS = {
     "step": int,
     "incarnation": int,
     "generation": int,
+    "run_generation": int,
+    "saved_generation": int,
     "timeout_s": float,
     "epoch": int,
 }
@@ -56,10 +58,19 @@ class Player:
         except Refused as refusal:
             yield f"refused ({refusal.code}): {refusal}"
 
-    def do_join(self, *names: str, job: str = "default", registration: str = "") -> Iterator[str]:
+    def do_join(
+        self,
+        *names: str,
+        job: str = "default",
+        registration: str = "",
+        run: str = "",
+        run_generation: str = "0",
+    ) -> Iterator[str]:
         for name in names:
             known = len(self.fleet.journal)
-            incarnation = self.fleet.join(name, job, registration=registration)
+            incarnation = self.fleet.join(
+                name, job, registration=registration, run_id=run, run_generation=int(run_generation)
+            )
             events = self.fleet.journal[known:]
             yield from (
                 map(told, events) if events else [f"known already: {name} is incarnation {incarnation}"]
@@ -102,6 +113,7 @@ class Player:
     def do_save(self, name: str, checkpoint: str, trained_to: str = "", **options: str) -> Iterator[str]:
         position = data_json(trained([(0, int(trained_to))])) if trained_to else ""
         tiers = tuple(options.pop("tiers", "local").split(","))
+        options["run_id"] = options.pop("run", "")
         named: dict[str, Any] = {key: NUMBERS.get(key, str)(value) for key, value in options.items()}
         return said(
             self.fleet.save(name, checkpoint, data_json=position, tiers=tiers, **named),
@@ -110,6 +122,13 @@ class Player:
 
     def do_remove(self, name: str, checkpoint: str) -> Iterator[str]:
         return said(self.fleet.save(name, checkpoint, status="removed"), nothing="removed already")
+
+    def do_reconcile(
+        self, name: str, *present: str, run: str = "", run_generation: str = "0"
+    ) -> Iterator[str]:
+        reply, decision = self.fleet.reconcile(name, *present, run_id=run, run_generation=int(run_generation))
+        yield from said(decision)
+        yield f"{reply.removed} removed, unknown: {' '.join(reply.unknown) or 'none'}"
 
     def do_restart(self) -> Iterator[str]:
         self.fleet = self.fleet.replayed()
@@ -162,6 +181,8 @@ def said(decision: Decision, *, nothing: str = "") -> Iterator[str]:
 def told(event: Event) -> str:
     """The kind, what identifies it, and why."""
     facts = {f.name: getattr(event, f.name) for f in fields(event) if f.name in SHOWN_FIELDS}
+    if not getattr(event, "run_id", "a run"):
+        facts.pop("generation", None)  # Of no run.
     if isinstance(event, WorkerJoined):
         facts = {"worker_id": event.spec.worker_id} | facts
     if isinstance(event, ShardsMoved):

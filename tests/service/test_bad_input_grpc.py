@@ -45,6 +45,10 @@ def checkpoint(**values: Any) -> pb.NotifyCheckpointRequest:
     return pb.NotifyCheckpointRequest(**{**plain, **values})
 
 
+def reconcile(**values: Any) -> pb.ReconcileCheckpointsRequest:
+    return pb.ReconcileCheckpointsRequest(**{"worker_id": "known", **values})
+
+
 def beat(**values: Any) -> pb.HeartbeatRequest:
     return pb.HeartbeatRequest(**{"worker_id": "known", **values})
 
@@ -73,6 +77,9 @@ INVALID = {
     "metadata value": ("RegisterWorker", worker(metadata={"k": HUGE})),
     "metadata key": ("RegisterWorker", worker(metadata={"": "v"})),
     "metadata count": ("RegisterWorker", worker(metadata=MANY)),
+    "10 MB run": ("RegisterWorker", worker(run_id=HUGE)),
+    "NUL in run": ("RegisterWorker", worker(run_id="a\0b")),
+    "generation of a run": ("RegisterWorker", worker(run_generation=BIGGEST)),
     "empty dataset": ("RegisterDataset", dataset(dataset_id="")),
     "10 MB dataset name": ("RegisterDataset", dataset(dataset_id=HUGE)),
     "empty path": ("RegisterDataset", dataset(dataset_id="e", path="")),
@@ -103,6 +110,14 @@ INVALID = {
     "deep data": ("NotifyCheckpoint", checkpoint(data_json="[" * 100_000)),
     "10 MB data": ("NotifyCheckpoint", checkpoint(data_json='"' + HUGE + '"')),
     "too many tiers": ("NotifyCheckpoint", checkpoint(tiers=["t"] * 100)),
+    "10 MB run of a checkpoint": ("NotifyCheckpoint", checkpoint(run_id=HUGE)),
+    "run generation": ("NotifyCheckpoint", checkpoint(run_generation=BIGGEST)),
+    "saved generation": ("NotifyCheckpoint", checkpoint(saved_generation=BIGGEST)),
+    "10 MB successor": ("NotifyCheckpoint", checkpoint(succeeded_by=HUGE)),
+    "empty checkpoint that exists": ("ReconcileCheckpoints", reconcile(present=[""])),
+    "10 MB checkpoint that exists": ("ReconcileCheckpoints", reconcile(present=[HUGE])),
+    "too many that exist": ("ReconcileCheckpoints", reconcile(present=["c"] * 100_001)),
+    "reconciled for another job": ("ReconcileCheckpoints", reconcile(job_id="not mine")),
     "epoch of shards": ("GetDataShard", shards(epoch=BIGGEST)),
     "10 MB state": ("Heartbeat", beat(status=pb.WorkerStatus(state=HUGE))),
     "10 MB task": ("Heartbeat", beat(status=pb.WorkerStatus(current_task=HUGE))),
@@ -143,6 +158,7 @@ UNKNOWN = {
     "shards of nobody": ("GetDataShard", shards(worker_id="nobody")),
     "shards of nothing": ("GetDataShard", shards(dataset_id="nothing")),
     "latest": ("GetLatestCheckpoint", pb.GetLatestCheckpointRequest(worker_id="nobody")),
+    "reconciling": ("ReconcileCheckpoints", reconcile(worker_id="nobody")),
     "removal": (
         "NotifyCheckpoint",
         checkpoint(checkpoint_id="none", status=pb.CHECKPOINT_STATUS_REMOVED),

@@ -23,6 +23,8 @@ from strata.core.messages import (
     Event,
     Instant,
     Rebalance,
+    ReconcileCheckpoints,
+    Reconciled,
     Refused,
     Tick,
     WorkerId,
@@ -201,6 +203,8 @@ class SimCoordinator:
             return []
         self.oracle.decided(command, decision.events)
         reply = decision.reply
+        if isinstance(command, ReconcileCheckpoints) and isinstance(reply, Reconciled) and reply.made:
+            self.oracle.reconciled(self.cluster, command)
         if isinstance(reply, BarrierTicket):
             answers.append(partial(self._wait, request, reply))
         else:

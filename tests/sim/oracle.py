@@ -3,12 +3,15 @@
 * I4: a barrier never releases early, never twice, and tells each call one thing only.
 * I5: nothing from a stale incarnation or generation takes effect, and nobody is called stale who is not.
 * I6: whatever was acknowledged is there after any crash.
+* Nobody is called superseded whose place no other process has taken, so that one of them always goes on.
+* Once a run has told which of its checkpoints exist, no other one is called completed; none that exists is called
+  removed, however late the word of it is.
 * Every unfinished shard of every plan has exactly one owner, who is present; a new plan is even.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +23,12 @@ from strata.core.messages import (
     BarrierBroken,
     BarrierReleased,
     CheckpointCompleted,
+    CheckpointRemoved,
     Command,
     Event,
     JobId,
     NotifyCheckpoint,
+    ReconcileCheckpoints,
     Refused,
     RegisterDataset,
     Registered,
@@ -57,6 +62,8 @@ class Account:
     """Of everyone who is present."""
     jobs: dict[WorkerId, JobId] = field(default_factory=dict)
     generations: dict[JobId, int] = field(default_factory=dict)
+    registrations: dict[WorkerId, str] = field(default_factory=dict)
+    """The newest of everyone who was ever there."""
     joined_in: dict[WorkerId, int] = field(default_factory=dict)
     """How many had registered in all when it first sat down."""
     registered: int = 0
@@ -69,6 +76,7 @@ class Account:
                 worker = event.spec.worker_id
                 self.registered = max(self.registered, event.incarnation)
                 self.incarnations[worker] = event.incarnation
+                self.registrations[worker] = event.registration_id
                 self.jobs[worker] = event.spec.job_id
                 if not event.superseded:
                     self.joined_in[worker] = event.incarnation
@@ -93,13 +101,17 @@ class Account:
 
 
 class Oracle:
-    def __init__(self) -> None:
+    def __init__(self, existing: Callable[[], set[str]]) -> None:
+        self.existing = existing
+        """Which checkpoints are in the store."""
         self.account = Account()
         self._calls: dict[str, ArriveAtBarrier] = {}
         self._told: dict[str, str] = {}
         self._incarnations: set[int] = set()
         self._acknowledged_incarnation = 0
         self._checkpoints: set[str] = set()
+        self._run_generation = 0
+        """The newest of the run that a checkpoint was acknowledged for."""
         self._datasets: set[str] = set()
         self.releases = 0
         self.breaks = 0
@@ -118,6 +130,10 @@ class Oracle:
                 must(
                     event.incarnation > self._acknowledged_incarnation, f"I6: {event} repeats an incarnation"
                 )
+            if isinstance(event, CheckpointRemoved):
+                must(event.checkpoint_id not in self.existing(), f"{event} is in the store")
+            if isinstance(event, CheckpointCompleted) and event.reason == "found again":
+                must(event.checkpoint_id in self.existing(), f"{event} is not in the store")
             self.account.take(event)
 
     def _must_be_current(self, command: Command) -> None:
@@ -130,6 +146,11 @@ class Oracle:
         generation = self.account.generations[self.account.jobs[worker]]
         said = getattr(command, "generation", 0)
         must(said in (0, generation), f"I5: {command} took effect; the generation is {generation}")
+        said = getattr(command, "run_generation", self._run_generation)
+        must(
+            said >= self._run_generation,
+            f"I5: {command} took effect in run generation {self._run_generation}",
+        )
 
     def refused(self, command: Command, refusal: Refused) -> None:
         if not isinstance(refusal, Stale):
@@ -141,7 +162,19 @@ class Oracle:
         current = getattr(command, "incarnation", 0) in (0, self.account.incarnations[worker])
         generation = self.account.generations[self.account.jobs[worker]]
         current = current and getattr(command, "generation", 0) in (0, generation)
+        current = current and refusal.cause != "run_generation"
         must(not current, f"I5: {worker} is up to date and was called stale: {refusal}")
+
+    def superseded(self, worker: WorkerId, *, born: str) -> None:
+        """A process ends because it was told that another one has its place."""
+        newest = self.account.registrations[worker]
+        must(not newest.startswith(f"{born}-"), f"{worker} was superseded by nobody but itself ({newest})")
+
+    def reconciled(self, cluster: Cluster, command: ReconcileCheckpoints) -> None:
+        records = cluster.checkpoints.records.values()
+        shown = {r.checkpoint_id for r in records if r.status == "completed" and not r.removed}
+        extra = shown - set(command.present)
+        must(not extra, f"the registry shows {extra}, which do not exist any more")
 
     # --- barriers -------------------------------------------------------------------------------------------
 
@@ -220,6 +253,7 @@ class Oracle:
             self._acknowledged_incarnation = max(self._acknowledged_incarnation, answer.incarnation)
         elif isinstance(command, NotifyCheckpoint) and command.status == "completed":
             self._checkpoints.add(command.checkpoint_id)
+            self._run_generation = max(self._run_generation, command.run_generation)
         elif isinstance(command, RegisterDataset):
             self._datasets.add(command.spec.dataset_id)
 
@@ -241,6 +275,7 @@ class Oracle:
         account = self.account = Account(registered=membership.incarnation)
         for worker, member in membership.members.items():
             account.jobs[worker] = member.spec.job_id
+            account.registrations[worker] = member.registration_id
             account.joined_in[worker] = member.seat
             if member.present:
                 account.incarnations[worker] = member.incarnation

@@ -54,7 +54,8 @@ class Scenario:
     def __init__(self, seed: int) -> None:
         self.world = world = World(seed)
         self.network = Network(world)
-        self.oracle = Oracle()
+        self.fabric = Fabric()
+        self.oracle = Oracle(lambda: {str(saved.checkpoint_id) for saved in self.fabric.saved})
         limits = Limits(
             membership=MembershipLimits(
                 heartbeat_timeout_s=2.5, disconnect_grace_s=0.5, forget_failed_after_s=world.between(3, 60)
@@ -70,7 +71,6 @@ class Scenario:
             names_count=world.chance(0.5),
             greets=world.chance(0.4),
         )
-        self.fabric = Fabric()
         self.processes: dict[str, Process] = {}
         self.zombies: list[Process] = []
         self.crashes = 0
@@ -201,7 +201,6 @@ class Scenario:
         process = self._somebody()
         if process is not None:
             process.freeze()
-            process.replaced = True
             self.zombies.append(process)
             name = str(process.worker_id)
             del self.processes[name]

@@ -13,11 +13,22 @@ from typing import Any
 
 import pytest
 
+from strata.core import membership
 from strata.core.barriers import Barriers, OpenBarrier
 from strata.core.checkpoints import CheckpointEvent, Checkpoints
 from strata.core.cluster import Cluster
 from strata.core.membership import Membership
-from strata.core.messages import CheckpointCompleted, CountersRestored, Event
+from strata.core.messages import (
+    CheckpointCompleted,
+    Command,
+    CountersRestored,
+    Decision,
+    Event,
+    Instant,
+    ReconcileCheckpoints,
+    Stale,
+)
+from strata.core.run_registry import RunRegistry
 from tests.sim.coordinator import SimCoordinator
 from tests.sim.oracle import Violation
 from tests.sim.scenario import Result, SimulationFailed, simulate
@@ -60,7 +71,7 @@ def test_one_seed_is_one_story() -> None:
 
 # --- would it notice? ---------------------------------------------------------------------------------------
 
-Patch = Callable[[type, str, Any], None]
+Patch = Callable[[Any, str, Any], None]
 
 
 def no_incarnation_is_checked(patch: Patch) -> None:
@@ -140,6 +151,42 @@ def a_late_upload_counts_as_the_newest(patch: Patch) -> None:
     patch(Checkpoints, "apply", as_newest)
 
 
+def no_generation_of_the_run_is_checked(patch: Patch) -> None:
+    patch(RunRegistry, "admit", lambda *arguments: None)
+
+
+def registrations_that_are_over_come_back(patch: Patch) -> None:
+    patch(membership, "_must_be_new", lambda *arguments: None)
+
+
+def who_was_taken_for_dead_is_called_superseded(patch: Patch) -> None:
+    admit = Membership.admit
+
+    def careless(self: Membership, *arguments: Any, **named: Any) -> Any:
+        try:
+            return admit(self, *arguments, **named)
+        except Stale as stale:
+            stale.cause = "superseded"
+            raise
+
+    patch(Membership, "admit", careless)
+
+
+def what_does_not_exist_any_more_stays_in_the_registry(patch: Patch) -> None:
+    patch(Checkpoints, "decide_reconcile", lambda *arguments: ([], ()))
+
+
+def reconciliations_count_however_late(patch: Patch) -> None:
+    handle = Cluster.handle
+
+    def late(self: Cluster, command: Command, now: Instant) -> Decision:
+        if isinstance(command, ReconcileCheckpoints):
+            command = replace(command, revision=self.checkpoints.revision)
+        return handle(self, command, now)
+
+    patch(Cluster, "handle", late)
+
+
 MISTAKES = [
     no_incarnation_is_checked,
     no_generation_is_checked,
@@ -151,6 +198,11 @@ MISTAKES = [
     snapshots_forget_the_counters,
     progress_is_not_taken_from_checkpoints,
     a_late_upload_counts_as_the_newest,
+    no_generation_of_the_run_is_checked,
+    registrations_that_are_over_come_back,
+    who_was_taken_for_dead_is_called_superseded,
+    what_does_not_exist_any_more_stays_in_the_registry,
+    reconciliations_count_however_late,
 ]
 
 

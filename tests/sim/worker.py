@@ -1,7 +1,8 @@
 """A training process: it registers, meets the others, reads its shards, and saves what they trained together.
 
 Written as a generator that yields what it asks for, so that it can be stopped, frozen or killed between any two
-questions. A question is asked again until it is answered, under the same ids, as the real library does.
+questions. A question is asked again until it is answered, under the same ids, as the real library does. One that hears
+that another process has taken its place ends; one that was taken for dead, or forgotten, registers anew.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from strata.core.messages import (
     InvalidArgument,
     NotifyCheckpoint,
     PlanEpoch,
+    ReconcileCheckpoints,
+    Reconciled,
     Registered,
     RegisterWorker,
     Stale,
@@ -38,6 +41,7 @@ from tests.sim.world import Network, World
 RETRY_S = 1.5
 HEARTBEAT_S = 0.6
 KEPT = 3
+RUN = "run"
 DATASET = DatasetId("d")
 
 Question = Command | Query | float
@@ -87,7 +91,16 @@ class Fabric:
         self._records: dict[tuple[int, str, WorkerId], RankRecord] = {}
         self._commits: dict[tuple[int, str], DataCommit] = {}
         self.saved: list[NotifyCheckpoint] = []
-        """What has been completed and not removed, oldest first: what an upload or retention works on."""
+        """What is in the store, oldest first, whether or not anybody was told: what uploads and retention work on."""
+
+    def publish(self, checkpoint: NotifyCheckpoint) -> bool:
+        """The store's side of a save: only if absent, and not from a generation before the newest one there."""
+        newest = max((saved.run_generation for saved in self.saved), default=0)
+        known = any(saved.checkpoint_id == checkpoint.checkpoint_id for saved in self.saved)
+        if known or checkpoint.run_generation < newest:
+            return known
+        self.saved.append(checkpoint)
+        return True
 
     def give(self, worker: WorkerId, topology: Topology, standing: Standing, record: RankRecord) -> None:
         known = self._records.setdefault((topology.generation, standing.base, worker), record)
@@ -120,8 +133,6 @@ class Process:
         self.incarnation = 0
         self.alive = True
         self.leaving = False
-        self.replaced = False
-        """Another process has been started in its place: once it hears that it is out, it ends."""
         self.finished = False
         self._frozen: list[Callable[[], None]] | None = None
         self._asked = 0
@@ -223,6 +234,7 @@ class Process:
         registrations = 0
         while True:
             registrations += 1
+            self.incarnation = 0
             spec = WorkerSpec(
                 worker_id=self.worker_id,
                 job_id=DEFAULT_JOB,
@@ -231,20 +243,22 @@ class Process:
                 gpu_count=0,
                 memory_bytes=0,
             )
-            reply = yield RegisterWorker(spec=spec, registration_id=f"{self._born}-{registrations}")
-            assert isinstance(reply, Registered)
-            self.incarnation = reply.incarnation
-            self._send_beat(connects=True)
             try:
+                registration_id = f"{self._born}-{registrations}"
+                reply = yield RegisterWorker(spec=spec, registration_id=registration_id)
+                assert isinstance(reply, Registered)
+                self.incarnation = reply.incarnation
+                self._send_beat(connects=True)
                 while not (yield from self._generation()) and not self.leaving:
                     pass
                 reason = "scaled down" if self.leaving else "trained to the end"
                 yield DeregisterWorker(worker_id=self.worker_id, incarnation=self.incarnation, reason=reason)
             except (Stale, Unknown) as refusal:
-                self.world.tell(f"{self.worker_id} hears that it is out: {refusal}")
-                if not self.replaced:
+                self.world.tell(f"{self.worker_id} hears that it is out ({refusal.cause}): {refusal}")
+                if refusal.cause != "superseded":
                     yield 0.1
                     continue
+                self.coordinator.oracle.superseded(self.worker_id, born=str(self._born))
             return
 
     def _generation(self) -> Steps:
@@ -253,6 +267,8 @@ class Process:
             yield self._arrival("hello", 0, generation=0, expected=0, timeout_s=2.0)
         topology: Topology = yield self._topology
         try:
+            if topology.rank == 0:
+                yield from self._reconcile(topology)
             yield from self._barrier("begin", topology.generation, topology)
             standing: Standing = yield self._standing
             while not self.leaving:
@@ -272,6 +288,28 @@ class Process:
         except Stale:
             yield 0.05  # Of this generation, perhaps of this incarnation: the next question tells.
         return False
+
+    def _reconcile(self, topology: Topology) -> Steps:
+        """Tell which checkpoints exist; those that nobody was told of are told now."""
+        reply = Reconciled(made=False, revision=0, removed=0, unknown=())
+        while not reply.made:
+            existing = list(self.fabric.saved)
+            reply = yield ReconcileCheckpoints(
+                worker_id=self.worker_id,
+                incarnation=self.incarnation,
+                job_id=DEFAULT_JOB,
+                run_id=RUN,
+                run_generation=topology.generation,
+                present=tuple(saved.checkpoint_id for saved in existing),
+                revision=reply.revision,
+            )
+            assert isinstance(reply, Reconciled)
+        newer = ""
+        for saved in reversed(existing):
+            if saved.checkpoint_id in reply.unknown:
+                late = self._mine(saved, topology)
+                yield replace(late, saved_generation=saved.run_generation, succeeded_by=newer)
+            newer = saved.checkpoint_id
 
     def _step(self, standing: Standing, epoch: int, topology: Topology) -> Steps:
         spans: list[tuple[int, int]] = yield self._reading(epoch, topology)
@@ -309,21 +347,45 @@ class Process:
             data_json=json.dumps(commit.to_json()),
             reason="",
             metadata={},
+            run_id=RUN,
+            run_generation=topology.generation,
         )
         yield notice
         yield self.world.between(0.0, 0.2)
         completed = replace(notice, status="completed", tiers=("local",))
+        if not self.fabric.publish(completed):
+            raise Broken  # A later generation has saved: this process is a remnant.
         yield completed
-        self.fabric.saved.append(completed)
         yield from self._afterwards(topology)
 
     def _afterwards(self, topology: Topology) -> Steps:
-        """An older checkpoint reaches another tier, late; the oldest is removed."""
+        """An older checkpoint reaches another tier, late; the oldest is removed, and not always is it told; a remnant of
+        an earlier generation says something; after an outage all that exists is told again."""
         saved = self.fabric.saved
         if self.world.chance(0.25):
             yield self._mine(replace(self.world.random.choice(saved), tiers=("s3",)), topology)
         if len(saved) > KEPT and self.world.chance(0.5):
-            yield self._mine(replace(saved.pop(0), status="removed", reason=f"keep {KEPT}"), topology)
+            removed = replace(saved.pop(0), status="removed", reason=f"keep {KEPT}")
+            if self.world.chance(0.7):
+                yield self._mine(removed, topology)
+        if self.world.chance(0.2):
+            yield from self._say_too_late(topology)
+        if self.world.chance(0.2):
+            yield from self._reconcile(topology)
+
+    def _say_too_late(self, topology: Topology) -> Steps:
+        """What a process of an earlier generation of the run would say, in the name of a worker that is current."""
+        newest = self.fabric.saved[-1]
+        zombie = replace(
+            self._mine(newest, topology),
+            checkpoint_id=CheckpointId(f"late-{self._born % 10_000}-{self._asked}"),
+            run_generation=newest.run_generation - 1,
+        )
+        try:
+            yield zombie
+        except Stale as stale:
+            if stale.cause != "run_generation":
+                raise
 
     def _mine(self, notice: NotifyCheckpoint, topology: Topology) -> NotifyCheckpoint:
         """Said by this worker, about a checkpoint that another may have made."""
@@ -332,6 +394,7 @@ class Process:
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             generation=topology.generation,
+            run_generation=topology.generation,
         )
 
     def _barrier(self, name: str, step: int, topology: Topology) -> Steps:

@@ -247,7 +247,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: pb.ReconcileCheckpointsRequest, context: Context
     ) -> pb.ReconcileCheckpointsResponse:
         reply = cast(Reconciled, await self.engine.submit(wire.reconcile_checkpoints(request)))
-        return pb.ReconcileCheckpointsResponse(removed=reply.removed, unknown=reply.unknown)
+        return pb.ReconcileCheckpointsResponse(
+            made=reply.made, revision=reply.revision, removed=reply.removed, unknown=reply.unknown
+        )
 
     @_call
     async def GetLatestCheckpoint(

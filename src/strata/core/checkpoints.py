@@ -69,6 +69,8 @@ class Checkpoints:
         self.records_kept = records_kept
         self.records: dict[CheckpointId, CheckpointRecord] = {}
         """In the order in which they began."""
+        self.revision = 0
+        """How many facts there were: what a caller names to say which state it speaks about."""
         self._timelines: dict[JobId, dict[CheckpointId, None]] = {}
         """What a recovery of each job may use, in the order of completion."""
 
@@ -174,6 +176,7 @@ class Checkpoints:
             at_s=now.wall_s,
             run_id=command.run_id,
             generation=_generation(command),
+            told_in=command.run_generation,
             succeeded_by=command.succeeded_by,
         )
 
@@ -249,6 +252,7 @@ class Checkpoints:
     # --- facts ----------------------------------------------------------------------------------------------
 
     def apply(self, event: CheckpointEvent) -> None:
+        self.revision += 1
         known = self.records.get(event.checkpoint_id)
         if isinstance(event, CheckpointRemoved):
             assert known is not None

@@ -207,7 +207,7 @@ class Cluster:
         member = self.membership.admit(
             command.worker_id, incarnation=command.incarnation, generation=command.generation
         )
-        self.membership.admit_run(command.run_id, command.run_generation)
+        self.membership.runs.admit(member.spec.job_id, command.run_id, command.run_generation)
         event = self.checkpoints.decide_notice(command, member.spec.job_id, now)
         if event is None:
             return Accepted(reason="known already")
@@ -219,13 +219,15 @@ class Cluster:
         self, command: ReconcileCheckpoints, now: Instant, fact: Callable[[Event], None]
     ) -> Reconciled:
         job = self.membership.admit(command.worker_id, incarnation=command.incarnation).spec.job_id
-        self.membership.admit_run(command.run_id, command.run_generation)
+        self.membership.runs.admit(job, command.run_id, command.run_generation)
         events, unknown = self.checkpoints.decide_reconcile(command, job, now)
+        if command.revision != self.checkpoints.revision:
+            return Reconciled(made=False, revision=self.checkpoints.revision, removed=0, unknown=())
         _each(fact, events)
         if events:
             _each(fact, self.datasets.decide_epochs(job, self.membership, now))
         removed = sum(1 for event in events if isinstance(event, CheckpointRemoved))
-        return Reconciled(removed=removed, unknown=unknown)
+        return Reconciled(made=True, revision=self.checkpoints.revision, removed=removed, unknown=unknown)
 
     def _plan_epoch(self, command: PlanEpoch, now: Instant, fact: Callable[[Event], None]) -> Reply:
         member = self.membership.admit(
@@ -255,6 +257,7 @@ class Cluster:
             case CountersRestored():
                 self.membership.apply(event, now)
                 self.values.restore(event.value_version)
+                self.checkpoints.revision = event.checkpoint_revision
                 self.datasets.dirty_jobs.update(event.jobs)
             case DatasetRegistered():
                 self.datasets.apply(event)
@@ -277,8 +280,10 @@ class Cluster:
     def _apply_checkpoint(self, event: CheckpointEvent) -> None:
         """Shards have got as far as the checkpoint that a recovery would use says."""
         job = self.checkpoints.job_of(event)
-        if not isinstance(event, CheckpointRemoved):
-            self.membership.note_run(event.run_id, event.generation)
+        if isinstance(event, CheckpointCompleted):
+            self.membership.runs.note(job, event.run_id, max(event.generation, event.told_in))
+        elif not isinstance(event, CheckpointRemoved):
+            self.membership.runs.note(job, event.run_id, event.generation)
         before = self.checkpoints.position(job)
         self.checkpoints.apply(event)
         after = self.checkpoints.position(job)
@@ -301,7 +306,8 @@ class Cluster:
             incarnation=self.membership.incarnation,
             jobs=dict(self.membership.job_generations),
             value_version=self.values.reserved,
-            runs=dict(self.membership.run_generations),
+            checkpoint_revision=self.checkpoints.revision,
+            runs=self.membership.runs.compact(),
             reason="compacted history",
             at_s=0.0,
         )

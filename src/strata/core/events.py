@@ -6,7 +6,7 @@ Wall-clock times (`at_s`) are for people; nothing is decided by them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from strata.core.terms import (
     CheckpointId,
@@ -171,9 +171,8 @@ class CheckpointCompleted:
     at_s: float
     run_id: str = ""
     generation: int = 0
-    succeeded_by: str = (
-        ""  # a checkpoint that is newer, where this one was told of late; else it is the newest
-    )
+    told_in: int = 0  # the generation that said so, where a later one did than the one that saved it
+    succeeded_by: str = ""  # a newer checkpoint, where this one was told of late; else it is the newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +288,8 @@ class CountersRestored:
     value_version: int
     reason: str
     at_s: float
-    runs: Mapping[str, int] = field(default_factory=dict)  # the newest generation known of each
+    runs: tuple[tuple[JobId, str, int], ...] = ()  # job, run id, and the newest generation known
+    checkpoint_revision: int = 0
 
 
 Event = (

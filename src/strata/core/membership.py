@@ -16,7 +16,6 @@ Deciding that silence means failure happens here; noticing a dropped connection 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -40,10 +39,10 @@ from strata.core.messages import (
     WorkerLeft,
     WorkerSpec,
 )
+from strata.core.run_registry import RunRegistry
 
 EMPTY_JOBS_KEPT = 100
 REGISTRATIONS_KEPT = 8
-RUNS_KEPT = 10_000
 RECONNECT_S = 5.0
 """How long a worker without a stream counts as live after its last heartbeat: those of a live job are back by then."""
 
@@ -141,10 +140,7 @@ class Membership:
         self.generation = 0
         self.incarnation = 0
         self.job_generations: dict[JobId, int] = {}
-        self.run_generations: dict[str, int] = {}
-        """The newest generation known of each run, by its workers and its checkpoints."""
-        self._live_runs: dict[JobId, Counter[str]] = {}
-        """How many present members of each job belong to which run."""
+        self.runs = RunRegistry()
         self._rosters: dict[JobId, dict[WorkerId, int]] = {}
 
     # --- questions ------------------------------------------------------------------------------------------
@@ -195,17 +191,6 @@ class Membership:
             )
         return member
 
-    def admit_run(self, run_id: str, generation: int) -> None:
-        """Refuse whoever speaks for an earlier generation of a run than the newest one known. No id: no run."""
-        newest = self.run_generations.get(run_id)
-        if newest is not None and generation < newest:
-            raise Stale(
-                f"Generation {checks.number(newest)} of run '{run_id}' has started; this is said by its generation "
-                f"{checks.number(generation)}.",
-                cause="run_generation",
-                hint="Stop this process: the run continues elsewhere.",
-            )
-
     # --- decisions ------------------------------------------------------------------------------------------
 
     def decide_register(self, command: RegisterWorker, now: Instant) -> WorkerJoined | Member:
@@ -217,7 +202,7 @@ class Membership:
         retried = known is not None and known.registration_id == command.registration_id != ""
         if known is not None and known.present and retried and known.spec == spec:
             return known
-        self.admit_run(spec.run_id, spec.run_generation)
+        self.runs.admit(spec.job_id, spec.run_id, spec.run_generation)
         if known is not None:
             _must_be_new(command, known)
         self._must_be_free(spec, now)
@@ -242,7 +227,7 @@ class Membership:
     def _must_be_free(self, spec: WorkerSpec, now: Instant) -> None:
         """Neither the job's name nor the worker's is one of another live run."""
         others = [self.members[spec.worker_id]] if spec.worker_id in self.members else []
-        if self._live_runs.get(spec.job_id, {}).keys() - {spec.run_id}:
+        if self.runs.are_others_in(spec.job_id, spec.run_id):
             others += [self.members[worker_id] for worker_id in self.roster(spec.job_id)]
         for other in others:
             if spec.run_id and other.spec.run_id not in ("", spec.run_id) and self._is_live(other, now):
@@ -327,7 +312,7 @@ class Membership:
                 self.members[event.worker_id] = replace(
                     member, state="failed", reason=event.reason, changed_at_s=event.at_s
                 )
-                self._leaves_run(member)
+                self.runs.left(member.spec)
                 self.pulses.pop(event.worker_id, None)
                 self.failed_mono_s[event.worker_id] = now.mono_s
                 self._changed(member.spec.job_id, event.generation)
@@ -340,38 +325,22 @@ class Membership:
                 self.generation = event.generation
                 self.incarnation = event.incarnation
                 self.job_generations = dict(event.jobs)
-                self.run_generations = dict(event.runs)
+                self.runs.restore(event.runs)
 
     def _removed(self, worker_id: WorkerId) -> Member:
         self.pulses.pop(worker_id, None)
         self.reports.pop(worker_id, None)
         self.failed_mono_s.pop(worker_id, None)
-        self._leaves_run(self.members[worker_id])
-        return self.members.pop(worker_id)
-
-    def _leaves_run(self, member: Member) -> None:
-        runs = self._live_runs.get(member.spec.job_id)
-        if runs is None or not member.present or not member.spec.run_id:
-            return
-        runs[member.spec.run_id] -= 1
-        if not runs[member.spec.run_id]:
-            del runs[member.spec.run_id]
-        if not runs:
-            del self._live_runs[member.spec.job_id]
-
-    def note_run(self, run_id: str, generation: int) -> None:
-        """A generation of a run has shown itself, by a fact."""
-        if not run_id:
-            return
-        self.run_generations[run_id] = max(generation, self.run_generations.pop(run_id, 0))
-        if len(self.run_generations) > RUNS_KEPT:
-            del self.run_generations[next(iter(self.run_generations))]
+        member = self.members.pop(worker_id)
+        if member.present:
+            self.runs.left(member.spec)
+        return member
 
     def _joined(self, event: WorkerJoined, now: Instant) -> None:
         worker_id = event.spec.worker_id
         if event.superseded:  # In place: it keeps its seat.
             seat = self.members[worker_id].seat
-            self._leaves_run(self.members[worker_id])
+            self.runs.left(self.members[worker_id].spec)
         else:
             seat = event.incarnation
             if worker_id in self.members:  # It had failed, and comes back as the last.
@@ -389,9 +358,7 @@ class Membership:
             former=event.former,
             origin=event.origin or event.incarnation,
         )
-        if event.spec.run_id:
-            self._live_runs.setdefault(event.spec.job_id, Counter())[event.spec.run_id] += 1
-            self.note_run(event.spec.run_id, event.spec.run_generation)
+        self.runs.joined(event.spec)
         self.pulses[worker_id] = Pulse(heard_mono_s=now.mono_s, heard_wall_s=event.at_s)
         self.reports.pop(worker_id, None)
         self.incarnation = max(self.incarnation, event.incarnation)

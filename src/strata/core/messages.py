@@ -207,7 +207,8 @@ class NotifyCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconcileCheckpoints:
-    """Which checkpoints of its run exist, oldest first, and no others do."""
+    """Which checkpoints of its run exist, oldest first, and no others do. It counts only if the registry is still at
+    `revision`: a copy of the call that arrives late must not undo what was said after it."""
 
     worker_id: WorkerId
     incarnation: int
@@ -215,6 +216,7 @@ class ReconcileCheckpoints:
     run_id: str
     run_generation: int
     present: tuple[CheckpointId, ...]
+    revision: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,8 +378,10 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconciled:
-    """How many were found to be removed, and which of those that exist the registry cannot describe."""
+    """Whether it counted, how many were found to be removed, and which of those that exist the registry cannot describe."""
 
+    made: bool
+    revision: int
     removed: int
     unknown: tuple[CheckpointId, ...]
 

@@ -453,28 +453,34 @@ class Checkpoint(_message.Message):
     def __init__(self, checkpoint_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., worker_id: _Optional[str] = ..., created_at: _Optional[float] = ..., tiers: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., data_json: _Optional[str] = ..., job_id: _Optional[str] = ..., run_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ReconcileCheckpointsRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "job_id", "run_id", "run_generation", "present")
+    __slots__ = ("worker_id", "incarnation", "job_id", "run_id", "run_generation", "present", "revision")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_GENERATION_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     job_id: str
     run_id: str
     run_generation: int
     present: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., job_id: _Optional[str] = ..., run_id: _Optional[str] = ..., run_generation: _Optional[int] = ..., present: _Optional[_Iterable[str]] = ...) -> None: ...
+    revision: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., job_id: _Optional[str] = ..., run_id: _Optional[str] = ..., run_generation: _Optional[int] = ..., present: _Optional[_Iterable[str]] = ..., revision: _Optional[int] = ...) -> None: ...
 
 class ReconcileCheckpointsResponse(_message.Message):
-    __slots__ = ("removed", "unknown")
+    __slots__ = ("removed", "unknown", "made", "revision")
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     removed: int
     unknown: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, removed: _Optional[int] = ..., unknown: _Optional[_Iterable[str]] = ...) -> None: ...
+    made: bool
+    revision: int
+    def __init__(self, removed: _Optional[int] = ..., unknown: _Optional[_Iterable[str]] = ..., made: _Optional[bool] = ..., revision: _Optional[int] = ...) -> None: ...
 
 class GetLatestCheckpointRequest(_message.Message):
     __slots__ = ("worker_id", "job_id")

@@ -163,6 +163,7 @@ def reconcile_checkpoints(m: pb.ReconcileCheckpointsRequest) -> ReconcileCheckpo
         run_id=m.run_id,
         run_generation=m.run_generation,
         present=tuple(CheckpointId(checkpoint_id) for checkpoint_id in m.present),
+        revision=m.revision,
     )
 
 

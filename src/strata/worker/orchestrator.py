@@ -19,7 +19,7 @@ from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.tls import channel_credentials
 from strata.rpc.wire import STATUS_NUMBERS
 from strata.worker.address import coordinator_address, is_secure
-from strata.worker.errors import NotRegistered
+from strata.worker.errors import CoordinatorUnavailable, NotRegistered
 from strata.worker.outbox import ShippingHandler
 from strata.worker.session import SessionThread, Topology
 from strata.worker.values import (
@@ -27,6 +27,8 @@ from strata.worker.values import (
     CheckpointRecord,
     ShardAssignment,
     WorkerConfig,
+    checkpoint_record,
+    dataset_request,
     message,
     shard_assignment,
     whole,
@@ -35,6 +37,7 @@ from strata.worker.values import (
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 7 * 86_400.0
+RECONCILE_ATTEMPTS = 20  # Each fails only if another checkpoint was told of between two calls.
 
 CheckpointState = Literal["in_progress", "completed", "failed", "removed"]
 
@@ -91,14 +94,7 @@ class TrainingOrchestrator:
         """
         return self._wait(
             self._register(
-                worker_id,
-                hostname,
-                port,
-                gpu_count,
-                memory_bytes,
-                dict(metadata or {}),
-                run_id,
-                run_generation,
+                worker_id, hostname, port, gpu_count, memory_bytes, metadata or {}, run_id, run_generation
             )
         )
 
@@ -116,14 +112,7 @@ class TrainingOrchestrator:
     ) -> WorkerConfig:
         return await self._await(
             self._register(
-                worker_id,
-                hostname,
-                port,
-                gpu_count,
-                memory_bytes,
-                dict(metadata or {}),
-                run_id,
-                run_generation,
+                worker_id, hostname, port, gpu_count, memory_bytes, metadata or {}, run_id, run_generation
             )
         )
 
@@ -134,7 +123,7 @@ class TrainingOrchestrator:
         port: int,
         gpu_count: int,
         memory_bytes: int,
-        metadata: dict[str, str],
+        metadata: Mapping[str, str],
         run_id: str,
         run_generation: int,
     ) -> WorkerConfig:
@@ -145,7 +134,7 @@ class TrainingOrchestrator:
             port=port,
             gpu_count=gpu_count,
             memory_bytes=memory_bytes,
-            metadata=metadata,
+            metadata=dict(metadata),
             job_id=self.job_id,
             run_id=run_id,
             run_generation=run_generation,
@@ -201,7 +190,7 @@ class TrainingOrchestrator:
 
     @property
     def stale_cause(self) -> str:
-        """Why this worker's incarnation is over, in a word (see `StaleWorker`); empty while it is not."""
+        """Why this worker's incarnation is over, in a word (see `StaleWorker`)."""
         return self._session.stale_cause
 
     @property
@@ -238,14 +227,9 @@ class TrainingOrchestrator:
         """Register a dataset with the coordinator; returns its number of shards."""
         return self._wait(
             self._register_dataset(
-                dataset_id=dataset_id,
-                path=path,
-                format=format,
-                total_samples=total_samples or 0,
-                shard_size=shard_size,
-                shuffle=shuffle,
-                seed=seed,
-                metadata=dict(metadata or {}),
+                dataset_request(
+                    dataset_id, path, format, total_samples or 0, shard_size, shuffle, seed, metadata or {}
+                )
             )
         )
 
@@ -262,19 +246,13 @@ class TrainingOrchestrator:
     ) -> int:
         return await self._await(
             self._register_dataset(
-                dataset_id=dataset_id,
-                path=path,
-                format=format,
-                total_samples=total_samples or 0,
-                shard_size=shard_size,
-                shuffle=shuffle,
-                seed=seed,
-                metadata=dict(metadata or {}),
+                dataset_request(
+                    dataset_id, path, format, total_samples or 0, shard_size, shuffle, seed, metadata or {}
+                )
             )
         )
 
-    async def _register_dataset(self, **values: Any) -> int:
-        request = message(pb.RegisterDatasetRequest, **values)
+    async def _register_dataset(self, request: pb.RegisterDatasetRequest) -> int:
         answer: pb.RegisterDatasetResponse = await self._session.call("RegisterDataset", request)
         return answer.total_shards
 
@@ -383,7 +361,11 @@ class TrainingOrchestrator:
         `succeeded_by` are for a checkpoint that is told of late, from its manifest: which generation of the run saved
         it, and which newer one there is.
         """
-        request = self._checkpoint_notice(
+        me = self._me()
+        request = message(
+            pb.NotifyCheckpointRequest,
+            worker_id=me.assigned_id,
+            incarnation=me.incarnation,
             checkpoint_id=checkpoint_id,
             step=step,
             epoch=epoch,
@@ -419,20 +401,19 @@ class TrainingOrchestrator:
             run_generation=run_generation,
             present=list(present),
         )
-        answer = self._wait(self._session.call("ReconcileCheckpoints", request))
-        return tuple(answer.unknown)
+        for _ in range(RECONCILE_ATTEMPTS):
+            answer = self._wait(self._session.call("ReconcileCheckpoints", request))
+            if answer.made:
+                return tuple(answer.unknown)
+            request.revision = answer.revision
+        why = "its list of checkpoints changes faster than it can be compared"
+        raise CoordinatorUnavailable(self._session.address, why)
 
     async def notify_checkpoint_async(
         self, checkpoint_id: str, step: int, epoch: int = 0, **facts: Any
     ) -> None:
         """`notify_checkpoint` for those who await; takes the same arguments."""
         await asyncio.to_thread(self.notify_checkpoint, checkpoint_id, step, epoch, **facts)
-
-    def _checkpoint_notice(self, **values: Any) -> pb.NotifyCheckpointRequest:
-        me = self._me()
-        return message(
-            pb.NotifyCheckpointRequest, worker_id=me.assigned_id, incarnation=me.incarnation, **values
-        )
 
     def latest_checkpoint(self) -> CheckpointRecord | None:
         """The checkpoint a recovery should use, or None when the job has none."""
@@ -445,23 +426,7 @@ class TrainingOrchestrator:
         me = self._me()
         request = pb.GetLatestCheckpointRequest(worker_id=me.assigned_id)
         answer: pb.RecoveryResponse = await self._session.call("GetLatestCheckpoint", request)
-        if not answer.has_checkpoint:
-            return None
-        found = answer.latest_checkpoint
-        return CheckpointRecord(
-            checkpoint_id=found.checkpoint_id,
-            step=found.step,
-            epoch=found.epoch,
-            path=found.path,
-            size_bytes=found.size_bytes,
-            created_at=found.created_at,
-            worker_id=found.worker_id,
-            tiers=tuple(found.tiers),
-            digest=found.digest,
-            metadata=dict(found.metadata),
-            data=json.loads(found.data_json) if found.data_json else None,
-            shards=tuple(shard_assignment(shard) for shard in answer.shard_assignments),
-        )
+        return checkpoint_record(answer) if answer.has_checkpoint else None
 
     def report_recovery(
         self,

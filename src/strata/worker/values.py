@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -72,6 +73,47 @@ def shard_assignment(m: pb.ShardAssignment) -> ShardAssignment:
         stop=m.end_index,
         done=m.samples_done,
         file_paths=tuple(m.file_paths),
+    )
+
+
+def checkpoint_record(m: pb.RecoveryResponse) -> CheckpointRecord:
+    found = m.latest_checkpoint
+    return CheckpointRecord(
+        checkpoint_id=found.checkpoint_id,
+        step=found.step,
+        epoch=found.epoch,
+        path=found.path,
+        size_bytes=found.size_bytes,
+        created_at=found.created_at,
+        worker_id=found.worker_id,
+        tiers=tuple(found.tiers),
+        digest=found.digest,
+        metadata=dict(found.metadata),
+        data=json.loads(found.data_json) if found.data_json else None,
+        shards=tuple(shard_assignment(shard) for shard in m.shard_assignments),
+    )
+
+
+def dataset_request(
+    dataset_id: str,
+    path: str,
+    format: str,
+    total_samples: int,
+    shard_size: int,
+    shuffle: bool,
+    seed: int,
+    metadata: Mapping[str, str],
+) -> pb.RegisterDatasetRequest:
+    return message(
+        pb.RegisterDatasetRequest,
+        dataset_id=dataset_id,
+        path=path,
+        format=format,
+        total_samples=total_samples,
+        shard_size=shard_size,
+        shuffle=shuffle,
+        seed=seed,
+        metadata=dict(metadata),
     )
 
 

@@ -36,11 +36,21 @@ def test_flags_of_the_user_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_MONITOR_INTERVAL", "7")
     args = parse(
         [
-            *("--max-restarts=3", "--rdzv-id=mine", "--rdzv-conf=last_call_timeout=9", "--start-method=spawn"),
+            *(
+                "--max-restarts=3",
+                "--rdzv-id=mine",
+                "--rdzv-conf=last_call_timeout=9",
+                "--start-method=spawn",
+            ),
             *("--nproc-per-node=2", "train.py"),
         ]
     )
-    assert (args.max_restarts, args.rdzv_id, args.start_method, args.monitor_interval) == (3, "mine", "spawn", 7.0)
+    assert (args.max_restarts, args.rdzv_id, args.start_method, args.monitor_interval) == (
+        3,
+        "mine",
+        "spawn",
+        7.0,
+    )
     assert args.rdzv_conf.endswith(",last_call_timeout=9")
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
@@ -131,7 +141,9 @@ def test_a_program_runs_as_python_would_run_it(tmp_path: Path, words: list[str])
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_typo_ends_the_run_with_the_scripts_own_words(tmp_path: Path, method: str) -> None:
-    (tmp_path / "train.py").write_text("import os\nprint('begins', os.environ['RANK'], flush=True)\nprnt('typo')\n")
+    (tmp_path / "train.py").write_text(
+        "import os\nprint('begins', os.environ['RANK'], flush=True)\nprnt('typo')\n"
+    )
     ran = torchrun("--nproc-per-node=2", f"--start-method={method}", "train.py", cwd=tmp_path)
     assert ran.returncode == 1
     assert ran.stdout.count("begins 0") == 2

@@ -68,7 +68,10 @@ print(sys.modules["torch.distributed.rendezvous"]._create_c10d_store is not befo
     [
         ({"WORLD_SIZE": "2"}, "True True"),  # One machine: all of its workers count the same attempts.
         ({}, "False False"),
-        ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "True True"),  # Only a static rendezvous shares all the same.
+        (
+            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            "True True",
+        ),  # Only a static rendezvous shares all the same.
         ({"WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}, "False True"),
     ],
 )
@@ -136,15 +139,15 @@ def test_two_kills_cost_two_restarts(tmp_path: Path, command: list[str]) -> None
     reading.start()
     try:
         for attempt in (0, 1, 2):
-            pattern = re.compile(rf"attempt {attempt} rank (\d) pid (\d+) of 2\n")
+            pattern = re.compile(rf"attempt {attempt} rank (\d) pid (\d+) of 2")
 
             def found(pattern: re.Pattern[str] = pattern) -> list[re.Match[str]]:
-                return [match for line in list(lines) if (match := pattern.search(line))]
+                return list(pattern.finditer("".join(lines)))  # Two may share a line.
 
             eventually(
-                lambda: len(found()) == 2 or run.poll() is not None,  # noqa: B023
+                lambda: len(found()) == 2 or run.poll() is not None,
                 within_s=120,
-                what=f"attempt {attempt}",
+                what=lambda: f"attempt {attempt}; printed so far:\n{''.join(lines)}",  # noqa: B023
             )
             assert len(found()) == 2, "".join(lines)
             if attempt < 2:

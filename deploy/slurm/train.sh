@@ -38,7 +38,7 @@ srun \
   --wait=0 \
   python3 \
   -m \
-  torch.distributed.run \
+  strata.launch.agent \
   --nnodes=1:4 \
   --nproc-per-node=8 \
   --max-restarts=100 \
@@ -47,6 +47,7 @@ srun \
   --rdzv-id=example \
   --rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,close_timeout=10 \
   --monitor-interval=0.1 \
+  --start-method=spawn \
   -m \
   elastic_harness.train \
   --config \

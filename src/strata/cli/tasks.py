@@ -157,7 +157,7 @@ def run(
         client = Client(api)
         dataset_id = _register(client, dataset, format) if dataset is not None else None
         config = _script_config(words) if is_script else read_settings(words, {})
-        request = {
+        request: dict[str, Any] = {
             "type": recipe or program,
             "name": name or script.stem,
             "dataset_id": dataset_id,

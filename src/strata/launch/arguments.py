@@ -152,6 +152,8 @@ def _launch(args: Namespace) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
+    from strata.training.trace import forget_rendezvous
+
     try:
         config, command, command_words = config_from_args(args)
         run, run_words = entrypoint(args, command, command_words)
@@ -163,6 +165,8 @@ def _launch(args: Namespace) -> int:
     except (RendezvousError, ValueError, AssertionError) as error:
         print(f"strata torchrun: error: {error}", file=sys.stderr)
         return 1
+    finally:
+        forget_rendezvous(args.rdzv_id)  # Torch does not tell the handler of a run that a signal has ended.
     return 0
 
 

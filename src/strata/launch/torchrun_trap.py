@@ -22,7 +22,8 @@ def separate_attempts() -> None:
     global _separated
     if _separated or not _shares_store() or not _attempt() or not _all_know_the_attempt():
         return
-    from torch.distributed import PrefixStore, is_initialized
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import is_initialized
 
     if is_initialized():
         return

@@ -14,7 +14,7 @@ import socket
 import time
 from datetime import timedelta
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,

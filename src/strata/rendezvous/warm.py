@@ -10,6 +10,7 @@ Without that start method nothing here has an effect.
 from __future__ import annotations
 
 import atexit
+import io
 import logging
 import multiprocessing
 import os
@@ -128,6 +129,11 @@ def _part_from_server() -> None:
     os.setpgid(0, 0)
     let_fork_server_end()
     multiprocessing.set_start_method(None, force=True)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # Each line in one piece: other workers write to the same place.
+            stream.reconfigure(line_buffering=True, write_through=False)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))  # Which torch reads when it is imported.

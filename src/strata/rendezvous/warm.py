@@ -2,7 +2,8 @@
 
 With `torchrun --start-method=forkserver --run-path SCRIPT` workers come from a server process that lives as long as the
 agent. Strata's rendezvous, or `strata.launch.agent`, runs in the agent and prepares both: the server imports beforehand
-what every worker needs, which was most of the time of a recovery. Importing starts no thread and opens no device or
+what every worker needs, which was most of the time of a recovery, and a second server what the script was seen to import
+(`strata.rendezvous.preload`). Importing starts no thread and opens no device or
 connection, so what is forked is as good as new; the script in it behaves as it would in a process of its own, to the end.
 Without that start method nothing here has an effect.
 """
@@ -16,15 +17,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic import multiprocessing as workers
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from strata.rendezvous.frames import script_frames
-from strata.rendezvous.preload import preload
+from strata.rendezvous.preload import SecondServer, note_imports, preload
 
 TRIES = 10
 TOLD_S = 1.0
@@ -39,8 +41,10 @@ class WarmWorkers(workers.MultiprocessContext):
     ) -> None:
         called = {rank: (entrypoint, *own) for rank, own in args.items()}
         super().__init__(name=name, entrypoint=as_a_program, args=called, **more)
+        self._run = _run_of(more.get("envs") or {})
 
     def _start(self) -> None:
+        _second.replace_workers()
         for _ in range(TRIES - 1):
             try:
                 super()._start()  # type: ignore[no-untyped-call]
@@ -53,6 +57,8 @@ class WarmWorkers(workers.MultiprocessContext):
 
     def _poll(self) -> workers.RunProcsResult | None:
         assert self._pc is not None
+        if self._run:
+            _second.look(self._run)
         codes = [process.exitcode for process in self._pc.processes]
         if any(codes):
             self._release_finished()
@@ -85,6 +91,7 @@ class WarmWorkers(workers.MultiprocessContext):
 def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
     """In the worker: what Python does for a program, and not for a function in a process that was forked."""
     _part_from_server()
+    _note_imports_at_first_step()
     try:
         return entrypoint(*arguments)
     except (Exception, KeyboardInterrupt) as error:
@@ -105,6 +112,29 @@ def _part_from_server() -> None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
     multiprocessing.set_start_method(None, force=True)
+
+
+def _note_imports_at_first_step() -> None:
+    """By then a script has imported what it trains with, and torch what its optimizers need."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if not run or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    already, is_noted = frozenset(sys.modules), False
+
+    def note(*_: Any) -> None:
+        nonlocal is_noted
+        if not is_noted:  # A hook cannot remove itself while hooks are called.
+            is_noted = True
+            note_imports(run, already)
+
+    register_optimizer_step_post_hook(note)
+
+
+def _run_of(envs: Mapping[int, Mapping[str, str]]) -> str:
+    return next((env["TORCHELASTIC_RUN_ID"] for env in envs.values() if "TORCHELASTIC_RUN_ID" in env), "")
+
+
+_second = SecondServer()
 
 
 def _brief(record: logging.LogRecord) -> bool:

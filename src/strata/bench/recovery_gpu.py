@@ -15,18 +15,20 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import strata
-from strata.bench.kills import kill_worker
+from strata.bench.kills import POLL_S, kill_worker
 from strata.bench.table import Row, report
 from strata.launch.torchrun import Agent, TorchrunSpec
 from strata.shared_memory import forget_jobs
 
 GB = 1e9
+NOTED_S = 60.0
 SCRIPT = Path(__file__).with_name("large_job.py")
 
 
@@ -57,9 +59,11 @@ def run(load: Load | None = None, *, device: str = "cuda", folder: Path | None =
 def _elastic(load: Load, device: str, folder: Path) -> Iterator[Row]:
     with _running("elastic", load, device, folder, warm=True) as (agent, name):
         times = _kill(agent, name, load, load.kills)
-        found = _recoveries(folder, load.kills, agent)
-    if not times:
-        raise RuntimeError(f"The job did not come back after it was killed. Its log ends:\n{agent.tail()}")
+        if not times:
+            raise RuntimeError(
+                f"The job did not come back after it was killed. Its log ends:\n{agent.tail()}"
+            )
+        found = _recoveries(folder, len(times), agent)
     phases = {
         phase: statistics.median(each["phases"].get(phase, 0.0) for each in found)
         for phase in ("detect", "rendezvous", "spawn", "load", "first_step")
@@ -112,10 +116,17 @@ def _kill(agent: Agent, name: str, load: Load, kills: int) -> list[float]:
 
 
 def _recoveries(folder: Path, kills: int, agent: Agent) -> list[dict[str, Any]]:
-    path = folder / "recoveries.jsonl"
-    if not path.exists():
-        raise RuntimeError(f"The job has told of no recovery. Its log ends:\n{agent.tail()}")
-    return [json.loads(line) for line in path.read_text().splitlines()][:kills]
+    """What the job noted of each; it does so after the step that was waited for."""
+    path, deadline_s = folder / "recoveries.jsonl", time.monotonic() + NOTED_S
+    while True:
+        lines = path.read_text().splitlines() if path.exists() else []
+        if len(lines) >= kills:
+            return [json.loads(line) for line in lines[:kills]]
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(
+                f"The job noted {len(lines)} of {kills} recoveries. Its log ends:\n{agent.tail()}"
+            )
+        time.sleep(POLL_S)
 
 
 @contextlib.contextmanager

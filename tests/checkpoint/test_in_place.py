@@ -22,7 +22,7 @@ from strata.checkpoint.into import load_mapped
 from strata.checkpoint.staging import find_snapshots
 from strata.stores import Store, open_store
 from strata.stores.faulty import Fault, FaultyStore, Operation
-from strata.stores.protocol import Unavailable
+from strata.stores.protocol import NotFound, PartReader, Truncated, Unavailable
 from tests.checkpoint.states import assert_same, every_kind
 
 CHUNK_BYTES = 16 << 20
@@ -230,6 +230,7 @@ def test_many_load_at_once(memory: Memory) -> None:
 def test_parts_of_any_size_add_up_to_the_value(s3: Store, folder: Path) -> None:
     data = bytes(range(256)) * 40_000
     for store in (s3, open_store(str(folder))):
+        assert isinstance(store, PartReader)
         store.put("k", data)
         for part_bytes in (1 << 20, 1_000_003, len(data), 2 * len(data)):
             found = bytearray(len(data))
@@ -237,5 +238,24 @@ def test_parts_of_any_size_add_up_to_the_value(s3: Store, folder: Path) -> None:
             def take(start: int, view: memoryview, found: bytearray = found) -> None:
                 found[start : start + len(view)] = view
 
-            store.read_parts("k", take, size_bytes=len(data), part_bytes=part_bytes)  # type: ignore[attr-defined]
+            store.read_parts("k", take, size_bytes=len(data), part_bytes=part_bytes)
             assert found == data
+
+
+def test_parts_of_a_value_that_is_missing_or_of_another_size_are_refused(s3: Store, folder: Path) -> None:
+    def take(start: int, view: memoryview) -> None:
+        raise AssertionError("nothing may be handed out")
+
+    def refuse(start: int, view: memoryview) -> None:
+        raise ValueError(f"part {start} is refused")
+
+    for store in (s3, open_store(str(folder))):
+        assert isinstance(store, PartReader)
+        with pytest.raises(NotFound):
+            store.read_parts("nothing", take, size_bytes=3, part_bytes=1)
+        store.put("k", b"abc")
+        for size_bytes in (2, 4):
+            with pytest.raises(Truncated):
+                store.read_parts("k", take, size_bytes=size_bytes, part_bytes=1)
+        with pytest.raises(ValueError, match="is refused"):
+            store.read_parts("k", refuse, size_bytes=3, part_bytes=1)

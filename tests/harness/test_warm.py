@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import json
 import logging
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
+from strata.rendezvous import preload as preload_module
+from strata.rendezvous import warm
 from strata.rendezvous.preload import preload
 from strata.rendezvous.warm import WarmWorkers, _let_signals_through
+from strata.shared_memory import make_private, run_folder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,6 +148,109 @@ def test_the_one_that_was_killed_is_named_though_others_have_failed_for_want_of_
     result = context.wait(timeout=60)
     assert result is not None
     assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {1: -signal.SIGKILL}
+
+
+def train(until: str, said: str, package: str) -> None:
+    """What a script does: it imports things, makes an optimizer and steps."""
+    began_s = time.monotonic()
+    there = {name: name in sys.modules for name in ("torch._dynamo", *([package] if package else []))}
+    sys.path.insert(0, str(Path(said).parent))
+    import torch
+
+    if package:
+        __import__(package)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    Path(said).write_text(json.dumps([there, time.monotonic() - began_s]))
+    while not os.path.exists(until):
+        time.sleep(0.02)
+
+
+def life(tmp_path: Path, run: str, number: int, *, until_second: bool, package: str = "") -> list[Any]:
+    until, said = tmp_path / f"until-{number}", tmp_path / f"said-{number}"
+    context = WarmWorkers(
+        name="test",
+        entrypoint=train,
+        args={0: (str(until), str(said), package)},
+        envs={0: {"TORCHELASTIC_RUN_ID": run, "LOCAL_RANK": "0"}},
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
+    )
+    before = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    context.start()
+    deadline_s = time.monotonic() + 120
+    while not said.exists() or (
+        until_second and forkserver._forkserver._forkserver_pid in (None, before)  # type: ignore[attr-defined]
+    ):
+        assert context.wait(timeout=0.05) is None
+        assert time.monotonic() < deadline_s
+        before = before or forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    until.touch()
+    assert context.wait(timeout=60) is not None
+    context.close()
+    found: list[Any] = json.loads(said.read_text())
+    return found
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> preload_module.SecondServer:
+    """An agent's own, as if it had just begun."""
+    fresh = preload_module.SecondServer()
+    monkeypatch.setattr(warm, "_second", fresh)
+    return fresh
+
+
+def test_workers_that_replace_others_begin_with_what_those_had_imported(
+    tmp_path: Path, second: preload_module.SecondServer
+) -> None:
+    run = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    first, _ = life(tmp_path, run, 1, until_second=True)
+    old = [server._forkserver_pid for server in second._retired]
+    again, _ = life(tmp_path, run, 2, until_second=False)
+    assert (first["torch._dynamo"], again["torch._dynamo"]) == (False, True)
+    assert old
+    assert not any(psutil.pid_exists(pid) for pid in old), "nobody needs the first server any more"
+    assert not run_folder(run).exists()
+
+
+def test_a_module_that_starts_a_thread_is_left_out_and_the_rest_is_imported(
+    tmp_path: Path,
+    second: preload_module.SecondServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The package is installed where a second server finds it."""
+    package = f"restless_{os.getpid()}"
+    (tmp_path / f"{package}.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    names = [package, "torch._dynamo"]
+    monkeypatch.setattr(second, "_take_note", lambda run: take_note(second, run, names))
+    life(tmp_path, run, 1, until_second=True)
+    again, _ = life(tmp_path, run, 2, until_second=False, package=package)
+    assert again == {"torch._dynamo": True, package: False}
+    assert f"importing {package} started a thread" in caplog.text
+
+
+def take_note(second: preload_module.SecondServer, run: str, names: list[str]) -> None:
+    folder = run_folder(run)
+    make_private(folder, inside=folder.parent)
+    (folder / "imports").write_text(json.dumps(names))
+    preload_module.SecondServer._take_note(second, run)
+
+
+def test_only_installed_modules_are_noted() -> None:
+    installed = preload_module._is_installed
+    assert installed("torch.optim")
+    assert installed("strata.shared_memory")
+    assert not installed("json")
+    assert not installed(__name__)
+    assert not installed("__main__")
+    assert not installed("no.such.module")
 
 
 def test_an_agent_that_is_asked_to_leave_while_it_logs_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from strata.bench.table import Row
 from strata.checkpoint import CheckpointManager, Memory
 from strata.stores import open_store
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from strata.bench.checkpoint import Load
 
 PART_BYTES = 16 << 20
+TENSORS = 64
 CONCURRENCY = 4
 _START_TIMEOUT_S = 60.0
 MIB = 1 << 20
@@ -44,6 +47,8 @@ def s3_rows(load: Load, place: Path) -> Iterator[Row]:
     if not binary.exists() and shutil.which("weed") is None:
         return
     data = os.urandom(load.s3_bytes)
+    state = {"model": dict(enumerate(torch.frombuffer(bytearray(data), dtype=torch.uint8).chunk(TENSORS)))}
+    target = {"model": {key: torch.zeros_like(tensor) for key, tensor in state["model"].items()}}
     with _server(str(binary) if binary.exists() else "weed", place / "s3") as endpoint:
         options: dict[str, Any] = {
             "endpoint": endpoint,
@@ -53,7 +58,7 @@ def s3_rows(load: Load, place: Path) -> Iterator[Row]:
         }
         open_store("s3://bench/made", **options).put("k", b"the bucket exists now")
         bare: Any = S3Store("bench", **options, client_options={"allow_http": True})
-        ups, downs, bare_ups, bare_downs = [], [], [], []
+        ups, downs, restores, bare_ups, bare_downs = [], [], [], [], []
         for _ in range(load.rounds):
             begun_s = time.perf_counter()
             obstore.put(bare, "bare", data, chunk_size=PART_BYTES, max_concurrency=CONCURRENCY)
@@ -84,7 +89,20 @@ def s3_rows(load: Load, place: Path) -> Iterator[Row]:
                 downs.append(time.perf_counter() - begun_s)
             assert loaded == data
             del loaded
-    for name, ours, theirs in (("upload", ups, bare_ups), ("download", downs, bare_downs)):
+
+            memory = Memory(job=f"bench-{uuid.uuid4().hex[:12]}")
+            with CheckpointManager(open_store(f"{url}-state", **options), memory=memory) as manager:
+                manager.save(state, step=1).result()
+                begun_s = time.perf_counter()
+                restored = manager.restore(into=target, tiers=["S3"], tear_ok=True)  # As a job does.
+                restores.append(time.perf_counter() - begun_s)
+                assert restored.tier == "S3"
+            assert all(torch.equal(target["model"][key], tensor) for key, tensor in state["model"].items())
+    for name, ours, theirs in (
+        ("upload", ups, bare_ups),
+        ("restore into live tensors", restores, bare_downs),
+        ("download of plain bytes", downs, bare_downs),
+    ):
         yield Row(
             name=f"S3 {name}",
             measured=min(theirs) / min(ours),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from strata.bench.kills import kill_worker
 from strata.bench.recovery_others import other_projects
 from strata.bench.table import Row, report
 from strata.chaos.run import ChaosRun
@@ -154,7 +154,8 @@ def _plain_torchrun(folder: Path, kills: int) -> Iterator[Row]:
         )
         agent = Agent(spec, log=folder / f"{name}.log")
         try:
-            times = [seconds for _ in range(kills) if (seconds := _kill_plain(agent, name)) is not None]
+            found = [kill_worker(agent, name, peace_s=3.0, patience_s=PATIENCE_S) for _ in range(kills)]
+            times = [seconds for seconds in found if seconds is not None]
         finally:
             agent.kill()
             clear_run(name)
@@ -165,24 +166,6 @@ def _plain_torchrun(folder: Path, kills: int) -> Iterator[Row]:
                 unit="s",
                 note=f"{len(times)} kills of one of two workers on one node",
             )
-
-
-def _kill_plain(agent: Agent, name: str) -> float | None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not footprints(name) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    time.sleep(3.0)
-    step = max(f.step for f in footprints(name))
-    at_s = time.monotonic()
-    os.kill(agent.workers()[-1], signal.SIGKILL)
-    while time.monotonic() < deadline_s:
-        for footprint in footprints(name):
-            if footprint.born_mono_s <= at_s:
-                step = max(step, footprint.step)
-            elif footprint.step > step:
-                return footprint.mono_s - at_s
-        time.sleep(0.01)
-    return None
 
 
 def _overhead(pairs: int) -> Iterator[Row]:

@@ -10,6 +10,7 @@
     publish.py     payload, then manifest: there entirely or not at all
     manifest.py    what makes a checkpoint exist
     restore.py     the best one there is, verified, with reasons
+    in_place.py    into live tensors, in one pass; into.py for those on a device
     retention.py   which may go
     dcp.py         sharded state, through PyTorch's distributed checkpoints
     verify.py      reading everything again, and naming what is damaged

@@ -60,7 +60,7 @@ class ImageInMemory:
             raise Damaged(path=path, reason=f"the image has {len(image)} bytes, its mark says {size_bytes}")
         self._manifest = manifest
         self._image = image
-        self._view = memoryview(image.numpy().data)
+        self._view: memoryview = image.numpy().data
         self._path = path
         self._lock_pages = lock_pages
         self._is_page_locked = is_page_locked

@@ -14,7 +14,9 @@ file, one storage for each record, shared by the tensors that shared it.
 from __future__ import annotations
 
 import collections
+import functools
 import io
+import math
 import mmap
 import pickle
 import struct
@@ -91,12 +93,15 @@ def check_recipe(entry: TensorEntry, recipe: TensorRecipe) -> None:
 
 def is_dense(recipe: TensorRecipe, entry: TensorEntry) -> bool:
     """Whether the bytes of the table's entry are the tensor in rows, and nothing else."""
-    step = 1
-    for size, stride in zip(reversed(recipe.shape), reversed(recipe.stride), strict=True):
-        if stride != step and size != 1:
-            return not entry.size_bytes
-        step *= size
-    return entry.size_bytes == step * recipe.dtype.itemsize
+    if entry.size_bytes != math.prod(recipe.shape) * recipe.dtype.itemsize:
+        return False
+    return recipe.stride == _in_rows(recipe.shape) or not entry.size_bytes
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor in rows, as torch makes them."""
+    return tuple(torch.empty(shape, device="meta").stride())
 
 
 class _Unpickler(pickle.Unpickler):

@@ -19,6 +19,8 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="Small and fast: shows that it runs, its figures prove nothing.")
 ]
 
+Gpu = Annotated[bool, typer.Option("--gpu", help="With state on a CUDA device, instead of on the CPU.")]
+
 Peers = Annotated[
     bool, typer.Option("--peers", help="Also install other projects, each into an environment of its own.")
 ]
@@ -43,16 +45,23 @@ def data(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) ->
 
 
 @app.command()
-def checkpoint(as_json: AsJson = False, quick: Quick = False) -> None:
+def checkpoint(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) -> None:
     """Saving, staging, restoring and cleaning, beside the disk's own speed and other savers."""
     from strata.bench import checkpoint
 
-    checkpoint.main(json=as_json, quick=quick)
+    _check_device(gpu)
+    checkpoint.main(json=as_json, quick=quick, gpu=gpu)
 
 
 @app.command()
-def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) -> None:
+def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False, gpu: Gpu = False) -> None:
     """From the loss of a process or a node to the first step after it, beside plain torchrun."""
+    if gpu:
+        from strata.bench import recovery_gpu
+
+        _check_device(gpu)
+        recovery_gpu.main(as_json=as_json, quick=quick)
+        return
     from strata.bench import recovery
 
     recovery.main(as_json=as_json, quick=quick, peers=peers)
@@ -64,3 +73,11 @@ def dashboard(as_json: AsJson = False, quick: Quick = False) -> None:
     from strata.bench import dashboard
 
     dashboard.main(json=as_json, quick=quick)
+
+
+def _check_device(gpu: bool) -> None:
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise typer.BadParameter("PyTorch finds no CUDA device on this machine.", param_hint="--gpu")

@@ -1,11 +1,38 @@
-"""What Python's fork server is to import before it forks the first worker. Needs no torch itself."""
+"""What Python's fork server is to import before it forks workers. Needs no torch itself.
+
+The first server imports what every worker needs. A script imports more: what it asks for, and what torch imports behind its
+back, like its compiler when the first optimizer is made, which takes seconds. So a worker notes, at its first optimizer step,
+what it has imported since it was forked, and the agent starts a second server in the background that has imported that too.
+Replacements come from the second one as soon as it is ready.
+
+Only installed packages are imported this way, and Strata itself: a script's own modules may read arguments or change files.
+Importing must leave a process that can be forked. If a module starts a thread or CUDA, that server is given up, its package is
+left out, and another one is started; after `ATTEMPTS` of them, replacements come from the first server as before.
+"""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import importlib
+import json
+import logging
 import multiprocessing
 import os
+import signal
+import sys
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from strata.rendezvous import PRELOAD_VARIABLE
+from strata.shared_memory import make_private, remove_empty, run_folder
+
+log = logging.getLogger("strata.rendezvous")
 
 EVERY_WORKER_NEEDS = (
     "torch.distributed.run",
@@ -13,9 +40,213 @@ EVERY_WORKER_NEEDS = (
     "strata.rendezvous.warm",
     "strata.training.job",
 )
+SEEN_VARIABLE = "STRATA_SEEN_IMPORTS"
+"""To a second server: the file with the names to import, beside which it puts its outcome."""
+SEEN = "strata.rendezvous.seen"
+MOST_NAMES = 10_000
+FEWEST_NAMES = 30
+"""For less, a second server is not worth its memory."""
+ATTEMPTS = 3
+_PR_SET_PDEATHSIG = 1
+_SERVER_FIELDS = (
+    "_forkserver_address",
+    "_forkserver_alive_fd",
+    "_forkserver_pid",
+    "_forkserver_authkey",  # From Python 3.14 on.
+)
 
 
 def preload() -> None:
     """In the agent, before its fork server runs."""
+    multiprocessing.set_forkserver_preload(_always())
+
+
+def _always() -> list[str]:
     own = [name.strip() for name in os.environ.get(PRELOAD_VARIABLE, "").split(",")]
-    multiprocessing.set_forkserver_preload([*EVERY_WORKER_NEEDS, *filter(None, own)])
+    return [*EVERY_WORKER_NEEDS, *filter(None, own)]
+
+
+# --- in a worker ----------------------------------------------------------------------------------------------
+
+
+def note_imports(run: str, already: Collection[str]) -> None:
+    """Leave the names of the installed modules that this process has imported, besides those it had `already`."""
+    names = [name for name in list(sys.modules) if name not in already and _is_installed(name)]
+    if len(names) < FEWEST_NAMES:
+        return
+    with suppress(OSError):
+        folder = run_folder(run)
+        make_private(folder, inside=folder.parent)
+        fresh = folder / f"imports.{os.getpid()}"
+        fresh.write_text(json.dumps(names[:MOST_NAMES]))
+        fresh.rename(folder / "imports")
+
+
+def _is_installed(name: str) -> bool:
+    module = sys.modules.get(name)
+    origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    if name.startswith("__") or getattr(module, "__name__", None) != name or not isinstance(origin, str):
+        return False
+    return name.partition(".")[0] == "strata" or not _WHERE_PACKAGES_ARE.isdisjoint(Path(origin).parts)
+
+
+_WHERE_PACKAGES_ARE = {"site-packages", "dist-packages"}
+
+
+# --- in a second server ---------------------------------------------------------------------------------------
+
+
+def import_seen() -> None:
+    """Import what workers were seen to import; ends the process if that leaves one that must not be forked."""
+    path = Path(os.environ.pop(SEEN_VARIABLE))
+    _die_with_parent(signal.SIGKILL)  # Until it listens, it would not notice that the agent has ended.
+    try:
+        for name in json.loads(path.read_text()):
+            # Whatever a module does when it is imported, it has done it in a worker too, which went on.
+            with suppress(Exception, SystemExit):
+                importlib.import_module(name)
+            if spoiled := _spoiled():
+                _leave(path, [name, spoiled])
+                os._exit(1)
+        _leave(path, [])
+    except OSError:  # The run has ended, and its folder is gone.
+        os._exit(1)
+    _die_with_parent(0)
+
+
+def _spoiled() -> str:
+    """What this process has that a fork would not survive."""
+    if threading.active_count() > 1:
+        return "started a thread"
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None and cuda.is_initialized():
+        return "initialized CUDA"
+    return ""
+
+
+def _die_with_parent(by: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+
+
+def _leave(path: Path, outcome: list[str]) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(outcome))
+    fresh.rename(_outcome_of(path))
+
+
+def _outcome_of(path: Path) -> Path:
+    return path.with_suffix(".outcome")
+
+
+# --- in the agent ---------------------------------------------------------------------------------------------
+
+
+class SecondServer:
+    """Looks for what workers have imported, and has a server with it ready for those that replace them."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._path: Path | None = None
+        self._server: Any = None
+        self._attempts = 0
+        self._retired: list[Any] = []
+        """Servers whose workers may still live."""
+
+    def look(self, run: str) -> None:
+        """Called again and again while workers run; does a little at a time, and never waits."""
+        if self._path is None:
+            self._take_note(run)
+            return
+        if self._server is None or not _outcome_of(self._path).exists():
+            return
+        outcome = json.loads(_outcome_of(self._path).read_text())
+        if outcome:
+            self._give_up(*outcome)
+        else:
+            self._take_over()
+
+    def replace_workers(self) -> None:
+        """Called when all workers are gone, before others are started: nobody needs an old server any more."""
+        for server in self._retired:
+            _end(server)
+        self._retired.clear()
+
+    def _take_note(self, run: str) -> None:
+        note = run_folder(run) / "imports"
+        if not note.exists():
+            return
+        with suppress(OSError, ValueError):
+            self._names = json.loads(note.read_text())
+        self._path = note.with_name(f"imports-{os.getpid()}.json")
+        with suppress(OSError):
+            note.unlink()
+        self._start()
+
+    def _start(self) -> None:
+        assert self._path is not None
+        self._attempts += 1
+        with suppress(OSError):
+            self._path.write_text(json.dumps(self._names))
+            server: Any = forkserver.ForkServer()
+            server.set_forkserver_preload([*_always(), SEEN])
+            os.environ[SEEN_VARIABLE] = str(self._path)
+            try:
+                server.ensure_running()
+            finally:
+                del os.environ[SEEN_VARIABLE]
+            self._server = server
+            atexit.register(self._end_unready)
+
+    def _end_unready(self) -> None:
+        """It is still importing when the agent ends."""
+        if self._server is not None:
+            _end(self._server)
+            self._server = None
+
+    def _give_up(self, module: str, spoiled: str) -> None:
+        parts = module.split(".")
+        left_out = ".".join(parts[:2] if parts[0] == "torch" else parts[:1])
+        log.warning("importing %s %s: replaced workers will import %s themselves", module, spoiled, left_out)
+        _end(self._server)
+        self._server = None
+        self._names = [
+            name for name in self._names if name != left_out and not name.startswith(left_out + ".")
+        ]
+        assert self._path is not None
+        _outcome_of(self._path).unlink(missing_ok=True)
+        if self._attempts < ATTEMPTS:
+            self._start()
+        else:
+            self._clean()
+
+    def _take_over(self) -> None:
+        """From now on, workers are forked by the second server."""
+        first: Any = forkserver._forkserver
+        if first._forkserver_pid is not None:
+            self._retired.append(
+                SimpleNamespace(**{field: getattr(first, field, None) for field in _SERVER_FIELDS})
+            )
+        for field in _SERVER_FIELDS:
+            if hasattr(self._server, field):
+                setattr(first, field, getattr(self._server, field))
+        atexit.unregister(self._end_unready)
+        self._server = None
+        self._clean()
+
+    def _clean(self) -> None:
+        assert self._path is not None
+        for path in (self._path, _outcome_of(self._path)):
+            with suppress(OSError):
+                path.unlink()
+        remove_empty(self._path.parent)
+
+
+def _end(server: Any) -> None:
+    """End a server that nobody needs. It would take its time over it, and somebody may be waiting for new workers."""
+    with suppress(ProcessLookupError):
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(server._forkserver_pid, 0)
+    os.close(server._forkserver_alive_fd)
+    with suppress(OSError):
+        os.unlink(server._forkserver_address)

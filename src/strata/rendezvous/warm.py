@@ -2,7 +2,8 @@
 
 With `torchrun --start-method=forkserver --run-path SCRIPT` workers come from a server process that lives as long as the
 agent. Strata's rendezvous, or `strata.launch.agent`, runs in the agent and prepares both: the server imports beforehand
-what every worker needs, which was most of the time of a recovery. Importing starts no thread and opens no device or
+what every worker needs, which was most of the time of a recovery, and a second server what the script was seen to import
+(`strata.rendezvous.preload`). Importing starts no thread and opens no device or
 connection, so what is forked is as good as new; the script in it behaves as it would in a process of its own, to the end.
 Without that start method nothing here has an effect.
 """
@@ -17,19 +18,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.elastic import multiprocessing as workers
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from strata.data.loader_workers import end_with_trainer
 from strata.launch.torchrun_trap import separate_attempts
 from strata.processes import end_with_parent, let_fork_server_end
 from strata.rendezvous import agent
 from strata.rendezvous.frames import describe, report, script_frames
-from strata.rendezvous.preload import preload
+from strata.rendezvous.preload import SecondServer, note_imports, preload
 
 TRIES = 10
 TOLD_S = 1.0
@@ -51,8 +53,10 @@ class WarmWorkers(workers.MultiprocessContext):
         # The server's environment is the agent's of a moment before.
         envs = {rank: {**os.environ, **own} for rank, own in envs.items()}
         super().__init__(name=name, entrypoint=as_a_program, args=called, envs=envs, **more)
+        self._run = _run_of(envs)
 
     def _start(self) -> None:
+        _second.replace_workers()
         for _ in range(TRIES - 1):
             try:
                 super()._start()  # type: ignore[no-untyped-call]
@@ -65,6 +69,8 @@ class WarmWorkers(workers.MultiprocessContext):
 
     def _poll(self) -> workers.RunProcsResult | None:
         assert self._pc is not None
+        if self._run:
+            _second.look(self._run)
         codes = [process.exitcode for process in self._pc.processes]
         if any(codes):
             self._release_finished()
@@ -97,6 +103,7 @@ class WarmWorkers(workers.MultiprocessContext):
 def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
     """In the worker: what Python does for a program, and not for a function in a process that was forked."""
     _part_from_server()
+    _note_imports_at_first_step()
     try:
         separate_attempts()
         end_with_trainer()
@@ -137,6 +144,29 @@ def _part_from_server() -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))  # Which torch reads when it is imported.
+
+
+def _note_imports_at_first_step() -> None:
+    """By then a script has imported what it trains with, and torch what its optimizers need."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if not run or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    already, is_noted = frozenset(sys.modules), False
+
+    def note(*_: Any) -> None:
+        nonlocal is_noted
+        if not is_noted:  # A hook cannot remove itself while hooks are called.
+            is_noted = True
+            note_imports(run, already)
+
+    register_optimizer_step_post_hook(note)
+
+
+def _run_of(envs: Mapping[int, Mapping[str, str]]) -> str:
+    return next((env["TORCHELASTIC_RUN_ID"] for env in envs.values() if "TORCHELASTIC_RUN_ID" in env), "")
+
+
+_second = SecondServer()
 
 
 def _brief(record: logging.LogRecord) -> bool:

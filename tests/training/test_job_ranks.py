@@ -70,7 +70,9 @@ class Launch:
     """Destinations beside the first."""
     script: dict[str, Any] = field(default_factory=dict)
     """The script's options."""
-    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
+    name: str = field(default_factory=lambda: secrets.token_hex(4))
+    run_id: str = ""
+    """What its user calls it; by default its name."""
     agents: list[Agent] = field(default_factory=list)
 
     def start(
@@ -83,7 +85,7 @@ class Launch:
         arguments = [f"--checkpoints={folder}" for folder in (self.checkpoints, *self.farther)]
         arguments += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         plan = spec(
-            run_id=self.run_id,
+            run_id=self.run_id or self.name,
             arguments=["-m", "tests.training.rank_script", *arguments],
             nproc=ranks,
             min_nodes=self.nodes[0],
@@ -91,7 +93,7 @@ class Launch:
             rdzv_endpoint=self.endpoint,
             environment={ROOT_VARIABLE: str(self.folder / memory), "PYTHONPATH": str(ROOT)},
         )
-        agent = Agent(plan, log=self.folder / f"{self.run_id}-{len(self.agents)}.log")
+        agent = Agent(plan, log=self.folder / f"{self.name}-{len(self.agents)}.log")
         self.agents.append(agent)
         return agent
 
@@ -101,7 +103,7 @@ class Launch:
 
     @property
     def _control(self) -> Path:
-        return self.folder / f"control-{self.run_id}"
+        return self.folder / f"control-{self.name}"
 
     @property
     def output(self) -> str:
@@ -224,6 +226,10 @@ def snapshots(root: Path) -> list[Snapshot]:
     return [snapshot for snapshot in found if snapshot is not None]
 
 
+def identities(root: Path) -> set[str]:
+    return {snapshot.manifest.checkpoint_id for snapshot in snapshots(root)}
+
+
 def snapshot_steps(root: Path) -> list[int]:
     return sorted(snapshot.manifest.step for snapshot in snapshots(root))
 
@@ -234,10 +240,8 @@ def damage(snapshot: Snapshot) -> None:
         file.write(b"damage")
 
 
-def published(job: Launch) -> list[bytes]:
-    """What others can find of a job: the manifests in its folder, and the marks in memory, wherever those are by now."""
-    found = [*job.checkpoints.glob("*.manifest.json"), *(job.folder / "memory").rglob(MARK_NAME)]
-    return sorted(path.read_bytes() for path in found)
+def manifests(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.manifest.json")}
 
 
 @contextmanager
@@ -427,12 +431,13 @@ def test_a_loop_left_on_all_ranks_ends_with_its_state_durable(launch: Start) -> 
 # --- two of them ------------------------------------------------------------------------------------------------
 
 
-def test_a_second_live_launch_is_refused_and_not_started_again_and_again(launch: Start) -> None:
-    first = launch()
+@pytest.mark.parametrize("run_id", ["", "same"], ids=["an id of its own", "the same id"])
+def test_a_second_live_launch_is_refused_and_not_started_again_and_again(launch: Start, run_id: str) -> None:
+    first = launch(run_id=run_id)
     first.hold(3)
     first.start()
     pids = first.wait_for(3, world=2)
-    second = launch()
+    second = launch(run_id=run_id)
     second.start()
     said = second.wait_for_line("is in use by another live job")
     assert f"process {pids[0]} on {socket.gethostname()}" in said[0]
@@ -459,12 +464,13 @@ def test_a_launch_that_was_taken_over_while_it_was_stopped_publishes_nothing_mor
         heir.wait_for(10, world=2, generation=2)
         heir.wait_for_checkpoint(8)
         heir.wait_for_snapshot(10)
-        before = published(heir)
+        durable, in_memory = manifests(heir.checkpoints), identities(heir.folder / "memory")
         zombie.release()
     assert zombie.ended() == [1], zombie.output
     assert "generation 2 of this run has started" in zombie.output
     assert len({event.pid for event in zombie.reached()}) == 2, "it was started again and trained"
-    assert published(heir) == before
+    assert manifests(heir.checkpoints) == durable
+    assert identities(heir.folder / "memory") <= in_memory, "it kept a snapshot"
     heir.release()
     assert heir.ended() == [0], heir.output
     # What is in memory belongs to a process that may be alive.

@@ -19,7 +19,9 @@ from pathlib import Path
 _TRIES = 1_000
 ROOT_VARIABLE = "STRATA_MEMORY_ROOT"
 _SHARED_MEMORY = Path("/dev/shm")
-_DISK = Path("/var/tmp")  # Not /tmp, which may be memory as well, and does not survive a restart of the machine.
+_DISK = Path(
+    "/var/tmp"
+)  # Not /tmp, which may be memory as well, and does not survive a restart of the machine.
 
 
 def memory_root(named: str | os.PathLike[str] | None = None) -> Path:

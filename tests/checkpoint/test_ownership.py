@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -255,10 +256,8 @@ def test_the_record_outlives_a_crash_and_a_kept_memory(tmp_path: Path) -> None:
 def race(job: str, root: Path, numbers: list[int], outcome: Any) -> None:
     images = Staging(job, root=root)
     for number in numbers:
-        try:
+        with contextlib.suppress(Superseded):
             images.fence(number)
-        except Superseded as error:
-            assert error.newest > number
         outcome.put(images.newest_generation >= number)
     images.close(keep=True)
 

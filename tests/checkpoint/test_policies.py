@@ -336,7 +336,7 @@ def test_a_tier_whose_history_cannot_be_read_does_not_make_new_checkpoints_look_
     blind = FaultyStore(open_store(far), choose=choose)
     with CheckpointManager([near, blind], memory=memory, policy=Policy(on_error="warn")) as manager:
         manager.save(small_state(9), step=9).result(30)
-    assert "going on without the history" in caplog.text
+    assert "continuing without the history" in caplog.text
     with CheckpointManager([near, far], memory=memory) as manager:
         assert_is_step(manager.load(), 9)
 
@@ -459,7 +459,9 @@ def test_a_slow_far_tier_gets_the_newest_and_skips_the_rest_with_a_reason(
             seen.until(step, "NVME")
             if step == 300:
                 far.began.get(timeout=60)
-        reason = "step 400 was not uploaded to FAR: step 500 overtook it while step 300 was still being uploaded"
+        reason = (
+            "step 400 was not uploaded to FAR: step 500 overtook it while step 300 was still being uploaded"
+        )
         skipped = handles[400].result(60)
         assert skipped.skipped == (reason,)
         assert skipped.failures == ()

@@ -20,7 +20,6 @@ from strata.checkpoint import (
     LoadFailed,
     Memory,
     MemoryLimitExceeded,
-    Policy,
     SaveFailed,
     staging,
 )
@@ -34,7 +33,6 @@ from strata.checkpoint.staging import (
     remove_tree,
 )
 from tests.checkpoint.states import assert_is_step, small_state
-from tests.stores.mounts import small_tmpfs
 
 TRAINER = """
 import sys, time

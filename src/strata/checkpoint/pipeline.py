@@ -201,12 +201,14 @@ class Pipeline:
         observer: Observer | None,
         on_published: Callable[[Store, Entry], None],
         on_ended: Callable[[Save, SaveFailed | None], None],
+        admit: Callable[[Store], None] | None = None,
     ) -> None:
         self._stem = stem
         self._policy = policy
         self._observer = observer
         self._on_published = on_published
         self._on_ended = on_ended
+        self._admit = admit
         self._hashing = _Thread("strata-digest")
         self._lanes = {id(store): _Lane(store) for store in stores}
         self._stopping = threading.Event()
@@ -289,7 +291,9 @@ class Pipeline:
         if self._pid != os.getpid():
             return  # A forked child has none of the threads.
         self._stopping.set()
-        deadline = "" if timeout_s is None else f"it was not finished {timeout_s:.1f} s after the manager was closed"
+        deadline = (
+            "" if timeout_s is None else f"it was not finished {timeout_s:.1f} s after the manager was closed"
+        )
         with self._changed:
             is_done = self._changed.wait_for(lambda: not self._saves, timeout_s)
         if not is_done:
@@ -371,12 +375,8 @@ class Pipeline:
                 self._continue(save)
 
     def _skip(self, older: Save, store: Store, newer: Save, under_way: Save | None) -> None:
-        busy = (
-            f" while step {under_way.draft.step} was still being uploaded" if under_way is not None else ""
-        )
-        reason = (
-            f"step {older.draft.step} was not uploaded to {store.tier}: step {newer.draft.step} overtook it{busy}"
-        )
+        busy = f" while step {under_way.draft.step} was still being uploaded" if under_way is not None else ""
+        reason = f"step {older.draft.step} was not uploaded to {store.tier}: step {newer.draft.step} overtook it{busy}"
         older.skipped.append(reason)
         log.warning("%s", reason)
         self._tell("on_skipped", older.started, tier=store.tier, reason=reason)
@@ -424,7 +424,15 @@ class Pipeline:
         for attempt in range(retries + 1):
             try:
                 self._check_wanted(save)
-                entry = publish(store, save.draft, payload, digest, stem=self._stem, again=attempt > 0)
+                entry = publish(
+                    store,
+                    save.draft,
+                    payload,
+                    digest,
+                    stem=self._stem,
+                    again=attempt > 0,
+                    admit=self._admit,
+                )
             except _GivenUp:
                 return
             except BaseException as error:
@@ -474,10 +482,10 @@ class Pipeline:
         # With stores, a save is judged by them: memory is what they are filled from, and a failure there is told.
         counted = [each for each in save.failures if each.tier != MEMORY or not save.places]
         is_saved = any(tier != MEMORY or not save.stores for tier, _ in save.places)
-        error: SaveFailed | SaveSkipped | None = counted[0] if counted else None
-        if error is not None and is_saved and self._policy.on_error == "warn":
-            error = None
-        failed = error
+        failed = counted[0] if counted else None
+        if is_saved and self._policy.on_error == "warn":
+            failed = None
+        error: SaveFailed | SaveSkipped | None = failed
         if error is None and not is_saved:
             error = SaveSkipped(reason="; ".join(save.skipped))
         info: CheckpointInfo | None = None

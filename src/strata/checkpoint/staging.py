@@ -43,8 +43,8 @@ from strata.checkpoint.digest import Digest, digest_of
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded, Superseded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
-from strata.checkpoint.manifest import CheckpointId, Manifest, TensorEntry, decode
 from strata.checkpoint.locks import FolderLock
+from strata.checkpoint.manifest import CheckpointId, Manifest, TensorEntry, decode
 from strata.shared_memory import ROOT_VARIABLE, images_folder, make_private, memory_roots, remove_empty
 
 log = logging.getLogger("strata.checkpoint")
@@ -410,9 +410,7 @@ class Staging:
         folders = [f for root in self._roots for f in _folders_in(job_folder(self.job, root=root))]
         return [_holder_of(folder) for folder in folders if folder not in mine and not _is_left(folder)]
 
-    def acquire(
-        self, plan: Plan, *, timeout_s: float | None, must_keep: bool = False
-    ) -> ImageBuffer | None:
+    def acquire(self, plan: Plan, *, timeout_s: float | None, must_keep: bool = False) -> ImageBuffer | None:
         """An image laid out for `plan`, or None when none was released in time. Never the only snapshot's, as long
         as there is another image. With `must_keep`, one that can be found again: raises `MemoryLimitExceeded` where there
         is no space for one."""
@@ -438,7 +436,9 @@ class Staging:
             raise
         return buffer
 
-    def _await(self, choose: Callable[[], ImageBuffer | None], deadline_s: float | None) -> ImageBuffer | None:
+    def _await(
+        self, choose: Callable[[], ImageBuffer | None], deadline_s: float | None
+    ) -> ImageBuffer | None:
         """What is chosen, busy from now on; None where nothing could be in time."""
         with self._changed:
             while (buffer := choose()) is None:
@@ -554,7 +554,9 @@ class Staging:
         free = [buffer for buffer in self._buffers if not buffer.is_busy]
         marked = [buffer for buffer in self._buffers if buffer.marked is not None]
         if len(self._buffers) > 1 and len(marked) == 1:
-            free = [buffer for buffer in free if buffer not in marked]  # It is the only one that a crash would leave.
+            free = [
+                buffer for buffer in free if buffer not in marked
+            ]  # It is the only one that a crash would leave.
         # The oldest snapshot makes way; of images that hold none, one that is laid out already is the quickest.
         return min(
             free, key=lambda b: (b.marked.order if b.marked else (-1,), b.plan is not plan), default=None
@@ -672,8 +674,12 @@ class Staging:
             for folder in _folders_in(job_folder(self.job, root=root))
             if _is_left(folder)
         ]
-        marks = {folder: {s.path.parent.name: s.manifest for s in _snapshots_in(folder)} for folder, _ in dead}
-        newest = {folder: max((mark.order for mark in marks[folder].values()), default=()) for folder in marks}
+        marks = {
+            folder: {s.path.parent.name: s.manifest for s in _snapshots_in(folder)} for folder, _ in dead
+        }
+        newest = {
+            folder: max((mark.order for mark in marks[folder].values()), default=()) for folder in marks
+        }
         kept: tuple[dict[str, Manifest], Path] | None = None
         for folder, root in sorted(dead, key=lambda each: newest[each[0]], reverse=True):
             lock = locks.take(folder)

@@ -88,6 +88,8 @@ class Survey:
     offers: tuple[Offer, ...] = ()
     unreachable: tuple[str, ...] = ()
     """Destinations that did not answer, each with the reason."""
+    unreadable: tuple[str, ...] = ()
+    """Checkpoints that are there, and whose manifest is damaged."""
     removed: tuple[CheckpointId, ...] = ()
     """Checkpoints whose payload somebody has deleted from every destination: they are not wanted from memory either."""
     destinations: tuple[str, ...] = ()
@@ -101,8 +103,9 @@ class LoadReport:
     """What became of one rank's part in a load."""
 
     error: str = ""
-    fault: Literal["none", "copy", "state"] = "none"
-    """`copy`: these bytes cannot be used, others may. `state`: they are intact and do not fit; older ones will not either."""
+    fault: Literal["none", "copy", "away", "state"] = "none"
+    """`copy`: these bytes cannot be used, others may. `away`: the destination does not answer now; an older checkpoint is
+    no replacement for what it has. `state`: they are intact and do not fit; older ones will not either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +229,10 @@ class JobProtocol:
         self._delay_s = FIRST_DELAY_S
         self._machines: tuple[str, ...] = ()
         self._offers: dict[_Copy, Offer] = {}
+        self._unreadable: tuple[str, ...] = ()
         self._order: list[CheckpointId] = []
         self._struck: set[_Copy] = set()
+        self._away: set[_Copy] = set()
         self._reasons: list[str] = []
         self._load: Load | None = None
         self._seen: Order = (0, 0)
@@ -251,11 +256,12 @@ class JobProtocol:
     def surveyed(self, surveys: Sequence[Survey]) -> LookAgain | Load | StartAnew | Stop:
         """Every rank has looked, in rank order."""
         if unreachable := tuple(reason for survey in surveys for reason in survey.unreachable):
-            if self._waited_s >= self._patience_s:
-                return Stop(kind="unreachable", reasons=unreachable)
-            delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, LONGEST_DELAY_S)
-            self._waited_s += delay_s
-            return LookAgain(after_s=delay_s, reason="; ".join(unreachable))
+            return self._wait_for(unreachable)
+        self._offers.clear()
+        self._away.clear()
+        self._unreadable = tuple(reason for survey in surveys for reason in survey.unreadable)
+        for reason in self._unreadable:
+            self._note(reason)
         removed = {checkpoint_id for survey in surveys for checkpoint_id in survey.removed}
         fences = [fence for survey in surveys for fence in survey.fences]
         self.destinations = tuple(name for survey in surveys for name in survey.destinations)
@@ -270,7 +276,7 @@ class JobProtocol:
                     self._note(f"step {offer.step} in {offer.tier}: a superseded process published it")
                 else:
                     self._offers[rank, offer.checkpoint_id, offer.where] = offer
-        everything = [offer for survey in surveys for offer in survey.offers]
+        everything = [o for survey in surveys for o in survey.offers if o.run in ("", self.lineage.run)]
         claimed = max((survey.generation for survey in surveys), default=0)
         seen = max((offer.generation for offer in everything), default=0)
         self.lineage.generation = max(claimed, seen + 1)
@@ -280,17 +286,24 @@ class JobProtocol:
         self._order = [offer.checkpoint_id for offer in fallback_order(self._offers.values())]
         return self._choose()
 
-    def loaded(self, reports: Sequence[LoadReport]) -> Load | Resume | StartAnew | Stop:
+    def _wait_for(self, unreachable: tuple[str, ...]) -> LookAgain | Stop:
+        if self._waited_s >= self._patience_s:
+            return Stop(kind="unreachable", reasons=unreachable)
+        delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, LONGEST_DELAY_S)
+        self._waited_s += delay_s
+        return LookAgain(after_s=delay_s, reason="; ".join(unreachable))
+
+    def loaded(self, reports: Sequence[LoadReport]) -> LookAgain | Load | Resume | StartAnew | Stop:
         """Every rank has carried out its part of the last `Load`, in rank order."""
         load = self._load
         assert load is not None
         misfits = tuple(report.error for report in reports if report.fault == "state")
         if misfits:
             return Stop(kind="mismatch", reasons=(*self._reasons, misfits[0]))
-        broken = [rank for rank, report in enumerate(reports) if report.fault == "copy"]
+        broken = [rank for rank, report in enumerate(reports) if report.fault in ("copy", "away")]
         if broken:
             for rank in broken:
-                self._strike(rank, load)
+                self._strike(rank, load, self._away if reports[rank].fault == "away" else self._struck)
                 self._note(
                     f"step {load.offer.step} in {load.offer.tier} of rank {rank}: {reports[rank].error}"
                 )
@@ -307,18 +320,18 @@ class JobProtocol:
             self._outcome = SaveEnded(checkpoint_id=chosen.checkpoint_id, is_durable=True, missing=missing)
         return Resume(load=load, is_durable=bool(in_destinations), reasons=tuple(self._reasons))
 
-    def _choose(self) -> Load | StartAnew | Stop:
+    def _choose(self) -> LookAgain | Load | StartAnew | Stop:
         left = {copy: offer for copy, offer in self._offers.items() if copy not in self._struck}
-        has_durable = any(offer.is_durable for offer in self._offers.values())
+        has_durable = bool(self._unreadable) or any(offer.is_durable for offer in self._offers.values())
         if not left:
             if has_durable:
                 return Stop(kind="unloadable", reasons=tuple(self._reasons))
             return StartAnew(reason=self._nothing_there(), reasons=tuple(self._reasons))
         offered = {offer.checkpoint_id for offer in left.values()}
         best = next(checkpoint_id for checkpoint_id in self._order if checkpoint_id in offered)
-        copies = {
-            rank_and_where: offer for rank_and_where, offer in left.items() if offer.checkpoint_id == best
-        }
+        copies = {c: o for c, o in left.items() if o.checkpoint_id == best and c not in self._away}
+        if not copies:
+            return self._wait_for(tuple(self._reasons[-1:]))
         (source, _, _), chosen = min(copies.items(), key=lambda item: (item[1].distance, item[0][0]))
         images: dict[str, str] = {}
         for (rank, _, where), offer in copies.items():
@@ -336,16 +349,16 @@ class JobProtocol:
         )
         return self._load
 
-    def _strike(self, rank: int, load: Load) -> None:
+    def _strike(self, rank: int, load: Load, struck: set[_Copy]) -> None:
         """The copy that a rank could not load: its own, or the one of its machine's memory."""
         if rank == load.source:
-            self._struck.add((rank, load.offer.checkpoint_id, load.offer.where))
+            struck.add((rank, load.offer.checkpoint_id, load.offer.where))
             return
         machine = self._machines[rank]
         for copy, offer in self._offers.items():
             is_of_machine = not offer.is_durable and self._machines[copy[0]] == machine
             if is_of_machine and offer.checkpoint_id == load.offer.checkpoint_id:
-                self._struck.add(copy)
+                struck.add(copy)
 
     def _nothing_there(self) -> str:
         answered = f"{', '.join(self.destinations)} answered: no checkpoint" if self.destinations else ""

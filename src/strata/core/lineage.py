@@ -1,8 +1,8 @@
 """How checkpoints descend from each other: where a new one belongs, what training falls back to, what may be removed.
 
 A checkpoint's **lineage** is named after its first ancestor: every checkpoint that descends from one beginning carries
-the same name. `parent` is the nearest ancestor that was meant to be durable, whatever became of it; `durable_parent` the
-nearest one that was known to be. Order in time is (generation, sequence): not the step, which goes back when training
+the same name. `parent` is the nearest ancestor, in whatever tier and whatever became of it; `durable_parent` the nearest
+one that was known to be durable. Order in time is (generation, sequence): not the step, which goes back when training
 does, and not the clock, which machines disagree about.
 
 Pure: nothing here reads or writes a checkpoint.
@@ -65,11 +65,12 @@ class Lineage:
     sequence: int = 0
     parent: CheckpointId | None = None
     durable_parent: CheckpointId | None = None
-    _pending: dict[CheckpointId, Placement] = field(default_factory=dict)
+    _last: Placement | None = None
+    _pending: list[CheckpointId] = field(default_factory=list)
     """Meant to be durable, and not known to be or not to be; oldest first."""
 
     def place(self, checkpoint_id: CheckpointId, *, now_ms: int, durable: bool) -> Placement:
-        """Give a checkpoint its place; one that is meant to be durable is what the next one continues.
+        """Give a checkpoint its place, which the next one continues.
 
         The sequence counts on from the highest that was seen, and is at least the time, for the case that something was
         not seen.
@@ -86,33 +87,31 @@ class Lineage:
             parent=self.parent,
             durable_parent=self.durable_parent,
         )
+        self.parent, self._last = checkpoint_id, placed
         if durable:
-            self.parent = checkpoint_id
-            self._pending[checkpoint_id] = placed
+            self._pending.append(checkpoint_id)
         return placed
 
     def confirm(self, checkpoint_id: CheckpointId) -> None:
         """This checkpoint is durable. One that has been overtaken, or left behind by going back, changes nothing."""
-        if checkpoint_id not in self._pending:
-            return
-        for older in list(self._pending):
-            del self._pending[older]
-            if older == checkpoint_id:
-                break
-        self.durable_parent = checkpoint_id
+        if checkpoint_id in self._pending:
+            del self._pending[: self._pending.index(checkpoint_id) + 1]
+            self.durable_parent = checkpoint_id
 
     def fail(self, checkpoint_id: CheckpointId) -> None:
-        """This checkpoint reached no durable tier: what comes next continues the one before it."""
-        placed = self._pending.pop(checkpoint_id, None)
-        if placed is not None and self.parent == checkpoint_id:
-            self.parent = placed.parent
+        """This checkpoint is in no tier: what comes next continues the one before it."""
+        if checkpoint_id in self._pending:
+            self._pending.remove(checkpoint_id)
+        if self._last is not None and self._last.checkpoint_id == checkpoint_id == self.parent:
+            self.parent = self._last.parent
 
     def go_back_to(self, checkpoint: Descendant, *, durable: bool) -> None:
         """Training continues from this checkpoint."""
         self.name = checkpoint.lineage
-        self.parent = checkpoint.checkpoint_id if durable else checkpoint.parent
+        self.parent = checkpoint.checkpoint_id
         self.durable_parent = checkpoint.checkpoint_id if durable else checkpoint.durable_parent
         self._pending.clear()
+        self._last = None
 
 
 def fallback_order(checkpoints: Iterable[D]) -> list[D]:
@@ -148,9 +147,9 @@ def removable(
 
 
 def _ancestors(ordered: Sequence[D]) -> Iterator[D]:
-    """From the newest along parents. A parent that is not there failed, is damaged or was removed. The next is then the
-    newest older one of the same generation, which is a straight line, else the durable parent, else the newest older one of
-    the lineage."""
+    """From the newest to its ancestors. The checkpoints of one generation are a straight line, so the next is the one before
+    in it; then comes the parent, or (it was only in memory, failed, is damaged or was removed) the durable parent, or else
+    the newest older one of the lineage."""
     known = {checkpoint.checkpoint_id: checkpoint for checkpoint in ordered}
     current = ordered[0] if ordered else None
     while current is not None:
@@ -158,9 +157,8 @@ def _ancestors(ordered: Sequence[D]) -> Iterator[D]:
         older = [other for other in ordered if other.order < current.order]
         related = [other for other in older if other.lineage == current.lineage]
         candidates = [
-            *(known[name] for name in (current.parent,) if name in known),
             *(other for other in related if other.generation == current.generation > 0),
-            *(known[name] for name in (current.durable_parent,) if name in known),
+            *(known[name] for name in (current.parent, current.durable_parent) if name in known),
             *related,
         ]
         current = next((other for other in candidates if other.order < current.order), None)

@@ -103,6 +103,8 @@ class Claim:
             raise RunRecordError(f"{where} is not a run's claim ({error}).") from error
 
     def with_fence(self, fence: Fence) -> Claim:
+        if any(known.generation == fence.generation for known in self.fences):
+            return self  # What was published since the first look was refused already.
         return replace(self, fences=(*self.fences, fence)[-FENCES_KEPT:])
 
 
@@ -148,6 +150,11 @@ def judge(
     if unchanged_s >= SILENT_S:
         return Take(generation=after, reason=f"{newest.who} has been silent for {unchanged_s:.0f} s")
     return Watch(reason=f"{newest.who} may still be alive")
+
+
+def is_superseded(generation: int, claimed: Sequence[int]) -> bool:
+    """Whether a process of this generation may publish nothing any more, by the generations claimed at a destination."""
+    return max(claimed, default=0) > generation
 
 
 def identify(found: Mapping[str, RunRecord | None], *, name: str) -> RunRecord | None:

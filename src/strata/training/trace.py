@@ -191,7 +191,9 @@ class Tracer:
 
     @classmethod
     def begin(cls, job: str, *, root: Path | None = None) -> Tracer:
-        return cls(job=job, before=last_footprint(job, root=root), moments={"spawned": process_start_mono_s()})
+        return cls(
+            job=job, before=last_footprint(job, root=root), moments={"spawned": process_start_mono_s()}
+        )
 
     def mark(self, name: str) -> None:
         self.moments.setdefault(name, time.monotonic())

@@ -279,11 +279,24 @@ SMALL_SHARED_MEMORY = (
 )
 
 
+def test_snapshots_that_shared_memory_cannot_hold_live_on_disk(job: SampleJob, tmp_path: Path) -> None:
+    done = train(job, tmp_path, prefix=SMALL_SHARED_MEMORY, checkpoint={"async_save_policy": "fail"})
+    done.assert_complete()
+    assert "do not fit in /dev/shm" in done.told
+    assert "STRATA_MEMORY_ROOT" in done.told
+
+
 @pytest.mark.parametrize("policy", ["warn", "fail"])
-def test_a_snapshot_that_shared_memory_cannot_hold_follows_the_policy(
+def test_a_snapshot_that_the_named_root_cannot_hold_follows_the_policy(
     job: SampleJob, tmp_path: Path, policy: str
 ) -> None:
-    done = train(job, tmp_path, prefix=SMALL_SHARED_MEMORY, checkpoint={"async_save_policy": policy})
+    done = train(
+        job,
+        tmp_path,
+        prefix=SMALL_SHARED_MEMORY,
+        environment={"STRATA_MEMORY_ROOT": "/dev/shm"},
+        checkpoint={"async_save_policy": policy},
+    )
     if policy == "warn":
         done.assert_complete()
         assert "MB required, but only" in done.told

@@ -49,6 +49,8 @@ class Teller:
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None:
         self.tell(what="failed", step=save.step, error=str(error))
 
+    def on_removed(self, checkpoint_id: str, *, step: int, epoch: int, path: str, reason: str) -> None: ...
+
 
 def crash_at(number: int, fault: Fault) -> Any:
     """Die at the given operation, or at the next one that can be interrupted that way."""

@@ -54,6 +54,8 @@ class Recorder:
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None:
         self.events.append(("failed", save.step, str(error)))
 
+    def on_removed(self, checkpoint_id: str, *, step: int, epoch: int, path: str, reason: str) -> None: ...
+
 
 class SlowStore:
     """A store that waits for permission before it makes a payload visible."""

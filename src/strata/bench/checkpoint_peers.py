@@ -51,6 +51,8 @@ class Clock:
 
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None: ...
 
+    def on_removed(self, checkpoint_id: str, *, step: int, epoch: int, path: str, reason: str) -> None: ...
+
 
 def make_manager(folder: Path) -> tuple[CheckpointManager, Clock]:
     """A manager with images of its own, that keeps one checkpoint on disk."""

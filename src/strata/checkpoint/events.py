@@ -112,7 +112,7 @@ class Observer(Protocol):
     def on_removed(
         self, checkpoint_id: CheckpointId, *, step: int, epoch: int, path: str, reason: str
     ) -> None:
-        """Retention has removed it from the last destination that had it."""
+        """The checkpoint is in no durable tier any more."""
         ...
 
 
@@ -124,6 +124,8 @@ class SaveHandle:
         self.step = step
         self.future: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
         self.copied: Callable[[], None] = lambda: None
+        self.tiers: tuple[str, ...] = ()
+        """Where it has arrived so far."""
 
     def wait_copied(self) -> None:
         """Return when the state has been copied, which on CUDA may be after `save` has returned."""
@@ -131,6 +133,10 @@ class SaveHandle:
 
     def done(self) -> bool:
         return self.future.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended, one way or the other, in time."""
+        return not concurrent.futures.wait([self.future], timeout_s).not_done
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """The checkpoint, once every tier has it. Raises `SaveFailed`, `SaveSkipped`, or `TimeoutError`."""

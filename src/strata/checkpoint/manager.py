@@ -20,6 +20,7 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -39,7 +40,7 @@ from strata.checkpoint.naming import Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.payloads import ByteBudget, BytesPayload
 from strata.checkpoint.pipeline import Payload, Pipeline, Policy, Save
 from strata.checkpoint.places import Place, default_job, open_stores
-from strata.checkpoint.restore import Found, MemorySource, Restored, Source, StoreSource, gather, restore
+from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, look, restore
 from strata.core.lineage import Lineage, Placement
 from strata.errors import MissingDependency
 from strata.stores.protocol import Store, StoreError
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     import torch
 
     from strata.checkpoint.image import Plan
-    from strata.checkpoint.staging import Staging
+    from strata.checkpoint.staging import Holder, Staging
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -62,9 +63,11 @@ class Memory:
     job: str | None = None
     """Images belong to this name; by default one made from the stores' URLs and RANK."""
     images: int = 2
+    launch: str = ""
+    """How this process was started, for others who find it at work."""
     budget_bytes: int | None = None
     """For all images together; by default what the file system at `root` has."""
-    root: str | None = None
+    root: str | os.PathLike[str] | None = None
     """The folder below which images are; by default `STRATA_MEMORY_ROOT`, else /dev/shm, and a folder on disk for images
     that do not fit there."""
 
@@ -81,15 +84,28 @@ class Author:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyFound:
+    """One copy of a checkpoint."""
+
+    manifest: Manifest
+    tier: str
+    where: str
+    """The store's URL, or the file of an image in memory."""
+    distance: int
+    """0 is memory; stores count from 1, near to far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Surveyed:
     """What there is to restore, by what every tier answered."""
 
-    found: tuple[Found, ...]
-    """One for each copy."""
+    copies: tuple[CopyFound, ...]
     unreachable: tuple[StoreError, ...]
     """Tiers that did not answer."""
     unreadable: tuple[str, ...]
     """Manifests that are damaged."""
+    removed: tuple[CheckpointId, ...]
+    """Checkpoints whose payload somebody has deleted from every store that had them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +178,8 @@ class CheckpointManager:
         *,
         position: Json = None,
         tiers: Sequence[str] | None = None,
-        must_arrive: bool = False,
         placement: Placement | None = None,
+        must_arrive: bool = False,
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
 
@@ -283,24 +299,50 @@ class CheckpointManager:
         return [each.info for each in found if each not in removed and self._is_own(each.manifest)]
 
     def survey(self) -> Surveyed:
-        """What could be restored, copy by copy, with what stands in the way of knowing it: for those who decide
-        themselves what to load. Reads every manifest anew, and no payload."""
+        """What could be restored, copy by copy, and what stands in the way of knowing it: for those who decide themselves
+        what to load. Reads every manifest anew, and no payload."""
         sources = self._sources()
-        found: list[Found] = []
-        unreachable: list[StoreError] = []
-        unreadable: list[str] = []
-        for source in sources:
-            try:
-                there, problems = gather([source], fresh=True, strict=True)
-                found += there
-                unreadable += problems
-            except StoreError as error:
-                unreachable.append(error)
+        found, problems, unread = look(sources, fresh=True)
+        own = [each for each in found if self._is_own(each.manifest)]
         return Surveyed(
-            found=tuple(each for each in found if self._is_own(each.manifest)),
-            unreachable=tuple(unreachable),
-            unreadable=tuple(unreadable),
+            copies=tuple(
+                CopyFound(
+                    manifest=entry.manifest,
+                    tier=source.tier,
+                    where=source.place(entry),
+                    distance=sources.index(source) + (0 if sources[0].tier == MEMORY else 1),
+                )
+                for each in own
+                for source, entry in each.copies
+            ),
+            unreachable=tuple(unread),
+            unreadable=tuple(problems),
+            removed=tuple(each.manifest.checkpoint_id for each in own if each.has_lost_its_payload()),
         )
+
+    def restore_copy(
+        self, checkpoint_id: CheckpointId, *, where: str, into: Any, tear_ok: bool = False
+    ) -> Restored:
+        """Load one copy that `survey` has found, and no other."""
+        self._check_open()
+        return restore(
+            [s for s in self._sources() if s.tier == MEMORY or s.place(None) == where],
+            checkpoint_id=checkpoint_id,
+            place=where,
+            into=into,
+            tear_ok=tear_ok,
+            reading=self._being_read,
+            on_damaged=self._damaged.add,
+        )
+
+    def fence(self, generation: int) -> None:
+        """Belong to a generation of the run: older ones keep no more snapshots on this machine. Raises `Superseded`."""
+        self.author = replace(self.author, generation=generation)
+        self._images().fence(generation)
+
+    def holders(self) -> list[Holder]:
+        """Other live processes that hold snapshots of the same job on this machine."""
+        return self._images().live_holders()
 
     def snapshots(self) -> list[CheckpointInfo]:
         """The checkpoints in memory, newest first."""
@@ -339,9 +381,11 @@ class CheckpointManager:
         into: Any = None,
         trusted_source: bool = False,
         tiers: Sequence[str] | None = None,
+        tear_ok: bool = False,
     ) -> Restored:
-        """`load`, to continue training from: what is saved next continues this checkpoint."""
-        restored = self._load(step, checkpoint_id, into, trusted_source, tiers)
+        """`load`, to continue training from: what is saved next continues this checkpoint. With `tear_ok` bytes are verified
+        as they are copied `into` place, which is quicker; if that fails, some tensors have changed."""
+        restored = self._load(step, checkpoint_id, into, trusted_source, tiers, tear_ok)
         is_durable = any(tier != MEMORY for tier in restored.info.tiers)
         with self._lock:
             self._look_around().go_back_to(restored.info, durable=is_durable)
@@ -509,6 +553,7 @@ class CheckpointManager:
                     images=self._memory.images,
                     budget_bytes=self._memory.budget_bytes,
                     root=Path(self._memory.root) if self._memory.root else None,
+                    launch=self._memory.launch,
                 )
             return self._staging
 
@@ -519,6 +564,7 @@ class CheckpointManager:
         into: Any,
         trusted_source: bool,
         tiers: Sequence[str] | None,
+        tear_ok: bool = False,
     ) -> Restored:
         self._check_open()
         return restore(
@@ -527,6 +573,7 @@ class CheckpointManager:
             checkpoint_id=checkpoint_id,
             into=into,
             trusted_source=trusted_source,
+            tear_ok=tear_ok,
             reading=self._being_read,
             on_damaged=self._damaged.add,
         )

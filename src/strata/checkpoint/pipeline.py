@@ -523,6 +523,7 @@ class Pipeline:
 
     def _arrived(self, save: Save, tier: str, path: str) -> None:
         save.places.append((tier, path))
+        save.handle.tiers = (*save.handle.tiers, tier)
         seconds = time.monotonic() - save.begun_s
         size = save.size_bytes / 1e6
         log.info(

@@ -356,8 +356,15 @@ class Staging:
     """The images one process holds for one job."""
 
     def __init__(
-        self, job: str, *, images: int = 2, budget_bytes: int | None = None, root: Path | None = None
+        self,
+        job: str,
+        *,
+        images: int = 2,
+        budget_bytes: int | None = None,
+        root: Path | None = None,
+        launch: str = "",
     ) -> None:
+        """`launch` tells others how this process was started."""
         if images < 1:
             raise ValueError(f"images ({images}) must be at least 1")
         self.job = job
@@ -370,19 +377,17 @@ class Staging:
         self._locks: dict[Path, FolderLock] = {}
         """The folders held, by their roots."""
         self._fence = Fence(job_folder(job, root=self._roots[0]))
-        self._launch = ""
+        self._launch = launch
         self._buffers: list[ImageBuffer] = []
         self._changed = threading.Condition()
         self._is_open = False
         self._said: set[str] = set()
 
-    def open(self, *, launch: str = "") -> None:
-        """Take over what a dead process of this job left, and remove what no job will ask for again. `launch` tells others
-        how this process was started."""
+    def open(self) -> None:
+        """Take over what a dead process of this job left, and remove what no job will ask for again."""
         with self._changed:
             if self._is_open:
                 return
-            self._launch = launch
             marked, root = self._adopt()
             folder = self._hold(root) if marked else self._hold_first()
             self._buffers = [ImageBuffer(folder / str(n), self._fence.refuse) for n in range(self._images)]

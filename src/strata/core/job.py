@@ -279,7 +279,10 @@ class JobProtocol:
         everything = [o for survey in surveys for o in survey.offers if o.run in ("", self.lineage.run)]
         claimed = max((survey.generation for survey in surveys), default=0)
         seen = max((offer.generation for offer in everything), default=0)
-        self.lineage.generation = max(claimed, seen + 1)
+        if claimed and seen > claimed:
+            reason = f"generation {seen} of this run has saved already; this start is generation {claimed}"
+            return Stop(kind="superseded", reasons=(reason,))
+        self.lineage.generation = claimed or seen + 1
         self.lineage.sequence = max((offer.sequence for offer in everything), default=0)
         published = [offer.order for offer in self._offers.values() if offer.is_durable]
         self._seen = max(published, default=(0, 0))

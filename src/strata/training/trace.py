@@ -95,21 +95,28 @@ class Footprint:
 class Footprints:
     """This rank's last step, where it survives the rank. Writing one costs less than a microsecond."""
 
-    def __init__(self, job: str, rank: int, *, root: Path | None = None) -> None:
-        folder = run_folder(job, root=root)
-        make_private(folder, inside=folder.parent)
-        clear_old_runs(keep=job, root=root)
-        path = folder / f"rank-{rank}"
-        with open(path, "w+b") as file:
-            file.truncate(_FOOTPRINT.size)
-            self._map = mmap(file.fileno(), _FOOTPRINT.size)
+    def __init__(self, *jobs: str, rank: int, root: Path | None = None) -> None:
+        """By all names that somebody may look for them: the launch's, and the run's."""
+        self._maps = []
+        for job in dict.fromkeys(jobs):
+            folder = run_folder(job, root=root)
+            make_private(folder, inside=folder.parent)
+            clear_old_runs(keep=job, root=root)
+            with open(folder / f"rank-{rank}", "w+b") as file:
+                file.truncate(_FOOTPRINT.size)
+                self._maps.append(mmap(file.fileno(), _FOOTPRINT.size))
         self._born_mono_s = process_start_mono_s()
 
     def leave(self, step: int, world_size: int) -> None:
-        _FOOTPRINT.pack_into(self._map, 0, time.monotonic(), self._born_mono_s, step, world_size)
+        global _last_step
+        _last_step = step
+        now_s = time.monotonic()
+        for each in self._maps:
+            _FOOTPRINT.pack_into(each, 0, now_s, self._born_mono_s, step, world_size)
 
     def close(self) -> None:
-        self._map.close()
+        for each in self._maps:
+            each.close()
 
 
 def footprints(job: str, *, root: Path | None = None) -> list[Footprint]:
@@ -181,6 +188,14 @@ def process_start_mono_s() -> float:
         return time.monotonic()
 
 
+_last_step: int | None = None
+
+
+def last_step_here() -> int | None:
+    """The newest step that this very process has made."""
+    return _last_step
+
+
 @dataclass(slots=True)
 class Tracer:
     """Collects the moments of one recovery. `mark` them in order; `finish` adds them up."""
@@ -188,12 +203,25 @@ class Tracer:
     job: str
     before: Footprint | None
     moments: dict[str, float] = field(default_factory=dict)
+    is_recent: bool = True
 
     @classmethod
     def begin(cls, job: str, *, root: Path | None = None) -> Tracer:
         return cls(
             job=job, before=last_footprint(job, root=root), moments={"spawned": process_start_mono_s()}
         )
+
+    def find_before(self, job: str, *, root: Path | None, within_s: float) -> bool:
+        """Look for the last step under the run's own name, which outlives its launches; whether that changed anything. One
+        that was made long ago was resumed from, not recovered: it says how far the run had come, and nothing about time."""
+        newest = max(
+            (f for f in (self.before, last_footprint(job, root=root)) if f is not None),
+            key=lambda f: f.mono_s,
+            default=None,
+        )
+        changed, self.before = newest != self.before, newest
+        self.is_recent = newest is not None and 0.0 <= time.monotonic() - newest.mono_s <= within_s
+        return changed and self.is_recent
 
     def mark(self, name: str) -> None:
         self.moments.setdefault(name, time.monotonic())
@@ -211,7 +239,7 @@ class Tracer:
             "load": loaded - joined,
             "first_step": m.get("stepped", loaded) - loaded,
         }
-        if self.before is not None:
+        if self.before is not None and self.is_recent:
             phases["detect"] = spawned - self.before.mono_s
             met = _read_rendezvous(run_folder(os.environ.get("TORCHELASTIC_RUN_ID", self.job)))
             if met is not None and self.before.mono_s <= met[0] <= met[1] <= spawned:

@@ -283,7 +283,7 @@ def test_generations_that_start_together_leave_the_newest_on_record(tmp_path: Pa
 
 
 def test_holders_say_who_they_are_and_how_they_were_started(tmp_path: Path) -> None:
-    one, other = Staging("job", root=tmp_path), Staging("job", root=tmp_path)
+    one, other = Staging("job", root=tmp_path, launch="torchrun train.py"), Staging("job", root=tmp_path)
     one.open()
     (holder,) = other.live_holders()
     assert (holder.token, holder.pid) == (this_process().token, os.getpid())

@@ -299,6 +299,24 @@ def test_snapshots_that_shared_memory_cannot_hold_are_kept_on_disk(job: SampleJo
     assert saved_steps(tmp_path / "checkpoints")[0] == 30
 
 
+@pytest.mark.parametrize("policy", ["warn", "fail"])
+def test_a_snapshot_that_the_named_root_cannot_hold_follows_the_policy(
+    job: SampleJob, tmp_path: Path, policy: str
+) -> None:
+    done = train(
+        job,
+        tmp_path,
+        prefix=SMALL_SHARED_MEMORY,
+        environment={"STRATA_MEMORY_ROOT": "/dev/shm"},
+        checkpoint={"async_save_policy": policy},
+    )
+    if policy == "warn":
+        done.assert_complete()
+        assert "MB required, but only" in done.told
+    else:
+        done.assert_failed("MemoryLimitExceeded: Cannot save snapshot: ", "MB required, but only")
+
+
 def retrying(**checkpoint: Any) -> dict[str, Any]:
     return {
         "async_save_policy": "retry",

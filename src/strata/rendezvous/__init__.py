@@ -58,17 +58,29 @@ def etcd_plugin() -> HandlerCreator:
     """
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-    from strata.rendezvous.etcd import create_etcd_v3_handler
-
-    rendezvous_handler_registry._registry["etcd"] = create_etcd_v3_handler
-    return create_etcd_v3_handler
+    rendezvous_handler_registry._registry["etcd"] = _create_etcd_handler
+    return _create_etcd_handler
 
 
 def strata_plugin() -> HandlerCreator:
     """Entry point of the group `torchrun.handlers`, for the name `strata`."""
+    return _create_strata_handler
+
+
+# Torch asks for the creators in the middle of importing its own agent, which handlers need: they are imported when
+# one is created.
+
+
+def _create_etcd_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    from strata.rendezvous.etcd import create_etcd_v3_handler
+
+    return create_etcd_v3_handler(parameters)
+
+
+def _create_strata_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     from strata.rendezvous.strata import create_strata_handler
 
-    return create_strata_handler
+    return create_strata_handler(parameters)
 
 
 __all__ = [

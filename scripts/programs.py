@@ -68,7 +68,9 @@ PROGRAMS = (
     Program("sudo", "optional", "sudo", "installing the programs of this table as an ordinary user"),
     Program("nvidia-smi", "optional", "nvidia-smi", "what `strata doctor` says of GPUs"),
     Program("google-chrome", "optional", "google-chrome", "benchmarks of the dashboard without chromium"),
-    Program("chromium-browser", "optional", "chromium-browser", "benchmarks of the dashboard without chromium"),
+    Program(
+        "chromium-browser", "optional", "chromium-browser", "benchmarks of the dashboard without chromium"
+    ),
     Program("h2load", "optional", "nghttp2-client", "benchmarks of unary calls"),
     Program("docker", "optional", "docker.io", "scripts/start_etcd.sh where there is no etcd"),
     Program("munged", "optional", "munge", "the slow test with a Slurm cluster"),

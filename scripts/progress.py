@@ -17,10 +17,13 @@ from types import TracebackType
 
 ON_A_TERMINAL_EVERY_S = 0.2
 IN_A_LOG_EVERY_S = 15.0
+UNCHANGED_EVERY = 4
+"""Where nothing has moved on, every so manieth line of a log: it is still at work."""
 CAUSE_LINES = 12
 
 _TELLING = re.compile(
-    r"^\s*(ERROR\b|E:|W:|Err:|npm (ERR!|error)|(\w+: )?(fatal )?error\b|fatal:|\w*Error:|WARNING: Retrying)", re.I
+    r"^\s*(ERROR\b|E:|W:|Err:|npm (ERR!|error)|(\w+: )?(fatal )?error\b|fatal:|\w*Error:|WARNING: Retrying)",
+    re.I,
 )
 _BUILD_OUTPUT_ENDS = re.compile(r"\[end of output\]")
 
@@ -33,8 +36,8 @@ class Step:
     """One line of progress. On a terminal it is rewritten as things move on; in a log there is a line now and then."""
 
     def __init__(self, title: str, *, number: int = 1, count: int = 1) -> None:
-        self.state = ""
-        """How far it is; whoever does the work sets it."""
+        self.state: str | Callable[[], str] = ""
+        """How far it is, or a way to find out; whoever does the work sets it."""
         self._title = f"[{number}/{count}] {title}"
         self._is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._began_s = time.monotonic()
@@ -52,16 +55,20 @@ class Step:
     ) -> None:
         self._over.set()
         self._clock.join()
-        outcome = "failed" if error is not None else self.state or "done"
+        outcome = "failed" if error is not None else self._now() or "done"
         self._show(f"{self._title}: {outcome}, {duration(time.monotonic() - self._began_s)}", "\n")
 
     def _tick(self) -> None:
-        told = self.state
+        told, seldom = "", 0
         while not self._over.wait(ON_A_TERMINAL_EVERY_S if self._is_terminal else IN_A_LOG_EVERY_S):
-            if self._is_terminal or self.state != told:
-                told = self.state
-                state = f": {told}" if told else " …"
-                self._show(f"{self._title}{state}, {duration(time.monotonic() - self._began_s)}", "\r")
+            state, seldom = self._now(), seldom + 1
+            if self._is_terminal or state != told or seldom % UNCHANGED_EVERY == 0:
+                told = state
+                words = f": {state}" if state else " …"
+                self._show(f"{self._title}{words}, {duration(time.monotonic() - self._began_s)}", "\r")
+
+    def _now(self) -> str:
+        return self.state if isinstance(self.state, str) else self.state()
 
     def _show(self, line: str, end: str) -> None:
         if self._is_terminal:
@@ -74,7 +81,8 @@ class Step:
 
 
 def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def run(

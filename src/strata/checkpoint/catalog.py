@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from strata.checkpoint.errors import Damaged
-from strata.checkpoint.manifest import SUFFIX, Manifest, decode
+from strata.checkpoint.manifest import SUFFIX, CheckpointId, Manifest, decode
 from strata.stores.protocol import NotFound, Store
 
 
@@ -53,10 +53,20 @@ class Catalog:
         entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
         return Listing(entries=tuple(entries), problems=tuple(problems))
 
+    def known_ids(self) -> set[CheckpointId]:
+        """As of the last listing, and what was added since."""
+        with self._lock:
+            return {manifest.checkpoint_id for manifest in self._known.values()}
+
     def add(self, entry: Entry) -> None:
         """A manifest that was just put there need not be read."""
         with self._lock:
             self._known[entry.key] = entry.manifest
+
+    def forget(self, entry: Entry) -> None:
+        """A manifest that was just deleted."""
+        with self._lock:
+            self._known.pop(entry.key, None)
 
     def read(self, key: str) -> Manifest:
         return decode(self.store.read(key), path=where(self.store, key))

@@ -10,7 +10,7 @@ from strata.checkpoint import leases
 from strata.checkpoint.catalog import Catalog, Entry
 from strata.checkpoint.manifest import CheckpointId
 from strata.checkpoint.naming import manifest_key, writer_of
-from strata.checkpoint.retention import removals
+from strata.core.lineage import removable
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -19,20 +19,29 @@ _FOREIGN_ORPHAN_AGE_S = 24 * 3600.0
 
 def remove(catalog: Catalog, entry: Entry) -> None:
     catalog.store.delete(entry.key)
+    catalog.forget(entry)
     for part in entry.manifest.parts:
         catalog.store.delete(part.key)
 
 
 def remove_superseded(
-    catalog: Catalog, *, keep_count: int, in_use: Collection[CheckpointId], damaged: Collection[CheckpointId]
-) -> None:
-    """What `retention.removals` decides about this store."""
+    catalog: Catalog,
+    *,
+    keep_count: int,
+    run: str = "",
+    in_use: Collection[CheckpointId] = (),
+    damaged: Collection[CheckpointId] = (),
+) -> list[Entry]:
+    """Remove what newer checkpoints of this run have made superfluous (`strata.core.lineage.removable`); what went."""
     in_use = {*in_use, *leases.being_read(catalog.store)}
-    entries = {entry.manifest.checkpoint_id: entry for entry in catalog.list().entries}
-    manifests = [entry.manifest for entry in entries.values()]
-    for removal in removals(manifests, keep_count=keep_count, in_use=in_use, damaged=damaged):
-        remove(catalog, entries[removal.manifest.checkpoint_id])
-        log.info("removed checkpoint %s: %s", removal.manifest.checkpoint_id, removal.reason)
+    own = {e.manifest.checkpoint_id: e for e in catalog.list().entries if e.manifest.run in ("", run)}
+    manifests = [entry.manifest for entry in own.values()]
+    removed = []
+    for manifest in removable(manifests, keep_count=keep_count, in_use=in_use, damaged=damaged):
+        removed.append(own[manifest.checkpoint_id])
+        remove(catalog, removed[-1])
+        log.info("removed checkpoint %s: there are %d newer ones", manifest.checkpoint_id, keep_count)
+    return removed
 
 
 def remove_orphans(catalog: Catalog) -> int:

@@ -9,7 +9,7 @@ from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.manifest import SHARDED, Manifest
 from strata.checkpoint.naming import manifest_key, unique_stem
 from strata.checkpoint.places import Place
-from strata.checkpoint.retention import line
+from strata.core.lineage import fallback_order
 from strata.stores import open_store
 from strata.stores.protocol import Store
 
@@ -32,7 +32,7 @@ def sharded(catalog: Catalog) -> list[Entry]:
         for entry in catalog.list(fresh=True).entries
         if entry.manifest.format == SHARDED
     }
-    return [by_id[manifest.checkpoint_id] for manifest in line(entry.manifest for entry in by_id.values())]
+    return [by_id[manifest.checkpoint_id] for manifest in fallback_order(e.manifest for e in by_id.values())]
 
 
 def info_of(store: Store, manifest: Manifest) -> CheckpointInfo:

@@ -41,10 +41,11 @@ from strata.checkpoint.errors import (
     UnsupportedState,
 )
 from strata.checkpoint.events import CheckpointInfo
-from strata.checkpoint.history import Line
+from strata.checkpoint.history import place_next
 from strata.checkpoint.manifest import SHARDED, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.naming import new_id
 from strata.checkpoint.places import Place
+from strata.core.lineage import Lineage
 from strata.stores.protocol import NotFound, StoreError
 
 log = logging.getLogger("strata.checkpoint")
@@ -144,7 +145,7 @@ class StrataStorageWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._told_as_save():
-            self._line()  # Refuse a stale generation before its ranks write for nothing.
+            self._lineage()  # Refuse a stale generation before its ranks write for nothing.
         return [replace(plan, storage_data=named_last(self._store)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -183,7 +184,7 @@ class StrataStorageWriter(StorageWriter):
                 generation=self.generation,
                 author=self.worker,
             )
-            manifest = self._line().extend(draft, lasting=True)
+            manifest = place_next(self._lineage(), draft)
             self._publish(manifest)
         remember_named(self._store, numbers)
         self.parent = None  # The next one continues this one.
@@ -222,15 +223,18 @@ class StrataStorageWriter(StorageWriter):
                     reason=f"the part {found}, {part.size_bytes} bytes were written",
                 )
 
-    def _line(self) -> Line:
-        """The line that the new checkpoint continues. Raises `StaleGeneration` where it may not."""
+    def _lineage(self) -> Lineage:
+        """What the new checkpoint continues. Raises `StaleGeneration` where it may not."""
         manifests = [entry.manifest for entry in self._catalog.list().entries]
         generation = max((manifest.generation for manifest in manifests), default=0)
         if generation > self.generation:
             raise StaleGeneration(seen=self.generation, current=generation)
         parent = self.parent or (manifests[0].checkpoint_id if manifests else None)
         sequence = max((manifest.sequence for manifest in manifests), default=0)
-        return Line(sequence=sequence, generation=generation, parent=parent, lasting_parent=parent)
+        name = manifests[0].lineage if manifests else ""
+        return Lineage(
+            name=name, sequence=sequence, generation=self.generation, parent=parent, durable_parent=parent
+        )
 
     def _publish(self, manifest: Manifest) -> None:
         key = key_of(manifest)
@@ -245,7 +249,7 @@ class StrataStorageWriter(StorageWriter):
 
     def _clean(self, keep_count: int) -> None:
         try:
-            remove_superseded(self._catalog, keep_count=keep_count, in_use=(), damaged=())
+            remove_superseded(self._catalog, keep_count=keep_count)
         except StoreError as error:
             log.warning("older checkpoints could not be removed; the save itself is complete: %s", error)
 

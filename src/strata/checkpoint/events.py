@@ -32,8 +32,15 @@ class CheckpointInfo:
     world_size: int = 1
     generation: int = 0
     author: str = ""
+    run: str = ""
+    sequence: int = 0
+    lineage: str = ""
     parent: CheckpointId | None = None
-    lasting_parent: CheckpointId | None = None
+    durable_parent: CheckpointId | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.generation, self.sequence)
 
     @classmethod
     def of(
@@ -57,8 +64,11 @@ class CheckpointInfo:
             world_size=manifest.world_size,
             generation=manifest.generation,
             author=manifest.author,
+            run=manifest.run,
+            sequence=manifest.sequence,
+            lineage=manifest.lineage,
             parent=manifest.parent,
-            lasting_parent=manifest.lasting_parent,
+            durable_parent=manifest.durable_parent,
         )
 
 
@@ -86,6 +96,12 @@ class Observer(Protocol):
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None: ...
 
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None: ...
+
+    def on_removed(
+        self, checkpoint_id: CheckpointId, *, step: int, epoch: int, path: str, reason: str
+    ) -> None:
+        """Retention has removed it from the last destination that had it."""
+        ...
 
 
 class SaveHandle:

@@ -29,17 +29,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from strata.checkpoint.catalog import Catalog, Entry
+from strata.checkpoint.catalog import Catalog, Entry, where
 from strata.checkpoint.cleaning import remove_orphans, remove_superseded
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
-from strata.checkpoint.history import Line
+from strata.checkpoint.history import place_next, placed, read_lineage
 from strata.checkpoint.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.naming import Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.payloads import ByteBudget, BytesPayload
 from strata.checkpoint.pipeline import Payload, Pipeline, Policy, Save
 from strata.checkpoint.places import Place, default_job, open_stores
-from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, restore
+from strata.checkpoint.restore import Found, MemorySource, Restored, Source, StoreSource, gather, restore
+from strata.core.lineage import Lineage, Placement
 from strata.errors import MissingDependency
 from strata.stores.protocol import Store, StoreError
 
@@ -74,6 +75,20 @@ class Author:
     worker: str = ""
     world_size: int = 1
     generation: int = 0
+    run: str = ""
+    """The run that saves belong to. With one, what belongs to another run is neither listed, continued nor removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surveyed:
+    """What there is to restore, by what every tier answered."""
+
+    found: tuple[Found, ...]
+    """One for each copy."""
+    unreachable: tuple[StoreError, ...]
+    """Tiers that did not answer."""
+    unreadable: tuple[str, ...]
+    """Manifests that are damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +115,11 @@ class CheckpointManager:
         author: Author | None = None,
         stem: Stem = unique_stem,
         observer: Observer | None = None,
+        admit: Callable[[Store], None] | None = None,
     ) -> None:
         """`path` is a folder, a URL, a store, or a list of them from near to far; by default what the environment
-        names (`STORAGE_BACKEND` and so on). An empty list keeps checkpoints in memory only."""
+        names (`STORAGE_BACKEND` and so on). An empty list keeps checkpoints in memory only. `admit` is asked before a
+        manifest is put into a store, and raises where this process may not publish any more."""
         if keep_count < 1:
             raise ValueError(f"keep_count ({keep_count}) must be at least 1")
         stores = open_stores(path)
@@ -117,7 +134,8 @@ class CheckpointManager:
         self._failed: SaveFailed | None = None
         self._reading: Counter[CheckpointId] = Counter()
         self._damaged: set[CheckpointId] = set()
-        self._line: Line | None = None
+        self._lineage: Lineage | None = None
+        self._observer = observer
         self._staging: Staging | None = None
         self._plan: Plan | None = None
         self._bytes = ByteBudget(_BYTES_UNDER_WAY)
@@ -129,6 +147,7 @@ class CheckpointManager:
             observer=observer,
             on_published=self._clean,
             on_ended=self._ended,
+            admit=admit,
         )
 
     # Saving
@@ -142,8 +161,11 @@ class CheckpointManager:
         *,
         position: Json = None,
         tiers: Sequence[str] | None = None,
+        placement: Placement | None = None,
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
+
+        `placement` is the checkpoint's id and its place in the history, where somebody else decides that.
 
         `position` is the data position that belongs to the state. `tiers` limits the save to some of the stores, by
         their tiers' names; `["MEMORY"]` is for none of them and makes a snapshot that outlives the process but not the
@@ -159,6 +181,8 @@ class CheckpointManager:
             self._stage_bytes(data) if isinstance(data, bytes | bytearray | memoryview) else self._stage(data)
         )
         draft = self._draft(step, epoch, staged.format, metadata or {}, position)
+        if placement is not None:
+            draft = placed(draft, placement)
         save = Save(
             draft=draft,
             stores=self._stores_for(tiers),
@@ -172,7 +196,8 @@ class CheckpointManager:
         self._await(save.handle)
         try:
             self._pipeline.check_room(save)
-            self._continue_line(save)
+            if placement is None:
+                self._continue_lineage(save)
             save.payload, fill = staged.make()
         except SaveSkipped as skipped:
             log.warning("step %d: %s", step, skipped)
@@ -245,19 +270,33 @@ class CheckpointManager:
     def get_by_step(self, step: int) -> CheckpointInfo | None:
         return next((info for info in self.all_checkpoints() if info.step == step), None)
 
-    def get_parent(self) -> CheckpointInfo | None:
-        """The lasting checkpoint that the next lasting save continues."""
-        with self._lock:
-            parent = self._look_around().lasting_parent
-        return next((info for info in self.all_checkpoints() if info.checkpoint_id == parent), None)
-
     def all_checkpoints(self) -> list[CheckpointInfo]:
         """Every checkpoint in any tier, in the order in which training would fall back to them."""
         found, problems = gather(self._sources())
         removed = [each for each in found if each.was_removed()]
         for problem in [*problems, *(f"{each.info.path} was removed" for each in removed)]:
             log.warning("passed over while listing checkpoints: %s", problem)
-        return [each.info for each in found if each not in removed]
+        return [each.info for each in found if each not in removed and self._is_own(each.manifest)]
+
+    def survey(self) -> Surveyed:
+        """What could be restored, copy by copy, with what stands in the way of knowing it: for those who decide
+        themselves what to load. Reads every manifest anew, and no payload."""
+        sources = self._sources()
+        found: list[Found] = []
+        unreachable: list[StoreError] = []
+        unreadable: list[str] = []
+        for source in sources:
+            try:
+                there, problems = gather([source], fresh=True, strict=True)
+                found += there
+                unreadable += problems
+            except StoreError as error:
+                unreachable.append(error)
+        return Surveyed(
+            found=tuple(each for each in found if self._is_own(each.manifest)),
+            unreachable=tuple(unreachable),
+            unreadable=tuple(unreadable),
+        )
 
     def snapshots(self) -> list[CheckpointInfo]:
         """The checkpoints in memory, newest first."""
@@ -297,11 +336,11 @@ class CheckpointManager:
         trusted_source: bool = False,
         tiers: Sequence[str] | None = None,
     ) -> Restored:
-        """`load`, to go on training from: what is saved next continues this checkpoint's line, and newer
-        checkpoints of another line are given up in favour of it."""
+        """`load`, to continue training from: what is saved next continues this checkpoint."""
         restored = self._load(step, checkpoint_id, into, trusted_source, tiers)
+        is_durable = any(tier != MEMORY for tier in restored.info.tiers)
         with self._lock:
-            self._look_around().go_back_to(restored.info)
+            self._look_around().go_back_to(restored.info, durable=is_durable)
         return restored
 
     # Ending
@@ -411,19 +450,28 @@ class CheckpointManager:
             author=self.author.worker,
         )
 
-    def _continue_line(self, save: Save) -> None:
+    def _continue_lineage(self, save: Save) -> None:
         """Give the save its place in the history."""
         with self._lock:
-            save.draft = self._look_around().extend(save.draft, lasting=bool(save.stores))
+            save.draft = place_next(self._look_around(), save.draft, durable=bool(save.stores))
 
-    def _look_around(self) -> Line:
-        """The line training is on; the first look also removes what dead writers left."""
-        if self._line is None:
-            self._line = Line.read(self._sources())
-            for catalog in self._catalogs:
-                with contextlib.suppress(StoreError):  # The next process will try again.
-                    remove_orphans(catalog)
-        return self._line
+    def _look_around(self) -> Lineage:
+        """The lineage training is on; the first look also removes what dead writers left."""
+        if self._lineage is None:
+            author = self.author
+            self._lineage = read_lineage(self._sources(), run=author.run, generation=author.generation)
+            self.remove_orphans()
+        return self._lineage
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        """Everything is, unless this manager belongs to a run."""
+        return not self.author.run or manifest.run in ("", self.author.run)
+
+    def remove_orphans(self) -> None:
+        """Remove payloads that never got a manifest and never will, because their writer is gone."""
+        for catalog in self._catalogs:
+            with contextlib.suppress(StoreError):  # The next process will try again.
+                remove_orphans(catalog)
 
     # The parts of loading and ending
 
@@ -482,12 +530,30 @@ class CheckpointManager:
         catalog.add(entry)
         with self._lock:
             in_use = {*self._pending, *(+self._reading)}
-        remove_superseded(catalog, keep_count=self.keep_count, in_use=in_use, damaged=self._damaged)
+        removed = remove_superseded(
+            catalog,
+            keep_count=self.keep_count,
+            run=self.author.run,
+            in_use=in_use,
+            damaged=self._damaged,
+        )
+        others = {i for other in self._catalogs if other is not catalog for i in other.known_ids()}
+        for manifest in (gone.manifest for gone in removed):
+            if self._observer is not None and manifest.checkpoint_id not in others:
+                self._observer.on_removed(
+                    manifest.checkpoint_id,
+                    step=manifest.step,
+                    epoch=manifest.epoch,
+                    path=where(catalog.store, manifest.parts[0].key),
+                    reason=f"there are {self.keep_count} newer ones",
+                )
 
     def _ended(self, save: Save, error: SaveFailed | None) -> None:
         with self._lock:
-            if self._line is not None:
-                self._line.retract(save.draft, tiers=[tier for tier, _ in save.places])
+            if self._lineage is not None and any(tier != MEMORY for tier, _ in save.places):
+                self._lineage.confirm(save.draft.checkpoint_id)
+            elif self._lineage is not None and not save.places:
+                self._lineage.fail(save.draft.checkpoint_id)
             if error is not None and self._policy.on_error != "warn":
                 self._failed = self._failed or error
 

@@ -26,7 +26,9 @@ from strata.checkpoint.errors import Damaged
 from strata.core.terms import CheckpointId as CheckpointId
 from strata.stores.keys import check_key
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)
+"""Version 1 had neither runs nor lineages, and called the durable parent `lasting_parent`."""
 SUFFIX = ".manifest.json"
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -77,10 +79,14 @@ class Manifest:
     generation: int = 0
     sequence: int = 0
     author: str = ""
+    run: str = ""
+    """The run it belongs to; empty for what no elastic job has made."""
+    lineage: str = ""
+    """Named after the first ancestor; see `strata.core.lineage`."""
     parent: CheckpointId | None = None
-    """The checkpoint training had reached or was restored from before this one, in whatever tier."""
-    lasting_parent: CheckpointId | None = None
-    """The nearest such one that was to outlive the job; the parent itself may have been in memory only."""
+    """The nearest ancestor, in whatever tier."""
+    durable_parent: CheckpointId | None = None
+    """The nearest ancestor that was known to be durable when this one was made."""
 
     @property
     def size_bytes(self) -> int:
@@ -135,8 +141,10 @@ class Manifest:
             "generation": self.generation,
             "sequence": self.sequence,
             "author": self.author,
+            "run": self.run,
+            "lineage": self.lineage,
             "parent": self.parent,
-            "lasting_parent": self.lasting_parent,
+            "durable_parent": self.durable_parent,
         }
         pieces = {name: _canonical(value) for name, value in body.items()} | {"tensors": _table(self.tensors)}
         text = "{" + ",".join(f'"{name}":{pieces[name]}' for name in sorted(pieces)) + "}"
@@ -151,11 +159,13 @@ def decode(raw: bytes, *, path: str) -> Manifest:
         if raw != _seal(sealed):
             raise Damaged(path=path, reason="the manifest does not match its own digest")
         body = json.loads(sealed, parse_constant=_refuse)
-        if body["schema"] != SCHEMA:
+        if body["schema"] not in READABLE:
             raise Damaged(
                 path=path,
                 reason=f"manifest schema {body['schema']} is not {SCHEMA}: another version wrote it",
             )
+        if body["schema"] == 1:
+            body |= {"run": "", "lineage": "", "durable_parent": body["lasting_parent"]}
         manifest = Manifest(
             checkpoint_id=CheckpointId(body["checkpoint_id"]),
             step=body["step"],
@@ -183,8 +193,10 @@ def decode(raw: bytes, *, path: str) -> Manifest:
             generation=body["generation"],
             sequence=body["sequence"],
             author=body["author"],
+            run=body["run"],
+            lineage=body["lineage"],
             parent=body["parent"],
-            lasting_parent=body["lasting_parent"],
+            durable_parent=body["durable_parent"],
         )
         _check(manifest)
         return manifest
@@ -196,8 +208,8 @@ def _check(manifest: Manifest) -> None:
     """A digest stops accidents, not somebody who writes a manifest of their own: what is read must be what the rest of
     the code takes it for. Raises `ValueError`."""
     counts = [manifest.step, manifest.epoch, manifest.world_size, manifest.generation, manifest.sequence]
-    texts = [manifest.checkpoint_id, manifest.format, manifest.author]
-    texts += [parent for parent in (manifest.parent, manifest.lasting_parent) if parent is not None]
+    texts = [manifest.checkpoint_id, manifest.format, manifest.author, manifest.run, manifest.lineage]
+    texts += [parent for parent in (manifest.parent, manifest.durable_parent) if parent is not None]
     for part in manifest.parts:
         counts += [part.size_bytes, part.digest.chunk_bytes]
         texts += [part.key, part.digest.whole, *part.digest.chunks]

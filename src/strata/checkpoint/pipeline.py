@@ -131,12 +131,14 @@ class Pipeline:
         observer: Observer | None,
         on_published: Callable[[Store, Entry], None],
         on_ended: Callable[[Save, SaveFailed | None], None],
+        admit: Callable[[Store], None] | None = None,
     ) -> None:
         self._stem = stem
         self._policy = policy
         self._observer = observer
         self._on_published = on_published
         self._on_ended = on_ended
+        self._admit = admit
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="strata-digest")
         self._writing = {
             id(store): ThreadPoolExecutor(1, thread_name_prefix=f"strata-{store.tier.lower()}")
@@ -219,7 +221,13 @@ class Pipeline:
         for attempt in range(retries + 1):
             try:
                 entry = publish(
-                    store, save.draft, save.payload, save.hashed.result, stem=self._stem, again=attempt > 0
+                    store,
+                    save.draft,
+                    save.payload,
+                    save.hashed.result,
+                    stem=self._stem,
+                    again=attempt > 0,
+                    admit=self._admit,
                 )
             except Exception as error:
                 failure = save.failed(error, store)

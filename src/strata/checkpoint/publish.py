@@ -43,8 +43,10 @@ def publish(
     *,
     stem: Stem,
     again: bool = False,
+    admit: Callable[[Store], None] | None = None,
 ) -> Entry:
-    """Store payload and manifest. `digest` is asked for when the payload is in place; `again` marks a repeated try."""
+    """Store payload and manifest. `digest` is asked for when the payload is in place; `again` marks a repeated attempt.
+    `admit` is asked last, just before the manifest is put, and raises where this process may not publish any more."""
     name = stem(draft.step, draft.checkpoint_id)
     if draft.checkpoint_id not in name and not _claim(store, name, draft):
         name = f"{name}-{draft.checkpoint_id}"
@@ -55,6 +57,8 @@ def publish(
         _put_payload(store, payload_at, payload)
         part = Part(key=payload_at, size_bytes=len(payload.view), digest=digest())
         manifest = replace(draft, parts=(part,))
+        if admit is not None:
+            admit(store)
         store.put(manifest_at, manifest.encode(), if_absent=True)
     except BaseException as error:
         if own := _find_own_after(error, store, manifest_at, draft):

@@ -17,7 +17,7 @@ from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, St
 from strata.checkpoint.events import MEMORY, CheckpointInfo
 from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, open_tensors, verify
 from strata.checkpoint.manifest import BYTES, SHARDED, CheckpointId, Manifest
-from strata.checkpoint.retention import line
+from strata.core.lineage import fallback_order
 from strata.stores.protocol import StoreError
 
 if TYPE_CHECKING:
@@ -172,20 +172,25 @@ class MemorySource:
             return open_image(held.path, manifest, trusted_source=trusted_source, name=name)
 
 
-def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Found], list[str]]:
-    """Every checkpoint in any tier, in the order in which training would fall back, and what could not be read."""
+def gather(
+    sources: Iterable[Source], *, fresh: bool = False, strict: bool = False
+) -> tuple[list[Found], list[str]]:
+    """Every checkpoint in any tier, in the order in which training would fall back, and what could not be read. With
+    `strict`, a tier that does not answer is an error."""
     copies: dict[CheckpointId, list[tuple[Source, Entry]]] = {}
     problems: list[str] = []
     for source in sources:
         try:
             listing = source.list(fresh=fresh)
         except StoreError as error:
+            if strict:
+                raise
             problems.append(str(error))
             continue
         problems.extend(listing.problems)
         for entry in listing.entries:
             copies.setdefault(entry.manifest.checkpoint_id, []).append((source, entry))
-    manifests = line(held[0][1].manifest for held in copies.values())
+    manifests = fallback_order(held[0][1].manifest for held in copies.values())
     return [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests], problems
 
 

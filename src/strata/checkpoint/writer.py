@@ -26,7 +26,7 @@ from strata.checkpoint.catalog import Catalog, where
 from strata.checkpoint.digest import StreamingDigest
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed
 from strata.checkpoint.events import CheckpointInfo
-from strata.checkpoint.history import Line
+from strata.checkpoint.history import place_next, read_lineage
 from strata.checkpoint.manifest import BYTES, Json, Manifest, Part, plain_json
 from strata.checkpoint.naming import manifest_key, new_id, payload_key, unique_stem
 from strata.checkpoint.restore import StoreSource
@@ -173,8 +173,8 @@ class AsyncCheckpointWriter:
         try:
             self._blob.commit()
             part = Part(key=self._key, size_bytes=self._digest.size_bytes, digest=self._digest.finish())
-            line = Line.read([StoreSource(Catalog(self._store))])
-            manifest = line.extend(replace(self._draft, parts=(part,)), lasting=True)
+            lineage = read_lineage([StoreSource(Catalog(self._store))])
+            manifest = place_next(lineage, replace(self._draft, parts=(part,)))
             self._store.put(manifest_at, manifest.encode(), if_absent=True)
         except Exception as error:
             self._store.delete(self._key)

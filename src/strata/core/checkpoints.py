@@ -369,7 +369,7 @@ def _check(command: NotifyCheckpoint, job: JobId) -> None:
 
 def _check_positions(data: DataCommit) -> None:
     for epoch in data.epochs:
-        if max(epoch.epoch, epoch.total) > checks.SAMPLES_LIMIT:
+        if max(epoch.last, epoch.total) > checks.SAMPLES_LIMIT:
             raise ValueError(
                 f"epoch {epoch.epoch} of {shorten(epoch.dataset)!r} has an impossible number or total"
             )

@@ -179,7 +179,7 @@ class Datasets:
         newest: dict[DatasetId, int] = {}
         for each in commit.epochs if commit is not None else ():
             name = DatasetId(each.dataset)
-            newest[name] = max(each.epoch, newest.get(name, 0))
+            newest[name] = max(each.last, newest.get(name, 0))
         return newest
 
     def decide_plan(self, key: PlanKey, membership: Membership, now: Instant) -> ShardsMoved | None:

@@ -47,9 +47,13 @@ class Spans:
         return hash(self.bounds.tobytes())
 
     def __or__(self, other: Spans) -> Spans:
+        if not self or not other:  # Most are: the ledger adds up many records of which few have dropped anything.
+            return self or other
         return Spans(np.concatenate([self.bounds, other.bounds]))
 
     def __and__(self, other: Spans) -> Spans:
+        if not self or not other:
+            return Spans()
         return overlaps(np.concatenate([self.bounds, other.bounds]))
 
     def __sub__(self, other: Spans) -> Spans:
@@ -109,6 +113,28 @@ class Run:
         if start != self.start + self.count * self.stride:
             return None
         return Run(start=self.start, length=self.length, stride=self.stride, count=self.count + 1)
+
+    def followed_by(self, other: Run) -> Run | None:
+        """Both as one run, or None where the other does not continue this one."""
+        if other.count == 1:
+            return self.extended(other.start, other.stop)
+        stride = other.stride if self.count == 1 else self.stride
+        if (other.length, other.stride, other.start) != (
+            self.length,
+            stride,
+            self.start + self.count * stride,
+        ):
+            return None
+        return Run(start=self.start, length=self.length, stride=stride, count=self.count + other.count)
+
+
+def joined(runs: Sequence[Run], more: Iterable[Run]) -> tuple[Run, ...]:
+    """The runs of one record and those of the next: what continues stays one run."""
+    together = list(runs)
+    for run in more:
+        longer = together[-1].followed_by(run) if together else None
+        together[-1:] = [longer] if longer else [*together[-1:], run]
+    return tuple(together)
 
 
 def recorded(runs: Sequence[Run], start: int, stop: int) -> tuple[Run, ...]:

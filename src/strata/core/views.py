@@ -7,7 +7,7 @@ Times are Unix seconds. Pure: nothing here reads a clock or changes anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal, get_args
 
@@ -373,7 +373,13 @@ def audits(
             reports = audit_all(commits, dataset_id)
         except LedgerError:
             continue  # This job has not trained the dataset.
-        found += [_audit(owner, report) for report in reports if epoch in (None, report.epoch)]
+        if epoch is not None:
+            reports = [
+                replace(report, epoch=epoch, last_epoch=epoch)
+                for report in reports
+                if report.epoch <= epoch <= report.last_epoch
+            ]
+        found += [_audit(owner, report) for report in reports]
     if not found:
         raise Unknown(
             "history of dataset",

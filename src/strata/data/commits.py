@@ -6,11 +6,13 @@
     if rank == 0:
         manager.save(state, step, position=position)
     ...
-    ledger.restore(restored.info.data, lasting=...)   # False where only memory had it
+    ledger.restore(restored.info.data)
 
 `commit` gathers what each rank trained since the commit before and adds it to the history the weights have. It
-is called once per checkpoint, at a step boundary. When that checkpoint is lost, the next one still carries what
-it held, because the weights do.
+is called once per checkpoint, at a step boundary.
+
+Whoever saves in the background names the checkpoint, `commit(checkpoint_id)`, and says later what became of it:
+`confirm` or `fail`. Until then nothing relies on it; see `strata.core.ledger.LedgerChain`, which decides all this.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from strata.core.ledger import DataCommit, RankRecord
+from strata.core.ledger import DataCommit, LedgerChain, RankRecord
+from strata.data.errors import StateMismatch
 
 Gather = Callable[[list[dict[str, Any]]], Sequence[list[dict[str, Any]]]]
 """Exchange one value among all ranks; every rank gets all of them."""
@@ -41,56 +44,75 @@ class Loader(Protocol):
 
 
 class DataLedger:
-    """Keeps the committed history of one or more loaders.
-
-    A record says what was trained since the last **lasting** checkpoint. Snapshots in memory come and go between
-    those, so they repeat it instead of continuing each other, and the chain of lasting records has no gaps.
-    """
+    """Keeps the committed history of one or more loaders: a `LedgerChain`, fed by every rank's loaders."""
 
     def __init__(self, *loaders: Loader, gather: Gather | None = None) -> None:
+        names = [loader.dataset for loader in loaders]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"several loaders read a dataset named {', '.join(map(repr, twice))}: the ledger could not tell them "
+                "apart. Give each a name of its own, e.g. ElasticSampler(..., dataset='images')."
+            )
         self._loaders = loaders
         self._gather = gather or gather_with_torch
-        self._base = DataCommit()  # Of the newest lasting checkpoint.
-        self._since: list[RankRecord] = []  # What was trained after it.
-        self._before: tuple[DataCommit, list[RankRecord]] = (self._base, [])
+        self._chain = LedgerChain()
 
-    def commit(self, *, lasting: bool = True) -> dict[str, Any]:
-        """The record for the checkpoint being made now; the same on every rank. Every rank calls it."""
+    def commit(self, checkpoint_id: str | None = None, *, durable: bool = True) -> dict[str, Any]:
+        """The record for the checkpoint being made now. Every rank calls it, with the same arguments.
+
+        A durable checkpoint with an id is pending until `confirm` or `fail`; without an id it counts as confirmed.
+        One that is not durable (a snapshot in memory) is never continued by another.
+        """
         mine = [record.to_json() for loader in self._loaders for record in loader.records()]
-        self._since += [RankRecord.from_json(record) for records in self._gather(mine) for record in records]
-        record = self._base.next(
-            self._since,
+        everyone = [RankRecord.from_json(record) for records in self._gather(mine) for record in records]
+        record = self._chain.commit(
+            everyone,
+            checkpoint_id,
+            durable=durable,
             world_size=max((loader.world_size for loader in self._loaders), default=1),
             states={loader.dataset: loader.state_dict() for loader in self._loaders},
         )
-        if lasting:
-            self._before = (self._base, self._since)
-            self._base, self._since = record, []
         return record.to_json()
 
-    def retract(self) -> None:
-        """The last lasting checkpoint did not come to be: the next one carries what it held."""
-        base, since = self._before
-        self._base, self._since = base, since + self._since
-        self._before = (base, [])
+    def confirm(self, checkpoint_id: str) -> None:
+        """This checkpoint is durable. May come late, out of order, or for one that is not known here."""
+        self._chain.confirm(checkpoint_id)
 
-    def restore(self, data: Mapping[str, Any], *, lasting: bool = True) -> None:
-        """Go back to what a checkpoint committed: loaders stand where its weights do."""
-        restored = DataCommit.from_json(data)
+    def fail(self, checkpoint_id: str) -> None:
+        """This checkpoint will never be durable. Nothing is lost: the next ones hold what it held."""
+        self._chain.fail(checkpoint_id)
+
+    def restore(
+        self, data: Mapping[str, Any], *, checkpoint_id: str | None = None, durable: bool = True
+    ) -> None:
+        """Go back to what a checkpoint committed: loaders stand where its weights do.
+
+        `durable=False` where only memory had it: the next durable checkpoint continues what this one continued.
+        Raises `StateMismatch` where the checkpoint was trained on data that no loader here has the name of; then
+        nothing was changed.
+        """
+        record = DataCommit.from_json(data)
+        self._check_names(record)
         for loader in self._loaders:
-            if loader.dataset in restored.states:
-                loader.load_state_dict(restored.states[loader.dataset])
-        self._base, self._since = (restored, []) if lasting else restored.undone()
-        self._before = (self._base, [])
+            if loader.dataset in record.states:
+                loader.load_state_dict(record.states[loader.dataset])
+        self._chain.restore(record, checkpoint_id=checkpoint_id, durable=durable)
 
-    def restore_onto(self, data: Mapping[str, Any], parent: Mapping[str, Any] | None) -> None:
-        """`restore`, where the next lasting checkpoint will continue `parent`, whatever `data` came from: a snapshot
-        of another machine may not know which checkpoints have lasted."""
-        self.restore(data)
-        restored = self._base
-        base = DataCommit.from_json(parent) if parent else DataCommit()
-        self._base, self._since = base, restored.since(base)
-        self._before = (base, [])
+    def _check_names(self, record: DataCommit) -> None:
+        """A dataset that is new beside the known ones begins at its beginning; one that was renamed must not."""
+        here = {loader.dataset for loader in self._loaders}
+        trained = {epoch.dataset for epoch in record.epochs}
+        unknown = here - set(record.states)
+        orphans = (trained | set(record.states)) - here
+        if unknown & trained or (unknown and orphans):
+            known = ", ".join(map(repr, sorted(trained | set(record.states))))
+            raise StateMismatch(
+                f"The checkpoint was trained on {known}; it has no position in "
+                f"{', '.join(map(repr, sorted(unknown)))}, which is to be read now.",
+                hint="If the dataset was renamed, use the name it was saved with: ElasticSampler(..., "
+                f"dataset={sorted(orphans or unknown)[0]!r}). To train on other data from its beginning, start a new run "
+                "in another checkpoint folder.",
+            )
 
 
 def gather_with_torch(mine: list[dict[str, Any]]) -> Sequence[list[dict[str, Any]]]:

@@ -59,7 +59,8 @@ def commits_of(source: Source) -> Sequence[Commit]:
     return [
         Commit(
             checkpoint_id=entry.manifest.checkpoint_id,
-            parent_id=entry.manifest.lasting_parent,
+            parent_id=entry.manifest.durable_parent,
+            trained_from=entry.manifest.parent,
             step=entry.manifest.step,
             data=_record(entry.manifest.data),
         )

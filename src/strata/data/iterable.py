@@ -40,17 +40,19 @@ class ElasticIterableDataset(WithSampler, IterableDataset[Batch]):
         # they find where the next iteration begins: version, epoch, position, rank, world size.
         self._beginning = multiprocessing.RawArray("q", 5)
         self._version = 0
+        self._start: tuple[int, int] | None = None
         self.publish()
 
     @property
     def is_remote(self) -> bool:
         return bool(getattr(self._samples, "is_remote", False))
 
-    def publish(self) -> None:
-        """Let the next iteration begin at the committed position, in every loader process."""
-        self._version = self._beginning[0] + 1
+    def publish(self, start: tuple[int, int] | None = None) -> None:
+        """Let the next iteration begin at the committed position, or at another, in every loader process."""
+        self._version, self._start = self._beginning[0] + 1, start
         s = self.sampler
-        self._beginning[:] = [self._version, s.epoch, s.position, s.rank, s.world_size]
+        epoch, position = start or (s.epoch, s.position)
+        self._beginning[:] = [self._version, epoch, position, s.rank, s.world_size]
 
     def set_world(self, rank: int, world_size: int) -> None:
         super().set_world(rank, world_size)
@@ -75,10 +77,13 @@ class ElasticIterableDataset(WithSampler, IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         version, epoch, position, rank, world_size = self._beginning
         if version != self._version:
-            self._version = version
+            self._version, self._start = version, None
             self.sampler.set_world(rank, world_size)
             self.sampler.move(epoch, position)
         return _Batches(self)
+
+    def batches(self, first: int, every: int) -> Iterator[tuple[Step, list[int]]]:
+        return self.sampler.batches(first=first, every=every, at=self._start)
 
     def read(self, step: Step, ids: list[int]) -> Batch:
         return Batch(self._collate(read_samples(self._samples, ids, self.sampler, step.epoch)), step)
@@ -94,7 +99,7 @@ class _Batches:
         self._batches = self._from(self._next)
 
     def _from(self, first: int) -> Iterator[tuple[Step, list[int]]]:
-        return self._dataset.sampler.batches(first=first, every=self._every)
+        return self._dataset.batches(first, self._every)
 
     def __iter__(self) -> _Batches:
         return self

@@ -7,8 +7,10 @@
 
 `ElasticLoader` puts PyTorch's `DataLoader` under an `ElasticSampler` (map-style datasets) or an
 `ElasticIterableDataset` and tags every batch with its positions. `state_dict` counts the batches that were
-handed to the trainer; with `commit="explicit"` only those it passed to `commit`. Prefetched batches that
-nobody took are read again after a resume, and are nowhere in the ledger. What loader processes draw at random for
+handed to the trainer; with `commit="explicit"` only those it passed to `commit`, one by one or, where gradients are
+accumulated over several, all at once when the optimizer has stepped. Prefetched batches that nobody took are read
+again after a resume, and are nowhere in the ledger. So are batches that were not committed when a loop is left and
+another begun; a loop that read to the epoch's end is not left, and the next one reads the next epoch. What loader processes draw at random for
 a sample does not depend on them either: see `strata.data.draws`.
 """
 
@@ -19,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from strata.data.draws import read_samples, seed_at
+from strata.data.errors import StateMismatch
 from strata.data.iterable import ElasticIterableDataset
 from strata.data.sampler import ElasticSampler, WithSampler
 from strata.data.steps import Batch, Step
@@ -57,6 +60,7 @@ class ElasticLoader(WithSampler):
         if dataloader_options.get("num_workers") and getattr(dataset, "is_remote", False):
             dataloader_options.setdefault("multiprocessing_context", "spawn")
         self._explicit = commit == "explicit"
+        self._iterations = 0
         self._iterable = dataset if isinstance(dataset, ElasticIterableDataset) else None
         self._loader: DataLoader[Any]
         if self._iterable is not None:
@@ -76,30 +80,41 @@ class ElasticLoader(WithSampler):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        if not len(self.sampler):
+        self._iterations += 1
+        this = self._iterations
+        start = self.sampler.begin()
+        if not len(self.sampler.plan(start)):
             self.sampler.close_if_done()
             return
-        for batch in self._read():
+        for batch in self._read(start):
             if not self._explicit:
                 self.sampler.commit(batch.step)
             yield batch
+            if this != self._iterations:  # They would share the loader processes and what those read ahead.
+                raise StateMismatch(
+                    "Another iteration of this loader has begun since.", hint="Use one iteration at a time."
+                )
+        if self._explicit:
+            self.sampler.read_to_end(start[0])
 
-    def _read(self) -> Iterator[Batch]:
-        self.sampler.rewind()
+    def _read(self, start: tuple[int, int]) -> Iterator[Batch]:
         if self._generator is not None:
-            self._generator.manual_seed(seed_at(self.sampler, self.sampler.epoch, self.sampler.position))
+            self._generator.manual_seed(seed_at(self.sampler, *start))
         if self._iterable is not None:
-            self._iterable.publish()
+            self._iterable.publish(start)
             yield from self._loader
         else:
             read_ahead = self._tagged.read_ahead = deque()
+            self._tagged.start = start
             for data in self._loader:
                 yield Batch(data, read_ahead.popleft())
 
-    def commit(self, batch: Batch) -> None:
-        """This batch is trained. With `commit="explicit"`, nothing else moves the position."""
+    def commit(self, *batches: Batch) -> None:
+        """These batches are trained; each is committed once, in the order they came. With `commit="explicit"`,
+        nothing else moves the position."""
         if self._explicit:
-            self.sampler.commit(batch.step)
+            for batch in batches:
+                self.sampler.commit(batch.step)
 
 
 class _Samples:
@@ -137,10 +152,11 @@ class _Tagged:
     def __init__(self, sampler: ElasticSampler) -> None:
         self._sampler = sampler
         self.read_ahead: deque[Step] = deque()
+        self.start: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         read_ahead = self.read_ahead
-        for step, ids in self._sampler.batches():
+        for step, ids in self._sampler.batches(at=self.start):
             read_ahead.append(step)
             yield step.epoch, ids
 

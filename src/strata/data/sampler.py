@@ -6,7 +6,9 @@ position is global, so `set_world` may be called with any rank and size between 
 not, as often as one likes.
 
 Its position is what the trainer **committed**, never what a loader read ahead. `commit` moves it, one step at
-a time; `records` says what was committed since `DataLedger` last asked. Needs no torch.
+a time; `records` says what was committed since `DataLedger` last asked. An iteration begins at the position, so
+what was taken and not committed is read again; but after one that was read to the epoch's end the next goes on in
+the next epoch, and the commits may follow later. Needs no torch.
 """
 
 from __future__ import annotations
@@ -67,9 +69,12 @@ class ElasticSampler:
         self.epoch = 0
         self.position = 0
         """The next position to train: everything before it is committed."""
-        self._part = 0  # Micro-batches of the current step that were taken.
+        self._part = 0  # Micro-batches of the current step that were committed.
+        self._ahead: tuple[int, int] | None = (
+            None  # Where to read on, while the batches before it wait for a commit.
+        )
         self._records: dict[tuple[int, int], RankRecord] = {}
-        self._order = EpochOrder(total=total, seed=seed, shuffle=shuffle)
+        self._order = self._order_of(0)
         self.set_world(rank, world_size)
 
     # The world and the epoch --------------------------------------------------------------------------------
@@ -82,9 +87,26 @@ class ElasticSampler:
         self.rewind()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`; to the current one is no change, so a resumed position stays."""
-        if epoch != self.epoch:
+        """Go to the beginning of `epoch`; to the one that is read next is no change, so a resumed position stays."""
+        if epoch == self.reading[0]:
+            return
+        if epoch == self.epoch:
+            self.rewind()
+        else:
             self.move(epoch, 0)
+
+    def check_trainable(self) -> None:
+        """Raise `ValueError` where no epoch would ever have a step."""
+        if not self.total:
+            raise ValueError(
+                f"dataset '{self.dataset}' has no samples: there is nothing to train on. Check its path and filters"
+            )
+        if self.drop_last and self.total < self.global_batch_size:
+            raise ValueError(
+                f"dataset '{self.dataset}' has {self.total:,} samples, less than one global batch of "
+                f"{self.global_batch_size:,}, and drop_last leaves out what does not fill one: no step would ever be "
+                "made. Use a smaller batch, or drop_last=False"
+            )
 
     @property
     def global_batch_size(self) -> int:
@@ -92,12 +114,34 @@ class ElasticSampler:
 
     # Reading ------------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan:
-        """What lies ahead of this rank in the current epoch."""
+    @property
+    def reading(self) -> tuple[int, int]:
+        """Epoch and position where the next iteration begins."""
+        here = (self.epoch, self.position)
+        return here if self._ahead is None else max(here, self._ahead)
+
+    def begin(self) -> tuple[int, int]:
+        """Begin an iteration, and say where."""
+        start = self.reading
+        if self._ahead is None:
+            self.rewind()
+        self._ahead = (
+            None  # If this iteration is left before its end, the next begins at the committed position.
+        )
+        return start
+
+    def read_to_end(self, epoch: int) -> None:
+        """Everything of this epoch was handed to the trainer: the next iteration reads the next epoch, though some
+        of this one may still wait for a commit."""
+        self._ahead = (epoch + 1, 0)
+
+    def plan(self, at: tuple[int, int] | None = None) -> StepPlan:
+        """What lies ahead of this rank in an epoch, from the committed position or another one."""
+        epoch, position = at or (self.epoch, self.position)
         return StepPlan(
-            epoch=self.epoch,
+            epoch=epoch,
             total=self.total,
-            start=self.position,
+            start=position,
             global_batch_size=self.global_batch_size,
             rank=self.rank,
             world_size=self.world_size,
@@ -105,13 +149,16 @@ class ElasticSampler:
             drop_last=self.drop_last,
         )
 
-    def batches(self, *, first: int = 0, every: int = 1) -> Iterator[tuple[Step, list[int]]]:
+    def batches(
+        self, *, first: int = 0, every: int = 1, at: tuple[int, int] | None = None
+    ) -> Iterator[tuple[Step, list[int]]]:
         """Micro-batches with their sample ids; of several readers each may take `every` so-many-th.
 
         A rank with nothing to do in a step gets one sample of the step's batch with weight 0: it takes part in
         the step's collectives and adds nothing to the gradient.
         """
-        plan, order = self.plan(), self._order
+        plan = self.plan(at)
+        order = self._order if plan.epoch == self.epoch else self._order_of(plan.epoch)
         numbers = range(first, len(plan), every)
         for chunk in range(0, len(numbers), _CHUNK):
             steps = [plan.micro_batch(number) for number in numbers[chunk : chunk + _CHUNK]]
@@ -127,13 +174,13 @@ class ElasticSampler:
 
     def __len__(self) -> int:
         """Micro-batches left in this epoch."""
-        return len(self.plan())
+        return len(self.plan(self.reading))
 
     # Committing ---------------------------------------------------------------------------------------------
 
     def commit(self, step: Step | None = None) -> None:
-        """The trainer has taken its next micro-batch; naming it checks that it is the next. The position moves
-        when a step is complete."""
+        """The trainer has used its next micro-batch; naming it checks that it is the next. The position moves
+        when a step is complete. Several that were taken may be committed later, in order, across an epoch's end."""
         expected = self._expected()
         if expected is None or (step is not None and step != expected):
             place = f"epoch {self.epoch}, position {self.position:,}, part {self._part}"
@@ -149,15 +196,15 @@ class ElasticSampler:
         self.close_if_done()
 
     def rewind(self) -> None:
-        """Begin the current step again: an iteration starts with the first of its micro-batches."""
-        self._part = 0
+        """Read on from the committed position: the current step begins again with the first of its micro-batches."""
+        self._part, self._ahead = 0, None
 
     def close_if_done(self) -> None:
         """Close the epoch when no step is left in it, and stand at the beginning of the next."""
         plan = self.plan()
         if not plan.steps:
             self._update_record(lambda known: replace(known, dropped=plan.dropped, closed=True))
-            self.move(self.epoch + 1, 0)
+            self._stand(self.epoch + 1, 0)
 
     def records(self) -> list[RankRecord]:
         """What was committed since the last call. Each call hands over: nothing is reported twice."""
@@ -189,11 +236,18 @@ class ElasticSampler:
 
     def move(self, epoch: int, position: int) -> None:
         """Stand at a position, without any record of how it was reached."""
-        if epoch != self.epoch:
-            self._order = EpochOrder(total=self.total, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-        self.epoch, self.position, self._part = epoch, position, 0
+        self._stand(epoch, position)
+        self.rewind()
 
     # ---------------------------------------------------------------------------------------------------------
+
+    def _stand(self, epoch: int, position: int) -> None:
+        if epoch != self.epoch:
+            self._order = self._order_of(epoch)
+        self.epoch, self.position, self._part = epoch, position, 0
+
+    def _order_of(self, epoch: int) -> EpochOrder:
+        return EpochOrder(total=self.total, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
 
     def _expected(self) -> Step | None:
         plan = self.plan()
@@ -234,6 +288,10 @@ class WithSampler:
     def set_world(self, rank: int, world_size: int) -> None:
         """Take part as another rank, or in another world, from the next iteration on."""
         self.sampler.set_world(rank, world_size)
+
+    def check_trainable(self) -> None:
+        """Raise `ValueError` where no epoch would ever have a step."""
+        self.sampler.check_trainable()
 
     def records(self) -> list[RankRecord]:
         return self.sampler.records()

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.core import checks
-from strata.core.ledger import DataCommit
+from strata.core.ledger import DataCommit, EpochCommit
 from strata.core.messages import Conflict, DatasetId, DatasetSpec, Unknown
 from strata.core.order import EpochOrder
 from strata.core.sharding import ShardPlan, first_plan, replan
@@ -51,7 +51,8 @@ class Shard:
 class _Entry:
     spec: DatasetSpec
     plans: dict[int, ShardPlan] = field(default_factory=dict)
-    done: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    committed: tuple[EpochCommit, ...] = ()
+    """What the newest checkpoint has trained of it."""
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -164,12 +165,9 @@ class ShardManager:
         there."""
         commit = data if isinstance(data, DataCommit) else DataCommit.from_json(data)
         with self._lock:
-            for epoch in commit.epochs:
-                entry = self._datasets.get(epoch.dataset)
-                if entry is not None and entry.spec.total_samples == epoch.total:
-                    entry.done[epoch.epoch] = epoch.after.per_shard(
-                        total=epoch.total, shard_size=entry.spec.shard_size
-                    )
+            for dataset_id, entry in self._datasets.items():
+                if trained := tuple(e for e in commit.epochs if e.dataset == dataset_id):
+                    entry.committed = trained
 
     # ---------------------------------------------------------------------------------------------------------
 
@@ -195,7 +193,11 @@ class ShardManager:
         return replan(before, sorted(self._workers), finished=finished, started=started, cause=cause)
 
     def _done(self, entry: _Entry, epoch: int) -> NDArray[np.int64]:
-        return entry.done.get(epoch, np.zeros(entry.spec.shard_count, np.int64))
+        spec = entry.spec
+        for known in entry.committed:
+            if known.epoch <= epoch <= known.last and known.total == spec.total_samples:
+                return known.after.per_shard(total=spec.total_samples, shard_size=spec.shard_size)
+        return np.zeros(spec.shard_count, np.int64)
 
     @staticmethod
     def _shard(spec: DatasetSpec, shard: int, epoch: int, done: int) -> Shard:

@@ -135,7 +135,6 @@ class ElasticJob:
         self._manager: CheckpointManager | None = None
         self._link: CoordinatorLink | None = None
         self._watchdog: Watchdog | None = None
-        self._lasting: SaveHandle | None = None
         self._first: SaveHandle | None = None
         """The first save, until it is complete; then the run is known to have a state."""
         self._first_is_noted = False
@@ -340,11 +339,8 @@ class ElasticJob:
     # --- saving and restoring -------------------------------------------------------------------------------
 
     def _save(self, *, lasting: bool) -> None:
-        everyone = gather((rng.capture(), self._last_save_failed()))
-        rng_states = {str(r): states for r, (states, _) in enumerate(everyone)}
-        if any(failed for _, failed in everyone):
-            self._ledger.retract()
-        position = self._ledger.commit(lasting=lasting)
+        rng_states = {str(r): states for r, states in enumerate(gather(rng.capture()))}
+        position = self._ledger.commit(durable=lasting)
         if lasting:
             self._saved_step = self.step
         if self._manager is None:
@@ -362,8 +358,6 @@ class ElasticJob:
             position=position,
             tiers=None if lasting else ["MEMORY"],
         )
-        if lasting:
-            self._lasting = handle
         if self._first is None and not self._first_is_noted:
             self._first = handle
         self._tell("training")
@@ -389,14 +383,6 @@ class ElasticJob:
             self._first_is_noted = True
         self._first = None
 
-    def _last_save_failed(self) -> bool:
-        """Whether the last lasting save came to nothing; asked once about each."""
-        handle = self._lasting
-        failed = handle is not None and handle.done() and handle.exception() is not None
-        if failed:
-            self._lasting = None
-        return failed
-
     def _restore(self) -> None:
         """Find the newest state any machine has, and give it to every rank."""
         found = self._newest()
@@ -415,7 +401,7 @@ class ElasticJob:
         if state["position"] is None:
             log.warning("the checkpoint says nothing about data: it is read from its beginning")
         else:
-            self._ledger.restore_onto(state["position"], self._parent_position())
+            self._ledger.restore(state["position"])
         self.step = int(state["step"])
         self._describe_recovery(state)
         if self._on_restored is not None:
@@ -439,14 +425,6 @@ class ElasticJob:
             "tier": restored.tier,
             "reasons": list(restored.reasons),
         }
-
-    def _parent_position(self) -> Any:
-        """What the checkpoint that rank 0 will continue has committed; the same on every rank."""
-        mine = None
-        if self.rank == 0 and self._manager is not None:
-            parent = self._manager.get_parent()
-            mine = parent.data if parent is not None else None
-        return gather(mine)[0]
 
     def _describe_recovery(self, state: Mapping[str, Any]) -> None:
         before = self._tracer.before

@@ -116,7 +116,7 @@ class CoordinatorLink:
                 tiers=info.tiers,
                 digest=info.digest,
                 duration_s=seconds,
-                parent_id=info.lasting_parent or "",
+                parent_id=info.durable_parent or "",
                 data=info.data if isinstance(info.data, dict) else None,
             )
 

@@ -1,4 +1,4 @@
-"""Retention keeps what a recovery could need, whatever the history looks like."""
+"""What training falls back to, and that retention keeps what a recovery could need, whatever the history looks like."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.checkpoint.manifest import BYTES, CheckpointId, Manifest
-from strata.checkpoint.retention import line, removals
+from strata.core.lineage import fallback_order, removable
 
 
 def checkpoint(
@@ -41,7 +41,7 @@ def names(manifests: list[Manifest]) -> list[str]:
 
 
 def removed(manifests: list[Manifest], **options: object) -> list[str]:
-    return [removal.manifest.checkpoint_id for removal in removals(manifests, **options)]  # type: ignore[arg-type]
+    return [manifest.checkpoint_id for manifest in removable(manifests, **options)]  # type: ignore[arg-type]
 
 
 def test_the_newest_few_of_a_straight_history_stay() -> None:
@@ -52,7 +52,7 @@ def test_the_newest_few_of_a_straight_history_stay() -> None:
 def test_after_going_back_the_line_counts_and_not_the_step() -> None:
     # Steps 10 to 50, back to 20, then 30, 40 and 50 again.
     history = [*straight(5), checkpoint(6, step=30, parent=2), checkpoint(7, step=40, parent=6)]
-    assert names(line(history)) == ["c7", "c6", "c2", "c1", "c5", "c4", "c3"]
+    assert names(fallback_order(history)) == ["c7", "c6", "c2", "c1", "c5", "c4", "c3"]
     assert removed(history, keep_count=3) == ["c1"]  # c2 is what a recovery would fall back to, not c5.
     history += [checkpoint(8, step=50, parent=7)]
     assert removed(history, keep_count=3) == [
@@ -88,26 +88,26 @@ def test_when_all_are_damaged_none_is_given_up() -> None:
 
 def test_a_parent_that_is_not_there_is_passed_over() -> None:
     history = [checkpoint(1), checkpoint(2, parent=1), checkpoint(5, parent=4)]
-    assert names(line(history)) == ["c5", "c2", "c1"]
+    assert names(fallback_order(history)) == ["c5", "c2", "c1"]
 
 
-def test_a_parent_in_memory_leads_on_to_its_lasting_one() -> None:
+def test_a_parent_in_memory_leads_on_to_its_durable_one() -> None:
     # Back from c3 to c1; then c4 in memory only, which a store does not have, and c5.
-    history = [*straight(3), replace(checkpoint(5, parent=4), lasting_parent=CheckpointId("c1"))]
-    assert names(line(history)) == ["c5", "c1", "c3", "c2"]
+    history = [*straight(3), replace(checkpoint(5, parent=4), durable_parent=CheckpointId("c1"))]
+    assert names(fallback_order(history)) == ["c5", "c1", "c3", "c2"]
     assert removed([*history, checkpoint(6, parent=5)], keep_count=2) == ["c1", "c2", "c3"]
 
 
 def test_neither_clock_nor_step_decides_what_is_newer() -> None:
     early = checkpoint(1, step=900, created_at=2_000_000.0)
     late = checkpoint(2, step=100, parent=1, created_at=1_000_000.0)
-    assert names(line([early, late])) == ["c2", "c1"]
+    assert names(fallback_order([early, late])) == ["c2", "c1"]
 
 
 def test_a_writer_of_an_older_generation_is_not_newest_however_long_it_goes_on() -> None:
     zombie = [checkpoint(n, parent=n - 1, generation=3) for n in range(5, 9)]
     successor = checkpoint(4, generation=4)
-    assert line([*zombie, successor])[0] is successor
+    assert fallback_order([*zombie, successor])[0] is successor
 
 
 @st.composite
@@ -143,7 +143,7 @@ def test_what_a_recovery_could_need_is_never_removed(
     newest = max(good, key=lambda manifest: manifest.order)
     assert newest.checkpoint_id not in gone
     # The first `keep_count` a recovery would try are all there.
-    assert not gone & {manifest.checkpoint_id for manifest in line(good)[:keep_count]}
+    assert not gone & {manifest.checkpoint_id for manifest in fallback_order(good)[:keep_count]}
     # Once removed, nothing more has to go.
     assert (
         removed(
@@ -165,9 +165,9 @@ def test_a_straight_history_keeps_exactly_the_newest(count: int, keep_count: int
 
 
 @given(history=histories())
-def test_every_checkpoint_is_in_the_order_exactly_once_and_newest_first_on_its_line(
+def test_every_checkpoint_is_in_the_order_exactly_once_and_newest_first_on_its_fallback_order(
     history: list[Manifest],
 ) -> None:
-    ordered = line(history)
+    ordered = fallback_order(history)
     assert sorted(names(ordered)) == sorted(names(history))
     assert ordered[0] == max(history, key=lambda manifest: manifest.order)

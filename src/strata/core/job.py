@@ -1,0 +1,422 @@
+"""The protocol of an elastic job: what it restores, when it saves, what a save continues, and when it may end.
+
+Every rank of a job holds a `JobProtocol` and gives it the same inputs in the same order: what the ranks have told each
+other. So all of them decide alike, without a leader, and what one decides the others know. The training process only
+carries out instructions and reports what became of them.
+
+Starting. Each rank says what it could load (`Survey`). A destination that did not answer is asked again, and is fatal in
+the end: "there is no checkpoint" is believed only of a destination that said so. The best offer of any rank and tier is
+loaded; one that cannot be is struck out and the next best is taken, until none is left.
+
+Generations. Each start of a run is a generation, claimed at its destinations before anybody looks. A process of an
+earlier one that is still alive (a zombie) is refused when it publishes. What it published all the same, between looking
+and writing, is told by its fence: the newest checkpoint that the later generation had seen when it took over.
+
+Saving. A save has its place in the lineage before a byte of it is copied. It is confirmed or failed when that is known,
+which is when the ranks next exchange news: a failed one was never an ancestor of anything that says so.
+
+Ending. A run ends normally when its final state is in every destination. Otherwise it fails and says what is missing.
+
+Pure: no clock, no I/O, no collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from strata.core.lineage import Lineage, Placement, fallback_order
+from strata.core.terms import CheckpointId
+
+MEMORY = "MEMORY"
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 8.0
+FINAL_ATTEMPTS = 3
+
+Order = tuple[int, int]
+"""Generation, then sequence within it."""
+
+
+# --- what ranks tell each other ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A copy of a checkpoint that one rank could load."""
+
+    checkpoint_id: CheckpointId
+    run: str
+    """The run it belongs to; empty where it was made before runs had names."""
+    step: int
+    generation: int
+    sequence: int
+    lineage: str
+    parent: CheckpointId | None
+    durable_parent: CheckpointId | None
+    tier: str
+    where: str
+    """The destination, or the file of an image in memory."""
+    distance: int
+    """0 is this machine's memory; destinations count from 1, near to far."""
+
+    @property
+    def order(self) -> Order:
+        return (self.generation, self.sequence)
+
+    @property
+    def is_durable(self) -> bool:
+        return self.distance > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """What a generation had seen when it took over: whatever an earlier one published after that does not count."""
+
+    generation: int
+    seen: Order
+
+    def refuses(self, offer: Offer) -> bool:
+        return offer.is_durable and offer.generation < self.generation and offer.order > self.seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What one rank knows when a job starts."""
+
+    machine: str
+    """Ranks with the same one share memory."""
+    offers: tuple[Offer, ...] = ()
+    unreachable: tuple[str, ...] = ()
+    """Destinations that did not answer, each with the reason."""
+    unreadable: tuple[str, ...] = ()
+    """Checkpoints that are there, and whose manifest is damaged."""
+    removed: tuple[CheckpointId, ...] = ()
+    """Checkpoints whose payload somebody has deleted from every destination: they are not wanted from memory either."""
+    destinations: tuple[str, ...] = ()
+    generation: int = 0
+    """What this rank has claimed at the destinations."""
+    fences: tuple[Fence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What became of one rank's part in a load."""
+
+    error: str = ""
+    fault: Literal["none", "copy", "away", "state"] = "none"
+    """`copy`: these bytes cannot be used, others may. `away`: the destination does not answer now; an older checkpoint is
+    no replacement for what it has. `state`: they are intact and do not fit; older ones will not either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEnded:
+    """What became of a save that was meant for the destinations."""
+
+    checkpoint_id: CheckpointId
+    is_durable: bool
+    """It is in one destination at least."""
+    missing: tuple[str, ...] = ()
+    """Destinations it did not reach, each with the reason."""
+    superseded: str = ""
+    """It was refused because a newer generation has taken over."""
+
+
+# --- instructions -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAgain:
+    after_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAnew:
+    reason: str
+    reasons: tuple[str, ...] = ()
+    """Why nothing of what was offered could be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One rank loads a copy; those whose machine has it in memory load it from there; all others receive it."""
+
+    offer: Offer
+    source: int
+    mapped: tuple[int, ...]
+    """Ranks other than the source that load from their own machine's memory, each from the image named in `images`."""
+    images: tuple[str, ...]
+    receivers: tuple[int, ...]
+    may_tear: bool
+    """A copy that turns out to be damaged may leave the live state half overwritten: another will be loaded over it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    load: Load
+    is_durable: bool
+    """The checkpoint is in a destination, wherever it was loaded from."""
+    reasons: tuple[str, ...]
+    """Why anything newer or nearer was not used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    placement: Placement
+    step: int
+    durable: bool
+    """Meant for the destinations; otherwise a snapshot in memory."""
+    final: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitSave:
+    checkpoint_id: CheckpointId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The state of this step is in every destination."""
+
+    step: int
+
+
+StopKind = Literal["unreachable", "unloadable", "mismatch", "superseded", "final"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The job must end with an error."""
+
+    kind: StopKind
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What the news of saves changes."""
+
+    confirmed: tuple[CheckpointId, ...] = ()
+    failed: tuple[CheckpointId, ...] = ()
+    stop: Stop | None = None
+
+
+_Copy = tuple[int, CheckpointId, str]
+"""Rank, checkpoint, where: one copy that can be struck out."""
+
+
+class JobProtocol:
+    def __init__(
+        self,
+        *,
+        run: str,
+        save_every: int,
+        snapshot_every: int,
+        patience_s: float,
+        final_attempts: int = FINAL_ATTEMPTS,
+    ) -> None:
+        """`patience_s` is how long a destination that does not answer is asked again while the job starts."""
+        if save_every < 1:
+            raise ValueError(f"save_every ({save_every}) must be at least 1")
+        if snapshot_every < 0:
+            raise ValueError(f"snapshot_every ({snapshot_every}) must not be negative; 0 makes no snapshots")
+        self.save_every = save_every
+        self.snapshot_every = snapshot_every
+        self.destinations: tuple[str, ...] = ()
+        self.lineage = Lineage(run=run)
+        self._patience_s = patience_s
+        self._waited_s = 0.0
+        self._delay_s = FIRST_DELAY_S
+        self._machines: tuple[str, ...] = ()
+        self._offers: dict[_Copy, Offer] = {}
+        self._unreadable: tuple[str, ...] = ()
+        self._order: list[CheckpointId] = []
+        self._struck: set[_Copy] = set()
+        self._away: set[_Copy] = set()
+        self._reasons: list[str] = []
+        self._load: Load | None = None
+        self._seen: Order = (0, 0)
+        self._newest: tuple[CheckpointId, int] | None = (
+            None  # Of the durable saves: which, and at which step.
+        )
+        self._outcome: SaveEnded | None = None  # Of that one.
+        self._final_attempts_left = final_attempts
+
+    @property
+    def generation(self) -> int:
+        return self.lineage.generation
+
+    @property
+    def fence(self) -> Fence:
+        """What this generation has seen, once all ranks have been heard."""
+        return Fence(generation=self.generation, seen=self._seen)
+
+    # --- starting -------------------------------------------------------------------------------------------
+
+    def surveyed(self, surveys: Sequence[Survey]) -> LookAgain | Load | StartAnew | Stop:
+        """Every rank has looked, in rank order."""
+        if unreachable := tuple(reason for survey in surveys for reason in survey.unreachable):
+            return self._wait_for(unreachable)
+        self._offers.clear()
+        self._away.clear()
+        self._unreadable = tuple(reason for survey in surveys for reason in survey.unreadable)
+        for reason in self._unreadable:
+            self._note(reason)
+        removed = {checkpoint_id for survey in surveys for checkpoint_id in survey.removed}
+        fences = [fence for survey in surveys for fence in survey.fences]
+        self.destinations = tuple(name for survey in surveys for name in survey.destinations)
+        self._machines = tuple(survey.machine for survey in surveys)
+        for rank, survey in enumerate(surveys):
+            for offer in survey.offers:
+                if offer.run not in ("", self.lineage.run):
+                    self._note(f"step {offer.step} in {offer.tier}: it belongs to another run")
+                elif offer.checkpoint_id in removed:
+                    self._note(f"step {offer.step} in {offer.tier}: its payload was removed")
+                elif any(fence.refuses(offer) for fence in fences):
+                    self._note(f"step {offer.step} in {offer.tier}: a superseded process published it")
+                else:
+                    self._offers[rank, offer.checkpoint_id, offer.where] = offer
+        everything = [o for survey in surveys for o in survey.offers if o.run in ("", self.lineage.run)]
+        claimed = max((survey.generation for survey in surveys), default=0)
+        seen = max((offer.generation for offer in everything), default=0)
+        self.lineage.generation = max(claimed, seen + 1)
+        self.lineage.sequence = max((offer.sequence for offer in everything), default=0)
+        published = [offer.order for offer in self._offers.values() if offer.is_durable]
+        self._seen = max(published, default=(0, 0))
+        self._order = [offer.checkpoint_id for offer in fallback_order(self._offers.values())]
+        return self._choose()
+
+    def _wait_for(self, unreachable: tuple[str, ...]) -> LookAgain | Stop:
+        if self._waited_s >= self._patience_s:
+            return Stop(kind="unreachable", reasons=unreachable)
+        delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, LONGEST_DELAY_S)
+        self._waited_s += delay_s
+        return LookAgain(after_s=delay_s, reason="; ".join(unreachable))
+
+    def loaded(self, reports: Sequence[LoadReport]) -> LookAgain | Load | Resume | StartAnew | Stop:
+        """Every rank has carried out its part of the last `Load`, in rank order."""
+        load = self._load
+        assert load is not None
+        misfits = tuple(report.error for report in reports if report.fault == "state")
+        if misfits:
+            return Stop(kind="mismatch", reasons=(*self._reasons, misfits[0]))
+        broken = [rank for rank, report in enumerate(reports) if report.fault in ("copy", "away")]
+        if broken:
+            for rank in broken:
+                self._strike(rank, load, self._away if reports[rank].fault == "away" else self._struck)
+                self._note(
+                    f"step {load.offer.step} in {load.offer.tier} of rank {rank}: {reports[rank].error}"
+                )
+            return self._choose()
+        chosen = load.offer
+        copies = [offer for offer in self._offers.values() if offer.checkpoint_id == chosen.checkpoint_id]
+        in_destinations = {offer.where for offer in copies if offer.is_durable}
+        self.lineage.go_back_to(chosen, durable=bool(in_destinations))
+        if in_destinations:
+            missing = tuple(
+                f"{name}: not there yet" for name in self.destinations if name not in in_destinations
+            )
+            self._newest = (chosen.checkpoint_id, chosen.step)
+            self._outcome = SaveEnded(checkpoint_id=chosen.checkpoint_id, is_durable=True, missing=missing)
+        return Resume(load=load, is_durable=bool(in_destinations), reasons=tuple(self._reasons))
+
+    def _choose(self) -> LookAgain | Load | StartAnew | Stop:
+        left = {copy: offer for copy, offer in self._offers.items() if copy not in self._struck}
+        has_durable = bool(self._unreadable) or any(offer.is_durable for offer in self._offers.values())
+        if not left:
+            if has_durable:
+                return Stop(kind="unloadable", reasons=tuple(self._reasons))
+            return StartAnew(reason=self._nothing_there(), reasons=tuple(self._reasons))
+        offered = {offer.checkpoint_id for offer in left.values()}
+        best = next(checkpoint_id for checkpoint_id in self._order if checkpoint_id in offered)
+        copies = {c: o for c, o in left.items() if o.checkpoint_id == best and c not in self._away}
+        if not copies:
+            return self._wait_for(tuple(self._reasons[-1:]))
+        (source, _, _), chosen = min(copies.items(), key=lambda item: (item[1].distance, item[0][0]))
+        images: dict[str, str] = {}
+        for (rank, _, where), offer in copies.items():
+            if not offer.is_durable:
+                images.setdefault(self._machines[rank], where)
+        ranks = [rank for rank in range(len(self._machines)) if rank != source]
+        mapped = tuple(rank for rank in ranks if self._machines[rank] in images)
+        self._load = Load(
+            offer=chosen,
+            source=source,
+            mapped=mapped,
+            images=tuple(images[self._machines[rank]] for rank in mapped),
+            receivers=tuple(rank for rank in ranks if rank not in mapped),
+            may_tear=has_durable,
+        )
+        return self._load
+
+    def _strike(self, rank: int, load: Load, struck: set[_Copy]) -> None:
+        """The copy that a rank could not load: its own, or the one of its machine's memory."""
+        if rank == load.source:
+            struck.add((rank, load.offer.checkpoint_id, load.offer.where))
+            return
+        machine = self._machines[rank]
+        for copy, offer in self._offers.items():
+            is_of_machine = not offer.is_durable and self._machines[copy[0]] == machine
+            if is_of_machine and offer.checkpoint_id == load.offer.checkpoint_id:
+                struck.add(copy)
+
+    def _nothing_there(self) -> str:
+        answered = f"{', '.join(self.destinations)} answered: no checkpoint" if self.destinations else ""
+        return answered or "nothing is kept outside of memory, and memory has nothing"
+
+    def _note(self, reason: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> Literal["durable", "snapshot"] | None:
+        """What is to be saved after this step."""
+        if self.destinations and step % self.save_every == 0:
+            return "durable"
+        every = self.snapshot_every or (0 if self.destinations else self.save_every)
+        return "snapshot" if every and step % every == 0 else None
+
+    def save(
+        self, checkpoint_id: CheckpointId, *, step: int, now_ms: int, durable: bool, final: bool = False
+    ) -> Save:
+        """Begin a save; the id and the time are those of one rank, the same for all."""
+        durable = durable and bool(self.destinations)
+        placement = self.lineage.place(checkpoint_id, now_ms=now_ms, durable=durable)
+        if durable:
+            self._newest, self._outcome = (checkpoint_id, step), None
+        return Save(placement=placement, step=step, durable=durable, final=final)
+
+    def learn(self, news: Sequence[SaveEnded]) -> Learned:
+        """Saves have ended, one way or the other."""
+        confirmed, failed = [], []
+        for ended in news:
+            if ended.superseded:
+                return Learned(stop=Stop(kind="superseded", reasons=(ended.superseded,)))
+            if ended.is_durable:
+                self.lineage.confirm(ended.checkpoint_id)
+                confirmed.append(ended.checkpoint_id)
+            else:
+                self.lineage.fail(ended.checkpoint_id)
+                failed.append(ended.checkpoint_id)
+            if self._newest is not None and self._newest[0] == ended.checkpoint_id:
+                self._outcome = ended
+        return Learned(confirmed=tuple(confirmed), failed=tuple(failed))
+
+    # --- ending ---------------------------------------------------------------------------------------------
+
+    def finish(
+        self, step: int, checkpoint_id: CheckpointId, *, now_ms: int
+    ) -> Save | AwaitSave | Finished | Stop:
+        """Training has ended at this step: what is still to be done. Asked again after each of it, with the news."""
+        if not self.destinations:
+            return Finished(step=step)
+        if self._newest is not None and self._newest[1] == step:
+            if self._outcome is None:
+                return AwaitSave(checkpoint_id=self._newest[0])
+            if not self._outcome.missing:
+                return Finished(step=step)
+            if not self._final_attempts_left:
+                return Stop(kind="final", reasons=self._outcome.missing)
+        self._final_attempts_left -= 1
+        return self.save(checkpoint_id, step=step, now_ms=now_ms, durable=True, final=True)

@@ -1,0 +1,922 @@
+"""An elastic job around the real protocol: ranks on machines, memory that vanishes, destinations that fail and are slow.
+
+Every start of the job is a `Life`: a coroutine that carries out the protocol's instructions one at a time, and one for
+each save that is on its way to the destinations. A `yield` is the end of an instruction: there a life may crash, lose its
+machine, be frozen and come back as a zombie, or be told to leave. Which coroutine runs next, and what goes wrong, is
+decided by the seed alone.
+
+Checked from outside: every restart continues from the best state that exists (a restart never costs what was saved);
+nobody restores what a superseded process published, what belongs to another run, or what is damaged; training never
+starts anew while a checkpoint exists; retention removes only what nobody could need; a run that ends normally has its
+final state in every destination; and the history of the checkpoints has every sample exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from strata.core.audit import Commit, audit_all
+from strata.core.job import (
+    MEMORY,
+    AwaitSave,
+    Finished,
+    JobProtocol,
+    Load,
+    LoadReport,
+    LookAgain,
+    Offer,
+    Resume,
+    Save,
+    SaveEnded,
+    StartAnew,
+    Stop,
+    Survey,
+)
+from strata.core.ledger import DataCommit, LedgerChain, RankRecord
+from strata.core.lineage import Placement, removable
+from strata.core.runs import Claim, InUse, Take, Watch, is_superseded, judge
+from strata.core.terms import CheckpointId
+
+Steps = Generator[None, None, None]
+
+IMAGES = 2
+TICK_S = 0.5
+INSTRUCTIONS_LIMIT = 60_000
+STORY_LINES = 100
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+class SimulationFailed(AssertionError):
+    """Carries what is needed to see it again."""
+
+    def __init__(self, sim: Simulation, error: BaseException) -> None:
+        self.seed = sim.seed
+        story = "\n".join(sim.story[-STORY_LINES:])
+        super().__init__(
+            f"seed {sim.seed}: {type(error).__name__}: {error}\n\nThe story, up to there:\n{story}\n\n"
+            f"See all of it with: python -m tests.sim --job --seed {sim.seed} --story"
+        )
+
+
+def must(condition: bool, what: str) -> None:
+    if not condition:
+        raise Violation(what)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """One copy of a checkpoint: its manifest, and what a load would give."""
+
+    placement: Placement
+    step: int
+    trained: tuple[int, ...]
+    """The state: every batch that made it, in order."""
+    data: DataCommit
+    intact: bool = True
+    has_payload: bool = True
+    is_stale: bool = False
+    """Published by a superseded process, after the newer one had looked."""
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        return self.placement.checkpoint_id
+
+    @property
+    def generation(self) -> int:
+        return self.placement.generation
+
+    @property
+    def lineage(self) -> str:
+        return self.placement.lineage
+
+    @property
+    def parent(self) -> CheckpointId | None:
+        return self.placement.parent
+
+    @property
+    def durable_parent(self) -> CheckpointId | None:
+        return self.placement.durable_parent
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.placement.generation, self.placement.sequence)
+
+    def copy(self, **changes: Any) -> Checkpoint:
+        values = {name: getattr(self, name) for name in ("placement", "step", "trained", "data")}
+        return Checkpoint(**{**values, **changes})
+
+    def offer(self, *, tier: str, where: str, distance: int) -> Offer:
+        placement = self.placement
+        return Offer(
+            checkpoint_id=placement.checkpoint_id,
+            run=placement.run,
+            step=self.step,
+            generation=placement.generation,
+            sequence=placement.sequence,
+            lineage=placement.lineage,
+            parent=placement.parent,
+            durable_parent=placement.durable_parent,
+            tier=tier,
+            where=where,
+            distance=distance,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Destination:
+    name: str
+    distance: int
+    slowness: int
+    """How many instructions an upload takes."""
+    checkpoints: dict[CheckpointId, Checkpoint] = field(default_factory=dict)
+    claims: dict[int, Claim] = field(default_factory=dict)
+    is_down: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    name: str
+    images: list[Checkpoint] = field(default_factory=list)
+    """In memory; gone with the machine, not with a process."""
+    memory_fails: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Upload:
+    save: Save
+    checkpoint: Checkpoint
+    reached: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    superseded: str = ""
+
+
+class Life:
+    """One start of the job: all its ranks, in lockstep wherever they exchange something."""
+
+    def __init__(
+        self, sim: Simulation, number: int, launch: str, machines: list[Machine], ranks: int
+    ) -> None:
+        self.sim = sim
+        self.number = number
+        self.launch = launch
+        self.machines = [machines[rank % len(machines)] for rank in range(ranks)]
+        self.protocols = [sim.make_protocol() for _ in range(ranks)]
+        self.ledgers = [LedgerChain() for _ in range(ranks)]
+        self.claim: Claim | None = None
+        self.step = 0
+        self.trained: tuple[int, ...] = ()
+        self.unrecorded: list[int] = []
+        self.is_frozen = False
+        self.is_over = False
+        self.asked_to_leave = False
+        self.outcome = ""
+        self.news: list[SaveEnded] = []
+        self.uploading: dict[str, Upload | None] = {}
+        self.waiting: dict[str, deque[Upload]] = {d.name: deque() for d in sim.destinations}
+        self.in_flight: dict[CheckpointId, Upload] = {}
+        self._saves = 0
+        self.tasks: list[Steps] = [self._main(), *(self._upload_to(d) for d in sim.destinations)]
+
+    def __str__(self) -> str:
+        return f"life {self.number}"
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.is_over and not self.is_frozen
+
+    def end(self, outcome: str) -> None:
+        if not self.is_over:
+            self.is_over, self.outcome = True, outcome
+            self.sim.tell(f"{self} {outcome}")
+
+    # --- starting -------------------------------------------------------------------------------------------
+
+    def _main(self) -> Steps:
+        yield from self._take_generation()
+        if self.is_over:
+            return
+        yield from self._restore()
+        if self.is_over:
+            return
+        yield from self._train()
+
+    def _take_generation(self) -> Steps:
+        farthest = self.sim.destinations[-1]
+        newest: Claim | None = None
+        looked_s = self.sim.now_s
+        waited_s = 0.0
+        changed = False
+        while True:
+            yield
+            if farthest.is_down:
+                waited_s += TICK_S
+                if waited_s > 20:
+                    self.end("gave up: it could not read the claim")
+                    return
+                continue
+            found = farthest.claims[max(farthest.claims)] if farthest.claims else None
+            if found != newest:
+                changed = newest is not None and found is not None and found.generation == newest.generation
+                newest, looked_s = found, self.sim.now_s
+            holder = self.sim.life_of(found)
+            gone = None if holder is None or self.sim.holders_are_remote else holder.is_over
+            decision = judge(
+                found,
+                launch=self.launch,
+                holder_is_gone=gone,
+                changed=changed,
+                unchanged_s=self.sim.now_s - looked_s,
+            )
+            if isinstance(decision, InUse):
+                self.sim.check_in_use(self, decision.claim)
+                self.end("was refused: the run is in use")
+                return
+            if isinstance(decision, Watch):
+                continue
+            assert isinstance(decision, Take)
+            yield
+            if decision.generation in farthest.claims:
+                continue  # Somebody else was quicker.
+            fences = newest.fences if newest is not None else ()
+            self.claim = Claim(
+                generation=decision.generation, launch=self.launch, holder=str(self.number), fences=fences
+            )
+            self.sim.check_taken_over(self, newest)
+            farthest.claims[decision.generation] = self.claim
+            for destination in self.sim.destinations[:-1]:
+                yield
+                destination.claims[decision.generation] = self.claim
+            self.sim.tell(f"{self} is generation {decision.generation}: {decision.reason}")
+            return
+
+    def _restore(self) -> Steps:
+        assert self.claim is not None
+        instruction: Any = LookAgain(after_s=0.0, reason="")
+        while isinstance(instruction, LookAgain):
+            for _ in range(int(instruction.after_s / TICK_S)):
+                yield
+            surveys = []
+            for rank, machine in enumerate(self.machines):
+                yield
+                surveys.append(self._survey(rank, machine))
+            instruction = self._agreed([p.surveyed(surveys) for p in self.protocols])
+            if not isinstance(instruction, LookAgain | Stop):
+                self.sim.fenced(self)
+            while isinstance(instruction, Load):
+                self.sim.tell(f"{self} loads {instruction.offer.checkpoint_id} from {instruction.offer.where}")
+                reports = []
+                for rank in range(len(self.machines)):
+                    yield
+                    reports.append(self._load(rank, instruction))
+                instruction = self._agreed([p.loaded(reports) for p in self.protocols])
+        if isinstance(instruction, Stop):
+            self.sim.check_stopped(self, instruction)
+            self.end(f"stops: {instruction.kind}")
+            return
+        if isinstance(instruction, StartAnew):
+            self.sim.check_new_beginning(self)
+            self.sim.tell(f"{self} starts anew: {instruction.reason}")
+            return
+        assert isinstance(instruction, Resume)
+        loaded = self._copy_of(instruction.load.source, instruction.load)
+        assert loaded is not None
+        self.step, self.trained = loaded.step, loaded.trained
+        for ledger in self.ledgers:
+            ledger.restore(loaded.data, checkpoint_id=loaded.checkpoint_id, durable=instruction.is_durable)
+        self.sim.check_restored(self, loaded)
+        self.sim.tell(f"{self} resumes at step {self.step} from {instruction.load.offer.tier}")
+
+    def _survey(self, rank: int, machine: Machine) -> Survey:
+        keeper = self.machines.index(machine) == rank
+        offers = [
+            image.offer(tier=MEMORY, where=f"{machine.name}:{n}", distance=0)
+            for n, image in enumerate(machine.images)
+        ]
+        if rank:
+            return Survey(machine=machine.name, offers=tuple(offers) if keeper else ())
+        unreachable = [d.name for d in self.sim.destinations if d.is_down]
+        claims = [c for d in self.sim.destinations for c in d.claims.values()]
+        found: dict[CheckpointId, list[Checkpoint]] = {}
+        for destination in self.sim.destinations:
+            for checkpoint in destination.checkpoints.values():
+                found.setdefault(checkpoint.checkpoint_id, []).append(checkpoint)
+                offers.append(
+                    checkpoint.offer(tier="DISK", where=destination.name, distance=destination.distance)
+                )
+        assert self.claim is not None
+        return Survey(
+            machine=machine.name,
+            offers=tuple(offers),
+            unreachable=tuple(unreachable),
+            removed=tuple(i for i, copies in found.items() if not any(c.has_payload for c in copies)),
+            destinations=tuple(d.name for d in self.sim.destinations),
+            generation=self.claim.generation,
+            fences=tuple({f for c in claims for f in c.fences}),
+        )
+
+    def _copy_of(self, rank: int, load: Load) -> Checkpoint | None:
+        """What a rank would read for this load."""
+        wanted = load.offer.checkpoint_id
+        if rank == load.source and load.offer.is_durable:
+            destination = next(d for d in self.sim.destinations if d.name == load.offer.where)
+            return destination.checkpoints.get(wanted)
+        return next((i for i in self.machines[rank].images if i.checkpoint_id == wanted), None)
+
+    def _load(self, rank: int, load: Load) -> LoadReport:
+        if rank in load.receivers:
+            return LoadReport()
+        if load.offer.is_durable and next(
+            d for d in self.sim.destinations if d.name == load.offer.where
+        ).is_down:
+            return LoadReport(error="out of reach", fault="away")
+        found = self._copy_of(rank, load)
+        if found is None or not found.has_payload or not found.intact:
+            return LoadReport(error="damaged or missing", fault="copy")
+        return LoadReport()
+
+    def _agreed(self, instructions: list[Any]) -> Any:
+        must(all(each == instructions[0] for each in instructions), f"ranks of {self} decided differently")
+        return instructions[0]
+
+    # --- training -------------------------------------------------------------------------------------------
+
+    def _train(self) -> Steps:
+        sim = self.sim
+        while self.step < sim.total_steps and not self.asked_to_leave:
+            yield
+            if sim.now_s - getattr(self, "_renewed_s", 0.0) >= 5.0:
+                self._renewed_s = sim.now_s
+                self._renew()
+            batch = self.step
+            self.trained = (*self.trained, batch)
+            self.unrecorded.append(batch)
+            self.step += 1
+            due = self._agreed([p.due(self.step) for p in self.protocols])
+            if due is not None:
+                yield from self._save(durable=due == "durable")
+                if self.is_over:
+                    return
+        yield from self._finish()
+
+    def _renew(self) -> None:
+        farthest = self.sim.destinations[-1]
+        assert self.claim is not None
+        if not farthest.is_down:
+            known = farthest.claims[self.claim.generation]
+            self.claim = farthest.claims[self.claim.generation] = Claim(
+                generation=known.generation,
+                launch=known.launch,
+                holder=known.holder,
+                count=known.count + 1,
+                ended=known.ended,
+                fences=known.fences,
+            )
+
+    def _exchange(self) -> Stop | None:
+        """All ranks hear what rank 0's saves came to."""
+        news, self.news = self.news, []
+        learned = self._agreed([p.learn(news) for p in self.protocols])
+        for ledger in self.ledgers:
+            for checkpoint_id in learned.confirmed:
+                ledger.confirm(checkpoint_id)
+            for checkpoint_id in learned.failed:
+                ledger.fail(checkpoint_id)
+        stop: Stop | None = learned.stop
+        return stop
+
+    def _save(self, *, durable: bool) -> Steps:
+        yield
+        stop = self._exchange()
+        if stop is not None:
+            self.sim.check_stopped(self, stop)
+            self.end("stops: superseded")
+            return
+        name, now_ms = self._new_id(), self.sim.now_ms()
+        order = self._agreed(
+            [p.save(name, step=self.step, now_ms=now_ms, durable=durable) for p in self.protocols]
+        )
+        yield from self._carry_out(order)
+
+    def _new_id(self) -> CheckpointId:
+        self._saves += 1
+        return CheckpointId(f"{self.step:04d}-{self.number}-{self._saves}")
+
+    def _carry_out(self, order: Save) -> Steps:
+        records = self.sim.records(self.unrecorded, len(self.machines))
+        self.unrecorded = []
+        commits = [
+            ledger.commit(
+                records,
+                world_size=len(self.machines),
+                checkpoint_id=order.placement.checkpoint_id,
+                durable=order.durable,
+            )
+            for ledger in self.ledgers
+        ]
+        must(all(c == commits[0] for c in commits), "ranks have different ledgers")
+        checkpoint = Checkpoint(
+            placement=order.placement, step=self.step, trained=self.trained, data=commits[0]
+        )
+        for machine in dict.fromkeys(self.machines):
+            yield
+            if not machine.memory_fails:
+                self._keep_image(machine, checkpoint.copy())
+        if order.durable:
+            upload = Upload(save=order, checkpoint=checkpoint)
+            self.in_flight[checkpoint.checkpoint_id] = upload
+            self._pass_on(upload, 0)
+        self.sim.tell(
+            f"{self} saves {checkpoint.checkpoint_id}{' finally' if order.final else ''}"
+            f"{'' if order.durable else ' in memory'} (parent {order.placement.parent})"
+        )
+
+    def _keep_image(self, machine: Machine, image: Checkpoint) -> None:
+        newest = max((i.generation for i in machine.images), default=0)
+        if newest > image.generation:
+            return  # Fenced: a newer generation keeps images here.
+        while len(machine.images) >= IMAGES:
+            machine.images.remove(min(machine.images, key=lambda i: i.order))
+        machine.images.append(image)
+
+    # --- the pipeline ---------------------------------------------------------------------------------------
+
+    def _pass_on(self, upload: Upload, number: int) -> None:
+        """To the next destination, or to its end."""
+        if number == len(self.sim.destinations):
+            checkpoint_id = upload.checkpoint.checkpoint_id
+            del self.in_flight[checkpoint_id]
+            self.news.append(
+                SaveEnded(
+                    checkpoint_id=checkpoint_id,
+                    is_durable=bool(upload.reached),
+                    missing=tuple(upload.missing),
+                    superseded=upload.superseded,
+                )
+            )
+            return
+        queue = self.waiting[self.sim.destinations[number].name]
+        for overtaken in [waiting for waiting in queue if not waiting.save.final]:
+            queue.remove(overtaken)
+            overtaken.missing.append(f"{self.sim.destinations[number].name}: overtaken")
+            self._pass_on(overtaken, number + 1)
+        queue.append(upload)
+
+    def _upload_to(self, destination: Destination) -> Steps:
+        queue = self.waiting[destination.name]
+        while True:
+            yield
+            if not queue:
+                continue
+            upload = queue.popleft()
+            yield from self._publish(upload, destination)
+            self._pass_on(upload, self.sim.destinations.index(destination) + 1)
+
+    def _publish(self, upload: Upload, destination: Destination) -> Steps:
+        sim = self.sim
+        for _ in range(destination.slowness):
+            yield
+        if destination.is_down or sim.chance(sim.save_failures):
+            upload.missing.append(f"{destination.name}: failed")
+            return
+        if is_superseded(upload.checkpoint.generation, list(destination.claims)):
+            upload.superseded = f"{destination.name}: superseded"
+            return
+        yield  # Here a newer generation may take over, look, and write its fence.
+        published = upload.checkpoint.copy(is_stale=sim.newest_fenced > upload.checkpoint.generation)
+        destination.checkpoints[published.checkpoint_id] = published
+        upload.reached.append(destination.name)
+        sim.tell(
+            f"{published.checkpoint_id} of {self} is in {destination.name}{' (stale)' if published.is_stale else ''}"
+        )
+        yield
+        for gone in self._removable(destination):
+            yield
+            sim.check_removal(self, destination, gone)
+            destination.checkpoints.pop(gone.checkpoint_id, None)
+
+    def _removable(self, destination: Destination) -> list[Checkpoint]:
+        own = [c for c in destination.checkpoints.values() if c.placement.run in ("", self.sim.run_name)]
+        damaged = {c.checkpoint_id for c in own if not c.intact and c.checkpoint_id in self.sim.known_damaged}
+        return removable(own, keep_count=self.sim.keep_count, in_use=set(self.in_flight), damaged=damaged)
+
+    # --- ending ---------------------------------------------------------------------------------------------
+
+    def _finish(self) -> Steps:
+        while True:
+            yield
+            stop = self._exchange()
+            if stop is not None:
+                self.sim.check_stopped(self, stop)
+                self.end("stops: superseded")
+                return
+            name, now_ms = self._new_id(), self.sim.now_ms()
+            instruction = self._agreed([p.finish(self.step, name, now_ms=now_ms) for p in self.protocols])
+            if isinstance(instruction, Save):
+                yield from self._carry_out(instruction)
+            elif isinstance(instruction, Finished):
+                self.sim.check_finished(self)
+                assert self.claim is not None
+                if not self.asked_to_leave:
+                    for machine in self.machines:
+                        machine.images.clear()
+                self._mark_ended()
+                self.end("left" if self.asked_to_leave else "finished")
+                return
+            elif isinstance(instruction, Stop):
+                self.sim.check_stopped(self, instruction)
+                self.end(f"stops: {instruction.kind}")
+                return
+            else:
+                assert isinstance(instruction, AwaitSave)
+
+    def _mark_ended(self) -> None:
+        farthest = self.sim.destinations[-1]
+        assert self.claim is not None
+        if not farthest.is_down:
+            known = farthest.claims[self.claim.generation]
+            farthest.claims[self.claim.generation] = Claim(
+                generation=known.generation,
+                launch=known.launch,
+                holder=known.holder,
+                ended=True,
+                fences=known.fences,
+            )
+
+
+class Simulation:
+    """A run from its first start to its end, whatever happens in between."""
+
+    run_name = "run-1"
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.story: list[str] = []
+        self.instructions = 0
+        self.now_s = 0.0
+        pick = self.random.randint
+        self.total_steps = pick(12, 40)
+        self.samples_per_step = pick(2, 5)
+        self.epoch_samples = pick(10, 60)
+        self.save_every = pick(2, 8)
+        self.snapshot_every = pick(0, 4)
+        self.keep_count = pick(1, 3)
+        self.save_failures = self.random.choice([0.0, 0.05, 0.3])
+        self.holders_are_remote = self.chance(0.5)
+        names = ["disk", "s3"][: pick(1, 2)]
+        self.destinations = [
+            Destination(name=name, distance=n + 1, slowness=pick(0, 4 + 30 * n))
+            for n, name in enumerate(names)
+        ]
+        self.machines = [Machine(name=f"m{n}") for n in range(pick(1, 3))]
+        self.machines_made = len(self.machines)
+        self.lives: list[Life] = []
+        self.newest_fenced = 0
+        self.known_damaged: set[CheckpointId] = set()
+        self.saw_down = False
+        self.faults_left = pick(0, 12)
+        self.counts = dict.fromkeys(
+            (
+                "crashes",
+                "machines lost",
+                "zombies",
+                "damages",
+                "outages",
+                "resumed",
+                "anew",
+                "stopped",
+                "stale",
+                "removed",
+            ),
+            0,
+        )
+        self._place_foreign_checkpoint()
+        self.start_life(launch="launch-0")
+
+    # --- chance and time ------------------------------------------------------------------------------------
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def tell(self, text: str) -> None:
+        self.story.append(f"{self.now_s:8.1f}  {text}")
+
+    def now_ms(self) -> int:
+        """The clock of some rank 0: machines disagree."""
+        return int(self.now_s * 1000) + self.random.randint(-2000, 2000) + 10_000
+
+    def make_protocol(self) -> JobProtocol:
+        return JobProtocol(
+            run=self.run_name,
+            save_every=self.save_every,
+            snapshot_every=self.snapshot_every,
+            patience_s=20.0,
+        )
+
+    def records(self, batches: Iterable[int], world_size: int) -> list[RankRecord]:
+        """What each rank trained of these steps: every rank has a slice of each."""
+        found: dict[tuple[int, int], RankRecord] = {}
+        for batch in batches:
+            start = batch * self.samples_per_step
+            for sample in range(start, start + self.samples_per_step):
+                epoch, position = divmod(sample, self.epoch_samples)
+                rank = sample % world_size
+                known = found.get((epoch, rank)) or RankRecord(
+                    dataset="data", epoch=epoch, total=self.epoch_samples, rank=rank
+                )
+                found[epoch, rank] = known.with_span(position, position + 1)
+        return list(found.values())
+
+    # --- the run --------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, int]:
+        try:
+            while not any(life.outcome == "finished" for life in self.lives):
+                self.instructions += 1
+                must(self.instructions < INSTRUCTIONS_LIMIT, "the run does not come to its end")
+                self._advance()
+            self._check_history()
+        except Exception as error:
+            raise SimulationFailed(self, error) from error
+        return self.counts
+
+    def _advance(self) -> None:
+        if self.faults_left and self.chance(0.02):
+            self.faults_left -= 1
+            self._fault()
+        if not self.faults_left:
+            self.save_failures = 0.0
+            for destination in self.destinations:
+                destination.is_down = False
+            for machine in self.machines:
+                machine.memory_fails = False
+        for life in self.lives:
+            if life.is_frozen and (not self.faults_left or self.chance(0.01)):
+                life.is_frozen = False
+                self.tell(f"{life} wakes up")
+        alive = [life for life in self.lives if life.is_alive]
+        self.now_s += TICK_S / 4
+        current = self.lives[-1]
+        if current.is_over and current.outcome != "finished":
+            self.start_life(launch=current.launch if self.chance(0.6) else f"launch-{len(self.lives)}")
+            return
+        if current.is_frozen and self.chance(0.05):
+            self.start_life(launch=current.launch if self.chance(0.5) else f"launch-{len(self.lives)}")
+            return
+        if not alive:
+            return
+        life = self.random.choice(alive)
+        task = self.random.choice(life.tasks)
+        try:
+            next(task)
+        except StopIteration:
+            life.tasks.remove(task)
+
+    def start_life(self, *, launch: str) -> None:
+        machines = self.random.sample(self.machines, self.random.randint(1, len(self.machines)))
+        ranks = self.random.randint(len(machines), len(machines) + 2)
+        life = Life(self, len(self.lives), launch, machines, ranks)
+        self.lives.append(life)
+        names = ", ".join(m.name for m in machines)
+        self.tell(f"{life} starts with {ranks} ranks on {names} ({launch})")
+
+    def life_of(self, claim: Claim | None) -> Life | None:
+        return None if claim is None else self.lives[int(claim.holder)]
+
+    # --- faults ---------------------------------------------------------------------------------------------
+
+    def _fault(self) -> None:
+        kind = self.random.choice(
+            [
+                "crash",
+                "crash",
+                "crash",
+                "machine",
+                "freeze",
+                "damage",
+                "damage memory",
+                "down",
+                "memory",
+                "leave",
+                "remove",
+            ]
+        )
+        current = self.lives[-1]
+        if kind == "crash" and current.is_alive:
+            self.counts["crashes"] += 1
+            current.end("crashes")
+        elif kind == "machine":
+            lost = self.random.choice(self.machines)
+            self.counts["machines lost"] += 1
+            self.tell(f"machine {lost.name} is lost")
+            for life in self.lives:
+                if lost in life.machines:
+                    life.end(f"is lost with {lost.name}")
+            self.machines.remove(lost)
+            self.machines.append(Machine(name=f"m{self.machines_made}"))
+            self.machines_made += 1
+        elif kind == "freeze" and current.is_alive:
+            self.counts["zombies"] += 1
+            current.is_frozen = True
+            self.tell(f"{current} stands still")
+        elif kind == "damage":
+            # One destination at most is damaged: with all copies gone there is nothing to prove.
+            near = self.destinations[0]
+            found = [c for c in near.checkpoints.values() if c.placement.run == self.run_name]
+            if found and (len(self.destinations) > 1 or len(found) > 1):
+                self._damage(max(found, key=lambda c: c.order), near.name)
+        elif kind == "damage memory":
+            images = [image for machine in self.machines for image in machine.images]
+            if images:
+                self._damage(self.random.choice(images), "memory")
+        elif kind == "down":
+            destination = self.random.choice(self.destinations)
+            destination.is_down = not destination.is_down
+            self.counts["outages"] += destination.is_down
+            self.saw_down = True
+            self.tell(f"{destination.name} is {'out of reach' if destination.is_down else 'back'}")
+        elif kind == "memory":
+            machine = self.random.choice(self.machines)
+            machine.memory_fails = not machine.memory_fails
+        elif kind == "leave" and current.is_alive:
+            current.asked_to_leave = True
+            self.tell(f"{current} is asked to leave")
+
+    def _damage(self, copy: Checkpoint, where: str) -> None:
+        self.counts["damages"] += 1
+        copy.intact = False
+        self.tell(f"{copy.checkpoint_id} in {where} is damaged")
+
+    def _place_foreign_checkpoint(self) -> None:
+        """Somebody has copied a checkpoint of another run into the folder; it looks newer than anything."""
+        foreign = Placement(
+            checkpoint_id=CheckpointId("foreign"), run="run-2", generation=99, sequence=1, lineage="foreign"
+        )
+        self.destinations[0].checkpoints[foreign.checkpoint_id] = Checkpoint(
+            placement=foreign, step=9999, trained=(9,), data=DataCommit()
+        )
+
+    # --- what must hold -------------------------------------------------------------------------------------
+
+    def fenced(self, life: Life) -> None:
+        """A generation has looked: it writes down what it saw."""
+        fence = life.protocols[0].fence
+        assert life.claim is not None
+        must(fence.generation == life.claim.generation, "the claimed generation does not travel")
+        life.claim = life.claim.with_fence(fence)
+        for destination in self.destinations:
+            if life.claim.generation in destination.claims:
+                destination.claims[life.claim.generation] = life.claim
+        self.newest_fenced = max(self.newest_fenced, life.claim.generation)
+
+    def _visible(self, life: Life) -> list[Checkpoint]:
+        """Every copy that a restart could use now, by the facts."""
+        images = [image for machine in dict.fromkeys(life.machines) for image in machine.images]
+        stored = [c for d in self.destinations for c in d.checkpoints.values()]
+        return [
+            copy
+            for copy in (*images, *stored)
+            if copy.intact and copy.has_payload and not copy.is_stale and copy.placement.run == self.run_name
+        ]
+
+    def check_restored(self, life: Life, loaded: Checkpoint) -> None:
+        self.counts["resumed"] += 1
+        must(loaded.placement.run == self.run_name, f"{life} restored what belongs to another run")
+        must(loaded.intact, f"{life} restored a damaged checkpoint")
+        must(
+            not loaded.is_stale,
+            f"{life} restored what a superseded process published: {loaded.checkpoint_id}",
+        )
+        must(
+            loaded.trained == tuple(range(loaded.step)),
+            f"the state of {loaded.checkpoint_id} is not its step's",
+        )
+        everything = self._visible(life)
+        every_copy = [*everything, *self._damaged_too(life)]
+        best = best_by_descent(every_copy, everything)
+        must(
+            loaded.order >= best.order,
+            f"{life} resumed from {loaded.checkpoint_id} although {best.checkpoint_id} is intact",
+        )
+
+    def _damaged_too(self, life: Life) -> list[Checkpoint]:
+        images = [image for machine in dict.fromkeys(life.machines) for image in machine.images]
+        stored = [c for d in self.destinations for c in d.checkpoints.values()]
+        return [
+            c
+            for c in (*images, *stored)
+            if not c.intact and not c.is_stale and c.placement.run == self.run_name
+        ]
+
+    def check_new_beginning(self, life: Life) -> None:
+        self.counts["anew"] += 1
+        stored = [
+            c
+            for d in self.destinations
+            for c in d.checkpoints.values()
+            if c.placement.run == self.run_name and not c.is_stale
+        ]
+        must(not stored, f"{life} starts anew although {[c.checkpoint_id for c in stored]} exist")
+        must(not self._visible(life), f"{life} starts anew although memory has a state")
+
+    def check_stopped(self, life: Life, stop: Stop) -> None:
+        self.counts["stopped"] += 1
+        if stop.kind == "unreachable":
+            must(self.saw_down, f"{life} found a destination out of reach that never was")
+        elif stop.kind == "unloadable":
+            must(not self._visible(life), f"{life} gave up although something could be loaded")
+        elif stop.kind == "superseded":
+            assert life.claim is not None
+            newest = max(self.destinations[-1].claims)
+            must(newest > life.claim.generation, f"{life} was called superseded and is not")
+        elif stop.kind == "final":
+            pass
+        else:
+            raise Violation(f"{life} stopped: {stop}")
+
+    def check_in_use(self, life: Life, claim: Claim) -> None:
+        holder = self.life_of(claim)
+        assert holder is not None
+        must(not holder.is_over or self.holders_are_remote, f"{life} was refused for a dead holder")
+
+    def check_taken_over(self, life: Life, newest: Claim | None) -> None:
+        holder = self.life_of(newest)
+        if holder is not None and newest is not None and newest.launch != life.launch and not newest.ended:
+            must(not holder.is_alive, f"{life} took the run from {holder}, which is alive")
+
+    def check_removal(self, life: Life, destination: Destination, gone: Checkpoint) -> None:
+        self.counts["removed"] += 1
+        must(gone.placement.run == self.run_name, f"{life} removes what belongs to another run")
+        must(gone.checkpoint_id not in life.in_flight, f"{life} removes what it is still uploading")
+        left = [
+            c
+            for c in destination.checkpoints.values()
+            if c.placement.run == self.run_name
+            and c.checkpoint_id not in (gone.checkpoint_id, *self.known_damaged)
+        ]
+        newer = [c for c in left if c.order > gone.order]
+        must(
+            len(newer) >= self.keep_count,
+            f"{life} removes {gone.checkpoint_id} from {destination.name}, which leaves {len(newer)} newer",
+        )
+
+    def check_finished(self, life: Life) -> None:
+        for destination in self.destinations:
+            final = [
+                c
+                for c in destination.checkpoints.values()
+                if c.step == life.step and c.placement.run == self.run_name and c.trained == life.trained
+            ]
+            must(bool(final), f"{life} ended at step {life.step}, which is not in {destination.name}")
+
+    def _check_history(self) -> None:
+        """The audit of what is left in each destination, beside what the final state was really trained on."""
+        for destination in self.destinations:
+            own = [c for c in destination.checkpoints.values() if c.placement.run == self.run_name]
+            must(len(own) <= self.keep_count + 2 + len(self.lives), f"{destination.name} grows without bound")
+            own.sort(key=lambda c: c.order)
+            must(
+                own[-1].trained == tuple(range(self.total_steps)),
+                "the newest checkpoint is not the final state",
+            )
+            commits = [
+                Commit(checkpoint_id=c.checkpoint_id, parent_id=c.durable_parent, step=c.step, data=c.data)
+                for c in own
+            ]
+            covered = 0
+            for report in audit_all(commits, "data"):
+                must(report.clean, f"epoch {report.epoch} in {destination.name}: {report.reason}")
+                covered += report.samples
+            must(covered == self.total_steps * self.samples_per_step, f"the ledger has {covered} samples")
+
+
+def best_by_descent(every: list[Checkpoint], usable: list[Checkpoint]) -> Checkpoint:
+    """Reference: the newest, or if that is not usable the newest usable one it descends from, or else any newest.
+
+    Descent is by content, not by links: a state descends from another if it was trained on all of it and made later.
+    """
+    newest = max(every, key=lambda c: c.order)
+    line = [c for c in usable if c.order <= newest.order and c.step <= newest.step]
+    same = [c for c in line if c.lineage == newest.lineage]
+    if newest in usable:
+        return newest
+    ancestors = [c for c in same if c.generation == newest.generation]
+    return max(ancestors or [min(usable, key=lambda c: c.order)], key=lambda c: c.order)
+
+
+def simulate(seed: int) -> dict[str, int]:
+    return Simulation(seed).run()
+
+
+def fingerprint(seed: int) -> str:
+    simulation = Simulation(seed)
+    simulation.run()
+    return hashlib.sha256("\n".join(simulation.story).encode()).hexdigest()[:16]

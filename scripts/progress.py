@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -72,8 +72,7 @@ class Step:
 
     def _show(self, line: str, end: str) -> None:
         if self._is_terminal:
-            with suppress(OSError):
-                line = line[: os.get_terminal_size().columns - 1]
+            line = line[: shutil.get_terminal_size().columns - 1]
             print(f"\r{line}{' ' * (len(self._shown) - len(line))}", end=end, flush=True)
         else:
             print(line, flush=True)

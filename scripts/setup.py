@@ -136,7 +136,7 @@ def pip(*arguments: str, step: progress.Step) -> None:
     found: set[str] = set()
 
     def watch(line: str) -> None:
-        if match := re.match(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)", line):
+        if match := re.match(r"(?:Collecting|Processing|Requirement already satisfied:) (\S+)", line):
             found.add(match[1])
             step.state = f"{len(found)} of about {expected} found" if expected else f"{len(found)} found"
         elif line.startswith("Installing collected packages:"):

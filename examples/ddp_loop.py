@@ -20,7 +20,9 @@ import strata  # +
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--checkpoints", default="runs/sums")
-parser.add_argument("--step-time", type=float, default=0.04, help="seconds a step takes at least, as with a larger model")
+parser.add_argument(
+    "--step-time", type=float, default=0.04, help="seconds a step takes at least, as with a larger model"
+)
 arguments = parser.parse_args()
 
 distributed.init_process_group("gloo")

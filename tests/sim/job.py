@@ -280,6 +280,7 @@ class Life:
             instruction = self._agreed([p.surveyed(surveys) for p in self.protocols])
             if not isinstance(instruction, LookAgain | Stop):
                 self.sim.fenced(self)
+                self.sim.perhaps_lose_a_destination()
             while isinstance(instruction, Load):
                 self.sim.tell(
                     f"{self} loads {instruction.offer.checkpoint_id} from {instruction.offer.where}"
@@ -502,9 +503,17 @@ class Life:
         if is_superseded(upload.checkpoint.generation, list(destination.claims)):
             upload.superseded = f"{destination.name}: superseded"
             return
+        sim.perhaps_freeze(self)
         yield  # Here a newer generation may take over, look, and write its fence.
         published = upload.checkpoint.copy(looked=destination.looked)
-        sim.counts["stale"] += destination.looked > published.generation
+        base = published.data.base
+        must(
+            base is None or base in sim.ever_durable,
+            f"{published.checkpoint_id} continues {base}, which never existed",
+        )
+        sim.ever_durable.add(published.checkpoint_id)
+        if destination.looked > published.generation:
+            sim.published_too_late()
         destination.checkpoints[published.checkpoint_id] = published
         upload.reached.append(destination.name)
         sim.tell(f"{published.checkpoint_id} of {self} is in {destination.name}")
@@ -587,6 +596,7 @@ class Simulation:
         self.fenced_generations: set[int] = set()
         self.known_damaged: set[CheckpointId] = set()
         self.unwanted: set[CheckpointId] = set()
+        self.ever_durable: set[str] = set()
         self.saw_down = False
         self.faults_left = pick(0, 12)
         self.counts = dict.fromkeys(
@@ -712,6 +722,7 @@ class Simulation:
                 "freeze",
                 "damage",
                 "damage memory",
+                *(["damage all"] if self.chance(0.2) else []),
                 "down",
                 "memory",
                 "leave",
@@ -741,6 +752,10 @@ class Simulation:
             found = [c for c in near.checkpoints.values() if c.placement.run == self.run_name]
             if found and (len(self.destinations) > 1 or len(found) > 1):
                 self._damage(max(found, key=lambda c: c.order), near.name)
+        elif kind == "damage all":
+            for destination in self.destinations:
+                for copy in destination.checkpoints.values():
+                    self._damage(copy, destination.name)
         elif kind == "damage memory":
             images = [i for machine in self.machines for held in machine.images.values() for i in held]
             if images:
@@ -757,6 +772,28 @@ class Simulation:
         elif kind == "leave" and current.is_alive:
             current.asked_to_leave = True
             self.tell(f"{current} is asked to leave")
+
+    def perhaps_lose_a_destination(self) -> None:
+        """Just when it is needed."""
+        if self.faults_left and self.chance(0.05):
+            destination = self.random.choice(self.destinations)
+            destination.is_down = self.saw_down = True
+            self.counts["outages"] += 1
+            self.tell(f"{destination.name} is out of reach")
+
+    def perhaps_freeze(self, life: Life) -> None:
+        """Between being admitted and publishing: the zombie that nobody can refuse in time."""
+        if self.faults_left and life is self.lives[-1] and self.chance(0.03):
+            self.counts["zombies"] += 1
+            life.is_frozen = True
+            self.tell(f"{life} stands still while it publishes")
+
+    def published_too_late(self) -> None:
+        """A zombie was quicker than its refusal. The best moment for the newer generation to crash."""
+        self.counts["stale"] += 1
+        newest = self.lives[-1]
+        if self.faults_left and newest.is_alive and self.chance(0.8):
+            newest.end("crashes")
 
     def _remove_newest(self) -> None:
         """Somebody deletes the payload of the newest checkpoint, to go back to the one before it."""
@@ -905,7 +942,10 @@ class Simulation:
         """The audit of what is left in each destination, beside what the final state was really trained on."""
         for destination in self.destinations:
             own = [c for c in destination.checkpoints.values() if c.placement.run == self.run_name]
-            must(len(own) <= self.keep_count + 2 + len(self.lives), f"{destination.name} grows without bound")
+            must(
+                len(own) <= self.keep_count + 2 + self.counts["stale"],
+                f"{destination.name} grows without bound",
+            )
             own.sort(key=lambda c: c.order)
             must(
                 own[-1].trained == tuple(range(self.total_steps)),

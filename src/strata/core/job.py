@@ -374,11 +374,15 @@ class JobProtocol:
     # --- saving ---------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> Literal["durable", "snapshot"] | None:
-        """What is to be saved after this step."""
+        """What is to be saved after this step. A durable save that failed or was skipped is made up for at the next
+        occasion."""
         if self.destinations and step % self.save_every == 0:
             return "durable"
         every = self.snapshot_every or (0 if self.destinations else self.save_every)
-        return "snapshot" if every and step % every == 0 else None
+        if not every or step % every:
+            return None
+        is_owed = self._outcome is not None and not self._outcome.is_durable
+        return "durable" if is_owed else "snapshot"
 
     def save(
         self, checkpoint_id: CheckpointId, *, step: int, now_ms: int, durable: bool, final: bool = False

@@ -253,6 +253,7 @@ class ElasticJob:
         self._snapshot_step = -1
         self._next_agreement = 1
         self._steps_here = 0
+        self._has_stepped = False
         self._step_began_s = 0.0
         self._step_s = 0.0
         self._taken: list[Batch] = []
@@ -702,6 +703,9 @@ class ElasticJob:
             return False
         self._commit_taken()
         self.step += 1
+        self._steps_here += 1
+        if self._footprints is not None:
+            self._footprints.leave(self.step, self.world_size)
         return True
 
     def _commit_taken(self) -> None:
@@ -733,12 +737,10 @@ class ElasticJob:
         now_s = time.monotonic()
         self._account.made_step()
         self._step_s, self._step_began_s = now_s - self._step_began_s, now_s
-        self._steps_here += 1
-        if self._footprints is not None:
-            self._footprints.leave(self.step, self.world_size)
         if self._claim is not None:
             self._claim.step = self.step
-        if self._steps_here == 1:
+        if not self._has_stepped:
+            self._has_stepped = True
             self._first_step()
         self.metrics["step_time_s"] = self._step_s
         self.metrics["samples_per_second"] = samples / max(self._step_s, 1e-9)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from strata.launch.torchrun_trap import separate_attempts
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -41,6 +43,8 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(_HOMES))
 
+
+separate_attempts()  # Where torchrun has restarted this process, before it meets the others.
 
 if TYPE_CHECKING:
     from strata.checkpoint import AsyncCheckpointWriter as AsyncCheckpointWriter

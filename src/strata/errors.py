@@ -39,11 +39,12 @@ class MissingDependency(StrataError):
 
 
 class UnsupportedPlatform(StrataError):
-    """The feature needs something this operating system does not have."""
+    """Strata is built on what Linux alone has: `/proc`, shared memory as files, its signals."""
 
     code = "unsupported_platform"
 
-    def __init__(self, feature: str, *, needs: str) -> None:
+    def __init__(self, platform: str) -> None:
         super().__init__(
-            f"{feature} needs {needs}, which this platform does not have.", hint="Run it on Linux."
+            f"Strata needs Linux, and this is {platform}.",
+            hint="Use a Linux machine, a container, or WSL 2 on Windows.",
         )

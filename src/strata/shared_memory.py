@@ -1,7 +1,9 @@
-"""What a job is called in this machine's shared memory: its images of checkpoints, and the moments of its processes.
+"""What a job is called in this machine's shared memory: its images of checkpoints, and the timestamps of its processes.
 
-Every such name is made here, for those who put something there and for those who remove what a job left. Each user has
-folders of their own, which are there as long as something is in them. Needs nothing but Python.
+Every such name is made here, for those who put something there and for those who remove what a job left. All of it lives
+below one folder, the root, which `memory_root` decides at each call: processes with different roots behave as if they were
+on different machines. Only images too large for a root that nobody has named live on disk instead (`memory_roots`). Each
+user has folders of their own, which are there as long as something is in them. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -10,16 +12,36 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 _TRIES = 1_000
-SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
+ROOT_VARIABLE = "STRATA_MEMORY_ROOT"
+_SHARED_MEMORY = Path("/dev/shm")
+_DISK = Path(
+    "/var/tmp"
+)  # Not /tmp, which may be memory as well, and does not survive a restart of the machine.
 
 
-def images_folder(root: Path = SHARED_MEMORY) -> Path:
+def memory_root(named: str | os.PathLike[str] | None = None) -> Path:
+    """The folder below which everything is: the one that was named, by the caller or by STRATA_MEMORY_ROOT, else
+    /dev/shm."""
+    return memory_roots(named)[0]
+
+
+def memory_roots(named: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Where images may be, the best first. Where a root was named there is no other; else there is a folder on disk for
+    what does not fit in /dev/shm."""
+    if chosen := named or os.environ.get(ROOT_VARIABLE):
+        return [Path(chosen).absolute()]
+    on_disk = _DISK if os.access(_DISK, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    return [_SHARED_MEMORY, on_disk] if _SHARED_MEMORY.is_dir() else [on_disk]
+
+
+def images_folder(root: Path | None = None) -> Path:
     """Holds a folder for each job's images (`strata.checkpoint.staging`)."""
-    return root / f"strata-images-{os.getuid()}"
+    return memory_root(root) / f"strata-images-{os.getuid()}"
 
 
 def folder_name(job: str) -> str:
@@ -28,14 +50,15 @@ def folder_name(job: str) -> str:
     return f"job-{safe[:90].lstrip('._-')}"
 
 
-def run_folder(job: str) -> Path:
-    """Where the processes of one run on this machine leave their moments (`strata.training.trace`)."""
-    return SHARED_MEMORY / f"strata-run-{os.getuid()}" / folder_name(job)
+def run_folder(job: str, *, root: Path | None = None) -> Path:
+    """Where the processes of one run on this machine leave their timestamps (`strata.training.trace`)."""
+    return memory_root(root) / f"strata-run-{os.getuid()}" / folder_name(job)
 
 
-def folders_of(job: str) -> list[Path]:
+def folders_of(job: str, *, root: Path | None = None) -> list[Path]:
     """All that an elastic job has here."""
-    return [images_folder() / folder_name(job), run_folder(job)]
+    images = [images_folder(each) / folder_name(job) for each in memory_roots(root)]
+    return [*images, run_folder(job, root=root)]
 
 
 def make_private(folder: Path, *, inside: Path) -> None:

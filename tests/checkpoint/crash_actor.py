@@ -40,11 +40,16 @@ class Teller:
 
     def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None: ...
 
+    def on_skipped(self, save: Started, *, tier: str, reason: str) -> None:
+        self.tell(what="skipped", step=save.step, reason=reason)
+
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None:
         self.tell(what="completed", step=info.step, id=info.checkpoint_id, digest=info.digest)
 
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None:
         self.tell(what="failed", step=save.step, error=str(error))
+
+    def on_removed(self, checkpoint_id: str, *, step: int, epoch: int, path: str, reason: str) -> None: ...
 
 
 def crash_at(number: int, fault: Fault) -> Any:

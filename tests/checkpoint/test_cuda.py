@@ -147,6 +147,105 @@ def test_a_step_right_after_the_save_waits_for_what_is_not_queued_yet(
     assert bool((weight == 0.0).all())
 
 
+def captured_step(optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
+    """The optimizer's step as a graph. It has run once before, as Torch asks for."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph
+
+
+@pytest.mark.usefixtures("has_spare")
+@pytest.mark.parametrize("captured_first", [True, False])
+def test_a_replayed_graph_waits_for_the_copy_although_it_runs_no_hooks(
+    folder: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, captured_first: bool
+) -> None:
+    take_at_once, may_queue = copying._Copies.take, threading.Event()
+
+    def take_late(*args: Any) -> Any:
+        assert may_queue.wait(60)
+        return take_at_once(*args)
+
+    weight = torch.nn.Parameter(torch.full((MEGABYTES_64,), 10.0, device="cuda"))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with CheckpointManager(folder, memory=memory) as manager:
+        graph = captured_step(optimizer) if captured_first else None
+        manager.guard(optimizer)
+        graph = graph or captured_step(optimizer)
+        monkeypatch.setattr(copying._Copies, "take", take_late)
+        for step in range(3):
+            may_queue.clear()
+            wanted = 9.0 - step
+            handle = manager.save({"weight": weight.detach()}, step=step)
+            threading.Timer(0.2, may_queue.set).start()
+            graph.replay()
+            assert may_queue.is_set()
+            handle.result(60)
+            assert bool((manager.load(step=step)["weight"] == wanted).all()), step
+            assert bool((weight == wanted - 1.0).all())
+
+
+@pytest.mark.usefixtures("has_spare")
+def test_replays_of_a_captured_optimizer_never_tear_a_save(folder: Path, memory: Memory) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, device="cuda") for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.guard(optimizer)
+        graph = captured_step(optimizer)
+        for step in range(6):
+            wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+            keep_device_busy()
+            handle = manager.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=step
+            )
+            graph.replay()  # Changes every tensor that is being copied.
+            handle.result(60)
+            loaded = manager.load(step=step)
+            for name, tensor in wanted.items():
+                assert torch.equal(loaded["model"][name], tensor.cpu()), (step, name)
+            for number, moment in enumerate(moments):
+                assert torch.equal(loaded["optimizer"]["state"][number]["exp_avg"], moment.cpu()), step
+
+
+@pytest.mark.usefixtures("has_spare")
+@pytest.mark.parametrize("is_guarded_tensor", [True, False])
+def test_a_capture_begins_when_copies_under_way_are_complete(
+    folder: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, is_guarded_tensor: bool
+) -> None:
+    take_at_once = copying._Copies.take
+
+    def take_late(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)  # The capture would be under way by now.
+        return take_at_once(*args)
+
+    weight = torch.nn.Parameter(torch.full((MEGABYTES_64,), 5.0, device="cuda"))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.guard(optimizer)
+        optimizer.step()
+        monkeypatch.setattr(copying._Copies, "take", take_late)
+        saved = weight.detach() if is_guarded_tensor else torch.full((MEGABYTES_64,), 4.0, device="cuda")
+        handle = manager.save({"weight": saved}, step=1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        graph.replay()
+        handle.result(60)
+        assert bool((manager.load(step=1)["weight"] == 4.0).all())
+        assert bool((weight == 3.0).all())
+
+
 @pytest.mark.usefixtures("has_spare")
 def test_running_statistics_may_change_in_the_next_forward_pass(folder: Path, memory: Memory) -> None:
     model = torch.nn.Sequential(

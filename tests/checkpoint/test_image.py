@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import zipfile
@@ -11,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strata.checkpoint import UnsupportedState
+from strata.checkpoint import CheckpointManager, Memory, UnsupportedState
 from strata.checkpoint.copying import Copier, Copying, Destination
 from strata.checkpoint.image import ALIGNMENT_BYTES, FILE_NAME, Placement, Plan, Prepared, prepare
-from strata.checkpoint.state import scan
+from strata.checkpoint.state import named_leaves, scan
 from tests.checkpoint.states import DTYPES, assert_same, every_kind, random_tensor, same_bits
 
 
@@ -330,3 +332,60 @@ def test_any_nested_state_comes_back_the_same(image: Image, first: Any, second: 
     for state in (first, second, first):  # One file, laid out anew whenever the structure differs.
         image.save(state)
         assert_same(image.load(), state)
+
+
+def tensor(value: float) -> torch.Tensor:
+    return torch.full((1000,), value)
+
+
+STRUCTURES: list[Any] = [
+    {"a": tensor(1), "b": 1},
+    {"a": 1, "b": tensor(2)},
+    {"a": {"x": tensor(3)}, "b": 1},
+    {"a": 1, "b": {"x": tensor(3)}},
+    {"a": [tensor(1)], "b": 1},
+    {"a": [tensor(1), tensor(2)]},
+    {"a": tensor(1)},
+    {"a": 1},
+    {"a": {"b": 1}},
+    {"a": [1]},
+    {"a": [[1]]},
+    {"a": {}},
+    {"m": {"a": tensor(1)}, "n": {"a": 1}},
+    {"m": {"a": 1}, "n": {"a": tensor(1)}},
+    [tensor(1), 1],
+    [1, tensor(1)],
+    tensor(1),
+    {"a": [tensor(1), {"a": tensor(2)}]},
+    {"a": [{"a": tensor(2)}, tensor(1)]},
+    {"a": np.float64(1)},
+    {"a": [np.arange(3)]},
+]
+
+
+def test_a_leaf_may_become_nested_and_anything_else_from_one_save_to_the_next(
+    folder: Path, memory: Memory
+) -> None:
+    with CheckpointManager(folder, 100, memory=memory) as manager:
+        for step, (before, state) in enumerate(itertools.permutations(STRUCTURES, 2)):
+            plan = prepare(before, None).plan
+            fresh, again = prepare(state, None), prepare(state, plan)
+            assert again.plan.names == fresh.plan.names == tuple(name for name, _ in named_leaves(state)), (
+                before,
+                state,
+            )
+            if step % 9 == 0:
+                for number, each in ((2 * step, before), (2 * step + 1, state)):
+                    manager.save(each, step=number).result(30)
+                    for tier in ("MEMORY", "NVME"):
+                        assert_same(manager.load(step=number, tiers=[tier]), each)
+
+
+def test_a_state_nested_too_deeply_is_refused(folder: Path, memory: Memory) -> None:
+    deep: Any = 1
+    for _ in range(20_000):
+        deep = [deep]
+    with CheckpointManager(folder, memory=memory) as manager:
+        with pytest.raises(UnsupportedState, match="nested too deeply"):
+            manager.save({"deep": deep}, step=1)
+        manager.save({"deep": [1]}, step=2).result(30)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
+import queue
+import signal
+import subprocess
+import sys
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +30,7 @@ from strata.stores.faulty import Fault, FaultyStore, Operation
 from strata.stores.protocol import Buffer
 from tests.checkpoint.states import assert_is_step, small_state
 from tests.stores.mounts import small_tmpfs
+from tests.support import eventually
 
 
 class Recorder:
@@ -38,11 +45,16 @@ class Recorder:
         assert seconds > 0
         self.events.append(("tier", save.step, tier))
 
+    def on_skipped(self, save: Started, *, tier: str, reason: str) -> None:
+        self.events.append(("skipped", save.step, tier, reason))
+
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None:
         self.events.append(("completed", save.step, info.tiers))
 
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None:
         self.events.append(("failed", save.step, str(error)))
+
+    def on_removed(self, checkpoint_id: str, *, step: int, epoch: int, path: str, reason: str) -> None: ...
 
 
 class SlowStore:
@@ -200,10 +212,11 @@ def slow(folder: Path) -> Iterator[SlowStore]:
 def test_a_full_pipeline_skips_with_a_reason_when_told_to(
     slow: SlowStore, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CheckpointManager(slow, memory=memory, policy=Policy(when_full="skip")) as manager:
-        handles = [manager.save(small_state(step), step=step) for step in range(1, 5)]
+    with CheckpointManager(slow, memory=memory, policy=Policy(when_full="skip")) as manager:  # type: ignore[arg-type]
+        for step in (1, 2):
+            manager.save(small_state(step), step=step, must_arrive=True)
         with pytest.raises(SaveSkipped, match="still being written"):
-            handles[3].result(0)
+            manager.save(small_state(3), step=3).result(0)
         slow.may_write.set()
         assert manager.wait_pending(30)
         assert [info.step for info in manager.all_checkpoints() if "NVME" in info.tiers] == [2, 1]
@@ -236,9 +249,6 @@ def test_a_save_to_memory_alone_touches_no_store(folder: Path, memory: Memory) -
 
 
 def test_the_last_save_of_a_script_is_not_lost(folder: Path, memory: Memory, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     script = (
         "import sys\nfrom strata.checkpoint import CheckpointManager, Memory\n"
         "from tests.checkpoint.states import small_state\n"
@@ -366,3 +376,282 @@ def test_a_slow_far_tier_keeps_no_image_from_the_next_save(tmp_path: Path, memor
         assert manager.wait_pending(60)
     with CheckpointManager(tmp_path / "far", memory=memory) as manager:
         assert_is_step(manager.load(), 5)
+
+
+# A slow store: bounded backlog, bounded close.
+
+
+class Gate:
+    """A store whose uploads wait to be let through, one by one; `began` tells which has."""
+
+    def __init__(self, inner: Store, tier: str = "FAR") -> None:
+        self._inner = inner
+        self.tier = tier
+        self.began: queue.Queue[str] = queue.Queue()
+        self.removed: queue.Queue[str] = queue.Queue()
+        self._may_pass = threading.Semaphore(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def open_write(self, key: str, **options: Any) -> BlobWriter:
+        if key.endswith((".pt", ".bin")):
+            self.began.put(key)
+            assert self._may_pass.acquire(timeout=60)
+        return self._inner.open_write(key, **options)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+        self.removed.put(key)
+
+    def let(self, uploads: int) -> None:
+        self._may_pass.release(uploads)
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(open_store(tmp_path / "far"))
+    yield gate
+    gate.let(1000)
+
+
+def steps_in(folder: Path) -> list[int]:
+    with CheckpointManager(folder, memory=Memory(job=f"look-{uuid.uuid4().hex[:8]}")) as manager:
+        return sorted(info.step for info in manager.all_checkpoints())
+
+
+class Arrivals(Recorder):
+    """Also wakes who waits for a save to be in a tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived: queue.Queue[tuple[int, str]] = queue.Queue()
+
+    def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None:
+        super().on_tier(save, tier=tier, size_bytes=size_bytes, seconds=seconds)
+        self.arrived.put((save.step, tier))
+
+    def until(self, step: int, tier: str) -> None:
+        while self.arrived.get(timeout=60) != (step, tier):
+            pass
+
+
+@pytest.mark.parametrize("on_error", ["warn", "fail", "retry"])
+@pytest.mark.parametrize("when_full", ["wait", "skip"])
+def test_a_slow_far_tier_gets_the_newest_and_skips_the_rest_with_a_reason(
+    tmp_path: Path,
+    far: Gate,
+    memory: Memory,
+    on_error: Any,
+    when_full: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen = Arrivals()
+    policy = Policy(on_error=on_error, when_full=when_full)
+    with CheckpointManager(
+        [tmp_path / "near", far],  # type: ignore[list-item]
+        10,
+        memory=memory,
+        policy=policy,
+        observer=seen,
+    ) as manager:
+        handles = {}
+        for step in (300, 400, 500, 600):
+            handles[step] = manager.save(small_state(step), step=step)
+            seen.until(step, "NVME")
+            if step == 300:
+                far.began.get(timeout=60)
+        reason = (
+            "step 400 was not uploaded to FAR: step 500 overtook it while step 300 was still being uploaded"
+        )
+        skipped = handles[400].result(60)
+        assert skipped.skipped == (reason,)
+        assert skipped.failures == ()
+        assert skipped.tiers == ("MEMORY", "NVME")
+        far.let(10)
+        assert manager.wait_pending(60)
+        assert handles[600].result(0).skipped == ()
+    assert ("skipped", 400, "FAR", reason) in seen.events
+    assert caplog.text.count(reason) == 1
+    assert steps_in(tmp_path / "far") == [300, 600]
+    assert steps_in(tmp_path / "near") == [300, 400, 500, 600]
+
+
+def test_a_save_that_must_arrive_is_never_overtaken(tmp_path: Path, far: Gate, memory: Memory) -> None:
+    seen = Arrivals()
+    with CheckpointManager(
+        [tmp_path / "near", far],  # type: ignore[list-item]
+        10,
+        memory=memory,
+        observer=seen,
+    ) as manager:
+        for step in range(1, 6):
+            manager.save(small_state(step), step=step, must_arrive=step == 2)
+            seen.until(step, "NVME")
+            if step == 1:
+                far.began.get(timeout=60)
+        far.let(10)
+        assert manager.wait_pending(60)
+    assert steps_in(tmp_path / "far") == [1, 2, 5]
+
+
+def test_a_save_that_must_arrive_waits_for_an_image_whatever_the_policy_says(
+    far: Gate, tmp_path: Path, memory: Memory
+) -> None:
+    with CheckpointManager(far, memory=memory, policy=Policy(when_full="skip")) as manager:  # type: ignore[arg-type]
+        first = manager.save(small_state(1), step=1, must_arrive=True)
+        far.began.get(timeout=60)
+        second = manager.save(small_state(2), step=2, must_arrive=True)
+        with pytest.raises(SaveSkipped):
+            manager.save(small_state(3), step=3).result(0)
+        final = threading.Thread(
+            target=manager.save, args=(small_state(4),), kwargs={"step": 4, "must_arrive": True}
+        )
+        final.start()
+        final.join(0.1)
+        assert final.is_alive()
+        far.let(10)
+        final.join(60)
+        assert manager.wait_pending(60)
+        assert first.exception() is None
+        assert second.exception() is None
+    assert steps_in(tmp_path / "far") == [1, 2, 4]
+
+
+def test_with_one_slow_store_the_newest_save_overtakes_the_one_that_waits(
+    far: Gate, tmp_path: Path, memory: Memory
+) -> None:
+    seen = Arrivals()
+    with CheckpointManager(
+        far,  # type: ignore[arg-type]
+        memory=memory,
+        policy=Policy(when_full="skip"),
+        observer=seen,
+    ) as manager:
+        handles = []
+        for step in range(1, 5):
+            handles.append(manager.save(small_state(step), step=step))
+            seen.until(step, "MEMORY")
+            if step == 1:
+                far.began.get(timeout=60)
+        with pytest.raises(SaveSkipped, match="step 2 was not uploaded to FAR: step 3 overtook it"):
+            handles[1].result(60)
+        far.let(10)
+        assert manager.wait_pending(60)  # Nothing to raise.
+    assert steps_in(tmp_path / "far") == [1, 4]
+    assert [event[:2] for event in seen.events if event[0] == "skipped"] == [("skipped", 2), ("skipped", 3)]
+
+
+def test_snapshots_go_on_while_a_slow_store_is_busy_with_an_image(
+    far: Gate, job: str, memory: Memory
+) -> None:
+    with CheckpointManager(far, memory=memory, policy=Policy(when_full="skip")) as manager:  # type: ignore[arg-type]
+        manager.save(small_state(1), step=1)
+        far.began.get(timeout=60)
+        for step in range(2, 6):
+            manager.save(small_state(step), step=step, tiers=["MEMORY"]).result(60)
+            assert_is_step(manager.load(), step)
+        far.let(10)
+
+
+def test_a_close_that_has_to_end_gives_up_what_is_left_and_publishes_none_of_it(
+    far: Gate, tmp_path: Path, memory: Memory
+) -> None:
+    seen = Recorder()
+    manager = CheckpointManager(far, memory=memory, observer=seen)  # type: ignore[arg-type]
+    handles = [manager.save(small_state(step), step=step) for step in (1, 2)]
+    far.began.get(timeout=60)
+    began_s = time.monotonic()
+    with pytest.raises(SaveFailed, match=r"not finished 0\.2 s after the manager was closed"):
+        manager.close(timeout_s=0.2)
+    assert time.monotonic() - began_s < 5.0
+    for handle in handles:
+        with pytest.raises(SaveFailed, match=r"\[FAR\] Failed to save.*not finished"):
+            handle.result(0)
+    assert [event[:2] for event in seen.events if event[0] == "failed"] == [("failed", 1), ("failed", 2)]
+    far.let(10)  # The upload of step 1 gets through now, and nobody wants it any more.
+    assert far.removed.get(timeout=60).endswith(".pt")
+    assert steps_in(tmp_path / "far") == []
+
+
+def test_a_close_without_a_time_limit_finishes_everything(far: Gate, tmp_path: Path, memory: Memory) -> None:
+    manager = CheckpointManager(far, memory=memory)  # type: ignore[arg-type]
+    for step in (1, 2):
+        manager.save(small_state(step), step=step)
+    threading.Timer(0.2, far.let, [10]).start()
+    manager.close()
+    assert steps_in(tmp_path / "far") == [1, 2]
+
+
+def test_abandoned_saves_wait_for_nothing_and_leave_their_snapshots(
+    far: Gate, tmp_path: Path, job: str, memory: Memory
+) -> None:
+    manager = CheckpointManager(far, memory=memory)  # type: ignore[arg-type]
+    seen = manager.save(small_state(1), step=1)
+    far.began.get(timeout=60)
+    eventually(lambda: [info.step for info in manager.snapshots()] == [1], within_s=60)
+    began_s = time.monotonic()
+    manager.abandon()
+    assert time.monotonic() - began_s < 2.0
+    with pytest.raises(SaveFailed, match="given up"):
+        seen.result(0)
+    with CheckpointManager(tmp_path / "far", memory=memory) as again:
+        assert_is_step(again.load(), 1)
+        far.let(10)  # What was given up cannot publish the image that is somebody else's now.
+        assert far.removed.get(timeout=60).endswith(".pt")
+    assert steps_in(tmp_path / "far") == []
+
+
+ENDING = """
+import sys, time
+from strata.checkpoint import CheckpointManager, Memory
+from strata.stores import open_store
+from tests.checkpoint.states import small_state
+
+class Slow:
+    tier = "S3"
+    def __init__(self, inner): self._inner = inner
+    def __getattr__(self, name): return getattr(self._inner, name)
+    def open_write(self, key, **options):
+        print("uploading", flush=True)
+        time.sleep(float(sys.argv[3]))
+        return self._inner.open_write(key, **options)
+
+manager = CheckpointManager(Slow(open_store(sys.argv[1])), memory=Memory(job=sys.argv[2]))
+handle = manager.save(small_state(5), step=5)
+while not manager.snapshots(): time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("raise RuntimeError('a crash')", 1),
+        ("manager.abandon()", 0),
+        ("manager.abandon(); raise RuntimeError('a crash')", 1),
+        ("raise KeyboardInterrupt", 130),
+    ],
+)
+def test_a_crash_with_an_upload_under_way_ends_at_once_and_leaves_the_snapshot(
+    folder: Path, memory: Memory, ending: str, code: int
+) -> None:
+    command = [sys.executable, "-c", ENDING + ending, str(folder), str(memory.job), "600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "uploading\n"
+        began_s = time.monotonic()
+        ended = process.wait(60)
+        assert time.monotonic() - began_s < 5.0
+    assert ended in (code, -signal.SIGINT if code == 130 else code)
+    with CheckpointManager(folder, memory=memory) as manager:
+        assert_is_step(manager.load(), 5)
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("sys.exit(3)", 3)])
+def test_a_normal_end_with_an_upload_under_way_waits_for_it(
+    folder: Path, memory: Memory, ending: str, code: int
+) -> None:
+    command = [sys.executable, "-c", ENDING + ending, str(folder), str(memory.job), "1"]
+    assert subprocess.run(command, timeout=120, stdout=subprocess.DEVNULL).returncode == code
+    with CheckpointManager(folder, memory=memory) as manager:
+        assert [info.step for info in manager.all_checkpoints() if "NVME" in info.tiers] == [5]

@@ -16,16 +16,16 @@ import pytest
 from strata.checkpoint import (
     CheckpointError,
     CheckpointManager,
+    Damaged,
+    LoadFailed,
     Memory,
     MemoryLimitExceeded,
-    Policy,
     SaveFailed,
     staging,
 )
 from strata.checkpoint.identity import Process, this_process
 from strata.checkpoint.image import prepare
 from strata.checkpoint.staging import (
-    SHARED_MEMORY,
     Staging,
     find_snapshots,
     job_folder,
@@ -33,13 +33,12 @@ from strata.checkpoint.staging import (
     remove_tree,
 )
 from tests.checkpoint.states import assert_is_step, small_state
-from tests.stores.mounts import small_tmpfs
 
 TRAINER = """
 import sys, time
 from strata.checkpoint import CheckpointManager, Memory
 from tests.checkpoint.states import small_state
-manager = CheckpointManager([], memory=Memory(job=sys.argv[1], root=sys.argv[2]))
+manager = CheckpointManager([], memory=Memory(job=sys.argv[1], root=sys.argv[2] or None))
 for step in range(1, 4):
     manager.save(small_state(step), step=step).result(30)
 print("saved", flush=True)
@@ -47,16 +46,16 @@ time.sleep(600)
 """
 
 
-def trainer(job: str, *, root: Path = SHARED_MEMORY) -> subprocess.Popen[str]:
+def trainer(job: str, *, root: Path | None = None) -> subprocess.Popen[str]:
     """A process that has made snapshots of steps 1 to 3 in memory, and waits to be killed."""
-    command = [sys.executable, "-c", TRAINER, job, str(root)]
+    command = [sys.executable, "-c", TRAINER, job, str(root or "")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "saved\n"
     return process
 
 
-def killed_trainer(job: str, *, root: Path = SHARED_MEMORY) -> None:
+def killed_trainer(job: str, *, root: Path | None = None) -> None:
     with trainer(job, root=root) as process:
         process.kill()
 
@@ -119,7 +118,7 @@ def come_and_go(job: str, root: Path, rounds: int) -> None:
     for _ in range(rounds):
         images = Staging(job, root=root)
         images.open()
-        assert images._folder.is_dir(), "taken away by another"
+        assert all(lock.folder.is_dir() for lock in images._locks.values()), "taken away by another"
         images.close()
 
 
@@ -198,21 +197,6 @@ def test_a_state_larger_than_the_budget_is_refused_and_what_was_kept_stays(job: 
         with pytest.raises(SaveFailed):
             manager.wait_pending()
         assert_is_step(manager.load(), 1)
-
-
-def test_a_small_shared_memory_says_what_to_do_and_another_folder_does_it(
-    tmp_path: Path, folder: Path
-) -> None:
-    with small_tmpfs(tmp_path / "shm", size_bytes=1 << 20) as at:
-        with CheckpointManager(
-            folder, memory=Memory(root=str(at)), policy=Policy(on_error="warn")
-        ) as manager:
-            with pytest.raises(SaveFailed, match=r"Memory\(root="):
-                manager.save(small_state(1, elements=200_000), step=1).result(30)
-            manager.save(small_state(2, elements=100), step=2).result(30)
-    with CheckpointManager(folder, memory=Memory(root=str(tmp_path))) as manager:
-        manager.save(small_state(3, elements=200_000), step=3).result(30)
-        assert manager.restore().tier == "MEMORY"
 
 
 def test_the_budget_is_for_all_images_together(job: str) -> None:
@@ -418,3 +402,66 @@ def test_images_that_move_while_they_are_looked_for_are_no_error(job: str, memor
         done.set()
         mover.join()
         remove_tree(folder)
+
+
+# Images that are not what their mark says.
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("damage", ["missing", "empty", "shorter", "longer", "a folder"])
+@pytest.mark.parametrize("by", ["this process", "a process that is gone"])
+def test_an_image_that_is_not_as_long_as_its_mark_says_is_damaged_and_another_copy_is_used(
+    folder: Path, job: str, memory: Memory, damage: str, by: str, into: bool
+) -> None:
+    manager = CheckpointManager(folder, memory=memory)
+    manager.save(small_state(1), step=1).result(30)
+    manager.save(small_state(2), step=2).result(30)
+    if by == "a process that is gone":
+        manager.close(keep_memory=True)
+        manager = CheckpointManager(folder, memory=memory)
+    image = find_snapshots(job)[0].path
+    if damage == "missing":
+        image.unlink()
+    elif damage == "a folder":
+        image.unlink()
+        image.mkdir()
+    else:
+        size_bytes = image.stat().st_size
+        os.truncate(image, {"empty": 0, "shorter": size_bytes - 4096, "longer": size_bytes + 4096}[damage])
+    with manager:
+        target = small_state(0) if into else None
+        restored = manager.restore(into=target)
+        assert_is_step(restored.state, 2)
+        assert restored.tier == "NVME"
+        assert "step 2 in MEMORY" in restored.reasons[0]
+        with pytest.raises(LoadFailed, match="the image"):
+            manager.load(step=2, tiers=["MEMORY"])
+        assert_is_step(manager.load(step=1, tiers=["MEMORY"]), 1)
+        for step in (3, 4, 5):  # And the image is of use again.
+            manager.save(small_state(step), step=step).result(30)
+            assert_is_step(manager.load(tiers=["MEMORY"]), step)
+
+
+def test_a_mark_that_cannot_be_read_is_no_snapshot(
+    folder: Path, job: str, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(folder, memory=memory)
+    manager.save(small_state(1), step=1).result(30)
+    manager.close(keep_memory=True)
+    mark = find_snapshots(job)[0].path.with_name("mark.json")
+    mark.unlink()
+    mark.mkdir()
+    assert find_snapshots(job) == []
+    assert "ignored a memory image" in caplog.text
+    with CheckpointManager(folder, memory=memory) as again:
+        assert again.restore().tier == "NVME"
+
+
+def test_an_image_that_vanishes_while_it_is_being_read_is_damaged(job: str, memory: Memory) -> None:
+    with CheckpointManager([], memory=memory) as manager:
+        manager.save(small_state(1), step=1).result(30)
+        images = manager._images()
+        (snapshot,) = images.snapshots()
+        snapshot.path.unlink()
+        with images.held(snapshot) as buffer, pytest.raises(Damaged, match="cannot be read"):
+            buffer.mapped()

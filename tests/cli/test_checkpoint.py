@@ -132,6 +132,29 @@ def test_export_writes_what_other_tools_read(folder: Path, tmp_path: Path) -> No
     assert (tmp_path / "dcp" / ".metadata").exists()
 
 
+def test_export_of_a_part_by_its_short_name(tmp_path: Path) -> None:
+    place, target = tmp_path / "job", tmp_path / "model.safetensors"
+    with CheckpointManager(place, memory=Memory(job=f"test-{uuid.uuid4().hex}")) as manager:
+        state = {"model_state_dict": {"weight": torch.ones(3)}, "optimizer_state_dict": {"m": torch.zeros(3)}}
+        manager.save(state, step=1).result(60)
+    code, output = run("export", place, target, "--key", "model")
+    assert code == 0, output
+    assert list(load_file(target)) == ["weight"]
+
+
+def test_rm_takes_steps_and_ids_as_options_too(folder: Path) -> None:
+    fill(folder, 30, 40)
+    _, found = run_json("ls", folder)
+    by_step = {row["step"]: row["id"] for row in found["checkpoints"]}
+    code, output = run("rm", folder, "--step", 10, "--step", 20, "--id", by_step[30])
+    assert code == 0, output
+    _, found = run_json("ls", folder)
+    assert [row["step"] for row in found["checkpoints"]] == [40]
+    code, output = run("rm", folder)
+    assert code == 2
+    assert "--step 400" in output
+
+
 def test_export_refuses_with_a_sentence(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "there.pt").write_text("mine")
     code, output = run("export", folder, tmp_path / "there.pt")

@@ -24,6 +24,7 @@ from strata.core.messages import (
     NotifyCheckpoint,
     PlanEpoch,
     QueueTask,
+    ReconcileCheckpoints,
     RegisterDataset,
     RegisterWorker,
     ReportRecovery,
@@ -95,6 +96,8 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
             gpu_count=counts,
             memory_bytes=counts,
             metadata=pairs,
+            run_id=texts,
+            run_generation=counts,
         ),
         registration_id=texts,
     ),
@@ -144,6 +147,19 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
         data_json=positions,
         reason=texts,
         metadata=pairs,
+        run_id=texts,
+        run_generation=counts,
+        saved_generation=st.one_of(st.none(), counts),
+        succeeded_by=texts,
+    ),
+    ReconcileCheckpoints: built(
+        ReconcileCheckpoints,
+        worker_id=workers,
+        incarnation=counts,
+        job_id=st.one_of(st.just(""), names).map(JobId),
+        run_id=texts,
+        run_generation=counts,
+        present=st.lists(names.map(CheckpointId), max_size=3).map(tuple),
     ),
     CreateTask: built(
         CreateTask,
@@ -201,7 +217,11 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
         reason=texts,
     ),
     SwapValue: built(
-        SwapValue, key=names, body=st.sampled_from([b"", b"x", b"x" * 300_000]), expected_version=counts
+        SwapValue,
+        key=names,
+        body=st.sampled_from([b"", b"x", b"x" * 300_000]),
+        expected_version=counts,
+        soft=st.booleans(),
     ),
 }
 

@@ -201,6 +201,9 @@ def test_an_epoch_that_differs_stands_apart_and_can_be_trained_again() -> None:
     assert [(e.epoch, e.last) for e in made.epochs] == [(0, 19), (20, 20), (21, 29), (30, 30), (31, 49)]
     assert made.coverage("d", 30).repeated == Spans([(10, 15)])
     assert not made.coverage("d", 29).repeated
+    again = made.find("d", 30)
+    assert again is not None
+    assert (again.closed, again.dropped) == (True, Spans([(96, 100)]))
     with pytest.raises(LedgerError, match="Rank 0 counts 7 samples in epoch 31 of 'd', the ledger 100"):
         chain.commit([record(0, (0, 7), epoch=31, total=7)])
 
@@ -266,6 +269,14 @@ def test_a_failed_save_changes_nothing_but_itself() -> None:
     chain.fail("d")
     chain.fail("c")
     assert spans_of(chain.commit([record(0, (30, 40))], "e")) == ([[0, 10]], [[10, 40]])
+
+
+def test_what_a_snapshot_held_is_kept_when_the_save_before_it_is_confirmed() -> None:
+    chain = LedgerChain()
+    chain.commit([record(0, (0, 10))], "a")
+    chain.commit([record(0, (10, 15))], durable=False)
+    chain.confirm("a")
+    assert spans_of(chain.commit([record(0, (15, 20))], "b")) == ([[0, 10]], [[10, 20]])
 
 
 def test_a_snapshot_in_memory_is_never_continued_but_may_become_durable() -> None:

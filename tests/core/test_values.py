@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import cast
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from strata.core.messages import Instant, Swapped, SwapValue, Tick, ValueDropped
-from strata.core.values import DROP_AFTER_S
+from strata.coordinator import codec
+from strata.core.messages import Instant, Swapped, SwapValue, Tick, ValueDropped, VersionsReserved
+from strata.core.values import DROP_AFTER_S, RESERVED_AT_ONCE
 from tests.core.builders import WALL_OFFSET_S, Fleet
 
 
-def swap(fleet: Fleet, key: str, *, expected: int = 0) -> Swapped:
-    return cast(Swapped, fleet.do(SwapValue(key=key, body=b"body", expected_version=expected)).reply)
+def swap(fleet: Fleet, key: str, *, expected: int = 0, body: bytes = b"body", soft: bool = False) -> Swapped:
+    command = SwapValue(key=key, body=body, expected_version=expected, soft=soft)
+    return cast(Swapped, fleet.do(command).reply)
 
 
 def test_a_swap_needs_the_version_that_stands_there() -> None:
@@ -28,10 +34,10 @@ def test_only_values_that_nobody_touches_for_a_day_are_dropped() -> None:
     version = swap(fleet, "in use").version
     fleet.tick(DROP_AFTER_S - 1)
     swap(fleet, "in use", expected=version)
-    assert list(fleet.cluster.values.values) == ["left alone", "in use"]
+    assert list(fleet.cluster.values.durable) == ["left alone", "in use"]
     (dropped,) = fleet.tick(2).events
     assert isinstance(dropped, ValueDropped)
-    assert list(fleet.cluster.values.values) == ["in use"]
+    assert list(fleet.cluster.values.durable) == ["in use"]
     assert swap(fleet, "left alone").version > version + 1, "a version number is given out once"
 
 
@@ -51,7 +57,119 @@ def test_after_a_restart_every_value_has_a_day_of_its_own() -> None:
     swap(fleet, "k")
     fleet.tick(DROP_AFTER_S - 1)
     for again in (fleet.replayed(), fleet.compacted()):
-        assert again.cluster.values.values == fleet.cluster.values.values
+        assert again.cluster.values.durable == fleet.cluster.values.durable
         assert not again.tick(DROP_AFTER_S - 1).events
         assert again.tick(2).events
-        assert not again.replayed().cluster.values.values, "the drop itself is in the journal"
+        assert not again.replayed().cluster.values.durable, "the drop itself is in the journal"
+
+
+# --- soft values ----------------------------------------------------------------------------------------------
+
+
+def test_a_soft_swap_counts_and_fences_and_a_restart_forgets_it() -> None:
+    fleet = Fleet()
+    first = swap(fleet, "k", body=b"durable")
+    second = swap(fleet, "k", expected=first.version, body=b"soft", soft=True)
+    assert (second.made, second.body) == (True, b"soft")
+    assert second.version > first.version
+    assert not swap(fleet, "k", expected=first.version, body=b"late").made
+    for again in (fleet.replayed(), fleet.compacted()):
+        for seen in (first, second):
+            lost = swap(again, "k", expected=seen.version, body=b"late")
+            assert (lost.made, lost.body) == (False, b"durable")
+            assert lost.version > second.version, "a version is given out once, also over a restart"
+        assert swap(again, "k", expected=lost.version, body=b"on").made
+
+
+def test_a_value_that_was_only_ever_soft_is_absent_after_a_restart() -> None:
+    fleet = Fleet()
+    soft = swap(fleet, "k", soft=True)
+    again = fleet.replayed()
+    assert swap(again, "k", expected=soft.version).version == 0
+    assert swap(again, "k").version > soft.version
+
+
+def test_a_durable_swap_replaces_a_soft_one_for_good() -> None:
+    fleet = Fleet()
+    soft = swap(fleet, "k", soft=True)
+    swap(fleet, "k", expected=soft.version, body=b"durable")
+    assert fleet.replayed().cluster.values.get("k").body == b"durable"  # type: ignore[union-attr]
+
+
+def test_a_soft_value_that_is_refreshed_is_not_dropped() -> None:
+    fleet = Fleet()
+    version = swap(fleet, "k").version
+    fleet.tick(DROP_AFTER_S - 1)
+    swap(fleet, "k", expected=version, soft=True)
+    assert not fleet.tick(DROP_AFTER_S - 1).events
+    assert fleet.tick(2).events
+    assert fleet.cluster.values.get("k") is None
+
+
+def test_soft_swaps_leave_one_small_entry_in_a_million() -> None:
+    fleet = Fleet()
+    version = swap(fleet, "k").version
+    fleet.cluster.values.version = (
+        RESERVED_AT_ONCE - 1_000
+    )  # So that they go over the end of what is reserved.
+    before = len(fleet.journal)
+    for _ in range(10_000):
+        version = swap(fleet, "k", expected=version, body=bytes(12_000), soft=True).version
+    written = fleet.journal[before:]
+    assert [type(event) for event in written] == [VersionsReserved]
+    assert sum(len(codec.encode(event)) for event in written) < 100
+
+
+class SoftAndDurable(RuleBasedStateMachine):
+    """Swaps of both kinds and restarts, against what must hold whatever their order."""
+
+    tokens = Bundle("tokens")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.bodies = map(str, count())
+        self.given: dict[tuple[str, int], bytes] = {}
+        """What every version that was given out stood for."""
+        self.over: set[tuple[str, int]] = set()
+        """Versions that a later swap has replaced."""
+        self.durable: dict[str, bytes] = {}
+
+    @rule(target=tokens, key=st.sampled_from("ab"))
+    def look(self, key: str) -> tuple[str, int]:
+        value = self.fleet.cluster.values.get(key)
+        return key, value.version if value is not None else 0
+
+    @rule(target=tokens, token=tokens, soft=st.booleans())
+    def swap(self, token: tuple[str, int], soft: bool) -> tuple[str, int]:
+        key, expected = token
+        body = next(self.bodies).encode()
+        stood = self.fleet.cluster.values.get(key)
+        answer = swap(self.fleet, key, expected=expected, body=body, soft=soft)
+        assert answer.made == (expected == (stood.version if stood is not None else 0))
+        if not answer.made:
+            return token
+        assert token not in self.over or not expected, "a swap that expected an older version was made"
+        assert answer.version > max((version for _, version in self.given), default=0)
+        self.over.add(token)
+        if not soft:
+            self.durable[key] = body
+        return key, answer.version
+
+    @rule(from_snapshot=st.booleans())
+    def restart(self, from_snapshot: bool) -> None:
+        self.fleet = self.fleet.compacted() if from_snapshot else self.fleet.replayed()
+        found = {key: value.body for key, value in self.fleet.cluster.values.durable.items()}
+        assert found == self.durable
+        assert not self.fleet.cluster.values.soft
+
+    @invariant()
+    def a_version_stands_for_one_value(self) -> None:
+        for key in "ab":
+            value = self.fleet.cluster.values.get(key)
+            if value is not None:
+                assert self.given.setdefault((key, value.version), value.body) == value.body
+
+
+SoftAndDurable.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestSoftAndDurable = SoftAndDurable.TestCase

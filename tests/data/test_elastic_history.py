@@ -97,7 +97,7 @@ class Fleet:
 
 
 class Run:
-    """A job with its checkpoints: each holds the weights (what was learned) and the data record. Lasting ones make
+    """A job with its checkpoints: each holds the weights (what was learned) and the data record. Durable ones make
     the history; a snapshot in memory is newer but comes and goes."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -105,37 +105,40 @@ class Run:
         self.commits: list[Commit] = []
         self.weights: dict[str, list[int]] = {}
         self.parent: str | None = None
-        self.snapshot: tuple[DataCommit, list[int]] | None = None
+        self.snapshot: tuple[DataCommit, list[int], str | None] | None = None
         self.ledger = DataLedger(fleet, gather=lambda mine: [mine])
 
-    def _record(self, *, lasting: bool) -> DataCommit:
-        return DataCommit.from_json(json.loads(json.dumps(self.ledger.commit(lasting=lasting))))
+    def _record(self, name: str | None = None, *, durable: bool) -> DataCommit:
+        return DataCommit.from_json(json.loads(json.dumps(self.ledger.commit(name, durable=durable))))
 
-    def save(self) -> None:
+    def save(self, *, confirmed: bool = True) -> None:
+        """A durable checkpoint, of which the ledger may not hear before the next one is made."""
         name = f"c{len(self.commits)}"
-        data = self._record(lasting=True)
+        data = self._record(name, durable=True)
         self.commits.append(
             Commit(checkpoint_id=name, parent_id=self.parent, step=len(self.fleet.learned), data=data)
         )
         self.weights[name] = list(self.fleet.learned)
         self.parent, self.snapshot = name, None
+        if confirmed:
+            self.ledger.confirm(name)
 
     def save_in_vain(self) -> None:
         """The disk is full, the upload fails: no checkpoint comes of it."""
-        self._record(lasting=True)
-        self.ledger.retract()
+        self._record("in vain", durable=True)
+        self.ledger.fail("in vain")
 
     def save_in_memory(self) -> None:
-        self.snapshot = (self._record(lasting=False), list(self.fleet.learned))
+        self.snapshot = (self._record(durable=False), list(self.fleet.learned), self.parent)
 
     def crash(self, world_size: int, *, back: int = 0, memory: bool = False) -> None:
         """Every process dies. A new world starts from the snapshot in memory where that survived, else from the
-        newest lasting checkpoint, or an older one where that is damaged."""
+        newest durable checkpoint, or an older one where that is damaged."""
         self.fleet.start(world_size)
         self.ledger = DataLedger(self.fleet, gather=lambda mine: [mine])
         if memory and self.snapshot is not None:
-            data, self.fleet.learned = self.snapshot[0], list(self.snapshot[1])
-            self.ledger.restore(data.to_json(), lasting=False)
+            data, self.fleet.learned, self.parent = self.snapshot[0], list(self.snapshot[1]), self.snapshot[2]
+            self.ledger.restore(data.to_json(), durable=False)
             return
         self.snapshot = None
         at = self.parent
@@ -145,13 +148,15 @@ class Run:
         self.fleet.learned = list(self.weights[at]) if at else []
         restored = next((c.data for c in self.commits if c.checkpoint_id == at), None)
         if restored is not None:
-            self.ledger.restore(restored.to_json())
+            self.ledger.restore(restored.to_json(), checkpoint_id=at)
 
 
 worlds = st.integers(1, 64)
 events = st.one_of(
     st.tuples(st.just("train"), st.integers(1, 12)),
-    st.tuples(st.sampled_from(["save", "snapshot", "failed save"]), st.just(0)),
+    st.tuples(
+        st.sampled_from(["save", "overlapping save", "snapshot", "failed save", "late news"]), st.just(0)
+    ),
     st.tuples(st.just("resize"), worlds),
     st.tuples(st.sampled_from(["crash", "lost machine", "damaged"]), worlds),
 )
@@ -193,6 +198,11 @@ def test_nothing_is_lost_or_repeated_and_the_order_is_that_of_a_calm_run(
                 run.fleet.train(value)
             case "save":
                 run.save()
+            case "overlapping save":
+                run.save(confirmed=False)
+            case "late news":
+                for made in run.commits:
+                    run.ledger.confirm(made.checkpoint_id)
             case "snapshot":
                 run.save_in_memory()
             case "failed save":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from strata.cli.audit import audit as audit_command
-from strata.core.ledger import DataCommit, LedgerError, RankRecord
+from strata.core.ledger import DataCommit, LedgerChain, LedgerError, RankRecord
 from strata.core.spans import Spans
 from strata.data.history import audit, audit_epochs, datasets_in
 from tests.data.manifests import publish
@@ -122,3 +123,50 @@ def test_an_unanswerable_question_exits_two_without_a_traceback(run: Path, argum
         app, [*(str(run) if a == "RUN" else a for a in arguments), "--json"], env={"CHECKPOINT_BUCKET": ""}
     )
     assert "error" in json.loads(as_json.output)
+
+
+LONG = "run-7f3a9c2e5b1d-step-000000123456-" + "x" * 70
+
+
+def test_ids_are_never_broken_at_eighty_columns(tmp_path: Path) -> None:
+    first = commit(DataCommit(), (0, 50))
+    publish(tmp_path, f"{LONG}-1", parent=None, sequence=1, data=first)
+    publish(tmp_path, f"{LONG}-2", parent=f"{LONG}-1", sequence=2, data=commit(first, (50, 70)))
+    again = commit(first, (40, 100), closed=True)
+    publish(tmp_path, f"{LONG}-3", parent=f"{LONG}-1", sequence=3, data=again)
+    result = CliRunner().invoke(app, ["d", "-s", str(tmp_path)], env={"COLUMNS": "80"})
+    assert result.exit_code == 1
+    assert f"  {LONG}-2" in result.output.splitlines()
+    assert f"10 samples trained more than once by {LONG}-3 (positions 40–49)" in result.output
+
+
+def test_many_epochs_that_are_alike_are_one_line_and_one_entry(tmp_path: Path) -> None:
+    chain = LedgerChain()
+    record = RankRecord(dataset="d", epoch=0, total=100, rank=0, closed=True).with_span(0, 100)
+    chain.commit([replace(record, epoch=epoch) for epoch in range(5_000)], "a")
+    chain.confirm("a")
+    data = chain.commit([replace(record, epoch=5_000, runs=(), closed=False).with_span(0, 10)], "b")
+    publish(tmp_path, "a", parent=None, sequence=1, data=chain.base)
+    publish(tmp_path, "b", parent="a", sequence=2, data=data)
+    result = CliRunner().invoke(app, ["d", "-s", str(tmp_path)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert len(result.output.splitlines()) < 10
+    assert "epoch 0–4,999: in each of 5,000 epochs: 100 samples, each exactly once" in result.output
+    answer = json.loads(CliRunner().invoke(app, ["d", "-s", str(tmp_path), "--json"]).output)
+    assert [(r["epoch"], r["last_epoch"]) for r in answer["epochs"]] == [(0, 4_999), (5_000, 5_000)]
+    one = CliRunner().invoke(app, ["d", "-s", str(tmp_path), "--epoch", "1234", "--json"])
+    assert json.loads(one.output)["epochs"][0]["epoch"] == 1_234
+
+
+def test_the_audit_of_manifests_follows_the_records_own_links(tmp_path: Path) -> None:
+    """Two saves overlapped: both continue the first, whatever the manifests call their parent."""
+    chain = LedgerChain()
+    record = RankRecord(dataset="d", epoch=0, total=100, rank=0)
+    publish(tmp_path, "a", parent=None, sequence=1, data=chain.commit([record.with_span(0, 30)], "a"))
+    publish(tmp_path, "b", parent="a", sequence=2, data=chain.commit([record.with_span(30, 60)], "b"))
+    chain.confirm("b")
+    last = replace(record, closed=True).with_span(60, 100)
+    publish(tmp_path, "c", parent="b", sequence=3, data=chain.commit([last], "c"))
+    report = audit(tmp_path, "d")
+    assert report.exact, report.reason
+    assert (report.commits, report.abandoned) == (("b", "c"), ())

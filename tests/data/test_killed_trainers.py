@@ -134,7 +134,7 @@ class Job:
                 held.unlink()
 
     def worlds(self) -> set[int]:
-        """Of which sizes there is a lasting checkpoint."""
+        """Of which sizes there is a durable checkpoint."""
         try:
             commits = commits_of(self.checkpoints)
         except LedgerError:

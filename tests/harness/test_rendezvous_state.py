@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed import DistStoreError
@@ -23,6 +23,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from strata.coordinator import codec
+from strata.core.cluster import Cluster
+from strata.core.messages import SOFT_EVENTS, Instant, Swapped, SwapValue
 from strata.rendezvous import RENDEZVOUS_BACKENDS, SECONDS_NOT_MINUTES, rdzv_conf
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasStore
@@ -72,18 +75,21 @@ class DictCasClient:
     def __init__(self) -> None:
         self.values: dict[str, tuple[bytes, str]] = {}
         self.lock = threading.Lock()
+        self.soft: list[bool] = []
+        """Of every write: whether it was."""
 
     def get(self, key: str) -> tuple[bytes, str] | None:
         return self.values.get(key)
 
     def cas(
-        self, key: str, value: bytes, expected_token: str | None
+        self, key: str, value: bytes, expected_token: str | None, *, soft: bool = False
     ) -> tuple[bool, bytes | None, str | None]:
         with self.lock:
             found = self.values.get(key)
             if (found[1] if found else None) != expected_token:
                 return False, *(found or (None, None))
             self.values[key] = (value, str(int(expected_token or "0") + 1))
+            self.soft.append(soft)
             return True, *self.values[key]
 
 
@@ -185,6 +191,111 @@ def test_server_that_lost_its_memory_is_told_again_by_a_member_and_not_by_a_newc
     newcomer = backend(server, run_id)
     assert set(pickle.loads(newcomer.get_state()[0]).participants) == {node(1), node(2)}  # type: ignore[index]
     assert newcomer.store_root == root
+
+
+def test_only_a_write_that_says_that_nodes_are_alive_is_soft(run_id: str) -> None:
+    server = DictCasClient()
+    member = backend(server, run_id)
+    state, token, _ = member.set_state(state_of(node(1)))  # type: ignore[misc]
+
+    def write(change: Callable[[_RendezvousState], None]) -> None:
+        nonlocal state, token
+        mine = pickle.loads(state)
+        mine.last_heartbeats[node(1)] = datetime.now(UTC)
+        change(mine)
+        state, token, written = member.set_state(pickle.dumps(mine), token)  # type: ignore[misc]
+        assert written
+
+    def waits(mine: _RendezvousState) -> None:
+        mine.wait_list.add(node(2))
+        mine.last_heartbeats[node(2)] = datetime.now(UTC)
+
+    write(lambda mine: None)
+    write(waits)
+    write(lambda mine: None)
+    write(lambda mine: setattr(mine, "round", 1))
+    write(lambda mine: setattr(mine, "deadline", datetime.now(UTC)))
+    write(lambda mine: None)
+    write(lambda mine: setattr(mine, "closed", True))
+    assert server.soft == [False, True, False, True, False, False, True, False]
+
+
+def test_counters_that_a_restart_of_the_server_sets_back_have_moved(run_id: str) -> None:
+    """The server shows the last state that was not soft: the same nodes, with counters of long ago."""
+    server = DictCasClient()
+    member, other = backend(server, run_id), backend(server, run_id)
+    state, token, _ = member.set_state(state_of(node(1)))  # type: ignore[misc]
+    durable = server.values[member.state_key][0]
+    for _ in range(3):
+        mine = pickle.loads(state)
+        mine.last_heartbeats[node(1)] = datetime.now(UTC)
+        state, token, _ = member.set_state(pickle.dumps(mine), token)  # type: ignore[misc]
+    other.get_state()
+    other._seen = {n: (beat, seen_s - 0.9 * WINDOW_S) for n, (beat, seen_s) in other._seen.items()}
+    server.values[member.state_key] = (durable, "1000")
+    found = other.get_state()
+    assert found is not None
+    age = datetime.now(UTC) - pickle.loads(found[0]).last_heartbeats[node(1)]
+    assert age.total_seconds() < 0.5 * WINDOW_S
+    answer = member.set_state(state, token)
+    assert answer is not None
+    assert not answer[2]
+    assert member.set_state(answer[0], answer[1])[2]  # type: ignore[index]
+
+
+class CoreCasClient:
+    """The coordinator's values without the coordinator, and how much it would have to write down for them."""
+
+    def __init__(self, *, knows_soft: bool) -> None:
+        self.cluster = Cluster()
+        self.knows_soft = knows_soft
+        self.journaled_bytes = 0
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        value = self.cluster.values.get(key)
+        return (value.body, str(value.version)) if value is not None else None
+
+    def cas(
+        self, key: str, value: bytes, expected_token: str | None, *, soft: bool = False
+    ) -> tuple[bool, bytes | None, str | None]:
+        command = SwapValue(
+            key=key, body=value, expected_version=int(expected_token or 0), soft=soft and self.knows_soft
+        )
+        decision = self.cluster.handle(command, Instant(mono_s=time.monotonic(), wall_s=time.time()))
+        hard = [event for event in decision.events if not isinstance(event, SOFT_EVENTS)]
+        self.journaled_bytes += sum(len(codec.encode(event)) for event in hard)
+        answer = cast(Swapped, decision.reply)
+        return answer.made, answer.body, str(answer.version)
+
+
+def journaled_bytes(*, agents: int, seconds: int, knows_soft: bool) -> int:
+    """What the keep-alives of so many agents, one a second each, bring into the journal."""
+    server = CoreCasClient(knows_soft=knows_soft)
+    nodes = [_NodeDesc(f"node-{number:03d}.cluster.example", 10_000 + number, 0) for number in range(agents)]
+    members = [backend(server, "run") for _ in nodes]
+    members[0].set_state(state_of(*nodes))
+    began_bytes = server.journaled_bytes
+    for _ in range(seconds):
+        for this, member in zip(nodes, members, strict=True):
+            state, token = member.get_state()  # type: ignore[misc]
+            mine = pickle.loads(state)
+            mine.last_heartbeats[this] = datetime.now(UTC)
+            assert member.set_state(pickle.dumps(mine), token)[2]  # type: ignore[index]
+    return server.journaled_bytes - began_bytes
+
+
+def test_keep_alives_of_a_hundred_agents_do_not_fill_the_journal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seconds = 5
+    hard, soft = (journaled_bytes(agents=100, seconds=seconds, knows_soft=known) for known in (False, True))
+    with capsys.disabled():
+        print(
+            f"\n100 agents: {hard * 3.6e3 / seconds / 1e9:.1f} GB an hour before, {soft} bytes in all now",
+            end=" ",
+        )
+    assert hard * 3_600 / seconds > 1e9
+    assert soft < 100, "one entry, which reserves versions for the next million keep-alives"
 
 
 def test_closed_state_of_silent_members_gives_way_to_a_new_incarnation(run_id: str) -> None:

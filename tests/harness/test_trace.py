@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from strata import shared_memory
 from strata.checkpoint.staging import job_folder
 from strata.shared_memory import folder_name, folders_of, run_folder
 from strata.training.trace import KEPT_S, Footprints, last_footprint, note_rendezvous
@@ -20,7 +19,7 @@ LONG_AGO_S = time.monotonic() - KEPT_S - 60.0
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a run in a place of its own: any run that begins beside this test would remove what looks old here."""
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setenv("STRATA_MEMORY_ROOT", str(tmp_path))
     return "trace"
 
 
@@ -61,8 +60,9 @@ def test_a_new_run_removes_what_runs_killed_more_than_a_day_ago_left(name: str, 
 
 @pytest.mark.parametrize("job", ["task-0a1b2c3d4e5f", "a b/c", "../up", "..", "Größe", "x" * 300])
 def test_a_job_of_any_name_has_its_place_below_the_folders_of_its_user(job: str) -> None:
-    images, moments = folders_of(job)
+    images, on_disk, moments = folders_of(job)
     assert images == job_folder(folder_name(job))
     assert moments == run_folder(job)
-    for folder in (images, moments):
+    assert on_disk.name == images.name
+    for folder in (images, on_disk, moments):
         assert str(os.getuid()) in folder.resolve().parent.name

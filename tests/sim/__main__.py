@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import time
+from collections import Counter
 
-from tests.sim.scenario import Scenario
+from tests.sim.job import Simulation, simulate
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds, counting up (default 1)")
+    parser.add_argument(
+        "--job", action="store_true", help="an elastic job instead of a coordinator and its fleet"
+    )
     parser.add_argument("--story", action="store_true", help="print everything that happened")
     arguments = parser.parse_args()
-    for seed in range(arguments.seed, arguments.seed + arguments.runs):
+    seeds = range(arguments.seed, arguments.seed + arguments.runs)
+    if arguments.job:
+        run_jobs(seeds, story=arguments.story)
+        return
+    from tests.sim.scenario import Scenario
+
+    for seed in seeds:
         scenario = Scenario(seed)
         try:
             result = scenario.run()
@@ -21,6 +33,24 @@ def main() -> None:
             if arguments.story:
                 print("\n".join(scenario.world.story))
         print(result)
+
+
+def run_jobs(seeds: range, *, story: bool) -> None:
+    """Many of them on all processors; what went wrong in any of them ends the search."""
+    if story:
+        for seed in seeds:
+            simulation = Simulation(seed)
+            try:
+                print(simulation.run())
+            finally:
+                print("\n".join(simulation.story))
+        return
+    began_s, counts = time.monotonic(), Counter[str]()
+    with multiprocessing.Pool() as pool:
+        for done, found in enumerate(pool.imap_unordered(simulate, seeds, chunksize=50), 1):
+            counts.update(found)
+            if done % 5_000 == 0 or done == len(seeds):
+                print(f"{done:,} schedules, {time.monotonic() - began_s:.0f} s: {dict(counts)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -39,7 +39,7 @@ from strata.core.job import (
 )
 from strata.core.ledger import DataCommit, LedgerChain, RankRecord
 from strata.core.lineage import Placement, removable
-from strata.core.runs import Claim, InUse, Take, Watch, is_superseded, judge
+from strata.core.runs import RENEW_S, Claim, InUse, Take, Watch, is_superseded, judge
 from strata.core.terms import CheckpointId
 
 Steps = Generator[None, None, None]
@@ -82,8 +82,8 @@ class Checkpoint:
     data: DataCommit
     intact: bool = True
     has_payload: bool = True
-    is_stale: bool = False
-    """Published by a superseded process, after the newer one had looked."""
+    looked: int = 0
+    """The newest generation that had looked at the destination when this was published there."""
 
     @property
     def checkpoint_id(self) -> CheckpointId:
@@ -139,13 +139,17 @@ class Destination:
     checkpoints: dict[CheckpointId, Checkpoint] = field(default_factory=dict)
     claims: dict[int, Claim] = field(default_factory=dict)
     is_down: bool = False
+    looked: int = 0
+    """The newest generation that has looked here."""
 
 
 @dataclass(slots=True, eq=False)
 class Machine:
     name: str
-    images: list[Checkpoint] = field(default_factory=list)
-    """In memory; gone with the machine, not with a process."""
+    images: dict[int, list[Checkpoint]] = field(default_factory=dict)
+    """In memory, by the life that holds them; gone with the machine, not with the life."""
+    generation: int = 0
+    """The newest that has looked here."""
     memory_fails: bool = False
 
 
@@ -168,13 +172,15 @@ class Life:
         self.number = number
         self.launch = launch
         self.machines = [machines[rank % len(machines)] for rank in range(ranks)]
-        self.protocols = [sim.make_protocol() for _ in range(ranks)]
-        self.ledgers = [LedgerChain() for _ in range(ranks)]
+        self.protocols = [sim.make_protocol() for _ in range(min(ranks, 2))]
+        """The first rank's and another's: all of them are told the same."""
+        self.ledger = LedgerChain()
         self.claim: Claim | None = None
         self.step = 0
         self.trained: tuple[int, ...] = ()
         self.unrecorded: list[int] = []
         self.is_frozen = False
+        self.woke_s = -RENEW_S
         self.is_over = False
         self.asked_to_leave = False
         self.outcome = ""
@@ -183,7 +189,14 @@ class Life:
         self.waiting: dict[str, deque[Upload]] = {d.name: deque() for d in sim.destinations}
         self.in_flight: dict[CheckpointId, Upload] = {}
         self._saves = 0
-        self.tasks: list[Steps] = [self._main(), *(self._upload_to(d) for d in sim.destinations)]
+        self._loaded: Checkpoint | None = None
+        self.truth: dict[str, list[Checkpoint]] = {}
+        """What there was, in each place, when this life looked."""
+        self.tasks: list[Steps] = [
+            self._main(),
+            self._keep_claim(),
+            *(self._upload_to(d) for d in sim.destinations),
+        ]
 
     def __str__(self) -> str:
         return f"life {self.number}"
@@ -200,13 +213,10 @@ class Life:
     # --- starting -------------------------------------------------------------------------------------------
 
     def _main(self) -> Steps:
-        yield from self._take_generation()
-        if self.is_over:
-            return
-        yield from self._restore()
-        if self.is_over:
-            return
-        yield from self._train()
+        for phase in (self._take_generation, self._restore, self._train):
+            yield from phase()
+            if self.is_over:
+                return
 
     def _take_generation(self) -> Steps:
         farthest = self.sim.destinations[-1]
@@ -270,8 +280,11 @@ class Life:
             instruction = self._agreed([p.surveyed(surveys) for p in self.protocols])
             if not isinstance(instruction, LookAgain | Stop):
                 self.sim.fenced(self)
+                self.sim.perhaps_lose_a_destination()
             while isinstance(instruction, Load):
-                self.sim.tell(f"{self} loads {instruction.offer.checkpoint_id} from {instruction.offer.where}")
+                self.sim.tell(
+                    f"{self} loads {instruction.offer.checkpoint_id} from {instruction.offer.where}"
+                )
                 reports = []
                 for rank in range(len(self.machines)):
                     yield
@@ -286,26 +299,31 @@ class Life:
             self.sim.tell(f"{self} starts anew: {instruction.reason}")
             return
         assert isinstance(instruction, Resume)
-        loaded = self._copy_of(instruction.load.source, instruction.load)
+        loaded = self._loaded
         assert loaded is not None
         self.step, self.trained = loaded.step, loaded.trained
-        for ledger in self.ledgers:
-            ledger.restore(loaded.data, checkpoint_id=loaded.checkpoint_id, durable=instruction.is_durable)
+        self.ledger.restore(loaded.data, checkpoint_id=loaded.checkpoint_id, durable=instruction.is_durable)
         self.sim.check_restored(self, loaded)
         self.sim.tell(f"{self} resumes at step {self.step} from {instruction.load.offer.tier}")
 
     def _survey(self, rank: int, machine: Machine) -> Survey:
         keeper = self.machines.index(machine) == rank
+        if keeper:
+            self._take_over_images(machine)
+            self.truth[machine.name] = list(self.images_on(machine))
         offers = [
             image.offer(tier=MEMORY, where=f"{machine.name}:{n}", distance=0)
-            for n, image in enumerate(machine.images)
+            for n, image in enumerate(self.images_on(machine))
         ]
         if rank:
             return Survey(machine=machine.name, offers=tuple(offers) if keeper else ())
         unreachable = [d.name for d in self.sim.destinations if d.is_down]
         claims = [c for d in self.sim.destinations for c in d.claims.values()]
         found: dict[CheckpointId, list[Checkpoint]] = {}
+        assert self.claim is not None
         for destination in self.sim.destinations:
+            self.truth[destination.name] = list(destination.checkpoints.values())
+            destination.looked = max(destination.looked, self.claim.generation)
             for checkpoint in destination.checkpoints.values():
                 found.setdefault(checkpoint.checkpoint_id, []).append(checkpoint)
                 offers.append(
@@ -328,18 +346,21 @@ class Life:
         if rank == load.source and load.offer.is_durable:
             destination = next(d for d in self.sim.destinations if d.name == load.offer.where)
             return destination.checkpoints.get(wanted)
-        return next((i for i in self.machines[rank].images if i.checkpoint_id == wanted), None)
+        return next((i for i in self.images_on(self.machines[rank]) if i.checkpoint_id == wanted), None)
 
     def _load(self, rank: int, load: Load) -> LoadReport:
         if rank in load.receivers:
             return LoadReport()
-        if load.offer.is_durable and next(
-            d for d in self.sim.destinations if d.name == load.offer.where
-        ).is_down:
+        if (
+            load.offer.is_durable
+            and next(d for d in self.sim.destinations if d.name == load.offer.where).is_down
+        ):
             return LoadReport(error="out of reach", fault="away")
         found = self._copy_of(rank, load)
         if found is None or not found.has_payload or not found.intact:
             return LoadReport(error="damaged or missing", fault="copy")
+        if rank == load.source:
+            self._loaded = found.copy(looked=found.looked)
         return LoadReport()
 
     def _agreed(self, instructions: list[Any]) -> Any:
@@ -352,9 +373,6 @@ class Life:
         sim = self.sim
         while self.step < sim.total_steps and not self.asked_to_leave:
             yield
-            if sim.now_s - getattr(self, "_renewed_s", 0.0) >= 5.0:
-                self._renewed_s = sim.now_s
-                self._renew()
             batch = self.step
             self.trained = (*self.trained, batch)
             self.unrecorded.append(batch)
@@ -366,29 +384,24 @@ class Life:
                     return
         yield from self._finish()
 
-    def _renew(self) -> None:
-        farthest = self.sim.destinations[-1]
-        assert self.claim is not None
-        if not farthest.is_down:
-            known = farthest.claims[self.claim.generation]
-            self.claim = farthest.claims[self.claim.generation] = Claim(
-                generation=known.generation,
-                launch=known.launch,
-                holder=known.holder,
-                count=known.count + 1,
-                ended=known.ended,
-                fences=known.fences,
-            )
+    def _keep_claim(self) -> Steps:
+        """The thread that renews the claim."""
+        farthest, renewed_s = self.sim.destinations[-1], 0.0
+        while True:
+            yield
+            if self.claim is not None and not farthest.is_down and self.sim.now_s - renewed_s >= RENEW_S:
+                renewed_s = self.sim.now_s
+                self.claim = replace(self.claim, count=self.claim.count + 1)
+                farthest.claims[self.claim.generation] = self.claim
 
     def _exchange(self) -> Stop | None:
         """All ranks hear what rank 0's saves came to."""
         news, self.news = self.news, []
         learned = self._agreed([p.learn(news) for p in self.protocols])
-        for ledger in self.ledgers:
-            for checkpoint_id in learned.confirmed:
-                ledger.confirm(checkpoint_id)
-            for checkpoint_id in learned.failed:
-                ledger.fail(checkpoint_id)
+        for checkpoint_id in learned.confirmed:
+            self.ledger.confirm(checkpoint_id)
+        for checkpoint_id in learned.failed:
+            self.ledger.fail(checkpoint_id)
         stop: Stop | None = learned.stop
         return stop
 
@@ -412,19 +425,10 @@ class Life:
     def _carry_out(self, order: Save) -> Steps:
         records = self.sim.records(self.unrecorded, len(self.machines))
         self.unrecorded = []
-        commits = [
-            ledger.commit(
-                records,
-                world_size=len(self.machines),
-                checkpoint_id=order.placement.checkpoint_id,
-                durable=order.durable,
-            )
-            for ledger in self.ledgers
-        ]
-        must(all(c == commits[0] for c in commits), "ranks have different ledgers")
-        checkpoint = Checkpoint(
-            placement=order.placement, step=self.step, trained=self.trained, data=commits[0]
+        data = self.ledger.commit(
+            records, order.placement.checkpoint_id, durable=order.durable, world_size=len(self.machines)
         )
+        checkpoint = Checkpoint(placement=order.placement, step=self.step, trained=self.trained, data=data)
         for machine in dict.fromkeys(self.machines):
             yield
             if not machine.memory_fails:
@@ -438,13 +442,23 @@ class Life:
             f"{'' if order.durable else ' in memory'} (parent {order.placement.parent})"
         )
 
+    def images_on(self, machine: Machine) -> list[Checkpoint]:
+        return machine.images.setdefault(self.number, [])
+
+    def _take_over_images(self, machine: Machine) -> None:
+        """What the dead have left; of several, the set with the newest."""
+        own = self.images_on(machine)
+        dead = [n for n in machine.images if n != self.number and self.sim.lives[n].is_over]
+        for number in sorted(dead, key=lambda n: max((i.order for i in machine.images[n]), default=(0, 0))):
+            own[:] = machine.images.pop(number) or own
+
     def _keep_image(self, machine: Machine, image: Checkpoint) -> None:
-        newest = max((i.generation for i in machine.images), default=0)
-        if newest > image.generation:
-            return  # Fenced: a newer generation keeps images here.
-        while len(machine.images) >= IMAGES:
-            machine.images.remove(min(machine.images, key=lambda i: i.order))
-        machine.images.append(image)
+        if machine.generation > image.generation:
+            return  # Fenced: a newer generation has looked here.
+        images = self.images_on(machine)
+        while len(images) >= IMAGES:
+            images.remove(min(images, key=lambda i: i.order))
+        images.append(image)
 
     # --- the pipeline ---------------------------------------------------------------------------------------
 
@@ -489,13 +503,20 @@ class Life:
         if is_superseded(upload.checkpoint.generation, list(destination.claims)):
             upload.superseded = f"{destination.name}: superseded"
             return
+        sim.perhaps_freeze(self)
         yield  # Here a newer generation may take over, look, and write its fence.
-        published = upload.checkpoint.copy(is_stale=sim.newest_fenced > upload.checkpoint.generation)
+        published = upload.checkpoint.copy(looked=destination.looked)
+        base = published.data.base
+        must(
+            base is None or base in sim.ever_durable,
+            f"{published.checkpoint_id} continues {base}, which never existed",
+        )
+        sim.ever_durable.add(published.checkpoint_id)
+        if destination.looked > published.generation:
+            sim.published_too_late()
         destination.checkpoints[published.checkpoint_id] = published
         upload.reached.append(destination.name)
-        sim.tell(
-            f"{published.checkpoint_id} of {self} is in {destination.name}{' (stale)' if published.is_stale else ''}"
-        )
+        sim.tell(f"{published.checkpoint_id} of {self} is in {destination.name}")
         yield
         for gone in self._removable(destination):
             yield
@@ -526,7 +547,7 @@ class Life:
                 assert self.claim is not None
                 if not self.asked_to_leave:
                     for machine in self.machines:
-                        machine.images.clear()
+                        self.images_on(machine).clear()
                 self._mark_ended()
                 self.end("left" if self.asked_to_leave else "finished")
                 return
@@ -541,14 +562,7 @@ class Life:
         farthest = self.sim.destinations[-1]
         assert self.claim is not None
         if not farthest.is_down:
-            known = farthest.claims[self.claim.generation]
-            farthest.claims[self.claim.generation] = Claim(
-                generation=known.generation,
-                launch=known.launch,
-                holder=known.holder,
-                ended=True,
-                fences=known.fences,
-            )
+            farthest.claims[self.claim.generation] = replace(self.claim, ended=True)
 
 
 class Simulation:
@@ -579,8 +593,10 @@ class Simulation:
         self.machines = [Machine(name=f"m{n}") for n in range(pick(1, 3))]
         self.machines_made = len(self.machines)
         self.lives: list[Life] = []
-        self.newest_fenced = 0
+        self.fenced_generations: set[int] = set()
         self.known_damaged: set[CheckpointId] = set()
+        self.unwanted: set[CheckpointId] = set()
+        self.ever_durable: set[str] = set()
         self.saw_down = False
         self.faults_left = pick(0, 12)
         self.counts = dict.fromkeys(
@@ -639,11 +655,12 @@ class Simulation:
 
     def run(self) -> dict[str, int]:
         try:
-            while not any(life.outcome == "finished" for life in self.lives):
+            while not any(life.outcome in ("finished", "stops: unloadable") for life in self.lives):
                 self.instructions += 1
                 must(self.instructions < INSTRUCTIONS_LIMIT, "the run does not come to its end")
                 self._advance()
-            self._check_history()
+            if not any(life.outcome == "stops: unloadable" for life in self.lives):
+                self._check_history()
         except Exception as error:
             raise SimulationFailed(self, error) from error
         return self.counts
@@ -660,7 +677,7 @@ class Simulation:
                 machine.memory_fails = False
         for life in self.lives:
             if life.is_frozen and (not self.faults_left or self.chance(0.01)):
-                life.is_frozen = False
+                life.is_frozen, life.woke_s = False, self.now_s
                 self.tell(f"{life} wakes up")
         alive = [life for life in self.lives if life.is_alive]
         self.now_s += TICK_S / 4
@@ -681,9 +698,11 @@ class Simulation:
             life.tasks.remove(task)
 
     def start_life(self, *, launch: str) -> None:
+        if all(life.is_over for life in self.lives) and self.faults_left and self.chance(0.15):
+            self._remove_newest()
         machines = self.random.sample(self.machines, self.random.randint(1, len(self.machines)))
         ranks = self.random.randint(len(machines), len(machines) + 2)
-        life = Life(self, len(self.lives), launch, machines, ranks)
+        life: Life = Life(self, len(self.lives), launch, machines, ranks)
         self.lives.append(life)
         names = ", ".join(m.name for m in machines)
         self.tell(f"{life} starts with {ranks} ranks on {names} ({launch})")
@@ -703,10 +722,10 @@ class Simulation:
                 "freeze",
                 "damage",
                 "damage memory",
+                *(["damage all"] if self.chance(0.2) else []),
                 "down",
                 "memory",
                 "leave",
-                "remove",
             ]
         )
         current = self.lives[-1]
@@ -733,8 +752,12 @@ class Simulation:
             found = [c for c in near.checkpoints.values() if c.placement.run == self.run_name]
             if found and (len(self.destinations) > 1 or len(found) > 1):
                 self._damage(max(found, key=lambda c: c.order), near.name)
+        elif kind == "damage all":
+            for destination in self.destinations:
+                for copy in destination.checkpoints.values():
+                    self._damage(copy, destination.name)
         elif kind == "damage memory":
-            images = [image for machine in self.machines for image in machine.images]
+            images = [i for machine in self.machines for held in machine.images.values() for i in held]
             if images:
                 self._damage(self.random.choice(images), "memory")
         elif kind == "down":
@@ -749,6 +772,40 @@ class Simulation:
         elif kind == "leave" and current.is_alive:
             current.asked_to_leave = True
             self.tell(f"{current} is asked to leave")
+
+    def perhaps_lose_a_destination(self) -> None:
+        """Just when it is needed."""
+        if self.faults_left and self.chance(0.05):
+            destination = self.random.choice(self.destinations)
+            destination.is_down = self.saw_down = True
+            self.counts["outages"] += 1
+            self.tell(f"{destination.name} is out of reach")
+
+    def perhaps_freeze(self, life: Life) -> None:
+        """Between being admitted and publishing: the zombie that nobody can refuse in time."""
+        if self.faults_left and life is self.lives[-1] and self.chance(0.03):
+            self.counts["zombies"] += 1
+            life.is_frozen = True
+            self.tell(f"{life} stands still while it publishes")
+
+    def published_too_late(self) -> None:
+        """A zombie was quicker than its refusal. The best moment for the newer generation to crash."""
+        self.counts["stale"] += 1
+        newest = self.lives[-1]
+        if self.faults_left and newest.is_alive and self.chance(0.8):
+            newest.end("crashes")
+
+    def _remove_newest(self) -> None:
+        """Somebody deletes the payload of the newest checkpoint, to go back to the one before it."""
+        stored = [
+            c for d in self.destinations for c in d.checkpoints.values() if c.placement.run == self.run_name
+        ]
+        if len({c.checkpoint_id for c in stored}) > 1:
+            newest = max(stored, key=lambda c: c.order).checkpoint_id
+            self.unwanted.add(newest)
+            for copy in stored:
+                copy.has_payload = copy.has_payload and copy.checkpoint_id != newest
+            self.tell(f"the payload of {newest} is removed")
 
     def _damage(self, copy: Checkpoint, where: str) -> None:
         self.counts["damages"] += 1
@@ -775,64 +832,67 @@ class Simulation:
         for destination in self.destinations:
             if life.claim.generation in destination.claims:
                 destination.claims[life.claim.generation] = life.claim
-        self.newest_fenced = max(self.newest_fenced, life.claim.generation)
+        self.fenced_generations.add(life.claim.generation)
+        for machine in life.machines:
+            machine.generation = max(machine.generation, life.claim.generation)
 
-    def _visible(self, life: Life) -> list[Checkpoint]:
-        """Every copy that a restart could use now, by the facts."""
-        images = [image for machine in dict.fromkeys(life.machines) for image in machine.images]
-        stored = [c for d in self.destinations for c in d.checkpoints.values()]
+    def _is_superseded(self, life: Life) -> bool:
+        assert life.claim is not None
+        return max(self.destinations[-1].claims) > life.claim.generation
+
+    def _is_stale(self, copy: Checkpoint) -> bool:
+        """Published by a superseded process, after a newer one had looked, which wrote down what it had seen."""
+        return any(copy.generation < g <= copy.looked for g in self.fenced_generations)
+
+    def _offered(self, life: Life) -> list[Checkpoint]:
+        """Every copy there was when this life looked, damaged or not, that it may use."""
         return [
             copy
-            for copy in (*images, *stored)
-            if copy.intact and copy.has_payload and not copy.is_stale and copy.placement.run == self.run_name
+            for copies in life.truth.values()
+            for copy in copies
+            if copy.checkpoint_id not in self.unwanted
+            and not self._is_stale(copy)
+            and copy.placement.run == self.run_name
         ]
 
     def check_restored(self, life: Life, loaded: Checkpoint) -> None:
         self.counts["resumed"] += 1
         must(loaded.placement.run == self.run_name, f"{life} restored what belongs to another run")
         must(loaded.intact, f"{life} restored a damaged checkpoint")
+        must(loaded.checkpoint_id not in self.unwanted, f"{life} restored what its user has removed")
         must(
-            not loaded.is_stale,
+            not self._is_stale(loaded),
             f"{life} restored what a superseded process published: {loaded.checkpoint_id}",
         )
         must(
             loaded.trained == tuple(range(loaded.step)),
             f"the state of {loaded.checkpoint_id} is not its step's",
         )
-        everything = self._visible(life)
-        every_copy = [*everything, *self._damaged_too(life)]
-        best = best_by_descent(every_copy, everything)
+        if self._is_superseded(life):
+            return  # It may start where it likes: what it publishes does not count.
+        offered = self._offered(life)
+        best = best_by_descent(offered, [copy for copy in offered if copy.intact])
         must(
-            loaded.order >= best.order,
-            f"{life} resumed from {loaded.checkpoint_id} although {best.checkpoint_id} is intact",
+            best is None or loaded.order >= best.order,
+            f"{life} resumed from {loaded.checkpoint_id} although {best and best.checkpoint_id} is intact",
         )
-
-    def _damaged_too(self, life: Life) -> list[Checkpoint]:
-        images = [image for machine in dict.fromkeys(life.machines) for image in machine.images]
-        stored = [c for d in self.destinations for c in d.checkpoints.values()]
-        return [
-            c
-            for c in (*images, *stored)
-            if not c.intact and not c.is_stale and c.placement.run == self.run_name
-        ]
 
     def check_new_beginning(self, life: Life) -> None:
         self.counts["anew"] += 1
-        stored = [
-            c
-            for d in self.destinations
-            for c in d.checkpoints.values()
-            if c.placement.run == self.run_name and not c.is_stale
-        ]
-        must(not stored, f"{life} starts anew although {[c.checkpoint_id for c in stored]} exist")
-        must(not self._visible(life), f"{life} starts anew although memory has a state")
+        if self._is_superseded(life):
+            return
+        offered = self._offered(life)
+        stored = [c.checkpoint_id for d in self.destinations for c in life.truth[d.name] if c in offered]
+        must(not stored, f"{life} starts anew although {stored} exist")
+        must(not any(c.intact for c in offered), f"{life} starts anew although memory has a state")
 
     def check_stopped(self, life: Life, stop: Stop) -> None:
         self.counts["stopped"] += 1
         if stop.kind == "unreachable":
             must(self.saw_down, f"{life} found a destination out of reach that never was")
         elif stop.kind == "unloadable":
-            must(not self._visible(life), f"{life} gave up although something could be loaded")
+            intact = [c.checkpoint_id for c in self._offered(life) if c.intact]
+            must(not intact, f"{life} gave up although {intact} could be loaded")
         elif stop.kind == "superseded":
             assert life.claim is not None
             newest = max(self.destinations[-1].claims)
@@ -850,7 +910,8 @@ class Simulation:
     def check_taken_over(self, life: Life, newest: Claim | None) -> None:
         holder = self.life_of(newest)
         if holder is not None and newest is not None and newest.launch != life.launch and not newest.ended:
-            must(not holder.is_alive, f"{life} took the run from {holder}, which is alive")
+            was_awake = holder.is_alive and self.now_s - holder.woke_s > RENEW_S
+            must(not was_awake, f"{life} took the run from {holder}, which is alive")
 
     def check_removal(self, life: Life, destination: Destination, gone: Checkpoint) -> None:
         self.counts["removed"] += 1
@@ -881,14 +942,23 @@ class Simulation:
         """The audit of what is left in each destination, beside what the final state was really trained on."""
         for destination in self.destinations:
             own = [c for c in destination.checkpoints.values() if c.placement.run == self.run_name]
-            must(len(own) <= self.keep_count + 2 + len(self.lives), f"{destination.name} grows without bound")
+            must(
+                len(own) <= self.keep_count + 2 + self.counts["stale"],
+                f"{destination.name} grows without bound",
+            )
             own.sort(key=lambda c: c.order)
             must(
                 own[-1].trained == tuple(range(self.total_steps)),
                 "the newest checkpoint is not the final state",
             )
             commits = [
-                Commit(checkpoint_id=c.checkpoint_id, parent_id=c.durable_parent, step=c.step, data=c.data)
+                Commit(
+                    checkpoint_id=c.checkpoint_id,
+                    parent_id=c.durable_parent,
+                    trained_from=c.parent,
+                    step=c.step,
+                    data=c.data,
+                )
                 for c in own
             ]
             covered = 0
@@ -898,18 +968,14 @@ class Simulation:
             must(covered == self.total_steps * self.samples_per_step, f"the ledger has {covered} samples")
 
 
-def best_by_descent(every: list[Checkpoint], usable: list[Checkpoint]) -> Checkpoint:
-    """Reference: the newest, or if that is not usable the newest usable one it descends from, or else any newest.
-
-    Descent is by content, not by links: a state descends from another if it was trained on all of it and made later.
-    """
-    newest = max(every, key=lambda c: c.order)
-    line = [c for c in usable if c.order <= newest.order and c.step <= newest.step]
-    same = [c for c in line if c.lineage == newest.lineage]
-    if newest in usable:
-        return newest
-    ancestors = [c for c in same if c.generation == newest.generation]
-    return max(ancestors or [min(usable, key=lambda c: c.order)], key=lambda c: c.order)
+def best_by_descent(offered: list[Checkpoint], usable: list[Checkpoint]) -> Checkpoint | None:
+    """What a restart must at least continue from, told without following links: the newest; or, if that is not usable,
+    the newest usable one of its generation, which it descends from; or else the oldest there is."""
+    if not usable:
+        return None
+    newest = max(offered, key=lambda c: c.order)
+    same = [c for c in usable if c.generation == newest.generation and c.lineage == newest.lineage]
+    return max(same or [min(usable, key=lambda c: c.order)], key=lambda c: c.order)
 
 
 def simulate(seed: int) -> dict[str, int]:

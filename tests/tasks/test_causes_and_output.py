@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from strata.core.restarts import WorkerError
 from strata.launch.causes import SAME_ROUNDS, Failures
 from strata.launch.output import OutputFile, OutputReader, Place
 
@@ -28,9 +29,15 @@ class Story:
         assert cause is not None
         return cause.message
 
-    def raised(self, rank: int, message: str) -> None:
-        trace = f"Traceback (most recent call last):\n  File x\n{message}\n"
-        self.failures.told(rank, {"message": message, "traceback": trace, "exit_code": 1})
+    def raised(self, rank: int, text: str, *, step: int | None = None) -> None:
+        kind, _, message = text.partition(": ")
+        trace = f"Traceback (most recent call last):\n  File x\n{text}\n"
+        error = WorkerError(type=kind, message=message, where=("x:1",), step=step, traceback=trace)
+        self.failures.told(rank, {**error.to_dict(), "exit_code": 1})
+
+    def exited(self, rank: int, code: int) -> None:
+        error = WorkerError(type="SystemExit", message=f"ended with status {code}")
+        self.failures.told(rank, {**error.to_dict(), "exit_code": code})
 
 
 def test_an_exception_is_told_with_its_traceback_and_by_its_first_rank() -> None:
@@ -68,16 +75,30 @@ def test_a_signal_has_its_name_and_memory_that_ran_out_is_called_so() -> None:
 def test_a_status_is_told_with_the_last_words() -> None:
     story = Story()
     story.failures.read_line(0, "usage: no --such flag")
-    story.failures.told(0, {"message": "ended with status 3", "traceback": "", "exit_code": 3})
+    story.exited(0, 3)
     assert story.round(rank=0, code=3) == "rank 0 ended with status 3: usage: no --such flag"
 
 
-def test_the_same_failure_again_and_again_is_given_up_and_bad_luck_is_not() -> None:
+def test_an_error_that_comes_back_without_a_new_step_is_given_up() -> None:
     story = Story()
-    for number in range(SAME_ROUNDS):
+    for step in (3, 9, 9):
         assert story.failures.hopeless() is None
-        story.raised(0, f"ValueError: bad value at 0x{number}")
-        story.round(rank=0, code=1)
+        story.raised(1, "RuntimeError: connection closed by peer")
+        story.raised(0, f"ValueError: bad value at 0x{step}", step=step)
+        story.round(rank=1, code=1)
+    cause = story.failures.hopeless()
+    assert cause is not None
+    assert not cause.may_retry
+    assert cause.rank == 0
+    assert "no step was made after step 9" in cause.message
+    assert "ValueError: bad value" in cause.message
+
+
+def test_the_same_crash_again_and_again_is_given_up_and_bad_luck_is_not() -> None:
+    story = Story()
+    for _ in range(SAME_ROUNDS):
+        assert story.failures.hopeless() is None
+        story.round(rank=0, code=-signal.SIGSEGV)
     cause = story.failures.hopeless()
     assert cause is not None
     assert not cause.may_retry
@@ -92,7 +113,7 @@ def test_a_program_that_refuses_its_call_is_not_started_again() -> None:
     story = Story()
     story.failures.read_line(1, "ConfigurationError: n_embd must be a multiple of n_head")
     story.failures.read_line(1, "  - Look at the whole file")
-    story.failures.told(1, {"message": "ended with status 2", "traceback": "", "exit_code": 2})
+    story.exited(1, 2)
     cause = story.failures.hopeless()
     assert cause is not None
     assert not cause.may_retry

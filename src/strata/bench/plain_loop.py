@@ -44,7 +44,7 @@ def train(checkpoint: str, name: str) -> None:
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = int(state["step"])
-    moments = Footprints(name, rank)
+    moments = Footprints(name, rank=rank)
     while True:
         x = torch.randn(64, 96)
         nn.functional.mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]

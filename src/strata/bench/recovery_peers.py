@@ -52,7 +52,7 @@ def torchft(name: str, folder: str) -> None:
     )
     wrapped = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
-    moments = Footprints(name, group)
+    moments = Footprints(name, rank=group)
     leave_pid(folder, group)
     while True:
         x = torch.randn(64, 96)
@@ -108,7 +108,7 @@ def ray_loop(config: dict[str, str]) -> None:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             step = int(state["step"])
-    moments = Footprints(config["name"], rank)
+    moments = Footprints(config["name"], rank=rank)
     leave_pid(config["folder"], rank)
     while True:
         x = torch.randn(64, 96)

@@ -13,7 +13,9 @@ has none, it leaves from where it is. What may change next decides who waits unt
 * Everything else (running statistics, averages, the state of optimizers nobody guards) may change at any time, so it
   is copied first and the current stream waits for that part right away.
 
-Code of one's own that changes guarded tensors outside of `step` calls `settle` first.
+A CUDA graph that is replayed runs no hooks, and may change anything: once an optimizer is guarded, every replay of any
+graph in this process waits in the same way, and every capture begins when the copies under way are complete (what they
+need is not allowed during one). Code of one's own that changes guarded tensors outside of `step` calls `settle` first.
 """
 
 from __future__ import annotations
@@ -117,6 +119,7 @@ class Copying:
             self._changed.notify_all()
 
     def is_complete(self) -> bool:
+        """Whether there is nothing left to wait for."""
         with self._changed:
             return self._error is not None or self._ready_bytes == self._size_bytes
 
@@ -156,6 +159,8 @@ class Copier:
         self._guarded: list[weakref.ref[torch.optim.Optimizer]] = []
         self._hooks: list[Any] = []
         self._under_way: list[Copying] = []
+        """What guarded tensors are being copied by."""
+        self._from_devices: list[Copying] = []
         self._streams: dict[int, Any] = {}
         self._spare: dict[int, SpareMemory] = defaultdict(SpareMemory)
         self._lock = threading.Lock()
@@ -165,7 +170,22 @@ class Copier:
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let copies of this optimizer's tensors overlap with the computation up to its next step."""
         self._guarded.append(weakref.ref(optimizer))
-        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.settle()))
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._settle_before_step()))
+        _guarding.add(self)
+        _settle_before_graphs()
+
+    def _settle_before_step(self) -> None:
+        if _cuda.is_initialized() and _cuda.is_current_stream_capturing():
+            return  # Nothing runs yet: the capture began after the copies, and every replay settles.
+        self.settle()
+
+    def finish(self) -> None:
+        """Return when the copies from devices are complete."""
+        with self._lock:
+            from_devices, self._from_devices = self._from_devices, []
+        for copying in from_devices:
+            with contextlib.suppress(Exception):  # It has ended in the save's handle.
+                copying.wait()
 
     def settle(self) -> None:
         """Call before changing guarded tensors: later work on the current streams waits for copies under way."""
@@ -174,11 +194,12 @@ class Copier:
             for copying in self._under_way:
                 copying.hold_back_current_streams()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
+        _guarding.discard(self)
         for hook in self._hooks:
             hook.remove()
-        self._queueing.shutdown()
-        self._helping.shutdown()
+        self._queueing.shutdown(wait)
+        self._helping.shutdown(wait)
 
     def copy(self, copying: Copying, prepared: Prepared, to: Destination) -> None:
         """Copy a state into an image of its plan."""
@@ -207,8 +228,9 @@ class Copier:
         starts = _start_events(copies.devices())
         first = self._take(copies, at_once, starts)
         _hold_back(_marks(first))
-        if by_step:
-            with self._lock:
+        with self._lock:
+            self._from_devices = [each for each in self._from_devices if not each.is_complete()] + [copying]
+            if by_step:
                 self._under_way.append(copying)
 
         def do_rest() -> None:
@@ -387,3 +409,28 @@ def _or_fail(copying: Copying, work: Callable[[], None]) -> None:
         work()
     except BaseException as error:
         copying.fail(error)
+
+
+_guarding: weakref.WeakSet[Copier] = weakref.WeakSet()
+"""Those that copy while the computation goes on."""
+
+
+@functools.cache
+def _settle_before_graphs() -> None:
+    """Let replays and captures of CUDA graphs wait for copies under way. Graphs that exist already are no exception."""
+    graph: Any = _cuda.CUDAGraph
+    replay, capture_begin = graph.replay, graph.capture_begin
+
+    @functools.wraps(replay)
+    def settle_and_replay(self: Any, *args: Any, **options: Any) -> Any:
+        for copier in list(_guarding):
+            copier.settle()
+        return replay(self, *args, **options)
+
+    @functools.wraps(capture_begin)
+    def finish_and_capture(self: Any, *args: Any, **options: Any) -> Any:
+        for copier in list(_guarding):
+            copier.finish()
+        return capture_begin(self, *args, **options)
+
+    graph.replay, graph.capture_begin = settle_and_replay, finish_and_capture

@@ -124,10 +124,19 @@ class LoadFailed(CheckpointError):
 
     code = "load_failed"
 
-    def __init__(self, message: str, *, reasons: Sequence[str] = (), hint: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        reasons: Sequence[str] = (),
+        causes: Sequence[StrataError] = (),
+        hint: str = "",
+    ) -> None:
         tried = f" Tried: {'; '.join(reasons)}." if reasons else ""
         super().__init__(f"{message}{tried}", hint=hint)
         self.reasons = tuple(reasons)
+        self.causes = tuple(causes)
+        """What stood in the way, as errors: `Damaged` bytes, a store that is `Unavailable`."""
 
 
 class CheckpointNotFound(LoadFailed):

@@ -27,6 +27,8 @@ class CheckpointInfo:
     tiers: tuple[str, ...]
     failures: tuple[str, ...] = ()
     """Tiers that were asked for and did not get it, each with the reason."""
+    skipped: tuple[str, ...] = ()
+    """Tiers that were left out because a newer checkpoint overtook this one, each with the reason. No failure."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
     data: Json = None
     world_size: int = 1
@@ -44,7 +46,12 @@ class CheckpointInfo:
 
     @classmethod
     def of(
-        cls, manifest: Manifest, *, places: Sequence[tuple[str, str]], failures: tuple[str, ...] = ()
+        cls,
+        manifest: Manifest,
+        *,
+        places: Sequence[tuple[str, str]],
+        failures: tuple[str, ...] = (),
+        skipped: tuple[str, ...] = (),
     ) -> CheckpointInfo:
         """`places`: tier and path, fastest first. What is in memory ends with the job; anything more lasting is the
         better path to hand out."""
@@ -59,6 +66,7 @@ class CheckpointInfo:
             digest=manifest.digest,
             tiers=tuple(tier for tier, _ in places),
             failures=failures,
+            skipped=skipped,
             metadata=manifest.metadata,
             data=manifest.data,
             world_size=manifest.world_size,
@@ -93,6 +101,10 @@ class Observer(Protocol):
         """The checkpoint exists in this tier; `seconds` since the save began."""
         ...
 
+    def on_skipped(self, save: Started, *, tier: str, reason: str) -> None:
+        """A newer save overtook this one on its way to this tier."""
+        ...
+
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None: ...
 
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None: ...
@@ -100,7 +112,7 @@ class Observer(Protocol):
     def on_removed(
         self, checkpoint_id: CheckpointId, *, step: int, epoch: int, path: str, reason: str
     ) -> None:
-        """Retention has removed it from the last destination that had it."""
+        """The checkpoint is in no durable tier any more."""
         ...
 
 
@@ -112,6 +124,8 @@ class SaveHandle:
         self.step = step
         self.future: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
         self.copied: Callable[[], None] = lambda: None
+        self.tiers: tuple[str, ...] = ()
+        """Where it has arrived so far."""
 
     def wait_copied(self) -> None:
         """Return when the state has been copied, which on CUDA may be after `save` has returned."""
@@ -119,6 +133,10 @@ class SaveHandle:
 
     def done(self) -> bool:
         return self.future.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended, one way or the other, in time."""
+        return not concurrent.futures.wait([self.future], timeout_s).not_done
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """The checkpoint, once every tier has it. Raises `SaveFailed`, `SaveSkipped`, or `TimeoutError`."""

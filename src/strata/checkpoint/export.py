@@ -236,10 +236,13 @@ def _export_dcp(state: Any, to: str) -> Exported:
 
 
 def _subtree(state: Any, key: str | None) -> Any:
-    """The part of the state that a dotted name means; keys may have dots of their own."""
+    """The part of the state that a dotted name means; keys may have dots of their own. `model` means `model_state_dict`,
+    which an elastic job calls it, where there is nothing of that very name."""
     if key is None:
         return state
     if isinstance(state, Mapping):
+        if key not in state and f"{key}_state_dict" in state:
+            return state[f"{key}_state_dict"]
         for name, value in state.items():
             if key == str(name):
                 return value

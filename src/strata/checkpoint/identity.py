@@ -34,9 +34,13 @@ class Process:
         machine, pid, started = token.split("-")
         return cls(machine=machine, pid=int(pid, 36), started_ticks=int(started, 36))
 
+    def is_elsewhere(self) -> bool:
+        """Whether nobody here can tell if it has ended."""
+        return self.machine != machine_token()
+
     def is_gone(self) -> bool:
         """True only when this machine can tell that the process has ended."""
-        if self.machine != machine_token():
+        if self.is_elsewhere():
             return False
         try:
             return _started_ticks(self.pid) != self.started_ticks

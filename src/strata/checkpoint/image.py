@@ -212,8 +212,13 @@ class Prepared:
 
 def prepare(state: object, known: Plan | None) -> Prepared:
     """Match a state with the plan of the save before, or make a new one."""
-    with no_collection():
-        return _prepare(state, known)  # Has freed what it made on the way when collections are due again.
+    try:
+        with no_collection():
+            return _prepare(state, known)  # Has freed what it made on the way when collections are due again.
+    except RecursionError as error:
+        raise UnsupportedState(
+            name="…", kind="structure nested too deeply", hint="Flatten it before saving."
+        ) from error
 
 
 def _prepare(state: object, known: Plan | None) -> Prepared:

@@ -1,33 +1,136 @@
-"""Loading in place: the bytes of an image go straight into tensors that are there already.
+"""Loading from an image that is in memory as a whole: into tensors on the CPU as `in_place` does it, and into all others.
 
-The image is in memory and verified. Tensors on the CPU are filled by plain copies, tensors on CUDA from page-locked memory
-at the speed of the bus. That bus is idle while an image is verified, so its first bytes are sent ahead to spare memory of the
-device; no target is touched before all bytes are known to be right. What the target has no tensor for (numbers, the state of
-an optimizer that has not stepped yet) is returned as loaded. Where the two do not fit, nothing has been copied.
+CUDA gets the bytes from page-locked memory at the speed of the bus. That bus is idle while an image is verified, so its first
+bytes are sent ahead to spare memory of the device; no target is touched before all bytes are known to be right, unless the
+caller verifies `meanwhile`. What the target has no tensor for (numbers, the state of an optimizer that has not stepped yet) is
+returned as loaded. Where the two do not fit, nothing has been copied.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from strata.checkpoint.collecting import no_collection
-from strata.checkpoint.device import SpareMemory, any_on_cuda
-from strata.checkpoint.errors import StateMismatch
-from strata.checkpoint.manifest import TensorEntry
+from strata.checkpoint.device import SpareMemory, on_this_device
+from strata.checkpoint.errors import Damaged
+from strata.checkpoint.in_place import (
+    Intake,
+    NotOwn,
+    check_head,
+    is_on_cpu,
+    is_on_cuda,
+    is_plain,
+    paired,
+    take_from_memory,
+    targets_for,
+)
+from strata.checkpoint.loading import open_tensors, verify
+from strata.checkpoint.manifest import Manifest, TensorEntry
 from strata.checkpoint.state import rebuild, restore_kind, scan
-from strata.checkpoint.sweeping import copy_bytes
+from strata.checkpoint.sweeping import THREADS, copy_bytes
 
 AHEAD_BYTES = 4 << 30
 _cuda: Any = torch.cuda  # Its module is not typed.
 
 
-def is_on_cuda(into: Any) -> bool:
-    """Whether any tensor of the target is: then the image should be page-locked before it is copied."""
-    return any_on_cuda(scan(into).tensors)
+class ImageInMemory:
+    """A complete image in shared memory, as something to load from. It will be overwritten by a later save, so what is loaded
+    has memory of its own."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        image: torch.Tensor,
+        *,
+        path: str,
+        lock_pages: Callable[[], bool] | None = None,
+        is_page_locked: bool = False,
+    ) -> None:
+        """`image` are the bytes of the file at `path`. `lock_pages` locks them for the device, and may take a second; it is
+        left out where nobody would need them locked again. Raises `Damaged` for an image of another size."""
+        size_bytes = manifest.parts[0].size_bytes
+        if len(image) != size_bytes:
+            raise Damaged(path=path, reason=f"the image has {len(image)} bytes, its mark says {size_bytes}")
+        self._manifest = manifest
+        self._image = image
+        self._view = memoryview(image.numpy().data)
+        self._path = path
+        self._lock_pages = lock_pages
+        self._is_page_locked = is_page_locked
+
+    def load(
+        self, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool, check: bool = True
+    ) -> Any:
+        """The state, in `into` or in new tensors. Raises `Damaged`, `LoadFailed` and `StateMismatch`."""
+        if into is None:
+            into, tear_ok = {}, True  # Nobody sees the new tensors of a load that fails.
+        if not trusted_source and is_on_cpu(into) and Intake.suits(self._manifest.parts[0]):
+            with contextlib.suppress(NotOwn):
+                return take_from_memory(
+                    self._view,
+                    self._manifest,
+                    into=into,
+                    path=self._path,
+                    pool=pool,
+                    tear_ok=tear_ok,
+                    check=check,
+                )
+        if tear_ok and check and self._is_page_locked and not trusted_source:
+            # The bus and the cores work at the same time.
+            check_head(lambda start, end: self._view[start:end], self._manifest, path=self._path)
+            state = self._open(trusted_source)
+            return self._fill(state, into, meanwhile=lambda: self._verify(pool))
+        with sent_ahead(self._image, into, is_page_locked=self._is_page_locked) as ahead:
+            self._verify_and_lock(pool, check=check, lock=is_on_cuda(into))
+            return self._fill(self._open(trusted_source), into, ahead=ahead)
+
+    def _verify(self, pool: Executor) -> None:
+        verify(self._view, self._manifest.parts[0], self._manifest, path=self._path, pool=pool)
+
+    def _verify_and_lock(self, pool: Executor, *, check: bool, lock: bool) -> None:
+        """Locking the pages takes longer than verifying them, so both happen at once."""
+        locking = pool.submit(on_this_device(self._lock_pages)) if lock and self._lock_pages else None
+        try:
+            if check:
+                self._verify(pool)
+        finally:
+            if locking is not None:
+                locking.result()
+
+    def _open(self, trusted_source: bool) -> Any:
+        return open_tensors(self._path, self._manifest, trusted_source=trusted_source)
+
+    def _fill(self, state: Any, into: Any, **more: Any) -> Any:
+        targets = targets_for(into, state)
+        return load_into(state, targets, self._image, self._manifest.tensors, is_lent=True, **more)
+
+
+def load_mapped(
+    path: Path, manifest: Manifest, *, into: Any, verify: bool, trusted_source: bool = False
+) -> Any:
+    """Load an image that another process of this machine keeps in shared memory, into tensors of this process.
+
+    The file is mapped, not read: all processes of a machine share its pages. Whoever keeps the image must not save over it
+    meanwhile. Without `verify`, somebody has verified it: one process of a machine is enough. A load that fails may leave
+    targets torn. Raises `Damaged`, `LoadFailed` and `StateMismatch`.
+    """
+    try:
+        with open(path, "rb") as file:
+            private = mmap.mmap(
+                file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+    except (OSError, ValueError) as error:
+        raise Damaged(path=str(path), reason=f"the image cannot be read ({error})") from error
+    image = ImageInMemory(manifest, torch.frombuffer(private, dtype=torch.uint8), path=str(path))
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-load") as pool:
+        return image.load(into=into, trusted_source=trusted_source, pool=pool, tear_ok=True, check=verify)
 
 
 @contextlib.contextmanager
@@ -61,14 +164,15 @@ def load_into(
     *,
     is_lent: bool,
     ahead: torch.Tensor | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Any:
     """Fill the tensors of `into`, and return the loaded state with those tensors in their places.
 
     `image` are the bytes, `entries` where each leaf of `loaded` lies in them. `is_lent` says that the image will be
     overwritten, so what is not copied into a target must be copied away from it. `ahead` are the bytes of the image that are
-    on the device already.
+    on the device already. `meanwhile` is called while the device copies; if it raises, targets may be torn.
     """
-    pairs = list(_pairs(loaded, into, ""))
+    pairs = list(paired(loaded, into))
     leaves = scan(loaded).tensors
     numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
     plain: list[tuple[int, int, int]] = []
@@ -80,20 +184,30 @@ def load_into(
         if target.is_cuda:
             source = image if ahead is None or end_bytes > len(ahead) else ahead
             to_device.append((target, _view(source, entry, leaf)))
-        elif _is_plain(target, leaf) and entry.size_bytes == leaf.nbytes and end_bytes <= size_bytes:
+        elif (
+            is_plain(target)
+            and target.dtype == leaf.dtype
+            and leaf.is_contiguous()
+            and entry.size_bytes == leaf.nbytes
+            and end_bytes <= size_bytes
+        ):
             plain.append((target.data_ptr(), base + entry.offset_bytes, entry.size_bytes))
         else:
             others.append((target, _view(image, entry, leaf)))
-    if plain:
-        copy_bytes(*zip(*plain, strict=True))
-    with torch.no_grad():
-        for target, source in others:
-            target.copy_(source)
-    if to_device:
+    try:
+        if to_device:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [target for target, _ in to_device], [source for _, source in to_device], True
+                )
+        if meanwhile is not None:
+            meanwhile()
+        if plain:
+            copy_bytes(*zip(*plain, strict=True))
         with torch.no_grad():
-            torch._foreach_copy_(
-                [target for target, _ in to_device], [source for _, source in to_device], True
-            )
+            for target, source in others:
+                target.copy_(source)
+    finally:
         for device in {target.device for target, _ in to_device}:
             torch.cuda.synchronize(device)
     filled = {id(leaf): target for target, leaf in pairs}
@@ -104,26 +218,6 @@ def load_into(
         return restore_kind(_own(leaf) if is_lent else leaf, entries[number].kind)
 
     return rebuild(loaded, replace)
-
-
-def _pairs(loaded: Any, into: Any, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if isinstance(into, torch.Tensor):
-        if not isinstance(loaded, torch.Tensor) or loaded.shape != into.shape:
-            found = tuple(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded).__name__
-            raise StateMismatch(
-                f"'{name}' is {found} in the checkpoint, but {tuple(into.shape)} in the target."
-            )
-        yield into, loaded
-    elif isinstance(into, Mapping) and isinstance(loaded, Mapping):
-        for key, target in into.items():
-            inner = f"{name}.{key}" if name else str(key)
-            if key in loaded:
-                yield from _pairs(loaded[key], target, inner)
-            elif isinstance(target, torch.Tensor):
-                raise StateMismatch(f"'{inner}' is not in the checkpoint.")
-    elif isinstance(into, list | tuple) and isinstance(loaded, list | tuple):
-        for number, (source, target) in enumerate(zip(loaded, into, strict=False)):
-            yield from _pairs(source, target, f"{name}.{number}" if name else str(number))
 
 
 def _view(image: torch.Tensor, entry: TensorEntry, leaf: torch.Tensor) -> torch.Tensor:
@@ -138,16 +232,3 @@ def _own(leaf: torch.Tensor) -> torch.Tensor:
     if isinstance(leaf, torch.nn.Parameter):
         return torch.nn.Parameter(copied, requires_grad=leaf.requires_grad)
     return copied.requires_grad_(leaf.requires_grad)
-
-
-def _is_plain(target: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Whether copying the bytes to a target on the CPU is copying the tensor."""
-    return (
-        type(target) in (torch.Tensor, torch.nn.Parameter)
-        and target.dtype == leaf.dtype
-        and target.is_contiguous()
-        and leaf.is_contiguous()
-        and target.device == leaf.device
-        and not target.is_neg()
-        and not target.is_conj()
-    )

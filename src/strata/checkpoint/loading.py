@@ -1,7 +1,7 @@
 """From stored bytes to a state: fetched, verified, then opened, in this order.
 
 What is verified is what is used: a payload is read into memory of this process, hashed there, and opened from
-there, so nothing that changes in a store afterwards can reach the state. Opening is `torch.load(weights_only=True)`:
+there, so nothing that changes in a store afterwards can reach the state (`in_place` does the same chunk by chunk). Opening is `torch.load(weights_only=True)`:
 no code from the file runs, unless the caller says that the source is trusted.
 """
 
@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,17 @@ def verify(
     """Raise `Damaged`, naming the tensors, unless the bytes are those that were saved."""
     bad = damaged_chunks(view, part.digest, pool=pool)
     if bad:
-        span = f"chunk {bad[0]}" if len(bad) == 1 else f"{len(bad)} chunks from {bad[0]}"
-        raise Damaged(
-            path=path,
-            reason=f"bytes changed since they were saved, {span} of {len(part.digest.chunks)}",
-            tensors=manifest.tensors_in(bad) if len(manifest.parts) == 1 else (),
-        )
+        raise damage(part, manifest, bad, path=path)
+
+
+def damage(part: Part, manifest: Manifest, chunks: Sequence[int], *, path: str) -> Damaged:
+    """What to say about chunks of a payload whose bytes are not those that were saved."""
+    span = f"chunk {chunks[0]}" if len(chunks) == 1 else f"{len(chunks)} chunks from {chunks[0]}"
+    return Damaged(
+        path=path,
+        reason=f"bytes changed since they were saved, {span} of {len(part.digest.chunks)}",
+        tensors=manifest.tensors_in(chunks) if len(manifest.parts) == 1 else (),
+    )
 
 
 def open_image(

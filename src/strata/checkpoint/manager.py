@@ -20,6 +20,7 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -39,7 +40,7 @@ from strata.checkpoint.naming import Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.payloads import ByteBudget, BytesPayload
 from strata.checkpoint.pipeline import Payload, Pipeline, Policy, Save
 from strata.checkpoint.places import Place, default_job, open_stores
-from strata.checkpoint.restore import Found, MemorySource, Restored, Source, StoreSource, gather, restore
+from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, look, restore
 from strata.core.lineage import Lineage, Placement
 from strata.errors import MissingDependency
 from strata.stores.protocol import Store, StoreError
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     import torch
 
     from strata.checkpoint.image import Plan
-    from strata.checkpoint.staging import Staging
+    from strata.checkpoint.staging import Holder, Staging
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -62,10 +63,13 @@ class Memory:
     job: str | None = None
     """Images belong to this name; by default one made from the stores' URLs and RANK."""
     images: int = 2
+    launch: str = ""
+    """How this process was started, for others who find it at work."""
     budget_bytes: int | None = None
     """For all images together; by default what the file system at `root` has."""
-    root: str = "/dev/shm"
-    """Where images are. Another folder works where /dev/shm is too small, at the price of a disk's write-back."""
+    root: str | os.PathLike[str] | None = None
+    """The folder below which images are; by default `STRATA_MEMORY_ROOT`, else /dev/shm, and a folder on disk for images
+    that do not fit there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +84,28 @@ class Author:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyFound:
+    """One copy of a checkpoint."""
+
+    manifest: Manifest
+    tier: str
+    where: str
+    """The store's URL, or the file of an image in memory."""
+    distance: int
+    """0 is memory; stores count from 1, near to far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Surveyed:
     """What there is to restore, by what every tier answered."""
 
-    found: tuple[Found, ...]
-    """One for each copy."""
+    copies: tuple[CopyFound, ...]
     unreachable: tuple[StoreError, ...]
     """Tiers that did not answer."""
     unreadable: tuple[str, ...]
     """Manifests that are damaged."""
+    removed: tuple[CheckpointId, ...]
+    """Checkpoints whose payload somebody has deleted from every store that had them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +115,7 @@ class _Staged:
     format: str
     size_bytes: int
     """At most."""
-    make: Callable[[], tuple[Payload, Callable[[], None]]]
+    make: Callable[[Save], tuple[Payload, Callable[[], None]]]
     """Gives it a place, which may have to be waited for, and a way to fill that."""
     by_device: bool = False
     """A device does the copying, beside the computation."""
@@ -162,6 +179,7 @@ class CheckpointManager:
         position: Json = None,
         tiers: Sequence[str] | None = None,
         placement: Placement | None = None,
+        must_arrive: bool = False,
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
 
@@ -169,7 +187,8 @@ class CheckpointManager:
 
         `position` is the data position that belongs to the state. `tiers` limits the save to some of the stores, by
         their tiers' names; `["MEMORY"]` is for none of them and makes a snapshot that outlives the process but not the
-        machine. With `on_error='fail'`, a failure of an earlier save is raised here.
+        machine. A save that `must_arrive` waits for an image whatever the policy says, and no newer one overtakes it on its
+        way. With `on_error='fail'`, a failure of an earlier save is raised here.
         """
         begun_s = time.monotonic()
         self._check_open()
@@ -190,6 +209,7 @@ class CheckpointManager:
             size_bytes=staged.size_bytes,
             handle=SaveHandle(draft.checkpoint_id, step),
             begun_s=begun_s,
+            must_arrive=must_arrive,
         )
         if staged.format == BYTES and not save.stores:
             raise InvalidSave("Bytes are kept in stores, and this save is for none.")
@@ -198,7 +218,7 @@ class CheckpointManager:
             self._pipeline.check_room(save)
             if placement is None:
                 self._continue_lineage(save)
-            save.payload, fill = staged.make()
+            save.payload, fill = staged.make(save)
         except SaveSkipped as skipped:
             log.warning("step %d: %s", step, skipped)
             self._ended(save, None)
@@ -279,24 +299,50 @@ class CheckpointManager:
         return [each.info for each in found if each not in removed and self._is_own(each.manifest)]
 
     def survey(self) -> Surveyed:
-        """What could be restored, copy by copy, with what stands in the way of knowing it: for those who decide
-        themselves what to load. Reads every manifest anew, and no payload."""
+        """What could be restored, copy by copy, and what stands in the way of knowing it: for those who decide themselves
+        what to load. Reads every manifest anew, and no payload."""
         sources = self._sources()
-        found: list[Found] = []
-        unreachable: list[StoreError] = []
-        unreadable: list[str] = []
-        for source in sources:
-            try:
-                there, problems = gather([source], fresh=True, strict=True)
-                found += there
-                unreadable += problems
-            except StoreError as error:
-                unreachable.append(error)
+        found, problems, unread = look(sources, fresh=True)
+        own = [each for each in found if self._is_own(each.manifest)]
         return Surveyed(
-            found=tuple(each for each in found if self._is_own(each.manifest)),
-            unreachable=tuple(unreachable),
-            unreadable=tuple(unreadable),
+            copies=tuple(
+                CopyFound(
+                    manifest=entry.manifest,
+                    tier=source.tier,
+                    where=source.place(entry),
+                    distance=sources.index(source) + (0 if sources[0].tier == MEMORY else 1),
+                )
+                for each in own
+                for source, entry in each.copies
+            ),
+            unreachable=tuple(unread),
+            unreadable=tuple(problems),
+            removed=tuple(each.manifest.checkpoint_id for each in own if each.has_lost_its_payload()),
         )
+
+    def restore_copy(
+        self, checkpoint_id: CheckpointId, *, where: str, into: Any, tear_ok: bool = False
+    ) -> Restored:
+        """Load one copy that `survey` has found, and no other."""
+        self._check_open()
+        return restore(
+            [s for s in self._sources() if s.tier == MEMORY or s.place(None) == where],
+            checkpoint_id=checkpoint_id,
+            place=where,
+            into=into,
+            tear_ok=tear_ok,
+            reading=self._being_read,
+            on_damaged=self._damaged.add,
+        )
+
+    def fence(self, generation: int) -> None:
+        """Belong to a generation of the run: older ones keep no more snapshots on this machine. Raises `Superseded`."""
+        self.author = replace(self.author, generation=generation)
+        self._images().fence(generation)
+
+    def holders(self) -> list[Holder]:
+        """Other live processes that hold snapshots of the same job on this machine."""
+        return self._images().live_holders()
 
     def snapshots(self) -> list[CheckpointInfo]:
         """The checkpoints in memory, newest first."""
@@ -335,9 +381,11 @@ class CheckpointManager:
         into: Any = None,
         trusted_source: bool = False,
         tiers: Sequence[str] | None = None,
+        tear_ok: bool = False,
     ) -> Restored:
-        """`load`, to continue training from: what is saved next continues this checkpoint."""
-        restored = self._load(step, checkpoint_id, into, trusted_source, tiers)
+        """`load`, to continue training from: what is saved next continues this checkpoint. With `tear_ok` bytes are verified
+        as they are copied `into` place, which is quicker; if that fails, some tensors have changed."""
+        restored = self._load(step, checkpoint_id, into, trusted_source, tiers, tear_ok)
         is_durable = any(tier != MEMORY for tier in restored.info.tiers)
         with self._lock:
             self._look_around().go_back_to(restored.info, durable=is_durable)
@@ -345,15 +393,26 @@ class CheckpointManager:
 
     # Ending
 
-    def close(self, *, keep_memory: bool = False) -> None:
-        """Finish the saves under way and give the memory back; with `keep_memory`, the job's next process finds it."""
+    def close(self, *, keep_memory: bool = False, timeout_s: float | None = None) -> None:
+        """Finish the saves under way and give the memory back; with `keep_memory`, the job's next process finds it. What is
+        not finished after `timeout_s` is given up, and its handle says so."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._pipeline.close()
+        self._pipeline.close(timeout_s)
         if self._staging is not None:
             self._staging.close(keep=keep_memory)
         self.raise_failure()
+
+    def abandon(self) -> None:
+        """Give up the saves under way without waiting for anything, and leave the snapshots in memory to the job's next
+        process: for one that crashes."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._pipeline.abandon()
+        if self._staging is not None:
+            self._staging.close(keep=True, wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -395,8 +454,8 @@ class CheckpointManager:
         if not size_bytes:
             raise InvalidSave("There are no bytes to save.")
 
-        def make() -> tuple[Payload, Callable[[], None]]:
-            if not self._bytes.take(size_bytes, timeout_s=self._patience_s):
+        def make(save: Save) -> tuple[Payload, Callable[[], None]]:
+            if not self._bytes.take(size_bytes, timeout_s=self._patience_s(save)):
                 raise SaveSkipped(reason="the bytes of earlier saves are still being written")
             kept = data if isinstance(data, bytes) else bytes(data)
             return BytesPayload(kept, lambda: self._bytes.give_back(size_bytes)), lambda: None
@@ -414,19 +473,21 @@ class CheckpointManager:
         prepared = prepare(state, self._plan)
         self._plan = plan = prepared.plan
 
-        def make() -> tuple[Payload, Callable[[], None]]:
-            staging = self._images()
-            buffer = staging.acquire(plan, timeout_s=self._patience_s)
+        def make(save: Save) -> tuple[Payload, Callable[[], None]]:
+            staging, patience_s, must_keep = self._images(), self._patience_s(save), not save.stores
+            buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep)
+            if buffer is None and self._pipeline.overtake(save):
+                buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep)
             if buffer is None:
                 raise SaveSkipped(reason="the images of earlier saves are still being written")
+            save.holds_image = True
             payload = ImagePayload(staging, buffer)
             return payload, lambda: payload.fill(prepared)
 
         return _Staged(format=IMAGE, size_bytes=plan.bound_bytes, make=make, by_device=prepared.is_on_cuda)
 
-    @property
-    def _patience_s(self) -> float | None:
-        return None if self._policy.when_full == "wait" else 0.0
+    def _patience_s(self, save: Save) -> float | None:
+        return None if save.must_arrive or self._policy.when_full == "wait" else 0.0
 
     def _draft(
         self, step: int, epoch: int, payload_format: str, metadata: Mapping[str, Json], position: Json
@@ -491,7 +552,8 @@ class CheckpointManager:
                     self._memory.job or default_job([catalog.store for catalog in self._catalogs]),
                     images=self._memory.images,
                     budget_bytes=self._memory.budget_bytes,
-                    root=Path(self._memory.root),
+                    root=Path(self._memory.root) if self._memory.root else None,
+                    launch=self._memory.launch,
                 )
             return self._staging
 
@@ -502,6 +564,7 @@ class CheckpointManager:
         into: Any,
         trusted_source: bool,
         tiers: Sequence[str] | None,
+        tear_ok: bool = False,
     ) -> Restored:
         self._check_open()
         return restore(
@@ -510,6 +573,7 @@ class CheckpointManager:
             checkpoint_id=checkpoint_id,
             into=into,
             trusted_source=trusted_source,
+            tear_ok=tear_ok,
             reading=self._being_read,
             on_damaged=self._damaged.add,
         )

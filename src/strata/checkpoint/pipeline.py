@@ -2,25 +2,37 @@
 
 Each save goes through the stores one after the other (local disk before object storage), and each store has a thread
 of its own, so a slow upload does not hold up the next save's local copy. The digest is computed beside the first
-write. A save holds its image until the last store has it; how many saves can be under way is bounded by the images
-and bytes there are, which is decided before a save gets here. Errors follow the policy and always end in the handle.
+write. A save holds its image until the last store has it, or until a copy on a local disk takes its place. Errors follow
+the policy and always end in the handle.
 
-Threads are joined when the interpreter exits, so the last save of a script is not lost.
+A store has at most one save under way and one waiting. A newer save overtakes the one that waits, which is skipped for
+this store, with a reason: the newest wins, and a slow store never builds up a backlog. Skipping is no error. Two things are
+never skipped: a save that must arrive, and, with `when_full='wait'`, one that waits for its first store (then the next
+save waits for an image instead).
+
+The threads are daemons: a process that crashes ends at once. One that ends normally finishes its saves first, at exit.
+`close` finishes them as well, for as long as it is given; `abandon` gives them up. What was given up publishes nothing
+more, although a store may still be busy with its bytes.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from strata.checkpoint.catalog import Entry, where
 from strata.checkpoint.digest import Digest
-from strata.checkpoint.errors import SaveFailed
+from strata.checkpoint.errors import SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle, Started
 from strata.checkpoint.manifest import Manifest, Part, TensorEntry
 from strata.checkpoint.naming import Stem
@@ -31,6 +43,8 @@ from strata.stores.protocol import NoSpace, Store, StoreError
 log = logging.getLogger("strata.checkpoint")
 
 _MANIFEST_ROOM_BYTES = 1 << 20
+_IDLE_S = 10.0
+"""A thread that has had nothing to do for so long ends; the next save starts another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +56,8 @@ class Policy:
     retries: int = 3
     retry_delay_s: float = 5.0
     when_full: Literal["wait", "skip"] = "wait"
-    """Whether a save waits for an image to become free, or is skipped with a reason."""
+    """What gives way when all images are in use: training, which waits for one, or a save, which is skipped with a reason
+    (an older one that still waits for its store, else the new one)."""
 
     def __post_init__(self) -> None:
         if self.on_error not in ("warn", "fail", "retry"):
@@ -91,11 +106,21 @@ class Save:
     size_bytes: int
     handle: SaveHandle
     begun_s: float
+    must_arrive: bool = False
+    """No newer save may overtake it."""
     payload: Payload | None = None
     hashed: Future[Digest] = field(default_factory=Future)
     places: list[tuple[str, str]] = field(default_factory=list)
     """Where it has arrived: tier and path."""
     failures: list[SaveFailed] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    """Why stores were left out."""
+    stage: int = 0
+    """Which of its stores it waits for, or is being written to."""
+    holds_image: bool = False
+    """Its payload is an image, which a newer save could use."""
+    is_over: bool = False
+    """Its handle has an outcome, or is about to get it."""
 
     @property
     def started(self) -> Started:
@@ -121,6 +146,51 @@ class Save:
         )
 
 
+class _Thread:
+    """A daemon thread that does one thing after the other. It ends when it has had nothing to do for a while."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: deque[Callable[[], object]] = deque()
+        self._changed = threading.Condition()
+        self._is_running = False
+
+    def submit(self, task: Callable[[], object]) -> None:
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+            if not self._is_running:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._is_running = True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._tasks, _IDLE_S):
+                    self._is_running = False
+                    return
+                task = self._tasks.popleft()
+            try:
+                task()
+            except BaseException:  # The thread must go on, or the next save would wait for ever.
+                log.exception("a step of saving a checkpoint failed in an unexpected way")
+            del task  # What it holds may go while the thread waits.
+
+
+class _Lane:
+    """The way into one store: one save at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.thread = _Thread(f"strata-{store.tier.lower()}")
+        self.under_way: Save | None = None
+        self.waiting: list[Save] = []
+
+
+class _GivenUp(Exception):
+    """Whoever works for a save that was given up stops."""
+
+
 class Pipeline:
     def __init__(
         self,
@@ -139,12 +209,14 @@ class Pipeline:
         self._on_published = on_published
         self._on_ended = on_ended
         self._admit = admit
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="strata-digest")
-        self._writing = {
-            id(store): ThreadPoolExecutor(1, thread_name_prefix=f"strata-{store.tier.lower()}")
-            for store in stores
-        }
+        self._hashing = _Thread("strata-digest")
+        self._lanes = {id(store): _Lane(store) for store in stores}
         self._stopping = threading.Event()
+        self._saves: list[Save] = []
+        """Under way, oldest first."""
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
+        _pipelines.add(self)
 
     def check_room(self, save: Save) -> None:
         """Leave out the stores that have no room; with none left, raise before the save has begun."""
@@ -174,15 +246,38 @@ class Pipeline:
 
     def submit(self, save: Save) -> None:
         """Begin to move a save whose payload is being filled."""
-        # Everything is queued now and waits for its turn on its own thread: once the interpreter is exiting,
-        # threads still drain their queues but nothing new can be queued.
-        save.hashed = self._hashing.submit(self._hash, save)
-        before: Future[None] | None = None
-        last = self._hashing
-        for store in save.stores:
-            last = self._writing[id(store)]
-            before = last.submit(self._write, save, store, before)
-        last.submit(self._end, save)
+        with self._changed:
+            self._saves.append(save)
+        self._hashing.submit(lambda: self._hash(save))
+        self._continue(save)
+
+    def overtake(self, newer: Save) -> bool:
+        """Skip the oldest save that waits for a store and keeps an image, to make way for a newer one that found none. False
+        where no such save can make way at once."""
+        with self._changed:
+            for older in self._saves:
+                lane = self._lane_of(older)
+                if (
+                    lane is not None
+                    and older in lane.waiting
+                    and not older.must_arrive
+                    and older.holds_image
+                    and older.hashed.done()
+                    and all(store in newer.stores for store in older.stores[older.stage :])
+                ):
+                    lane.waiting.remove(older)
+                    break
+            else:
+                return False
+            under_way = lane.under_way
+        for store in older.stores[older.stage :]:
+            self._skip(older, store, newer, under_way)
+        older.stage = len(older.stores)
+        self._end(older)
+        return True
+
+    def _lane_of(self, save: Save) -> _Lane | None:
+        return self._lanes[id(save.stores[save.stage])] if save.stage < len(save.stores) else None
 
     def give_up(self, save: Save, error: Exception) -> None:
         """End a save that could not begin."""
@@ -191,20 +286,119 @@ class Pipeline:
         self._tell("on_started", save.started)
         self._end(save)
 
-    def close(self) -> None:
-        """Finish what is under way, without further retries."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what is under way, without further retries; give up what is not finished in time."""
+        if self._pid != os.getpid():
+            return  # A forked child has none of the threads.
         self._stopping.set()
-        for pool in [self._hashing, *self._writing.values()]:
-            pool.shutdown(wait=True)
+        deadline = (
+            "" if timeout_s is None else f"it was not finished {timeout_s:.1f} s after the manager was closed"
+        )
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: not self._saves, timeout_s)
+        if not is_done:
+            self._give_up_all(deadline)
 
-    def _hash(self, save: Save) -> Digest:
-        assert save.payload is not None
-        self._tell("on_started", save.started)
-        save.payload.wait()
-        digest = save.payload.digest()
+    def abandon(self) -> None:
+        """Give up what is under way, at once."""
+        self._stopping.set()
+        self._give_up_all("the process ends after an error, and its saves were given up")
+
+    def drain(self) -> None:
+        """At the end of a process that nobody closed this in: wait for the saves under way."""
+        if self._pid == os.getpid():
+            with self._changed:
+                self._changed.wait_for(lambda: not self._saves)
+
+    def _give_up_all(self, reason: str) -> None:
+        with self._changed:
+            given_up, self._saves = [save for save in self._saves if not save.is_over], []
+            for save in given_up:
+                save.is_over = True
+            for lane in self._lanes.values():
+                lane.waiting.clear()
+        for save in given_up:
+            store = save.stores[save.stage] if save.stage < len(save.stores) else None
+            error = SaveFailed(
+                tier=store.tier if store is not None else MEMORY,
+                path=where(store, save.key) if store is not None else "shared memory",
+                reason=reason,
+                checkpoint_id=save.draft.checkpoint_id,
+                step=save.draft.step,
+            )
+            save.failures.append(error)
+            log.warning("%s", error)
+            self._on_ended(save, error)
+            self._tell("on_failed", save.started, error, seconds=time.monotonic() - save.begun_s)
+            save.handle.future.set_exception(error)
+
+    def _continue(self, save: Save) -> None:
+        """Let a save queue for its next store, or end."""
+        if save.stage == len(save.stores):
+            # A save that went to no store, or was skipped by the last one, ends where its bytes are looked at.
+            self._hashing.submit(lambda: self._end(save))
+            return
+        store = save.stores[save.stage]
+        lane = self._lanes[id(store)]
+        overtaken: list[Save] = []
+        with self._changed:
+            if save.is_over:
+                return
+            if not (save.stage == 0 and self._policy.when_full == "wait"):
+                overtaken = [older for older in lane.waiting if not older.must_arrive]
+            lane.waiting = [older for older in lane.waiting if older not in overtaken]
+            lane.waiting.append(save)
+            under_way = lane.under_way
+            if under_way is None:
+                self._begin_next(lane)
+        for older in overtaken:
+            self._skip(older, store, save, under_way)
+            older.stage += 1
+            self._continue(older)
+
+    def _begin_next(self, lane: _Lane) -> None:
+        lane.under_way = lane.waiting.pop(0) if lane.waiting else None
+        if (save := lane.under_way) is not None:
+            lane.thread.submit(lambda: self._pass_through(lane, save))
+
+    def _pass_through(self, lane: _Lane, save: Save) -> None:
+        """Write a save to a store, and let the next one in."""
         try:
+            self._write(save, lane.store)
+        finally:
+            with self._changed:
+                self._begin_next(lane)
+            save.stage += 1
+            if save.stage == len(save.stores):
+                self._end(save)
+            else:
+                self._continue(save)
+
+    def _skip(self, older: Save, store: Store, newer: Save, under_way: Save | None) -> None:
+        busy = f" while step {under_way.draft.step} was still being uploaded" if under_way is not None else ""
+        reason = f"step {older.draft.step} was not uploaded to {store.tier}: step {newer.draft.step} overtook it{busy}"
+        older.skipped.append(reason)
+        log.warning("%s", reason)
+        self._tell("on_skipped", older.started, tier=store.tier, reason=reason)
+
+    def _hash(self, save: Save) -> None:
+        try:
+            save.hashed.set_result(self._hash_and_keep(save))
+        except BaseException as error:
+            save.hashed.set_exception(error)
+
+    def _hash_and_keep(self, save: Save) -> Digest:
+        assert save.payload is not None
+        payload = save.payload
+        self._tell("on_started", save.started)
+        payload.wait()
+        digest = payload.digest()
+        try:
+            self._check_wanted(save)
             part = Part(key=save.key, size_bytes=save.size_bytes, digest=digest)
-            path = save.payload.keep(replace(save.draft, parts=(part,)))
+            path = payload.keep(replace(save.draft, parts=(part,)))
+        except _GivenUp:
+            pass
         except Exception as error:
             save.failures.append(save.failed(error))
             log.warning("%s", save.failures[-1])
@@ -213,24 +407,37 @@ class Pipeline:
                 self._arrived(save, MEMORY, path)
         return digest
 
-    def _write(self, save: Save, store: Store, before: Future[None] | None) -> None:
+    def _check_wanted(self, save: Save) -> None:
+        if save.is_over:
+            raise _GivenUp
+
+    def _write(self, save: Save, store: Store) -> None:
         assert save.payload is not None
-        if before is not None:
-            before.exception()  # One tier after the other, whatever became of the one before.
+        payload = save.payload
+
+        def digest() -> Digest:
+            found = save.hashed.result()
+            self._check_wanted(save)  # The manifest comes next.
+            return found
+
         retries = self._policy.retries if self._policy.on_error == "retry" else 0
         for attempt in range(retries + 1):
             try:
+                self._check_wanted(save)
                 entry = publish(
                     store,
                     save.draft,
-                    save.payload,
-                    save.hashed.result,
+                    payload,
+                    digest,
                     stem=self._stem,
                     again=attempt > 0,
                     admit=self._admit,
                 )
-            except Exception as error:
-                failure = save.failed(error, store)
+            except _GivenUp:
+                return
+            except BaseException as error:
+                cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                failure = save.failed(cause, store)
                 if attempt == retries or self._stopping.is_set():
                     save.failures.append(failure)
                     log.warning("%s", failure)
@@ -261,34 +468,47 @@ class Pipeline:
             log.warning("%s does not hold what was written to it; the next tier gets the original", path)
             return
         save.payload.release()
-        save.payload = copy
+        save.payload, save.holds_image = copy, False
 
     def _end(self, save: Save) -> None:
         digest = self._digest_of(save)
         seconds = time.monotonic() - save.begun_s
         if save.payload is not None:
             save.payload.release()
+        with self._changed:
+            if save.is_over:
+                return
+            save.is_over = True
         # With stores, a save is judged by them: memory is what they are filled from, and a failure there is told.
         counted = [each for each in save.failures if each.tier != MEMORY or not save.places]
         is_saved = any(tier != MEMORY or not save.stores for tier, _ in save.places)
-        error = counted[0] if counted else None
+        error: SaveFailed | SaveSkipped | None = counted[0] if counted else None
         if error is not None and is_saved and self._policy.on_error == "warn":
             error = None
+        failed = counted[0] if error is not None else None
+        if error is None and not is_saved:
+            error = SaveSkipped(reason="; ".join(save.skipped))
         info: CheckpointInfo | None = None
         if error is None:
             assert digest is not None
             part = Part(key=save.key, size_bytes=save.size_bytes, digest=digest)
-            failures = tuple(str(failure) for failure in save.failures)
             info = CheckpointInfo.of(
-                replace(save.draft, parts=(part,)), places=save.places, failures=failures
+                replace(save.draft, parts=(part,)),
+                places=save.places,
+                failures=tuple(str(failure) for failure in save.failures),
+                skipped=tuple(save.skipped),
             )
-        self._on_ended(save, error)
+        self._on_ended(save, failed)
         if info is not None:
             self._tell("on_completed", save.started, info, seconds=seconds)
             save.handle.future.set_result(info)
         elif error is not None:
             self._tell("on_failed", save.started, error, seconds=seconds)
             save.handle.future.set_exception(error)
+        with self._changed:
+            if save in self._saves:
+                self._saves.remove(save)
+            self._changed.notify_all()
 
     def _digest_of(self, save: Save) -> Digest | None:
         """The digest, once nothing reads the payload any more."""
@@ -303,6 +523,7 @@ class Pipeline:
 
     def _arrived(self, save: Save, tier: str, path: str) -> None:
         save.places.append((tier, path))
+        save.handle.tiers = (*save.handle.tiers, tier)
         seconds = time.monotonic() - save.begun_s
         size = save.size_bytes / 1e6
         log.info(
@@ -317,3 +538,17 @@ class Pipeline:
             getattr(self._observer, event)(*args, **facts)
         except Exception:
             log.exception("the checkpoint observer failed in %s", event)
+
+
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_at_exit() -> None:
+    """The last save of a script that ends normally is not lost; a crash waits for nothing."""
+    crash = sys.exc_info()[1]  # The program of a warm worker ends within a function.
+    if not hasattr(sys, "ps1"):  # Where a person types, an error ends nothing.
+        crash = crash or getattr(sys, "last_value", None)
+    if crash is None or isinstance(crash, SystemExit):
+        for pipeline in list(_pipelines):
+            pipeline.drain()

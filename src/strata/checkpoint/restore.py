@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from strata.checkpoint import leases
 from strata.checkpoint.catalog import Catalog, Entry, Listing, where
+from strata.checkpoint.collecting import no_collection
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
-from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, open_tensors, verify
+from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, open_tensors
 from strata.checkpoint.manifest import BYTES, SHARDED, CheckpointId, Manifest
 from strata.core.lineage import fallback_order
-from strata.stores.protocol import StoreError
+from strata.errors import StrataError
+from strata.stores.protocol import PartReader, StoreError
 
 if TYPE_CHECKING:
     from strata.checkpoint.staging import Snapshot, Staging
@@ -46,9 +48,17 @@ class Source(Protocol):
 
     def path(self, entry: Entry) -> str: ...
 
+    def place(self, entry: Entry | None) -> str:
+        """Where a copy is, as others can be told: the store, or the image in memory."""
+        ...
+
     def has_payload(self, entry: Entry) -> bool: ...
 
-    def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any: ...
+    def load(
+        self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
+    ) -> Any:
+        """With `tear_ok`, a load into targets that fails may have changed some of them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +74,17 @@ class Found:
         return CheckpointInfo.of(self.manifest, places=places)
 
     def was_removed(self) -> bool:
-        """Whether somebody has deleted its payload from every lasting tier that had it: training is meant to go on
+        """Whether somebody has deleted its payload from every durable tier that had it: training is meant to go on
         from the one before, so a copy that is still in memory is not wanted either."""
-        lasting = [(source, entry) for source, entry in self.copies if source.tier != MEMORY]
-        return 0 < len(lasting) < len(self.copies) and not any(
-            source.has_payload(entry) for source, entry in lasting
-        )
+        return len(self.copies) > len(self._durable()) and self.has_lost_its_payload()
+
+    def has_lost_its_payload(self) -> bool:
+        """Whether it is durable by its manifests alone."""
+        durable = self._durable()
+        return bool(durable) and not any(source.has_payload(entry) for source, entry in durable)
+
+    def _durable(self) -> list[tuple[Source, Entry]]:
+        return [(source, entry) for source, entry in self.copies if source.tier != MEMORY]
 
 
 class StoreSource:
@@ -88,6 +103,9 @@ class StoreSource:
     def path(self, entry: Entry) -> str:
         return where(self._catalog.store, entry.manifest.parts[0].key)
 
+    def place(self, entry: Entry | None) -> str:
+        return self._catalog.store.url
+
     def has_payload(self, entry: Entry) -> bool:
         """Whole or not; where nobody can tell, it counts as there."""
         try:
@@ -95,7 +113,9 @@ class StoreSource:
         except StoreError:
             return True
 
-    def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any:
+    def load(
+        self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
+    ) -> Any:
         manifest = entry.manifest
         if manifest.format == SHARDED:
             raise LoadFailed(
@@ -106,6 +126,12 @@ class StoreSource:
         with leases.reading(store, manifest.checkpoint_id):
             if manifest.format == BYTES:
                 return fetch_bytes(store, part, manifest, pool=pool)
+            if tear_ok and into is not None and isinstance(store, PartReader) and not trusted_source:
+                from strata.checkpoint.in_place import Intake, NotOwn, is_on_cpu, take_from_store
+
+                if is_on_cpu(into) and Intake.suits(part):
+                    with contextlib.suppress(NotOwn):
+                        return take_from_store(store, manifest, into=into, path=self.path(entry))
             with fetched(store, part, manifest, pool=pool) as held:
                 return self._open(held, entry, into, trusted_source)
 
@@ -135,77 +161,75 @@ class MemorySource:
     def path(self, entry: Entry) -> str:
         return entry.key
 
+    def place(self, entry: Entry | None) -> str:
+        return entry.key if entry is not None else ""
+
     def has_payload(self, entry: Entry) -> bool:
         return True
 
-    def load(self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor) -> Any:
-        manifest = entry.manifest
-        with self._staging.held(self._snapshots[manifest.checkpoint_id]) as buffer:
-            image = buffer.mapped()
-            size_bytes = manifest.parts[0].size_bytes
-            if len(image) != size_bytes:
-                raise Damaged(
-                    path=entry.key, reason=f"the image has {len(image)} bytes, its mark says {size_bytes}"
-                )
-            if into is None:
-                verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
-                return self._copy_out(buffer.view, manifest, entry.key, trusted_source)
-            from strata.checkpoint.device import on_this_device
-            from strata.checkpoint.into import is_on_cuda, load_into, sent_ahead
+    def load(
+        self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
+    ) -> Any:
+        from strata.checkpoint.into import ImageInMemory
 
-            with sent_ahead(image, into, is_page_locked=buffer.is_page_locked) as ahead:
-                # Locking the pages takes as long as verifying them, so both happen at once.
-                locking = pool.submit(on_this_device(buffer.lock_pages)) if is_on_cuda(into) else None
-                try:
-                    verify(buffer.view, manifest.parts[0], manifest, path=entry.key, pool=pool)
-                finally:
-                    if locking is not None:
-                        locking.result()
-                state = open_tensors(entry.key, manifest, trusted_source=trusted_source)
-                return load_into(state, into, image, manifest.tensors, is_lent=True, ahead=ahead)
-
-    def _copy_out(self, view: memoryview, manifest: Manifest, name: str, trusted_source: bool) -> Any:
-        """The image will be overwritten by a later save, so the caller gets memory of its own."""
-        with contextlib.closing(Held(len(view))) as held:
-            with held.view as target:
-                target[:] = view
-            return open_image(held.path, manifest, trusted_source=trusted_source, name=name)
+        with self._staging.held(self._snapshots[entry.manifest.checkpoint_id]) as buffer:
+            image = ImageInMemory(
+                entry.manifest,
+                buffer.mapped(),
+                path=entry.key,
+                lock_pages=buffer.lock_pages,
+                is_page_locked=buffer.is_page_locked,
+            )
+            return image.load(into=into, trusted_source=trusted_source, pool=pool, tear_ok=tear_ok)
 
 
-def gather(
-    sources: Iterable[Source], *, fresh: bool = False, strict: bool = False
-) -> tuple[list[Found], list[str]]:
-    """Every checkpoint in any tier, in the order in which training would fall back, and what could not be read. With
-    `strict`, a tier that does not answer is an error."""
+def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Found], list[str]]:
+    """Every checkpoint in any tier, in the order in which training would fall back, and what could not be read."""
+    found, problems, unread = look(sources, fresh=fresh)
+    return found, [*map(str, unread), *problems]
+
+
+def look(sources: Iterable[Source], *, fresh: bool) -> tuple[list[Found], list[str], list[StoreError]]:
+    """As `gather`; the stores that could not be listed are told by their errors."""
     copies: dict[CheckpointId, list[tuple[Source, Entry]]] = {}
     problems: list[str] = []
+    unread: list[StoreError] = []
     for source in sources:
         try:
             listing = source.list(fresh=fresh)
         except StoreError as error:
-            if strict:
-                raise
-            problems.append(str(error))
+            unread.append(error)
             continue
         problems.extend(listing.problems)
         for entry in listing.entries:
             copies.setdefault(entry.manifest.checkpoint_id, []).append((source, entry))
     manifests = fallback_order(held[0][1].manifest for held in copies.values())
-    return [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests], problems
+    found = [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests]
+    return found, problems, unread
 
 
+@no_collection()
 def restore(
     sources: Sequence[Source],
     *,
     step: int | None = None,
     checkpoint_id: str | None = None,
+    place: str | None = None,
     into: Any = None,
     trusted_source: bool = False,
+    tear_ok: bool = False,
     reading: Callable[[CheckpointId], AbstractContextManager[None]],
     on_damaged: Callable[[CheckpointId], None],
 ) -> Restored:
-    """Load the newest whole checkpoint, or the one asked for. Raises `CheckpointNotFound` or `LoadFailed`."""
-    found, reasons = gather(sources, fresh=True)
+    """Load the newest intact checkpoint, or the one asked for and no other, from the nearest of `sources` that has it intact,
+    or from one `place` of them.
+
+    Raises `StateMismatch` where it does not fit; `CheckpointNotFound` where every source has answered that there is none;
+    else `LoadFailed`, whose `causes` tell what stood in the way. With `tear_ok`, a failure may have changed some targets.
+    """
+    found, problems, unread = look(sources, fresh=True)
+    reasons = [*map(str, unread), *problems]
+    causes: list[StrataError] = [*unread]
     wanted = [
         candidate
         for candidate in found
@@ -223,13 +247,18 @@ def restore(
             damaged = 0
             with reading(candidate.manifest.checkpoint_id):
                 for source, entry in candidate.copies:
+                    if place is not None and source.place(entry) != place:
+                        continue
                     try:
-                        state = source.load(entry, into=into, trusted_source=trusted_source, pool=pool)
+                        state = source.load(
+                            entry, into=into, trusted_source=trusted_source, pool=pool, tear_ok=tear_ok
+                        )
                     except StateMismatch:
                         raise  # Older checkpoints would fit no better.
                     except (StoreError, Damaged, LoadFailed) as error:
                         reason = f"step {candidate.manifest.step} in {source.tier}: {error.message}"
                         reasons.append(reason)
+                        causes.append(error)
                         damaged += isinstance(error, Damaged)
                         log.warning("did not load %s", reason)
                         continue
@@ -243,7 +272,13 @@ def restore(
         f" of step {step}" if step is not None else f" '{checkpoint_id}'" if checkpoint_id is not None else ""
     )
     if wanted:
-        raise LoadFailed(f"The checkpoint{asked} could not be loaded.", reasons=reasons)
+        raise LoadFailed(f"The checkpoint{asked} could not be loaded.", reasons=reasons, causes=causes)
+    if unread:
+        raise LoadFailed(
+            f"Whether there is a checkpoint{asked} is not known: not every store could be read.",
+            reasons=reasons,
+            causes=causes,
+        )
     raise CheckpointNotFound(f"There is no checkpoint{asked}.", reasons=reasons)
 
 
@@ -251,8 +286,10 @@ def _load_into(state: Any, into: Any, view: memoryview, manifest: Manifest) -> A
     import torch
 
     from strata.checkpoint.device import page_lock, page_unlock
-    from strata.checkpoint.into import is_on_cuda, load_into
+    from strata.checkpoint.in_place import is_on_cuda, targets_for
+    from strata.checkpoint.into import load_into
 
+    into = targets_for(into, state)
     image = torch.frombuffer(view, dtype=torch.uint8)
     is_locked = is_on_cuda(into) and page_lock(image)
     try:

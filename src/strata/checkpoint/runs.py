@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from strata.checkpoint.catalog import Catalog
 from strata.checkpoint.errors import RunInUse, RunMismatch, Superseded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.core.job import Fence
@@ -114,6 +115,7 @@ class RunClaim:
     ) -> RunClaim:
         """Claim the next generation of the run at these destinations. Raises `RunInUse` while another job lives there."""
         farthest = stores[-1]
+        saved = max((_newest_saved(store) for store in stores), default=0)
         newest = newest_claim(farthest)
         first, since_s, told = newest, time.monotonic(), False
         while True:
@@ -130,7 +132,7 @@ class RunClaim:
                 raise RunInUse(where=farthest.url, holder=decision.claim.who)
             if isinstance(decision, Take):
                 claim = Claim(
-                    generation=decision.generation,
+                    generation=max(decision.generation, saved + 1),
                     launch=launch,
                     holder=this_process().token,
                     host=socket.gethostname(),
@@ -177,11 +179,8 @@ class RunClaim:
 
     def fence(self, fence: Fence) -> None:
         """This generation has looked: what an older one publishes from now on does not count."""
-        _held_here.discard(self._key)
         with self._lock:
-            # Memory may know of later generations than a destination whose claims were deleted.
-            self._claim = replace(self._claim, generation=fence.generation).with_fence(fence)
-        _held_here.add(self._key)
+            self._claim = self._claim.with_fence(fence)
         for store in self._stores:
             self._put(store)
 
@@ -246,6 +245,14 @@ def newest_claim(store: Store) -> Claim | None:
 def _claimed(store: Store) -> list[int]:
     names = [blob.key.removeprefix(CLAIMS).partition(".")[0] for blob in store.list(CLAIMS)]
     return [int(name) for name in names if name.isdecimal()]
+
+
+def _newest_saved(store: Store) -> int:
+    """The newest generation that has saved here; 0 where the claims can tell, which is everywhere but where somebody has
+    deleted them."""
+    if _claimed(store):
+        return 0
+    return max((entry.manifest.generation for entry in Catalog(store).list().entries), default=0)
 
 
 def _remove_old_claims(store: Store, newest: int) -> None:

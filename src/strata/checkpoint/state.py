@@ -21,6 +21,7 @@ from strata.checkpoint.errors import UnsupportedState
 TENSOR, NUMPY, NUMPY_SCALAR, JAX = "tensor", "numpy", "numpy_scalar", "jax"
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_ALL, _NONE = "all", "none"  # In a trace: which nodes of a container are leaves.
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 # What NumPy itself has no number type for; the bytes are the same under another name.
 _SAME_BYTES = {
@@ -39,7 +40,7 @@ class Scan:
     tensors: list[torch.Tensor]
     """The same leaves as tensors over the same memory."""
     trace: list[object]
-    """The containers' kinds and keys: equal traces mean equal names."""
+    """The containers' kinds and keys, and where in them leaves and containers are: equal traces mean equal names."""
 
 
 def scan(state: object) -> Scan:
@@ -52,15 +53,18 @@ def scan(state: object) -> Scan:
         kinds = set(map(type, nodes))
         if kinds <= _TENSORS:  # Most containers hold nothing but tensors, or none: no need to look at each.
             found.extend(nodes)
+            trace.append(_ALL)
             return
         if kinds <= _PLAIN:
+            trace.append(_NONE)
             return
-        for node in nodes:
+        for position, node in enumerate(nodes):
             kind = type(node)
+            if kind in _PLAIN:
+                continue
+            trace.append(position)
             if kind in _TENSORS:
                 found.append(node)
-            elif kind in _PLAIN:
-                continue
             elif isinstance(node, dict):
                 if enter(node):
                     trace.extend(node)

@@ -6,8 +6,9 @@ it twenty times as fast, and here it knows these words and no others. Each stand
 does nothing but describe a tensor, so whatever a pickle does with them, nothing happens; a pickle with any other word, or one
 that does not fit its manifest, is left to `torch.load`, which decides what becomes of it.
 
-The state is the same that `torch.load(mmap=True)` gives: tensors over a private mapping of the file, one storage for each
-record, shared by the tensors that shared it.
+`read_outline` needs the first bytes of a file only: a state with descriptions where its tensors belong, which is what a load
+in place starts from. `open_own` gives the state that `torch.load(mmap=True)` gives: tensors over a private mapping of the
+file, one storage for each record, shared by the tensors that shared it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import mmap
 import pickle
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,21 +35,68 @@ _HEADER = struct.Struct("<4s22xHH")
 """What a zip file begins with: a signature, and how long the first record's name and the field after it are."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A state with `TensorRecipe`s where its tensors belong."""
+
+    state: Any
+    uses: Counter[int]
+    """By how many tensors each record is used."""
+
+
+def head_bytes(entries: Sequence[TensorEntry], size_bytes: int) -> int:
+    """How much of an image of so many bytes `read_outline` needs: all before the first tensor."""
+    return min((entry.offset_bytes for entry in entries), default=size_bytes)
+
+
+@no_collection()
+def read_outline(head: memoryview | bytes) -> Outline:
+    """The outline of an image, from its first bytes. Raises any exception for what is not known here."""
+    if len(head) < _HEADER.size:
+        raise ValueError("the file is too short to begin with a pickle")
+    signature, name_bytes, extra_bytes = _HEADER.unpack_from(head)
+    name = bytes(head[_HEADER.size : _HEADER.size + name_bytes])
+    if signature != b"PK\3\4" or not name.endswith(b"/data.pkl"):
+        raise ValueError("the pickle is not where Strata puts it")
+    unpickler = _Unpickler(io.BytesIO(head[_HEADER.size + name_bytes + extra_bytes :]))
+    return Outline(state=unpickler.load(), uses=unpickler.uses)
+
+
 @no_collection()
 def open_own(path: str | Path, entries: Sequence[TensorEntry]) -> Any:
     """The state in an image; `entries` are the tensors of its manifest. Raises any exception for what is not known here."""
     with open(path, "rb") as file:
         private = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    signature, name_bytes, extra_bytes = _HEADER.unpack_from(private)
-    name = private[_HEADER.size : _HEADER.size + name_bytes]
-    if signature != b"PK\3\4" or not name.endswith(b"/data.pkl"):
-        raise ValueError("the pickle is not where Strata puts it")
-    start = _HEADER.size + name_bytes + extra_bytes
-    end = min((entry.offset_bytes for entry in entries), default=len(private))
-    unpickler = _Unpickler(io.BytesIO(private[start:end]))
-    state = unpickler.load()
-    tensors = _Tensors(private, entries, unpickler.uses)
-    return rebuild(state, tensors.make, leaf=(TensorRecipe, _Storage, _Word))  # `make` refuses the others.
+    outline = read_outline(private[: head_bytes(entries, len(private))])
+    tensors = _Tensors(private, entries, outline.uses)
+    return put_in_place(outline, tensors.make)
+
+
+def put_in_place(outline: Outline, make: Callable[[int, TensorRecipe], object]) -> Any:
+    """The state of an outline, with `make(n, recipe)` for tensor number n, in the order of the manifest's table."""
+
+    def checked(number: int, recipe: Any) -> object:
+        if type(recipe) is not TensorRecipe:
+            raise ValueError("the state holds what only describes tensors")
+        return make(number, recipe)
+
+    return rebuild(outline.state, checked, leaf=(TensorRecipe, _Storage, _Word))
+
+
+def check_recipe(entry: TensorEntry, recipe: TensorRecipe) -> None:
+    """Raise `ValueError` where a pickle says something else about a tensor than its manifest."""
+    if entry.shape != recipe.shape or recipe.dtype is not getattr(torch, entry.dtype):
+        raise ValueError(f"'{entry.name}' is not what its manifest says")
+
+
+def is_dense(recipe: TensorRecipe, entry: TensorEntry) -> bool:
+    """Whether the bytes of the table's entry are the tensor in rows, and nothing else."""
+    step = 1
+    for size, stride in zip(reversed(recipe.shape), reversed(recipe.stride), strict=True):
+        if stride != step and size != 1:
+            return not entry.size_bytes
+        step *= size
+    return entry.size_bytes == step * recipe.dtype.itemsize
 
 
 class _Unpickler(pickle.Unpickler):
@@ -77,12 +126,8 @@ class _Tensors:
 
     def make(self, number: int, recipe: TensorRecipe) -> torch.Tensor:
         entry = self._entries[number]
-        if entry.shape != recipe.shape or recipe.dtype is not getattr(torch, entry.dtype):
-            raise ValueError(f"'{entry.name}' is not what its manifest says")
-        tensor = self._memory(entry, recipe).as_strided(recipe.shape, recipe.stride, recipe.offset)
-        if recipe.is_parameter:
-            return torch.nn.Parameter(tensor, recipe.requires_grad)
-        return tensor.requires_grad_() if recipe.requires_grad else tensor
+        check_recipe(entry, recipe)
+        return made_of(self._memory(entry, recipe), recipe)
 
     def _memory(self, entry: TensorEntry, recipe: TensorRecipe) -> torch.Tensor:
         """The record a tensor is in, as one row of the tensor's type."""
@@ -102,6 +147,14 @@ class _Tensors:
             )
             self._shared[recipe.record] = shared
         return shared[: length * item_bytes].view(recipe.dtype)
+
+
+def made_of(record: torch.Tensor, recipe: TensorRecipe) -> torch.Tensor:
+    """A tensor, of the record it is in as one row of the tensor's type."""
+    tensor = record.as_strided(recipe.shape, recipe.stride, recipe.offset)
+    if recipe.is_parameter:
+        return torch.nn.Parameter(tensor, recipe.requires_grad)
+    return tensor.requires_grad_() if recipe.requires_grad else tensor
 
 
 class _Storage(NamedTuple):

@@ -7,21 +7,27 @@ could not be answered.
 from __future__ import annotations
 
 import json
-from typing import Annotated, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from strata.cli.common import get, print_table
+from strata.cli.common import console, errors, get
 from strata.core.audit import AuditReport
 from strata.data.history import audit as audit_one
 from strata.data.history import audit_epochs, commits_of, datasets_in
 from strata.errors import StrataError
 
 EXACT, NOT_EXACT, NO_ANSWER = 0, 1, 2
+SHOWN = 5
+VERDICTS = {
+    "exact": Text("✓ exact", style="green"),
+    "open": Text("… open", style="yellow"),
+    "not exact": Text("✗ not exact", style="red"),
+}
 
 
 def audit(
@@ -69,14 +75,32 @@ def _ask_coordinator(api: str, dataset: str, epoch: int | None, *, as_json: bool
     except StrataError as error:
         _complain(str(error), as_json=as_json)
         raise typer.Exit(NO_ANSWER) from error
-    clean = all(not r["lost"] and not r["repeated"] for r in found)
+    clean = all(r["exact"] or _is_open(r) for r in found)
     passes = all(r["exact"] for r in found) if epoch is not None else clean
     if as_json:
         typer.echo(json.dumps({"exact": passes, "epochs": found}, indent=2))
     else:
-        rows = [(r["job_id"], r["epoch"], f"{r['samples']:,}/{r['total']:,}", r["reason"]) for r in found]
-        print_table(("JOB", ">EPOCH", ">SAMPLES", "PROOF"), rows, empty="")
+        _print_whole(
+            ("job", ">epoch", ">samples", ">of", "verdict"),
+            [
+                (
+                    r["job_id"],
+                    str(r["epoch"]),
+                    f"{r['samples']:,}",
+                    f"{r['total']:,}",
+                    VERDICTS["exact" if r["exact"] else "open" if _is_open(r) else "not exact"],
+                )
+                for r in found
+            ],
+        )
+        for r in found:
+            _say(f"{r['job_id']}, epoch {r['epoch']}: {r['reason']}")
     raise typer.Exit(EXACT if passes else NOT_EXACT)
+
+
+def _is_open(row: Mapping[str, Any]) -> bool:
+    """Clean so far. A finished epoch that is neither exact nor has lost or repeated anything contradicts itself."""
+    return bool(row["remaining"]) and not row["lost"] and not row["repeated"]
 
 
 def _reports(source: str, dataset: str, epoch: int | None) -> list[AuditReport]:
@@ -104,43 +128,61 @@ def _passes(reports: list[AuditReport], epoch: int | None) -> bool:
 
 
 def _print(reports: list[AuditReport]) -> None:
-    console = Console()
-    table = Table(title=f"Committed history of {escape(reports[0].dataset)}", title_justify="left")
-    table.add_column("epoch", justify="right")
-    for name in ("samples", "of", "lost", "repeated", "commits"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
+    _say(f"Committed history of {reports[0].dataset}")
+    _print_whole(
+        (">epoch", ">samples", ">of", ">lost", ">repeated", ">commits", "verdict"),
+        [
+            (
+                _epochs(r),
+                f"{r.samples:,}",
+                f"{r.total:,}",
+                f"{r.lost.size:,}",
+                f"{r.repeated.size:,}",
+                f"{len(r.commits):,}",
+                VERDICTS["exact" if r.exact else "open" if r.clean else "not exact"],
+            )
+            for r in reports
+        ],
+    )
     for r in reports:
-        verdict = (
-            "[green]✓ exact[/]" if r.exact else "[yellow]… open[/]" if r.clean else "[red]✗ not exact[/]"
-        )
-        table.add_row(
-            str(r.epoch),
-            f"{r.samples:,}",
-            f"{r.total:,}",
-            f"{r.lost.size:,}",
-            f"{r.repeated.size:,}",
-            f"{len(r.commits):,}",
-            verdict,
-        )
-    console.print(table)
-    for r in reports:
-        console.print(f"epoch {r.epoch}: {escape(r.reason)}", highlight=False)
+        _say(f"epoch {_epochs(r)}: {r.reason}")
     last = reports[-1]
     if last.abandoned:
-        console.print(
-            f"{len(last.abandoned):,} rolled-back checkpoint(s) do not count: {escape(', '.join(last.abandoned[:5]))}",
-            highlight=False,
-        )
+        more = f", the newest {SHOWN}" if len(last.abandoned) > SHOWN else ""
+        _say(f"{len(last.abandoned):,} rolled-back checkpoint(s) do not count{more}:")
+        for name in last.abandoned[-SHOWN:]:
+            _say(f"  {name}")
     if last.vouched:
-        console.print(
-            f"{last.vouched:,} samples rest on the record of a later checkpoint: the one that trained them is gone.",
-            highlight=False,
+        _say(
+            f"{last.vouched:,} samples rest on the record of a later checkpoint: the one that trained them is gone."
         )
+
+
+def _epochs(report: AuditReport) -> str:
+    many = report.last_epoch > report.epoch
+    return f"{report.epoch:,}–{report.last_epoch:,}" if many else str(report.epoch)
+
+
+def _say(line: str) -> None:
+    """One line, which only the terminal may break: an id in it can be copied."""
+    console.print(Text(line), soft_wrap=True)
+
+
+def _print_whole(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    """A table as wide as its cells are: none is broken or cut."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(
+            column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True
+        )
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    console.print(table, width=width, crop=False, soft_wrap=True)
 
 
 def _complain(message: str, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"error": message}))
     else:
-        Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
+        errors.print(Text.assemble(("error: ", "red"), message), soft_wrap=True)

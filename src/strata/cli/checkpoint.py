@@ -65,7 +65,7 @@ def ls(place: Place, json: AsJson = False) -> None:
             )
             for row in rows
         ]
-        columns = (">STEP", "FILE", "FORMAT", ">SIZE", ">WORLD", ">MADE")
+        columns = (">STEP", "=FILE", "FORMAT", ">SIZE", ">WORLD", ">MADE")
         print_table(columns, table, empty=f"There are no checkpoints in {place}.")
         for problem in listing.problems:
             say_error(StrataError(problem))
@@ -103,7 +103,7 @@ def export_command(
     step: Step = None,
     id: Id = None,
     key: Annotated[
-        str | None, typer.Option("--key", "-k", help="Only this part of the state: model_state_dict, say.")
+        str | None, typer.Option("--key", "-k", help="Only this part of the state: model, say.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace TO if it is there.")] = False,
     trusted_source: Annotated[
@@ -141,9 +141,15 @@ def export_command(
 def rm(
     place: Place,
     chosen: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(help="Steps, ids or file names.", show_default=False),
-    ],
+    ] = None,
+    steps: Annotated[
+        list[int] | None, typer.Option("--step", min=0, help="Of this step; may be given again.")
+    ] = None,
+    ids: Annotated[
+        list[str] | None, typer.Option("--id", help="The one with this id; may be given again.")
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Also if nothing that is whole would be left.")
     ] = False,
@@ -151,7 +157,13 @@ def rm(
 ) -> None:
     """Remove checkpoints; not the last one that is whole, unless forced."""
     with _answering(json):
-        removed = remove_chosen(_opened(place), chosen, force=force)
+        named = [*(chosen or []), *map(str, steps or []), *(ids or [])]
+        if not named:
+            raise StrataError(
+                "Nothing is named that should be removed.",
+                hint=f"Name steps or ids: strata checkpoint rm {place} --step 400. `strata checkpoint ls` shows them.",
+            )
+        removed = remove_chosen(_opened(place), named, force=force)
         if json:
             print_json({"removed": [asdict(each) for each in removed]})
             return

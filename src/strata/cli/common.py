@@ -34,6 +34,9 @@ Api = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
+MIN_COLUMN = 10
+"""To which a column of prose may shrink."""
+
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
@@ -50,17 +53,30 @@ def print_json(value: object, *, in_one_line: bool = False) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str) -> None:
-    """Cells are data, not markup: names from elsewhere are printed as they are."""
+    """Cells are data, not markup: names from elsewhere are printed as they are. `>` stands before a column of numbers, `=`
+    before one that is copied (ids, paths): it is neither broken nor shortened. Others are broken on a narrow terminal, and
+    nothing where no terminal is: a line for each row."""
     if not rows:
         console.print(Text(empty, style="dim"))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
-    console.print(table)
+    cells = [[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row] for row in rows]
+    least = 0
+    for number, column in enumerate(columns):
+        name, is_copied = column.lstrip(">="), column.startswith("=")
+        widest = max(len(name), *(row[number].cell_len for row in cells))
+        kept = widest if is_copied or not console.is_terminal else min(widest, MIN_COLUMN)
+        least += kept + 2
+        table.add_column(
+            name,
+            justify="right" if column.startswith(">") else "left",
+            overflow="fold",
+            no_wrap=kept == widest,
+            min_width=kept,
+        )
+    for row in cells:
+        table.add_row(*row)
+    console.print(table, width=max(console.width, least), crop=False, soft_wrap=False)
 
 
 def say_error(error: StrataError) -> None:

@@ -70,14 +70,14 @@ def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         for w in found
     ]
     columns = (
-        "WORKER",
+        "=WORKER",
         "STATUS",
         ">RANK",
-        "ADDRESS",
+        "=ADDRESS",
         ">GPUS",
         ">SHARDS",
         ">EPOCH/STEP",
-        "TASK",
+        "=TASK",
         ">HEARD",
         ">CPU",
     )
@@ -95,7 +95,7 @@ def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         for d in found
     ]
     print_table(
-        ("DATASET", "FORMAT", ">SAMPLES", ">SHARDS", "SHUFFLED", "PATH"),
+        ("=DATASET", "FORMAT", ">SAMPLES", ">SHARDS", "SHUFFLED", "=PATH"),
         rows,
         empty="No datasets are registered yet.",
     )
@@ -122,7 +122,18 @@ def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         )
         for c in found
     ]
-    columns = ("CHECKPOINT", "STATUS", ">STEP", ">EPOCH", ">SIZE", ">SPEED", "TIERS", "BY", ">MADE", "PATH")
+    columns = (
+        "=CHECKPOINT",
+        "STATUS",
+        ">STEP",
+        ">EPOCH",
+        ">SIZE",
+        ">SPEED",
+        "TIERS",
+        "=BY",
+        ">MADE",
+        "=PATH",
+    )
     print_table(columns, rows, empty="No checkpoints have been saved yet.")
 
 
@@ -145,7 +156,7 @@ def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         for b in found
     ]
     print_table(
-        ("BARRIER", ">STEP", "STATUS", ">ARRIVED", ">OPENED", "MISSING", "REASON"),
+        ("=BARRIER", ">STEP", "STATUS", ">ARRIVED", ">OPENED", "MISSING", "REASON"),
         rows,
         empty="No barrier has been reached yet.",
     )
@@ -173,7 +184,7 @@ def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     ]
     columns = (
         ">WHEN",
-        "JOB",
+        "=JOB",
         ">STEP",
         ">LOST",
         ">TOTAL",
@@ -205,7 +216,7 @@ def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         for t in found
     ]
     print_table(
-        ("TASK", "NAME", "TYPE", "STATUS", ">PROGRESS", ">WORKERS", "TIME", "REASON"),
+        ("=TASK", "NAME", "TYPE", "STATUS", ">PROGRESS", ">WORKERS", "TIME", "REASON"),
         rows,
         empty="No tasks have been submitted yet.",
     )

@@ -26,6 +26,7 @@ from strata.cli import (
     serve,
     slurm,
     tasks,
+    torchrun,
     validate,
 )
 from strata.cli.common import Unreachable, adopt_dotenv, say_error
@@ -66,6 +67,14 @@ for command in COMMANDS:
     app.command()(command)
 # What stands after the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(tasks.run)
+app.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],  # torchrun's own help, with all its flags.
+    }
+)(torchrun.torchrun)
 app.add_typer(checkpoint.app)
 app.add_typer(bench.app)
 

@@ -31,7 +31,9 @@ from strata.core.messages import (
     TaskCreated,
     TaskProgressed,
     ValueDropped,
+    ValueRefreshed,
     ValueSwapped,
+    VersionsReserved,
     WorkerFailed,
     WorkerForgotten,
     WorkerJoined,
@@ -81,8 +83,8 @@ def replay(
 
 
 def _wanted(name: str, kinds: list[str] | None) -> bool:
-    """Rendezvous keeps its heartbeats in values: they are no story unless one asks for them."""
-    return name in kinds if kinds else name not in ("ValueSwapped", "ValueDropped")
+    """What agents agree on in values is no story unless one asks for it."""
+    return name in kinds if kinds else name not in ("ValueSwapped", "ValueDropped", "VersionsReserved")
 
 
 def tell(event: Event) -> str:
@@ -115,7 +117,7 @@ def tell(event: Event) -> str:
         case RecoveryRecorded():
             seconds = sum(event.phases_s.values())
             return f"'{event.job_id}' at step {event.resumed_step} after {seconds:.1f} s: {event.reason}"
-        case ValueSwapped() | ValueDropped():
+        case ValueSwapped() | ValueRefreshed() | ValueDropped():
             return f"'{event.key}': {event.reason}"
-        case BarrierArrived() | CountersRestored():
+        case BarrierArrived() | CountersRestored() | VersionsReserved():
             return event.reason

@@ -104,7 +104,7 @@ def submit(
     else:
         console.print(Text.assemble("submitted ", (task_id, "bold cyan")))
     if follow:
-        _report_end(_follow(client, task_id))
+        _report_end(_Following(client, task_id).to_the_end())
 
 
 def stop(
@@ -141,8 +141,12 @@ def run(
     data_dir: Annotated[
         Path, typer.Option(help="Where the run's coordinator, checkpoints and logs are.")
     ] = Path(".strata"),
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="A new task, also where the same one was stopped or has failed.")
+    ] = False,
 ) -> None:
-    """Run a script or a recipe here, with a coordinator of its own, and follow it. Options go before the script."""
+    """Run a script or a recipe here, with a coordinator of its own, and follow it; run again after Ctrl-C, it continues.
+    Options go before the script."""
     words = arguments or []
     script = Path(program)
     is_script = script.suffix == ".py" or script.is_file()
@@ -153,52 +157,89 @@ def run(
         client = Client(api)
         dataset_id = _register(client, dataset, format) if dataset is not None else None
         config = _script_config(words) if is_script else read_settings(words, {})
-        task_id = client.submit(
-            recipe or program,
-            name=name or script.stem,
-            dataset_id=dataset_id,
-            worker_count=count,
-            config=config,
-            gpus_per_worker=gpus_per_worker,
-            max_retries=max_retries,
+        request = {
+            "type": recipe or program,
+            "name": name or script.stem,
+            "dataset_id": dataset_id,
+            "worker_count": count,
+            "config": config,
+        }
+        earlier = None if fresh else _continue(client, request)
+        task_id = earlier or client.submit(
+            **request, gpus_per_worker=gpus_per_worker, max_retries=max_retries
         )
-        console.print(Text.assemble((task_id, "bold cyan"), f" at {api}; Ctrl-C saves and stops"))
+        again = " continues (--fresh starts another)" if earlier else ""
+        console.print(Text.assemble((task_id, "bold cyan"), f"{again} at {api}; Ctrl-C saves and stops"))
+        following = _Following(client, task_id, only_new=earlier is not None)
         try:
-            ended = _follow(client, task_id)
+            ended = following.to_the_end()
         except KeyboardInterrupt:
             console.print(Text("stopping: the workers make a final checkpoint …", style="bold"))
-            client.stop(task_id, wait_s=STOP_S)
-            ended = _follow(client, task_id)
+            try:
+                client.stop(task_id)
+                ended = following.to_the_end()
+            except KeyboardInterrupt:
+                console.print(Text("ending at once, without a final checkpoint", style="bold"))
+                _end_at_once(data_dir, task_id)
+                raise
         checkpoints = data_dir / "tasks" / task_id / "checkpoints"
         if checkpoints.exists():
             console.print(Text.assemble("checkpoints: ", str(checkpoints)))
     _report_end(ended)
 
 
+def _continue(client: Client, request: dict[str, Any]) -> str | None:
+    """The newest task that asked for the same, set going again from its checkpoints, unless it has completed."""
+    same = (task for task in client.tasks() if all(task[key] == value for key, value in request.items()))
+    task = next(same, None)
+    if task is None or task["status"] == "completed":
+        return None
+    if task["stopping"]:  # As it was when its coordinator was ended.
+        task = client.wait(task["id"])
+    if task["status"] in ENDED:
+        client.restart(task["id"])
+    return str(task["id"])
+
+
+def _end_at_once(data_dir: Path, task_id: str) -> None:
+    from strata.launch.leftovers import end_processes
+
+    for folder in (data_dir / "tasks" / task_id).glob("run-*"):
+        end_processes(f"{task_id}-{folder.name.removeprefix('run-')}")
+
+
 # --- following --------------------------------------------------------------------------------------------------
 
 
-def _follow(client: Client, task_id: str) -> dict[str, Any]:
-    """Show the task's log until it ends. A coordinator that restarts meanwhile is waited for."""
-    after = ""
-    last = ""
-    while True:
-        try:
-            task = client.task(task_id)
-            while entries := client.logs(task_id, after=after or None):
-                for entry in entries:
-                    show_entry(entry, as_json=False)
-                after = entries[-1]["id"]
-        except Unreachable:
-            time.sleep(1.0)
-            continue
-        state = f"{task['status']}: {task['reason']}"
-        if state != last:
-            console.print(Text.assemble(styled(task["status"]), f": {task['reason']}"), soft_wrap=True)
-            last = state
-        if task["status"] in ENDED:
-            return task
-        time.sleep(FOLLOW_S)
+class _Following:
+    """Shows a task's log, each line once, also when it is interrupted and taken up again."""
+
+    def __init__(self, client: Client, task_id: str, *, only_new: bool = False) -> None:
+        self._client = client
+        self._task_id = task_id
+        newest = client.logs(task_id, limit=1) if only_new else []
+        self._after: str | None = newest[-1]["id"] if newest else None
+        self._state = ""
+
+    def to_the_end(self) -> dict[str, Any]:
+        """Until the task has ended. A coordinator that restarts meanwhile is waited for."""
+        while True:
+            try:
+                task = self._client.task(self._task_id)
+                while entries := self._client.logs(self._task_id, after=self._after):
+                    for entry in entries:
+                        show_entry(entry, as_json=False)
+                        self._after = entry["id"]
+            except Unreachable:
+                time.sleep(1.0)
+                continue
+            state = f"{task['status']}: {task['reason']}"
+            if state != self._state:
+                console.print(Text.assemble(styled(task["status"]), f": {task['reason']}"), soft_wrap=True)
+                self._state = state
+            if task["status"] in ENDED:
+                return task
+            time.sleep(FOLLOW_S)
 
 
 def _report_end(task: dict[str, Any]) -> None:

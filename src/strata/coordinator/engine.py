@@ -213,6 +213,9 @@ class Engine:
         if hard:
             for listener in self.listeners:
                 listener(hard)
+            await asyncio.sleep(
+                0
+            )  # Who waited for `settled` has a turn before the next commit, however many follow.
 
     async def _make_durable(self, events: list[Event]) -> None:
         if not events:

@@ -26,6 +26,7 @@ from strata.core.messages import (
     TaskProgressed,
     ValueDropped,
     ValueSwapped,
+    VersionsReserved,
 )
 from strata.core.tasks import percent, remaining_s
 
@@ -72,7 +73,7 @@ class Feed:
                 self.publish("task_progressed", _progress_in_full(event))
             elif isinstance(event, CheckpointCompleted):
                 self.publish("checkpoint_completed", _save_in_brief(event))
-            elif not isinstance(event, ValueSwapped | ValueDropped):
+            elif not isinstance(event, ValueSwapped | ValueDropped | VersionsReserved):
                 self.publish(_snake(codec.kind_of(event)), event)
 
     def publish(self, kind: str, data: Any) -> None:

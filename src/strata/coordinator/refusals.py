@@ -1,4 +1,5 @@
-"""Refusals as gRPC statuses: a code for programs in `strata-code`, the next step in `strata-hint-bin`."""
+"""Refusals as gRPC statuses: a code for programs in `strata-code`, the next step in `strata-hint-bin`, and for a caller
+that is stale in `strata-cause` why."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import grpc
 import grpc.aio
 
 from strata.coordinator.engine import InternalError, Unavailable
-from strata.core.messages import Conflict, InvalidArgument, Overloaded, Stale, Unknown
+from strata.core.messages import Conflict, InvalidArgument, Overloaded, Refused, Stale, Unknown
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.methods import Malformed
@@ -27,8 +28,14 @@ _STATUSES: dict[type[StrataError], grpc.StatusCode] = {
 
 
 async def refuse(context: Context, error: StrataError) -> NoReturn:
-    status = _STATUSES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION)
-    trailers = (("strata-code", error.code), ("strata-hint-bin", error.hint.encode()))
+    kinds = (kind for kind in type(error).__mro__ if kind in _STATUSES)
+    status = _STATUSES[next(kinds, Stale)]
+    trailers: tuple[tuple[str, str | bytes], ...] = (
+        ("strata-code", error.code),
+        ("strata-hint-bin", error.hint.encode()),
+    )
+    if isinstance(error, Refused) and error.cause:
+        trailers += (("strata-cause", error.cause),)
     await context.abort(status, str(error), trailers)
     raise AssertionError("abort always raises")
 

@@ -89,13 +89,13 @@ class Runtime:
         runtime._define_pages()
         return runtime
 
-    def pulse(self) -> None:
+    async def pulse(self) -> None:
         """Once a second: what changes all the time is measured and published together."""
         self.metrics.sample()
         self.logs.report_drops()
         self.watch.pulse()
         if self.feed.readers:
-            self.feed.publish("metrics", self._metrics(self.engine.cluster))
+            self.feed.publish("metrics", self._metrics(await self.engine.settled()))
 
     async def prometheus(self) -> bytes:
         self.measure(await self.engine.settled())

@@ -216,9 +216,9 @@ class Server:
     async def _pulse(self) -> None:
         while True:
             try:
-                self.runtime.pulse()
+                await self.runtime.pulse()
                 if self._otel is not None:
-                    self.runtime.measure(self.runtime.engine.cluster)
+                    self.runtime.measure(await self.runtime.engine.settled())
                     self._otel.refresh()
             except Exception:  # Who only watches must not end what is watched.
                 log.exception("measuring failed")

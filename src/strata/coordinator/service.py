@@ -28,6 +28,7 @@ from strata.core.messages import (
     JobId,
     Overloaded,
     PlanEpoch,
+    Reconciled,
     RegisterDataset,
     Registered,
     Swapped,
@@ -110,7 +111,12 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
-        generation = take_heartbeat(self.engine, request)
+        # It counts now, and is answered when everything that the answer shows is durable.
+        try:
+            job = take_heartbeat(self.engine, request)
+        finally:
+            membership = (await self.engine.settled()).membership
+        generation = membership.job_generations[job]
         response = pb.HeartbeatResponse(
             acknowledged=True, server_timestamp_ms=time.time_ns() // 1_000_000, generation=generation
         )
@@ -237,15 +243,23 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         )
 
     @_call
+    async def ReconcileCheckpoints(
+        self, request: pb.ReconcileCheckpointsRequest, context: Context
+    ) -> pb.ReconcileCheckpointsResponse:
+        reply = cast(Reconciled, await self.engine.submit(wire.reconcile_checkpoints(request)))
+        return pb.ReconcileCheckpointsResponse(removed=reply.removed, unknown=reply.unknown)
+
+    @_call
     async def GetLatestCheckpoint(
         self, request: pb.GetLatestCheckpointRequest, context: Context
     ) -> pb.RecoveryResponse:
         cluster = await self.engine.settled()
         worker_id = WorkerId(request.worker_id)
-        job = JobId(request.job_id)
+        job, run_id = JobId(request.job_id), ""
         if not job:
-            job = cluster.membership.admit(worker_id, incarnation=0).spec.job_id
-        record = cluster.checkpoints.latest(job)
+            spec = cluster.membership.admit(worker_id, incarnation=0).spec
+            job, run_id = spec.job_id, spec.run_id
+        record = cluster.checkpoints.latest(job, run_id=run_id)
         if record is None:
             return pb.RecoveryResponse(has_checkpoint=False)
         datasets = cluster.datasets
@@ -276,14 +290,19 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def ReadValue(self, request: pb.ReadValueRequest, context: Context) -> pb.ValueResponse:
-        value = (await self.engine.settled()).values.values.get(request.key)
+        value = (await self.engine.settled()).values.get(request.key)
         if value is None:
             return pb.ValueResponse()
         return pb.ValueResponse(value=value.body, version=value.version)
 
     @_call
     async def SwapValue(self, request: pb.SwapValueRequest, context: Context) -> pb.ValueResponse:
-        command = SwapValue(key=request.key, body=request.value, expected_version=request.expected_version)
+        command = SwapValue(
+            key=request.key,
+            body=request.value,
+            expected_version=request.expected_version,
+            soft=request.soft,
+        )
         reply = cast(Swapped, await self.engine.submit(command))
         return pb.ValueResponse(swapped=reply.made, value=reply.body, version=reply.version)
 

@@ -21,6 +21,7 @@ from strata.coordinator.waits import Waits
 from strata.core.messages import (
     BarrierBroken,
     BarrierReleased,
+    Cause,
     DatasetId,
     Event,
     JobId,
@@ -135,10 +136,13 @@ class Sessions:
                     self.waits.ended(event)
                 case WorkerJoined():
                     if event.superseded:
-                        self._fence(event.spec.worker_id, event.superseded, event.reason)
+                        # One that a retry of its own registration replaced may register anew.
+                        cause: Cause = "superseded" if event.superseded < event.origin else "failed"
+                        self._fence(event.spec.worker_id, event.superseded, event.reason, cause)
                     self._gather_topology(event.spec.job_id, event.reason)
                 case WorkerFailed():
-                    self._fence(event.worker_id, event.incarnation, f"declared failed: {event.reason}")
+                    reason = f"declared failed: {event.reason}"
+                    self._fence(event.worker_id, event.incarnation, reason, "failed")
                     self._gather_topology(event.job_id, f"'{event.worker_id}' failed: {event.reason}")
                 case WorkerLeft():
                     session = self._sessions.get(event.worker_id)
@@ -156,10 +160,10 @@ class Sessions:
         if self._is_overdue:
             self._tell()
 
-    def _fence(self, worker_id: WorkerId, incarnation: int, reason: str) -> None:
+    def _fence(self, worker_id: WorkerId, incarnation: int, reason: str, cause: Cause) -> None:
         session = self._sessions.get(worker_id)
         if session is not None and session.incarnation == incarnation:
-            session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=reason)))
+            session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=reason, cause=cause)))
             session.end(reason)
             del self._sessions[worker_id]
 

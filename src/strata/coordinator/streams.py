@@ -23,7 +23,9 @@ from strata.core.messages import (
     DatasetId,
     DeregisterWorker,
     InvalidArgument,
+    JobId,
     Overloaded,
+    Refused,
     Reply,
     Stale,
     Unknown,
@@ -47,8 +49,9 @@ LAST_WORDS_S = 1.0
 _END: object = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
-def take_heartbeat(engine: Engine, beat: pb.HeartbeatRequest) -> int:
-    """Soft: nothing is journaled, nothing waits. Returns the job's present generation."""
+def take_heartbeat(engine: Engine, beat: pb.HeartbeatRequest) -> JobId:
+    """Soft: nothing is journaled, nothing waits. The worker's job, or a refusal, by a state that may not be durable yet:
+    whoever answers waits for `settled` first."""
     membership = engine.cluster.membership
     worker_id = WorkerId(beat.worker_id)
     member = membership.admit(worker_id, incarnation=beat.incarnation)
@@ -56,7 +59,7 @@ def take_heartbeat(engine: Engine, beat: pb.HeartbeatRequest) -> int:
     checks.report(report)
     membership.heard(worker_id, engine.clock.now())
     membership.reports[worker_id] = report
-    return membership.job_generations[member.spec.job_id]
+    return member.spec.job_id
 
 
 class Streams:
@@ -81,7 +84,7 @@ class Streams:
             session = await self._welcome(context)
         except StrataError as error:
             if isinstance(error, Stale | Unknown):
-                await context.write(pb.CoordinatorMessage(stale=pb.Stale(reason=str(error))))
+                await context.write(wire.stale(error))
             await refuse(context, error)
         writer = asyncio.create_task(self._write(session, context))
         reader = asyncio.create_task(self._read(session, context))
@@ -141,7 +144,8 @@ class Streams:
             try:
                 weight += self._take(session, message)
             except (Stale, Unknown) as error:
-                session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=str(error))))
+                await self._engine.settled()  # What it is refused for may not be durable yet.
+                session.push(wire.stale(error))
                 raise
             if weight >= MESSAGES_PER_SECOND:
                 # Back-pressure for whoever sends faster than a second's worth in a second.
@@ -185,7 +189,7 @@ class Streams:
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, StrataError):
-                session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=str(reply))))
+                session.push(wire.stale(reply))
                 session.end(str(reply))
 
         command = DeregisterWorker(
@@ -199,11 +203,12 @@ class Streams:
     def _arrive(self, session: WorkerSession, request: pb.WaitBarrierRequest) -> None:
         request.worker_id, request.incarnation = session.worker_id, session.incarnation
 
-        def answer(outcome: pb.WaitBarrierResponse, error_code: str) -> None:
+        def answer(outcome: pb.WaitBarrierResponse, error_code: str, error_cause: str = "") -> None:
             message = pb.CoordinatorMessage()  # Filled in place: nested constructors copy by way of bytes.
             message.barrier.call_id = request.call_id
             message.barrier.outcome.CopyFrom(outcome)
             message.barrier.error_code = error_code
+            message.barrier.error_cause = error_cause
             session.push(message)
 
         def deliver(ended: Outcome, order: int) -> None:
@@ -213,7 +218,8 @@ class Streams:
             answer(outcome, "" if outcome.released else "barrier_broken")
 
         def refused(refusal: StrataError) -> None:
-            answer(pb.WaitBarrierResponse(released=False, reason=str(refusal)), refusal.code)
+            cause = refusal.cause if isinstance(refusal, Refused) else ""
+            answer(pb.WaitBarrierResponse(released=False, reason=str(refusal)), refusal.code, cause)
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, StrataError):

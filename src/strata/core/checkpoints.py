@@ -2,7 +2,8 @@
 
 A completed checkpoint is final: a repeated notice of it is accepted, a different one under the same id is a
 conflict. Removal by retention takes it out of what a recovery may use but leaves its data position in the
-history, because the proof that every sample was trained exactly once needs the whole chain.
+history, because the proof that every sample was trained exactly once needs the whole chain. Notices can be lost on the
+way, so whoever owns a run also tells which of its checkpoints exist at all: the registry then follows (`decide_reconcile`).
 Pure. Bytes live elsewhere; what stands here can be rebuilt from the manifests.
 """
 
@@ -27,12 +28,14 @@ from strata.core.messages import (
     InvalidArgument,
     JobId,
     NotifyCheckpoint,
+    ReconcileCheckpoints,
     Unknown,
     WorkerId,
     shorten,
 )
 
 DATA_LIMIT_BYTES = 1 << 20
+PRESENT_LIMIT = 100_000
 
 CheckpointEvent = CheckpointStarted | CheckpointCompleted | CheckpointFailed | CheckpointRemoved
 
@@ -57,6 +60,8 @@ class CheckpointRecord:
     reason: str = ""
     removed: bool = False
     metadata: Mapping[str, str] = field(default_factory=dict)
+    run_id: str = ""
+    generation: int = 0
 
 
 class Checkpoints:
@@ -69,10 +74,11 @@ class Checkpoints:
 
     # --- questions ------------------------------------------------------------------------------------------
 
-    def latest(self, job: JobId) -> CheckpointRecord | None:
-        """The newest completed checkpoint of a job: the one that completed last, whatever its step."""
-        timeline = self._timelines.get(job)
-        return self.records[next(reversed(timeline))] if timeline else None
+    def latest(self, job: JobId, *, run_id: str = "") -> CheckpointRecord | None:
+        """The newest completed checkpoint of a job: the one that completed last, whatever its step. For a run with an
+        identity, one of another run does not count."""
+        newest = (self.records[checkpoint_id] for checkpoint_id in reversed(self._timelines.get(job, {})))
+        return next((record for record in newest if record.run_id in ("", run_id) or not run_id), None)
 
     def position(self, job: JobId) -> CheckpointRecord | None:
         """The newest completed checkpoint that says which data it was trained on."""
@@ -120,6 +126,8 @@ class Checkpoints:
                     size_bytes=command.size_bytes,
                     reason=f"'{command.worker_id}' saves step {command.step}",
                     at_s=now.wall_s,
+                    run_id=command.run_id,
+                    generation=_generation(command),
                 )
             case "failed":
                 if known is not None and known.status == "failed":
@@ -133,6 +141,8 @@ class Checkpoints:
                     path=command.path,
                     reason=command.reason or "the writer gave no reason",
                     at_s=now.wall_s,
+                    run_id=command.run_id,
+                    generation=_generation(command),
                 )
             case "completed":
                 if known is not None and known.status == "completed":
@@ -162,12 +172,53 @@ class Checkpoints:
             metadata=dict(command.metadata),
             reason=_durable_in(tiers),
             at_s=now.wall_s,
+            run_id=command.run_id,
+            generation=_generation(command),
+            succeeded_by=command.succeeded_by,
         )
+
+    def decide_reconcile(
+        self, command: ReconcileCheckpoints, job: JobId, now: Instant
+    ) -> tuple[list[CheckpointEvent], tuple[CheckpointId, ...]]:
+        """What follows from what exists, and which of that is not known here."""
+        _check_present(command, job)
+        present = dict.fromkeys(command.present)
+        mine = [r for r in self.records.values() if (r.job_id, r.run_id) == (job, command.run_id)]
+        events: list[CheckpointEvent] = []
+        for record in mine:
+            if record.checkpoint_id in present or record.removed:
+                continue
+            if record.status == "completed":
+                reason = "no destination has it any more"
+                events.append(
+                    CheckpointRemoved(checkpoint_id=record.checkpoint_id, reason=reason, at_s=now.wall_s)
+                )
+            elif record.status == "in_progress" and record.generation < command.run_generation:
+                reason = "its process ended before it was complete"
+                events.append(replace(_failed(record), reason=reason, at_s=now.wall_s))
+        usable, newer = self._timelines.get(job, {}), ""
+        unknown: list[CheckpointId] = []
+        for checkpoint_id in reversed(present):
+            known = self.records.get(checkpoint_id)
+            if known is None or known.status != "completed":
+                unknown.append(checkpoint_id)
+            elif known.removed and (known.job_id, known.run_id) == (job, command.run_id):
+                found = replace(_completed(known), reason="found again", at_s=now.wall_s)
+                events.append(replace(found, succeeded_by=newer))
+                newer = checkpoint_id
+            elif checkpoint_id in usable:
+                newer = checkpoint_id
+        return events, tuple(reversed(unknown))
 
     def _must_agree(self, known: CheckpointRecord, command: NotifyCheckpoint, job: JobId) -> None:
         if known.job_id != job:
             raise Conflict(
                 f"Checkpoint '{command.checkpoint_id}' belongs to job '{known.job_id}'.",
+                hint="Use an id of its own for every checkpoint.",
+            )
+        if known.run_id and command.run_id and known.run_id != command.run_id:
+            raise Conflict(
+                f"Checkpoint '{command.checkpoint_id}' belongs to run '{known.run_id}'.",
                 hint="Use an id of its own for every checkpoint.",
             )
         if command.status == "removed":
@@ -206,10 +257,21 @@ class Checkpoints:
             return
         self.records[event.checkpoint_id] = _recorded(event, known)
         if isinstance(event, CheckpointCompleted):
-            # Assigning again keeps its place: another tier does not make it newer.
-            self._timelines.setdefault(event.job_id, {})[event.checkpoint_id] = None
+            self._place(event)
         if len(self.records) > self.records_kept:
             self._drop_oldest()
+
+    def _place(self, event: CheckpointCompleted) -> None:
+        timeline = self._timelines.setdefault(event.job_id, {})
+        if not event.succeeded_by or event.checkpoint_id in timeline:
+            timeline[event.checkpoint_id] = (
+                None  # Again: it keeps its place. Another tier does not make it newer.
+            )
+            return
+        ids = list(timeline)
+        # One whose successor is gone meanwhile goes first, where it cannot be taken for the newest.
+        at = ids.index(CheckpointId(event.succeeded_by)) if event.succeeded_by in timeline else 0
+        self._timelines[event.job_id] = dict.fromkeys([*ids[:at], event.checkpoint_id, *ids[at:]])
 
     def _drop_oldest(self) -> None:
         latest = {next(reversed(timeline)) for timeline in self._timelines.values() if timeline}
@@ -231,6 +293,8 @@ class Checkpoints:
                 size_bytes=r.size_bytes,
                 reason=r.reason,
                 at_s=r.created_at_s,
+                run_id=r.run_id,
+                generation=r.generation,
             )
             for r in self.records.values()
         ]
@@ -273,6 +337,8 @@ def _recorded(
         status="in_progress",
         created_at_s=known.created_at_s if known is not None else event.at_s,
         reason=event.reason,
+        run_id=event.run_id,
+        generation=event.generation,
     )
     match event:
         case CheckpointStarted():
@@ -312,6 +378,23 @@ def _completed(record: CheckpointRecord) -> CheckpointCompleted:
         metadata=record.metadata,
         reason=record.reason,
         at_s=record.ended_at_s if record.ended_at_s is not None else record.created_at_s,
+        run_id=record.run_id,
+        generation=record.generation,
+    )
+
+
+def _failed(record: CheckpointRecord) -> CheckpointFailed:
+    return CheckpointFailed(
+        checkpoint_id=record.checkpoint_id,
+        job_id=record.job_id,
+        worker_id=record.worker_id,
+        step=record.step,
+        epoch=record.epoch,
+        path=record.path,
+        reason=record.reason,
+        at_s=record.ended_at_s if record.ended_at_s is not None else record.created_at_s,
+        run_id=record.run_id,
+        generation=record.generation,
     )
 
 
@@ -321,28 +404,38 @@ def _ends(record: CheckpointRecord) -> Iterator[Event]:
     if record.status == "completed":
         yield _completed(record)
     elif record.status == "failed":
-        yield CheckpointFailed(
-            checkpoint_id=record.checkpoint_id,
-            job_id=record.job_id,
-            worker_id=record.worker_id,
-            step=record.step,
-            epoch=record.epoch,
-            path=record.path,
-            reason=record.reason,
-            at_s=ended_at_s,
-        )
+        yield _failed(record)
     if record.removed:
         yield CheckpointRemoved(checkpoint_id=record.checkpoint_id, reason=record.reason, at_s=ended_at_s)
 
 
-def _check(command: NotifyCheckpoint, job: JobId) -> None:
-    checks.name("checkpoint_id", command.checkpoint_id)
+def _generation(command: NotifyCheckpoint) -> int:
+    return command.run_generation if command.saved_generation is None else command.saved_generation
+
+
+def _check_job(command: NotifyCheckpoint | ReconcileCheckpoints, job: JobId) -> None:
+    checks.run(command.run_id, command.run_generation)
     if command.job_id and command.job_id != job:
         raise InvalidArgument(
             "job_id",
             f"is '{shorten(command.job_id)}', but worker '{command.worker_id}' belongs to job '{job}'.",
             hint="Leave it out, or register the worker with that job.",
         )
+
+
+def _check_present(command: ReconcileCheckpoints, job: JobId) -> None:
+    _check_job(command, job)
+    checks.between("number of checkpoints", len(command.present), 0, PRESENT_LIMIT)
+    for checkpoint_id in command.present:
+        checks.name("present", checkpoint_id)
+
+
+def _check(command: NotifyCheckpoint, job: JobId) -> None:
+    checks.name("checkpoint_id", command.checkpoint_id)
+    _check_job(command, job)
+    if command.saved_generation is not None:
+        checks.between("saved_generation", command.saved_generation, 0, checks.SAMPLES_LIMIT)
+    checks.text("succeeded_by", command.succeeded_by, limit=checks.NAME_LIMIT)
     checks.between("step", command.step, 0, checks.SAMPLES_LIMIT)
     checks.between("epoch", command.epoch, 0, checks.SAMPLES_LIMIT)
     checks.between("size_bytes", command.size_bytes, 0, checks.SAMPLES_LIMIT)

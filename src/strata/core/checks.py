@@ -140,6 +140,12 @@ def worker(spec: WorkerSpec) -> None:
     between("gpu_count", spec.gpu_count, 0, 1024)
     between("memory_bytes", spec.memory_bytes, 0, SAMPLES_LIMIT)
     pairs("metadata", spec.metadata)
+    run(spec.run_id, spec.run_generation)
+
+
+def run(run_id: str, generation: int) -> None:
+    text("run_id", run_id, limit=NAME_LIMIT)
+    between("run_generation", generation, 0, SAMPLES_LIMIT)
 
 
 def dataset(spec: DatasetSpec) -> None:

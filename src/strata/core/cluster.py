@@ -44,6 +44,8 @@ from strata.core.messages import (
     PlanEpoch,
     QueueTask,
     Rebalance,
+    ReconcileCheckpoints,
+    Reconciled,
     RecoveryRecorded,
     Refused,
     RegisterDataset,
@@ -61,7 +63,9 @@ from strata.core.messages import (
     TaskProgressed,
     Tick,
     ValueDropped,
+    ValueRefreshed,
     ValueSwapped,
+    VersionsReserved,
     WorkerFailed,
     WorkerForgotten,
     WorkerJoined,
@@ -129,6 +133,8 @@ class Cluster:
                 return ticket
             case NotifyCheckpoint():
                 return self._notify_checkpoint(command, now, fact)
+            case ReconcileCheckpoints():
+                return self._reconcile(command, now, fact)
             case CreateTask():
                 if command.spec.dataset_id is not None:
                     self.datasets.get(command.spec.dataset_id)
@@ -148,9 +154,8 @@ class Cluster:
                 return Accepted(reason=recorded.reason)
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
-                if swapped is not None:
-                    fact(swapped)
-                return self._value(command.key, made=swapped is not None)
+                _each(fact, swapped)
+                return self._value(command.key, made=bool(swapped))
             case PlanEpoch():
                 return self._plan_epoch(command, now, fact)
             case Rebalance():
@@ -191,7 +196,7 @@ class Cluster:
         _each(fact, broken)
 
     def _value(self, key: str, *, made: bool) -> Swapped:
-        value = self.values.values.get(key)
+        value = self.values.get(key)
         if value is None:
             return Swapped(made=made, body=b"", version=0)
         return Swapped(made=made, body=value.body, version=value.version)
@@ -202,12 +207,25 @@ class Cluster:
         member = self.membership.admit(
             command.worker_id, incarnation=command.incarnation, generation=command.generation
         )
+        self.membership.admit_run(command.run_id, command.run_generation)
         event = self.checkpoints.decide_notice(command, member.spec.job_id, now)
         if event is None:
             return Accepted(reason="known already")
         fact(event)
         _each(fact, self.datasets.decide_epochs(member.spec.job_id, self.membership, now))
         return Accepted(reason=event.reason)
+
+    def _reconcile(
+        self, command: ReconcileCheckpoints, now: Instant, fact: Callable[[Event], None]
+    ) -> Reconciled:
+        job = self.membership.admit(command.worker_id, incarnation=command.incarnation).spec.job_id
+        self.membership.admit_run(command.run_id, command.run_generation)
+        events, unknown = self.checkpoints.decide_reconcile(command, job, now)
+        _each(fact, events)
+        if events:
+            _each(fact, self.datasets.decide_epochs(job, self.membership, now))
+        removed = sum(1 for event in events if isinstance(event, CheckpointRemoved))
+        return Reconciled(removed=removed, unknown=unknown)
 
     def _plan_epoch(self, command: PlanEpoch, now: Instant, fact: Callable[[Event], None]) -> Reply:
         member = self.membership.admit(
@@ -236,7 +254,7 @@ class Cluster:
                     self.datasets.forget(job)
             case CountersRestored():
                 self.membership.apply(event, now)
-                self.values.version = event.value_version
+                self.values.restore(event.value_version)
                 self.datasets.dirty_jobs.update(event.jobs)
             case DatasetRegistered():
                 self.datasets.apply(event)
@@ -251,7 +269,7 @@ class Cluster:
                 self.tasks.apply(event)
             case RecoveryRecorded():
                 self.recoveries.apply(event)
-            case ValueSwapped() | ValueDropped():
+            case ValueSwapped() | ValueRefreshed() | VersionsReserved() | ValueDropped():
                 self.values.apply(event, now)
             case _:
                 assert_never(event)
@@ -259,6 +277,8 @@ class Cluster:
     def _apply_checkpoint(self, event: CheckpointEvent) -> None:
         """Shards have got as far as the checkpoint that a recovery would use says."""
         job = self.checkpoints.job_of(event)
+        if not isinstance(event, CheckpointRemoved):
+            self.membership.note_run(event.run_id, event.generation)
         before = self.checkpoints.position(job)
         self.checkpoints.apply(event)
         after = self.checkpoints.position(job)
@@ -280,7 +300,8 @@ class Cluster:
             generation=self.membership.generation,
             incarnation=self.membership.incarnation,
             jobs=dict(self.membership.job_generations),
-            value_version=self.values.version,
+            value_version=self.values.reserved,
+            runs=dict(self.membership.run_generations),
             reason="compacted history",
             at_s=0.0,
         )

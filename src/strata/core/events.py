@@ -6,7 +6,7 @@ Wall-clock times (`at_s`) are for people; nothing is decided by them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from strata.core.terms import (
     CheckpointId,
@@ -32,6 +32,8 @@ class WorkerJoined:
     superseded: int  # the incarnation this one fences, or 0
     reason: str
     at_s: float
+    former: tuple[str, ...] = ()  # earlier registrations of this worker: none of them can come back
+    origin: int = 0  # the first incarnation by this very registration; 0: this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,8 @@ class CheckpointStarted:
     size_bytes: int
     reason: str
     at_s: float
+    run_id: str = ""
+    generation: int = 0  # of the run, not of the coordinator's members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +169,11 @@ class CheckpointCompleted:
     metadata: Mapping[str, str]
     reason: str
     at_s: float
+    run_id: str = ""
+    generation: int = 0
+    succeeded_by: str = (
+        ""  # a checkpoint that is newer, where this one was told of late; else it is the newest
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +186,8 @@ class CheckpointFailed:
     path: str
     reason: str
     at_s: float
+    run_id: str = ""
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +253,26 @@ class ValueSwapped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValueRefreshed:
+    """Soft: a value that whoever wrote it can write again. Its version is within those that are reserved."""
+
+    key: str
+    body: bytes
+    version: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionsReserved:
+    """Versions up to `last` may be given out without being written down; after a restart none of them is given again."""
+
+    last: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDropped:
     key: str
     reason: str
@@ -258,6 +289,7 @@ class CountersRestored:
     value_version: int
     reason: str
     at_s: float
+    runs: Mapping[str, int] = field(default_factory=dict)  # the newest generation known of each
 
 
 Event = (
@@ -280,8 +312,10 @@ Event = (
     | TaskProgressed
     | RecoveryRecorded
     | ValueSwapped
+    | ValueRefreshed
+    | VersionsReserved
     | ValueDropped
 )
 
-SOFT_EVENTS = (BarrierArrived,)
+SOFT_EVENTS = (BarrierArrived, ValueRefreshed)
 """Facts that a restart may forget: applied and shown, never journaled."""

@@ -279,7 +279,10 @@ class JobProtocol:
         everything = [o for survey in surveys for o in survey.offers if o.run in ("", self.lineage.run)]
         claimed = max((survey.generation for survey in surveys), default=0)
         seen = max((offer.generation for offer in everything), default=0)
-        self.lineage.generation = max(claimed, seen + 1)
+        if claimed and seen > claimed:
+            reason = f"generation {seen} of this run has saved already; this start is generation {claimed}"
+            return Stop(kind="superseded", reasons=(reason,))
+        self.lineage.generation = claimed or seen + 1
         self.lineage.sequence = max((offer.sequence for offer in everything), default=0)
         published = [offer.order for offer in self._offers.values() if offer.is_durable]
         self._seen = max(published, default=(0, 0))
@@ -371,11 +374,15 @@ class JobProtocol:
     # --- saving ---------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> Literal["durable", "snapshot"] | None:
-        """What is to be saved after this step."""
+        """What is to be saved after this step. A durable save that failed or was skipped is made up for at the next
+        occasion."""
         if self.destinations and step % self.save_every == 0:
             return "durable"
         every = self.snapshot_every or (0 if self.destinations else self.save_every)
-        return "snapshot" if every and step % every == 0 else None
+        if not every or step % every:
+            return None
+        is_owed = self._outcome is not None and not self._outcome.is_durable
+        return "durable" if is_owed else "snapshot"
 
     def save(
         self, checkpoint_id: CheckpointId, *, step: int, now_ms: int, durable: bool, final: bool = False

@@ -386,8 +386,8 @@ def trained_by(records: Iterable[RankRecord]) -> Trained:
             dropped=record.dropped,
             closed=record.closed,
         )
-        known = epochs.get((record.dataset, record.epoch))
-        epochs[record.dataset, record.epoch] = new if known is None else _summed(known, new)
+        known = epochs.get(new.key)
+        epochs[new.key] = _summed(known, new)
     return _folded(epochs[key] for key in sorted(epochs))
 
 
@@ -395,13 +395,14 @@ def _together(first: Trained, then: Trained) -> Trained:
     """What was trained in two stretches, one after the other."""
     if not first or not then:
         return first or then
-    return _folded(
-        _summed(a, b) if a is not None and b is not None else _either(a, b)
-        for a, b in _side_by_side(first, then)
-    )
+    return _folded(_summed(known, new) for known, new in _side_by_side(first, then))
 
 
-def _summed(known: EpochCommit, new: EpochCommit) -> EpochCommit:
+def _summed(known: EpochCommit | None, new: EpochCommit | None) -> EpochCommit:
+    if known is None or new is None:
+        found = known or new
+        assert found is not None
+        return found
     _check_total(known, new)
     ranks = dict(known.ranks)
     for rank, runs in new.ranks.items():
@@ -410,17 +411,9 @@ def _summed(known: EpochCommit, new: EpochCommit) -> EpochCommit:
 
 
 def _continued(base: EpochCommit | None, new: EpochCommit | None) -> EpochCommit:
-    if base is None:
-        return _either(base, new)
-    if new is None:
-        return replace(base, before=base.after, ranks={})
-    _check_total(base, new)
-    return replace(
-        new,
-        before=base.after,
-        dropped=base.dropped | new.dropped,
-        closed=base.closed or new.closed,
-    )
+    """What was trained since, after what the base says."""
+    known = replace(base, before=base.after, ranks={}) if base is not None else None
+    return _summed(known, new)
 
 
 def _check_total(known: EpochCommit, new: EpochCommit) -> None:
@@ -432,20 +425,14 @@ def _check_total(known: EpochCommit, new: EpochCommit) -> None:
         )
 
 
-def _either(a: EpochCommit | None, b: EpochCommit | None) -> EpochCommit:
-    found = a if a is not None else b
-    assert found is not None
-    return found
-
-
 def _side_by_side(
     ours: Iterable[EpochCommit], theirs: Iterable[EpochCommit]
 ) -> Iterator[tuple[EpochCommit | None, EpochCommit | None]]:
     """Two lists of entries, cut so that the entries of a pair are about the same epochs. Both are sorted."""
     by_dataset: dict[str, tuple[list[EpochCommit], list[EpochCommit]]] = {}
-    for side, entries in enumerate((ours, theirs)):
+    for which, entries in enumerate((ours, theirs)):
         for entry in entries:
-            by_dataset.setdefault(entry.dataset, ([], []))[side].append(entry)
+            by_dataset.setdefault(entry.dataset, ([], []))[which].append(entry)
     for _, sides in sorted(by_dataset.items()):
         edges = sorted({edge for side in sides for e in side for edge in (e.epoch, e.last + 1)})
         at = [0, 0]

@@ -6,7 +6,9 @@ Guarantees:
   older. A retried registration is the same incarnation.
 * Every change of a job's member set is a **generation**. Numbers grow over the whole coordinator, so two jobs
   never share one and a restart never repeats one.
-* `admit` refuses any call of a stale incarnation or generation, whatever it asks.
+* `admit` refuses any call of a stale incarnation or generation, whatever it asks. The refusal's `cause` says whether the
+  caller was superseded, and should stop, or may register anew. A registration that arrives late supersedes nobody.
+* A **run** has one live fleet: its generations only grow, and another run cannot take the name of a job that is live.
 
 Liveness is soft: `Pulse` holds when a worker was last heard, on the monotonic clock, and is not journaled.
 Deciding that silence means failure happens here; noticing a dropped connection happens in the shells.
@@ -14,6 +16,7 @@ Deciding that silence means failure happens here; noticing a dropped connection 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,10 +28,11 @@ from strata.core.messages import (
     Event,
     Instant,
     JobId,
+    NameInUse,
     Overloaded,
     RegisterWorker,
     Stale,
-    Unknown,
+    UnknownWorker,
     WorkerFailed,
     WorkerForgotten,
     WorkerId,
@@ -38,7 +42,10 @@ from strata.core.messages import (
 )
 
 EMPTY_JOBS_KEPT = 100
-REGISTER_HINT = "Register the worker first (RegisterWorker, or TrainingOrchestrator.register_worker)."
+REGISTRATIONS_KEPT = 8
+RUNS_KEPT = 10_000
+RECONNECT_S = 5.0
+"""How long a worker without a stream counts as live after its last heartbeat: those of a live job are back by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,10 @@ class Member:
     state: Literal["active", "failed"]
     reason: str
     changed_at_s: float
+    former: tuple[str, ...] = ()
+    """Earlier registrations of this worker."""
+    origin: int = 0
+    """The first incarnation by its registration: one that had failed may have been repeated by a retry."""
 
     @property
     def present(self) -> bool:
@@ -130,6 +141,10 @@ class Membership:
         self.generation = 0
         self.incarnation = 0
         self.job_generations: dict[JobId, int] = {}
+        self.run_generations: dict[str, int] = {}
+        """The newest generation known of each run, by its workers and its checkpoints."""
+        self._live_runs: dict[JobId, Counter[str]] = {}
+        """How many present members of each job belong to which run."""
         self._rosters: dict[JobId, dict[WorkerId, int]] = {}
 
     # --- questions ------------------------------------------------------------------------------------------
@@ -150,23 +165,46 @@ class Membership:
         """The member this call may act as, or a refusal. Zero means "whatever is current"."""
         member = self.members.get(worker_id)
         if member is None:
-            raise Unknown("worker", worker_id, hint=REGISTER_HINT)
+            raise UnknownWorker(worker_id)
+        if incarnation > self.incarnation:
+            raise Stale(
+                f"Incarnation {checks.number(incarnation)} of worker '{worker_id}' is not known here.",
+                cause="unknown",
+                hint="The coordinator has lost its memory. Register anew.",
+            )
         if incarnation and incarnation != member.incarnation:
             raise Stale(
                 f"Incarnation {checks.number(incarnation)} of worker '{worker_id}' is over; incarnation {member.incarnation} "
                 f"replaced it.",
+                cause="superseded" if incarnation < member.origin else "failed",
                 hint="Stop this process, or register anew.",
             )
         if not member.present:
-            raise Stale(f"Worker '{worker_id}' was declared failed: {member.reason}.", hint="Register anew.")
+            raise Stale(
+                f"Worker '{worker_id}' was declared failed: {member.reason}.",
+                cause="failed",
+                hint="Register anew.",
+            )
         current = self.job_generations[member.spec.job_id]
         if generation and generation != current:
             raise Stale(
                 f"Generation {checks.number(generation)} of job '{member.spec.job_id}' is over; the present one is "
                 f"{current}.",
+                cause="generation",
                 hint="Take part in the present generation: re-read rank, world size and shards, then retry.",
             )
         return member
+
+    def admit_run(self, run_id: str, generation: int) -> None:
+        """Refuse whoever speaks for an earlier generation of a run than the newest one known. No id: no run."""
+        newest = self.run_generations.get(run_id)
+        if newest is not None and generation < newest:
+            raise Stale(
+                f"Generation {checks.number(newest)} of run '{run_id}' has started; this is said by its generation "
+                f"{checks.number(generation)}.",
+                cause="run_generation",
+                hint="Stop this process: the run continues elsewhere.",
+            )
 
     # --- decisions ------------------------------------------------------------------------------------------
 
@@ -179,6 +217,10 @@ class Membership:
         retried = known is not None and known.registration_id == command.registration_id != ""
         if known is not None and known.present and retried and known.spec == spec:
             return known
+        self.admit_run(spec.run_id, spec.run_generation)
+        if known is not None:
+            _must_be_new(command, known)
+        self._must_be_free(spec, now)
         if known is None and len(self.members) >= self.limits.max_workers:
             raise Overloaded(
                 f"{len(self.members):,} workers are known already, which is the limit.",
@@ -193,7 +235,25 @@ class Membership:
             superseded=superseded,
             reason=_join_reason(spec.worker_id, known, superseded),
             at_s=now.wall_s,
+            former=_former(known, command),
+            origin=_origin(known, command) or self.incarnation + 1,
         )
+
+    def _must_be_free(self, spec: WorkerSpec, now: Instant) -> None:
+        """Neither the job's name nor the worker's is one of another live run."""
+        others = [self.members[spec.worker_id]] if spec.worker_id in self.members else []
+        if self._live_runs.get(spec.job_id, {}).keys() - {spec.run_id}:
+            others += [self.members[worker_id] for worker_id in self.roster(spec.job_id)]
+        for other in others:
+            if spec.run_id and other.spec.run_id not in ("", spec.run_id) and self._is_live(other, now):
+                holder = f"'{other.spec.worker_id}' on host '{other.spec.hostname}'"
+                raise NameInUse(job=spec.job_id, run_id=other.spec.run_id, holder=holder)
+
+    def _is_live(self, member: Member, now: Instant) -> bool:
+        pulse = self.pulses.get(member.spec.worker_id)
+        if pulse is None or pulse.dropped_mono_s is not None:
+            return False
+        return pulse.connected or now.mono_s - pulse.heard_mono_s < RECONNECT_S
 
     def decide_leave(self, command: DeregisterWorker, now: Instant) -> WorkerLeft:
         member = self.admit(command.worker_id, incarnation=command.incarnation)
@@ -267,6 +327,7 @@ class Membership:
                 self.members[event.worker_id] = replace(
                     member, state="failed", reason=event.reason, changed_at_s=event.at_s
                 )
+                self._leaves_run(member)
                 self.pulses.pop(event.worker_id, None)
                 self.failed_mono_s[event.worker_id] = now.mono_s
                 self._changed(member.spec.job_id, event.generation)
@@ -279,17 +340,38 @@ class Membership:
                 self.generation = event.generation
                 self.incarnation = event.incarnation
                 self.job_generations = dict(event.jobs)
+                self.run_generations = dict(event.runs)
 
     def _removed(self, worker_id: WorkerId) -> Member:
         self.pulses.pop(worker_id, None)
         self.reports.pop(worker_id, None)
         self.failed_mono_s.pop(worker_id, None)
+        self._leaves_run(self.members[worker_id])
         return self.members.pop(worker_id)
+
+    def _leaves_run(self, member: Member) -> None:
+        runs = self._live_runs.get(member.spec.job_id)
+        if runs is None or not member.present or not member.spec.run_id:
+            return
+        runs[member.spec.run_id] -= 1
+        if not runs[member.spec.run_id]:
+            del runs[member.spec.run_id]
+        if not runs:
+            del self._live_runs[member.spec.job_id]
+
+    def note_run(self, run_id: str, generation: int) -> None:
+        """A generation of a run has shown itself, by a fact."""
+        if not run_id:
+            return
+        self.run_generations[run_id] = max(generation, self.run_generations.pop(run_id, 0))
+        if len(self.run_generations) > RUNS_KEPT:
+            del self.run_generations[next(iter(self.run_generations))]
 
     def _joined(self, event: WorkerJoined, now: Instant) -> None:
         worker_id = event.spec.worker_id
         if event.superseded:  # In place: it keeps its seat.
             seat = self.members[worker_id].seat
+            self._leaves_run(self.members[worker_id])
         else:
             seat = event.incarnation
             if worker_id in self.members:  # It had failed, and comes back as the last.
@@ -304,7 +386,12 @@ class Membership:
             state="active",
             reason=event.reason,
             changed_at_s=event.at_s,
+            former=event.former,
+            origin=event.origin or event.incarnation,
         )
+        if event.spec.run_id:
+            self._live_runs.setdefault(event.spec.job_id, Counter())[event.spec.run_id] += 1
+            self.note_run(event.spec.run_id, event.spec.run_generation)
         self.pulses[worker_id] = Pulse(heard_mono_s=now.mono_s, heard_wall_s=event.at_s)
         self.reports.pop(worker_id, None)
         self.incarnation = max(self.incarnation, event.incarnation)
@@ -375,6 +462,8 @@ class Membership:
                 superseded=0,
                 reason=member.reason,
                 at_s=member.joined_at_s,
+                former=member.former,
+                origin=member.origin,
             )
             events.append(joined)
             if member.incarnation != member.seat:  # It came back in place: same seat, newer incarnation.
@@ -391,6 +480,29 @@ class Membership:
                     )
                 )
         return events
+
+
+def _must_be_new(command: RegisterWorker, known: Member) -> None:
+    """A registration that is over cannot be made again by a call that arrives late: it would fence its own process."""
+    if command.registration_id and command.registration_id in known.former:
+        raise Stale(
+            f"This registration of worker '{known.spec.worker_id}' was superseded by incarnation {known.incarnation}.",
+            cause="superseded",
+            hint="Stop this process, or register anew under a registration id of its own.",
+        )
+
+
+def _former(known: Member | None, command: RegisterWorker) -> tuple[str, ...]:
+    if known is None:
+        return ()
+    if known.registration_id in ("", command.registration_id):
+        return known.former
+    return (*known.former, known.registration_id)[-REGISTRATIONS_KEPT:]
+
+
+def _origin(known: Member | None, command: RegisterWorker) -> int:
+    again = known is not None and known.registration_id == command.registration_id != ""
+    return known.origin if known is not None and again else 0
 
 
 def _join_reason(worker_id: WorkerId, known: Member | None, superseded: int) -> str:

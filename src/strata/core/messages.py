@@ -29,19 +29,24 @@ from strata.core.events import (
     TaskCreated,
     TaskProgressed,
     ValueDropped,
+    ValueRefreshed,
     ValueSwapped,
+    VersionsReserved,
     WorkerFailed,
     WorkerForgotten,
     WorkerJoined,
     WorkerLeft,
 )
 from strata.core.refusals import (
+    Cause,
     Conflict,
     InvalidArgument,
+    NameInUse,
     Overloaded,
     Refused,
     Stale,
     Unknown,
+    UnknownWorker,
     shorten,
 )
 from strata.core.terms import (
@@ -71,6 +76,7 @@ __all__ = [
     "BarrierReleased",
     "BarrierTicket",
     "BeginAttempt",
+    "Cause",
     "CheckpointCompleted",
     "CheckpointFailed",
     "CheckpointId",
@@ -94,12 +100,15 @@ __all__ = [
     "Instant",
     "InvalidArgument",
     "JobId",
+    "NameInUse",
     "NoteProgress",
     "NotifyCheckpoint",
     "Overloaded",
     "PlanEpoch",
     "QueueTask",
     "Rebalance",
+    "ReconcileCheckpoints",
+    "Reconciled",
     "RecoveryRecorded",
     "Refused",
     "RegisterDataset",
@@ -121,8 +130,11 @@ __all__ = [
     "TaskStatus",
     "Tick",
     "Unknown",
+    "UnknownWorker",
     "ValueDropped",
+    "ValueRefreshed",
     "ValueSwapped",
+    "VersionsReserved",
     "WorkerFailed",
     "WorkerForgotten",
     "WorkerId",
@@ -184,6 +196,25 @@ class NotifyCheckpoint:
     data_json: str
     reason: str
     metadata: Mapping[str, str]
+    run_id: str = ""
+    run_generation: int = 0
+    """Of the run, and of whoever says so; `generation` is that of the coordinator's members."""
+    saved_generation: int | None = None
+    """The run's generation that saved it, where that was an earlier one than the one that says so."""
+    succeeded_by: str = ""
+    """A newer checkpoint, where this one is told of late, from its manifest; else it is the newest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconcileCheckpoints:
+    """Which checkpoints of its run exist, oldest first, and no others do."""
+
+    worker_id: WorkerId
+    incarnation: int
+    job_id: JobId
+    run_id: str
+    run_generation: int
+    present: tuple[CheckpointId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,11 +287,12 @@ class ReportRecovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapValue:
-    """Compare-and-swap; `expected_version` 0 expects no value."""
+    """Compare-and-swap; `expected_version` 0 expects no value. What is `soft` is not journaled: a restart forgets it."""
 
     key: str
     body: bytes
     expected_version: int
+    soft: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +322,7 @@ Command = (
     | RegisterDataset
     | ArriveAtBarrier
     | NotifyCheckpoint
+    | ReconcileCheckpoints
     | CreateTask
     | StopTask
     | RestartTask
@@ -342,13 +375,21 @@ class Swapped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reconciled:
+    """How many were found to be removed, and which of those that exist the registry cannot describe."""
+
+    removed: int
+    unknown: tuple[CheckpointId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     """Nothing more to say than yes, and why."""
 
     reason: str
 
 
-Reply = Registered | DatasetAccepted | BarrierTicket | Swapped | Accepted
+Reply = Registered | DatasetAccepted | BarrierTicket | Swapped | Reconciled | Accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

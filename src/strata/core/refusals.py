@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from strata.errors import StrataError
+
+Cause = Literal["", "superseded", "failed", "unknown", "generation", "run_generation"]
+"""Why a caller may not speak for a worker or a run (any more); empty where a refusal is about something else.
+
+* `superseded`: a newer registration of the same worker took its place, so that this process is one too many.
+* `run_generation`: a later generation of its run has started, so that this process is a remnant of an earlier one.
+* `failed`: it was taken for dead; `unknown`: it is not in the coordinator's memory. It may register anew.
+* `generation`: the job's members have changed since; it may ask again in the present generation.
+"""
 
 
 class Refused(StrataError):
     """A command that changed nothing, and why."""
 
     code: ClassVar[str] = "refused"
+    cause: Cause = ""
 
 
 class InvalidArgument(Refused):
@@ -34,16 +44,44 @@ class Unknown(Refused):
         self.name = name
 
 
+class UnknownWorker(Unknown):
+    """Never registered, or forgotten since."""
+
+    cause = "unknown"
+
+    def __init__(self, name: str) -> None:
+        hint = "Register the worker first (RegisterWorker, or TrainingOrchestrator.register_worker)."
+        super().__init__("worker", name, hint=hint)
+
+
 class Conflict(Refused):
     """The thing exists already, and differs."""
 
     code = "conflict"
 
 
+class NameInUse(Conflict):
+    """Another live run has this job name."""
+
+    code = "name_in_use"
+
+    def __init__(self, *, job: str, run_id: str, holder: str) -> None:
+        super().__init__(
+            f"The job name '{shorten(job)}' is used by another live run ({holder}, run {shorten(run_id)}).",
+            hint="Give this job a name of its own: job='another-name'; or stop the other one first.",
+        )
+        self.job = job
+        self.run_id = run_id
+
+
 class Stale(Refused):
-    """The caller speaks for an incarnation or generation that is over."""
+    """The caller speaks for an incarnation or generation that is over; `cause` says which, and what to do follows."""
 
     code = "stale"
+
+    def __init__(self, message: str, *, cause: Cause, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.cause = cause
 
 
 class Overloaded(Refused):

@@ -47,7 +47,9 @@ class Spans:
         return hash(self.bounds.tobytes())
 
     def __or__(self, other: Spans) -> Spans:
-        if not self or not other:  # Most are: the ledger adds up many records of which few have dropped anything.
+        if (
+            not self or not other
+        ):  # Most are: the ledger adds up many records of which few have dropped anything.
             return self or other
         return Spans(np.concatenate([self.bounds, other.bounds]))
 

@@ -69,6 +69,9 @@ class WorkerSpec:
     gpu_count: int
     memory_bytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
+    run_id: str = ""
+    """Of the run it trains, for one that has an identity; two runs cannot be live under one job name."""
+    run_generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

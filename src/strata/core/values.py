@@ -2,13 +2,17 @@
 
 A version number is given out once and never again, so a swap that expects an old value always fails. Values
 nobody has touched for a day are dropped; a restart gives each another day, since how long it took is unknown to
-the monotonic clock, and the other one may be set. Pure: time arrives as `now`.
+the monotonic clock, and the other one may be set.
+
+A swap may be **soft**: it counts, fences and is read like any other, and is not journaled. A restart forgets it, and
+the last value that was journaled stands there again, under a version of its own. Numbers for soft swaps are reserved
+in the journal a million at a time, so that none is given out again afterwards. Pure: time arrives as `now`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strata.core import checks
 from strata.core.messages import (
@@ -18,12 +22,15 @@ from strata.core.messages import (
     Overloaded,
     SwapValue,
     ValueDropped,
+    ValueRefreshed,
     ValueSwapped,
+    VersionsReserved,
 )
 
 VALUE_LIMIT_BYTES = 256 * 1024
 MAX_VALUES = 20_000
 DROP_AFTER_S = 86_400.0
+RESERVED_AT_ONCE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +40,25 @@ class Value:
     at_s: float
 
 
+ValueEvent = ValueSwapped | ValueRefreshed | VersionsReserved | ValueDropped
+
+
 class Values:
     def __init__(self) -> None:
-        self.values: dict[str, Value] = {}
+        self.durable: dict[str, Value] = {}
+        self.soft: dict[str, Value] = {}
+        """Newer than the durable ones of the same keys, or the only ones."""
         self.version = 0
+        """The newest that was given out."""
+        self.reserved = 0
+        """The journal knows that versions up to this one may have been given out."""
         self._touched_mono_s: dict[str, float] = {}
 
-    def decide_swap(self, command: SwapValue, now: Instant) -> ValueSwapped | None:
-        """The swap, or None when somebody else was faster. Expecting version 0 means: expecting nothing."""
+    def get(self, key: str) -> Value | None:
+        return self.soft.get(key) or self.durable.get(key)
+
+    def decide_swap(self, command: SwapValue, now: Instant) -> list[Event]:
+        """The swap, or nothing when somebody else was faster. Expecting version 0 means: expecting nothing."""
         checks.name("key", command.key, limit=1024)
         if len(command.body) > VALUE_LIMIT_BYTES:
             raise InvalidArgument(
@@ -48,37 +66,68 @@ class Values:
                 f"is {len(command.body):,} bytes; at most {VALUE_LIMIT_BYTES:,} are kept.",
                 hint="Store large things elsewhere and keep their address here.",
             )
-        known = self.values.get(command.key)
+        known = self.get(command.key)
         if (known.version if known is not None else 0) != command.expected_version:
-            return None
-        if known is None and len(self.values) >= MAX_VALUES:
+            return []
+        if known is None and len(self._touched_mono_s) >= MAX_VALUES:
             raise Overloaded(
                 f"{MAX_VALUES:,} values are kept already, which is the limit.", hint="Use fewer."
             )
-        return ValueSwapped(
-            key=command.key, body=command.body, version=self.version + 1, reason="swapped", at_s=now.wall_s
+        version = self.version + 1
+        if not command.soft:
+            return [
+                ValueSwapped(
+                    key=command.key, body=command.body, version=version, reason="swapped", at_s=now.wall_s
+                )
+            ]
+        refreshed = ValueRefreshed(
+            key=command.key, body=command.body, version=version, reason="refreshed", at_s=now.wall_s
         )
+        if version <= self.reserved:
+            return [refreshed]
+        last = self.version + RESERVED_AT_ONCE
+        return [VersionsReserved(last=last, reason="for soft values", at_s=now.wall_s), refreshed]
 
     def decide_tick(self, now: Instant) -> Iterator[ValueDropped]:
         for key, touched_mono_s in list(self._touched_mono_s.items()):
             if now.mono_s - touched_mono_s > DROP_AFTER_S:
                 yield ValueDropped(key=key, reason="untouched for a day", at_s=now.wall_s)
 
-    def apply(self, event: ValueSwapped | ValueDropped, now: Instant) -> None:
-        if isinstance(event, ValueDropped):
-            self.values.pop(event.key, None)
-            self._touched_mono_s.pop(event.key, None)
-            return
-        self.values[event.key] = Value(body=event.body, version=event.version, at_s=event.at_s)
-        self._touched_mono_s[event.key] = now.mono_s
-        self.version = max(self.version, event.version)
+    def apply(self, event: ValueEvent, now: Instant) -> None:
+        match event:
+            case ValueDropped():
+                self.durable.pop(event.key, None)
+                self.soft.pop(event.key, None)
+                self._touched_mono_s.pop(event.key, None)
+            case VersionsReserved():
+                self.reserved = event.last
+            case ValueSwapped():
+                self.durable[event.key] = Value(body=event.body, version=event.version, at_s=event.at_s)
+                self.soft.pop(event.key, None)
+                self._touched_mono_s[event.key] = now.mono_s
+                self.version = max(self.version, event.version)
+                self.reserved = max(self.reserved, event.version)
+            case ValueRefreshed():
+                self.soft[event.key] = Value(body=event.body, version=event.version, at_s=event.at_s)
+                self._touched_mono_s[event.key] = now.mono_s
+                self.version = event.version
+
+    def restore(self, reserved: int) -> None:
+        """Part of a compacted history, after the values."""
+        self.reserved = max(self.reserved, reserved)
 
     def resume_clock(self, now: Instant) -> None:
-        """After a replay: everything was touched now."""
-        self._touched_mono_s = dict.fromkeys(self.values, now.mono_s)
+        """After a replay: everything was touched now. Where soft swaps were possible, what was read before the restart
+        may not be what stands there now: each value gets a version of its own, from beyond those reserved."""
+        self._touched_mono_s = dict.fromkeys(self.durable, now.mono_s)
+        if self.version < self.reserved:
+            self.version = self.reserved
+            for key, value in self.durable.items():
+                self.version += 1
+                self.durable[key] = replace(value, version=self.version)
 
     def compact(self) -> list[Event]:
-        by_age = sorted(self.values.items(), key=lambda item: item[1].version)
+        by_age = sorted(self.durable.items(), key=lambda item: item[1].version)
         return [
             ValueSwapped(key=key, body=v.body, version=v.version, reason="compacted history", at_s=v.at_s)
             for key, v in by_age

@@ -61,6 +61,8 @@ class WorkerView:
     """Whether the others of its job wait for it; `reason` says how much."""
     reason: str
     metadata: dict[str, str]
+    run_id: str
+    """Of the run it trains; empty for one that has no identity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,10 @@ class CheckpointView:
     throughput_mb_s: float | None
     reason: str
     metadata: dict[str, str]
+    run_id: str
+    """Of the run it belongs to; empty for one that has no identity."""
+    generation: int
+    """Of that run, when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +266,7 @@ def worker(cluster: Cluster, member: Member, shards: int) -> WorkerView:
         slow=spec.worker_id in cluster.membership.slow,
         reason=cluster.membership.slow.get(spec.worker_id, member.reason),
         metadata=dict(spec.metadata),
+        run_id=spec.run_id,
     )
 
 
@@ -350,6 +357,8 @@ def checkpoint(record: CheckpointRecord) -> CheckpointView:
         throughput_mb_s=record.size_bytes / 1e6 / record.duration_s if measured else None,
         reason=record.reason,
         metadata=dict(record.metadata),
+        run_id=record.run_id,
+        generation=record.generation,
     )
 
 

@@ -33,6 +33,8 @@ try:
 except ImportError as error:
     raise MissingDependency("torch", extra="torch", feature="ElasticLoader") from error
 
+from strata.data.loader_workers import end_with_trainer
+
 
 class ElasticLoader(WithSampler):
     """Batches of one rank from the committed position to the end of the epoch; then the next epoch."""
@@ -59,6 +61,7 @@ class ElasticLoader(WithSampler):
         # A client of object storage does not survive a fork.
         if dataloader_options.get("num_workers") and getattr(dataset, "is_remote", False):
             dataloader_options.setdefault("multiprocessing_context", "spawn")
+        end_with_trainer()
         self._explicit = commit == "explicit"
         self._iterations = 0
         self._iterable = dataset if isinstance(dataset, ElasticIterableDataset) else None
@@ -108,6 +111,10 @@ class ElasticLoader(WithSampler):
             self._tagged.start = start
             for data in self._loader:
                 yield Batch(data, read_ahead.popleft())
+
+    def commit_explicitly(self) -> None:
+        """From now on nothing but `commit` moves the position."""
+        self._explicit = True
 
     def commit(self, *batches: Batch) -> None:
         """These batches are trained; each is committed once, in the order they came. With `commit="explicit"`,

@@ -1,9 +1,11 @@
-"""A torchrun agent with warm workers, whatever its rendezvous is (`strata.rendezvous.warm`).
+"""`strata torchrun`: torchrun's agent with every flag it has, our rendezvous, warm workers and settings for quick recovery.
 
-    python -m strata.launch.agent --start-method=forkserver --run-path SCRIPT...        (and all else that torchrun takes)
+    python -m strata.launch.agent [torchrun's flags] (-m MODULE | SCRIPT) [ARGUMENTS]
 
-The server that forks the workers imports torch at the same time as the agent does, so the first start is not delayed. When
-the agent is done both leave at once: Python takes seconds to take torch apart, while somebody waits for the end.
+Every flag the user gives wins; see `arguments` for what holds without. Workers are forked with torch in place
+(`strata.rendezvous.warm`): the server that forks them imports torch at the same time as the agent does, so the first start
+is not delayed. When the agent is done both leave at once: Python takes seconds to take torch apart, while somebody waits
+for the end. A run that fails ends with the script's own traceback and its exit status.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from typing import Any
@@ -23,33 +26,40 @@ def main() -> None:
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
     )  # Until torchrun has one of its own.
     try:
-        _run()
-        code = 0
+        code = _run(sys.argv[1:])
     except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        if type(error).__name__ != "SignalException":  # Of which torchrun has told.
-            traceback.print_exc()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
         code = 1
     _leave(code)
 
 
-def _run() -> None:
+def _run(words: Sequence[str]) -> int:
     # Imported here: each worker reads this module too, as Python's multiprocessing does with its parent's program.
-    from strata.rendezvous.preload import preload
+    from strata.launch.arguments import VARIABLES, may_be_warm
 
-    preload()
-    forkserver.ensure_running()
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    if may_be_warm(words):
+        from strata.rendezvous.preload import preload
 
-    from torch.distributed.run import main as torchrun
+        preload()
+        forkserver.ensure_running()
 
-    from strata.rendezvous.warm import warm_up
+    from strata.launch.arguments import launch
 
-    warm_up()
-    torchrun()
+    return launch(words)
 
 
 def _leave(code: int) -> None:
+    """A signal that arrives now has nothing left to do."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         with suppress(ProcessLookupError):

@@ -1,8 +1,9 @@
 """Why a run failed: the first failure of each round of workers, from what workers tell and what torchrun prints.
 
-A worker that raises tells it with its traceback (`strata.launch.entry`). One that is killed cannot; torchrun names its
-rank and exit status. SIGKILL beside a count of the kernel's out-of-memory kills that has just risen is called by that name. A round that
-fails like the two before it, each within a minute, will fail again: then another start is no help.
+A worker that raises reports it with its traceback (`strata.launch.entry`). One that is killed cannot; torchrun names its
+rank and exit status. SIGKILL beside a count of the kernel's out-of-memory kills that has just risen is called by that
+name. An error that comes back without a new step (`strata.core.restarts`) will come back again: then another start is no
+help. Nor is it after a crash without words that is like the two before it, each within a minute.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.core.messages import ExitCause
+from strata.core.restarts import RepeatedErrors, WorkerError, root_cause
 
 USAGE_STATUS = 2
 """A program that ends with it does not accept how it was called: the same call will not do better."""
@@ -34,9 +36,18 @@ _AGENT_LINE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid:
 @dataclass(frozen=True, slots=True)
 class _Told:
     rank: int
-    message: str
-    traceback: str
+    error: WorkerError
     exit_code: int
+
+    @property
+    def message(self) -> str:
+        """A status says by itself what it is."""
+        error = self.error
+        return (
+            f"{error.type}: {error.message}"
+            if error.traceback and error.message
+            else error.message or error.type
+        )
 
 
 class Failures:
@@ -54,6 +65,8 @@ class Failures:
         self._rounds: deque[tuple[ExitCause, bool]] = deque(maxlen=SAME_ROUNDS)
         self._lines: dict[int | None, deque[str]] = {}
         self._refused: ExitCause | None = None
+        self._errors = RepeatedErrors()
+        self._repeated: ExitCause | None = None
 
     def tick(self) -> None:
         """Every `TICK_S`: only what the kernel killed lately can have been ours."""
@@ -62,8 +75,8 @@ class Failures:
     # --- what is heard --------------------------------------------------------------------------------------
 
     def told(self, rank: int, failure: Mapping[str, Any]) -> None:
-        """A worker's last words. Raises `KeyError` or `TypeError` for what is none."""
-        told = _Told(rank, str(failure["message"]), str(failure["traceback"]), int(failure["exit_code"]))
+        """A worker's last words. Raises `KeyError`, `TypeError` or `ValueError` for what is none."""
+        told = _Told(rank, WorkerError.from_dict(failure), int(failure["exit_code"]))
         self._told.append(told)
         if told.exit_code == USAGE_STATUS and self._refused is None:
             self._refused = replace(self._of_worker(rank, USAGE_STATUS), may_retry=False)
@@ -76,7 +89,11 @@ class Failures:
             return None
         cause = self._of_worker(int(found[2]), int(found[1]))
         now_s = self._clock()
-        self._rounds.append((cause, now_s - self._round_began_s < QUICK_ROUND_S))
+        lasted_s = now_s - self._round_began_s
+        self._rounds.append((cause, lasted_s < QUICK_ROUND_S))
+        error = root_cause([told.error for told in self._told]) if int(found[1]) > 0 else None
+        if (reason := self._errors.failed(error, lasted_s=lasted_s)) is not None:
+            self._repeated = replace(cause, message=reason, may_retry=False)
         self._round_began_s = now_s
         self._told.clear()
         self._lines.clear()
@@ -86,14 +103,14 @@ class Failures:
 
     def hopeless(self) -> ExitCause | None:
         """Why starting the workers again would be in vain, if it would."""
-        if self._refused is not None:
-            return self._refused
+        if self._refused is not None or self._repeated is not None:
+            return self._refused or self._repeated
         if len(self._rounds) < SAME_ROUNDS or not all(quick for _, quick in self._rounds):
             return None
         causes = [cause for cause, _ in self._rounds]
         last = causes[-1]
         from_outside = last.signal in OUTSIDE_SIGNALS and last.kind != "oom"
-        if from_outside or any(_kind(cause) != _kind(last) for cause in causes):
+        if from_outside or last.kind == "exception" or any(_kind(cause) != _kind(last) for cause in causes):
             return None
         message = f"{last.message} ({SAME_ROUNDS} times in a row)"
         return replace(last, message=message, may_retry=False)
@@ -118,17 +135,18 @@ class Failures:
 
     def _of_worker(self, rank: int, code: int) -> ExitCause:
         told = next((t for t in self._told if t.rank == rank), None)
-        if code > 0 and told is None and self._told:
-            told = self._told[0]
+        if code > 0 and self._told and (told is None or told.error.is_about_peers):
+            blamed = root_cause([one.error for one in self._told])
+            told = next(one for one in self._told if one.error is blamed)
         if told is None or code < 0:
             return self._of_process(f"rank {rank}", rank, code)
-        if told.traceback:
+        if told.error.traceback:
             return ExitCause(
                 kind="exception",
                 message=f"rank {told.rank}: {told.message}",
                 rank=told.rank,
                 exit_code=told.exit_code,
-                traceback=told.traceback,
+                traceback=told.error.traceback,
             )
         return self._of_process(f"rank {told.rank}", told.rank, told.exit_code)
 

@@ -127,9 +127,9 @@ class LocalLauncher:
             run_id=plan.run_id,
             arguments=["-m", "strata.launch.entry", *plan.arguments],
             nproc=plan.worker_count,
-            # The agent is its own meeting point: training needs no coordinator to go on, nor to start its workers again.
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
+            # The agent needs nobody to meet: training continues, and starts its workers again, without a coordinator.
+            rdzv_backend="strata",
+            rdzv_endpoint="",
             max_restarts=plan.max_restarts,
             warm=plan.warm,
             environment={

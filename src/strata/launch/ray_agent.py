@@ -24,11 +24,11 @@ from pathlib import Path
 import ray
 
 from strata.core.messages import ExitCause
-from strata.launch.entry import end_with_parent
 from strata.launch.leftovers import RUN_VARIABLE, end_processes
 from strata.launch.output import OutputReader, Place
 from strata.launch.ray_messages import AgentPlan, AgentReport
 from strata.launch.torchrun import TorchrunSpec
+from strata.processes import end_with_parent
 from strata.shared_memory import forget_jobs
 
 PIECE_BYTES = 1 << 20

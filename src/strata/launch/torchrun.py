@@ -7,7 +7,6 @@ own, so a Ctrl-C in the terminal reaches it only through us, and ending it ends 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from strata.launch.leftovers import is_tracker
-from strata.rendezvous import PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, WARM_ARGUMENTS, rdzv_conf
+from strata.rendezvous import LOOPBACK, PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, rdzv_conf
 
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
@@ -41,8 +40,9 @@ class TorchrunSpec:
     max_nodes: int = 1
     rdzv_backend: str = "strata"
     rdzv_endpoint: str = "127.0.0.1:50051"
+    """Empty, with the back end `strata`: this machine alone, which needs nobody to meet."""
     rdzv_conf: Mapping[str, object] = field(default_factory=dict)
-    local_addr: str | None = "127.0.0.1"
+    local_addr: str | None = LOOPBACK
     """Where other agents reach this one. None: the name of the machine it runs on."""
     max_restarts: int = 1000
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -52,38 +52,28 @@ class TorchrunSpec:
     def command(self, *, log_dir: Path | None = None, python: str | None = None) -> list[str]:
         """Without `log_dir` torchrun makes a temporary folder, and leaves it behind when it is killed. With `python`,
         another machine's, workers are not warm: a scheduler there may signal each of them by itself."""
-        warm = self.warm and python is None
+        is_warm = self.warm and python is None
         nodes = (
             str(self.min_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
         )
         return [
-            *(python or sys.executable, "-m", "strata.launch.agent" if warm else "torch.distributed.run"),
+            *(python or sys.executable, "-m", "strata.launch.agent"),
             *(f"--nnodes={nodes}", f"--nproc-per-node={self.nproc}", f"--max-restarts={self.max_restarts}"),
-            *(f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}"),
+            f"--rdzv-backend={self.rdzv_backend}",
+            *([f"--rdzv-endpoint={self.rdzv_endpoint}"] if self.rdzv_endpoint else []),
             *(f"--rdzv-id={self.run_id}", f"--rdzv-conf={rdzv_conf(self.rdzv_conf)}"),
             *([f"--local-addr={self.local_addr}"] if self.local_addr is not None else []),
             "--monitor-interval=0.1",
             *([f"--log-dir={log_dir}"] if log_dir is not None else []),
-            *(self._warm_arguments() if warm else self.arguments),
+            *([] if is_warm else ["--start-method=spawn"]),
+            *self.arguments,
         ]
 
-    def _warm_arguments(self) -> list[str]:
-        """A fork server runs files, so a module's file stands in place of its name."""
-        if self.arguments[0] != "-m":
-            return [*WARM_ARGUMENTS, *self.arguments]
-        module = importlib.util.find_spec(self.arguments[1])
-        if module is None or module.origin is None:
-            return list(self.arguments)  # Python will say what is wrong with it.
-        return [*WARM_ARGUMENTS, module.origin, *self.arguments[2:]]
-
     def variables(self) -> dict[str, str]:
-        on_this_host = {"GLOO_SOCKET_IFNAME": "lo"} if self.local_addr == "127.0.0.1" else {}
+        on_this_host = {"GLOO_SOCKET_IFNAME": "lo"} if self.local_addr == LOOPBACK else {}
         defaults = {**TORCHRUN_ENVIRONMENT, **on_this_host, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         if self.arguments[0] == "-m":
             defaults[PRELOAD_VARIABLE] = self.arguments[1]
-        else:  # A fork server does not put the script's folder on the path, as Python does.
-            folders = [str(Path(self.arguments[0]).resolve().parent), os.environ.get("PYTHONPATH", "")]
-            defaults["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         return {**os.environ, **defaults, **self.environment}
 
 

@@ -1,7 +1,8 @@
 """Rendezvous back ends for torchrun: `etcd` through the v3 API, and `strata`, the coordinator itself.
 
-Both are compare-and-swap clients under PyTorch's own dynamic rendezvous; `handler` has what they share. This
-module is what torchrun's plug-in discovery loads, so it imports nothing heavy: importing it needs no torch.
+Both are compare-and-swap clients under PyTorch's own dynamic rendezvous; `handler` has what they share. `strata` without
+an endpoint is one machine by itself (`local`). This module is what torchrun's plug-in discovery loads, so it imports
+nothing heavy: importing it needs no torch.
 """
 
 from __future__ import annotations
@@ -37,12 +38,11 @@ TORCHRUN_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
 )
 """What an agent's environment needs for clean restarts, whatever its rendezvous back end."""
 
-WARM_ARGUMENTS = ("--start-method=forkserver", "--run-path")
-"""Before the script's file: torchrun forks workers that have torch imported already (`strata.rendezvous.warm`): with the
-back ends of this package, and with any under `python -m strata.launch.agent`."""
+LOOPBACK = "127.0.0.1"
 
 PRELOAD_VARIABLE = "STRATA_PRELOAD"
-"""Further modules to have imported by then, comma separated: the script's own heavy ones."""
+"""Further modules that warm workers (`strata.rendezvous.warm`) are to find imported, comma separated: the script's own heavy
+ones."""
 
 
 def rdzv_conf(overrides: Mapping[str, object] | None = None) -> str:
@@ -78,17 +78,22 @@ def _create_etcd_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _create_strata_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The coordinator at the endpoint; without one, this machine alone."""
+    if not parameters.endpoint.strip():
+        from strata.rendezvous.local import create_local_handler
+
+        return create_local_handler(parameters)
     from strata.rendezvous.strata import create_strata_handler
 
     return create_strata_handler(parameters)
 
 
 __all__ = [
+    "LOOPBACK",
     "PRELOAD_VARIABLE",
     "RENDEZVOUS_BACKENDS",
     "SECONDS_NOT_MINUTES",
     "TORCHRUN_ENVIRONMENT",
-    "WARM_ARGUMENTS",
     "etcd_plugin",
     "rdzv_conf",
     "strata_plugin",

@@ -7,7 +7,8 @@ Four things that torch's own back ends leave to luck are settled here:
 * **Outages.** After the server was out of reach everyone's heartbeat is old. Nobody is declared dead for that: every
   node gets a full keep-alive window from the first reading after the gap.
 * **Lost memory.** A server that comes back empty is told the state again by the first member that notices, before a
-  newcomer can take the empty place for a new run. So the server need not keep these values through a restart.
+  newcomer can take the empty place for a new run. A write that moves nothing but heartbeat counters is soft: the server
+  need not keep it through a restart. Counters that jump back are counters that have moved.
 * **Earlier runs.** A closed rendezvous belongs to its run as long as one member of it is alive. After that the id is
   free: the next agent starts a new incarnation, and nothing the old one left is read.
 
@@ -111,7 +112,8 @@ class CasRendezvousBackend(RendezvousBackend):
             redundancy_list=frozenset(mine.redundancy_list),
             beats={node: beat for node, (beat, _) in seen.items()},
         )
-        written, now_there = self._cas(shared, self._stale_token if token is None else token)
+        soft = token is not None and self._known is not None and shared.differs_in_beats_only(self._known)
+        written, now_there = self._cas(shared, self._stale_token if token is None else token, soft=soft)
         self._stale_token = None
         if written:
             assert now_there is not None
@@ -146,10 +148,12 @@ class CasRendezvousBackend(RendezvousBackend):
         there = self._tell_again() if found is None else (SharedState.from_json(found[0]), found[1])
         return None if there is None else (self._adopt(there[0]), there[1])
 
-    def _cas(self, state: SharedState, token: Token | None) -> tuple[bool, tuple[SharedState, Token] | None]:
+    def _cas(
+        self, state: SharedState, token: Token | None, *, soft: bool = False
+    ) -> tuple[bool, tuple[SharedState, Token] | None]:
         """Whether `state` was written, and what stands there now."""
         try:
-            written, value, now_token = self._client.cas(self.state_key, state.to_json(), token)
+            written, value, now_token = self._client.cas(self.state_key, state.to_json(), token, soft=soft)
         except ConnectionError as error:
             self._raise_unreachable(error)
         if value is None or now_token is None:

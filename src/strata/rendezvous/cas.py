@@ -31,10 +31,11 @@ class CasClient(Protocol):
         ...
 
     def cas(
-        self, key: str, value: bytes, expected_token: Token | None
+        self, key: str, value: bytes, expected_token: Token | None, *, soft: bool = False
     ) -> tuple[bool, bytes | None, Token | None]:
         """Write if the key still has `expected_token` (None: is still absent). Returns whether it was written, and
-        the value and token that stand there now."""
+        the value and token that stand there now. A `soft` value need not survive a restart of the server, which may
+        then show the one before it, under a token that nobody has seen."""
         ...
 
 

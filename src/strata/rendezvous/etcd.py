@@ -54,7 +54,7 @@ class EtcdCasClient:
             return _only(self._post("kv/range", {"key": _encode(key)}))
 
     def cas(
-        self, key: str, value: bytes, expected_token: Token | None
+        self, key: str, value: bytes, expected_token: Token | None, *, soft: bool = False
     ) -> tuple[bool, bytes | None, Token | None]:
         compare: dict[str, Any] = {"key": _encode(key), "result": "EQUAL", "target": "MOD"}
         compare["mod_revision"] = expected_token or "0"  # An absent key was last modified at revision 0.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -47,6 +47,10 @@ class SharedState:
     wait_list: frozenset[Node]
     redundancy_list: frozenset[Node]
     beats: Mapping[Node, int]
+
+    def differs_in_beats_only(self, other: SharedState) -> bool:
+        """Of the same nodes: nothing has happened but that some of them are alive."""
+        return replace(self, beats=other.beats) == other and self.beats.keys() == other.beats.keys()
 
     def to_json(self) -> bytes:
         return json.dumps(

@@ -17,13 +17,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic import multiprocessing as workers
 
-from strata.rendezvous.frames import script_frames
+from strata.data.loader_workers import end_with_trainer
+from strata.launch.torchrun_trap import separate_attempts
+from strata.processes import end_with_parent, let_fork_server_end
+from strata.rendezvous import agent
+from strata.rendezvous.frames import describe, report, script_frames
 from strata.rendezvous.preload import preload
 
 TRIES = 10
@@ -35,10 +39,17 @@ class WarmWorkers(workers.MultiprocessContext):
     """Torch's way of running such workers, less what would end the agent, or keep it waiting, when one dies."""
 
     def __init__(
-        self, name: str, entrypoint: Callable[..., Any], args: dict[int, tuple[Any, ...]], **more: Any
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        **more: Any,
     ) -> None:
         called = {rank: (entrypoint, *own) for rank, own in args.items()}
-        super().__init__(name=name, entrypoint=as_a_program, args=called, **more)
+        # The server's environment is the agent's of a moment before.
+        envs = {rank: {**os.environ, **own} for rank, own in envs.items()}
+        super().__init__(name=name, entrypoint=as_a_program, args=called, envs=envs, **more)
 
     def _start(self) -> None:
         for _ in range(TRIES - 1):
@@ -86,8 +97,14 @@ def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
     """In the worker: what Python does for a program, and not for a function in a process that was forked."""
     _part_from_server()
     try:
+        separate_attempts()
+        end_with_trainer()
         return entrypoint(*arguments)
+    except SystemExit as end:
+        _report(end)
+        raise
     except (Exception, KeyboardInterrupt) as error:
+        _report(error)
         error.__traceback__ = script_frames(error)
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):
@@ -97,14 +114,23 @@ def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
         atexit._run_exitfuncs()
 
 
+def _report(error: BaseException) -> None:
+    described = describe(error)
+    if described is not None:
+        report(described)
+
+
 def _part_from_server() -> None:
     """The server ends with the agent, and the worker with the server: so it must not hold what keeps the server alive.
-    Processes of the script's own start in the usual way."""
-    server: Any = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
+    Processes of the script's own start in the usual way. A Ctrl-C in the terminal is for the agent, which passes it on:
+    it must not arrive twice."""
+    end_with_parent(signal.SIGKILL)
+    os.setpgid(0, 0)
+    let_fork_server_end()
     multiprocessing.set_start_method(None, force=True)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads):
+        torch.set_num_threads(int(threads))  # Which torch reads when it is imported.
 
 
 def _brief(record: logging.LogRecord) -> bool:
@@ -132,3 +158,4 @@ def warm_up() -> None:
     logging.Handler.handleError = _let_signals_through  # type: ignore[assignment]
     workers.MultiprocessContext = WarmWorkers  # type: ignore[assignment,misc]
     logging.getLogger(workers.api.__name__).addFilter(_brief)
+    agent.install()

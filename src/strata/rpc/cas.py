@@ -32,9 +32,11 @@ class CoordinatorCasClient:
         return (answer.value, str(answer.version)) if answer.version else None
 
     def cas(
-        self, key: str, value: bytes, expected_token: str | None
+        self, key: str, value: bytes, expected_token: str | None, *, soft: bool = False
     ) -> tuple[bool, bytes | None, str | None]:
-        request = pb.SwapValueRequest(key=key, value=value, expected_version=int(expected_token or 0))
+        request = pb.SwapValueRequest(
+            key=key, value=value, expected_version=int(expected_token or 0), soft=soft
+        )
         answer = self._call("SwapValue", request)
         if not answer.version:
             return answer.swapped, None, None

@@ -21,7 +21,7 @@ CHECKPOINT_STATUS_FAILED: CheckpointStatus
 CHECKPOINT_STATUS_REMOVED: CheckpointStatus
 
 class RegisterWorkerRequest(_message.Message):
-    __slots__ = ("worker_id", "hostname", "port", "gpu_count", "memory_bytes", "metadata", "job_id", "registration_id")
+    __slots__ = ("worker_id", "hostname", "port", "gpu_count", "memory_bytes", "metadata", "job_id", "registration_id", "run_id", "run_generation")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,8 @@ class RegisterWorkerRequest(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_GENERATION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     hostname: str
     port: int
@@ -45,7 +47,9 @@ class RegisterWorkerRequest(_message.Message):
     metadata: _containers.ScalarMap[str, str]
     job_id: str
     registration_id: bytes
-    def __init__(self, worker_id: _Optional[str] = ..., hostname: _Optional[str] = ..., port: _Optional[int] = ..., gpu_count: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., job_id: _Optional[str] = ..., registration_id: _Optional[bytes] = ...) -> None: ...
+    run_id: str
+    run_generation: int
+    def __init__(self, worker_id: _Optional[str] = ..., hostname: _Optional[str] = ..., port: _Optional[int] = ..., gpu_count: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., job_id: _Optional[str] = ..., registration_id: _Optional[bytes] = ..., run_id: _Optional[str] = ..., run_generation: _Optional[int] = ...) -> None: ...
 
 class RegisterWorkerResponse(_message.Message):
     __slots__ = ("assigned_id", "rank", "world_size", "heartbeat_interval_ms", "config", "incarnation", "generation")
@@ -345,7 +349,7 @@ class WaitBarrierResponse(_message.Message):
     def __init__(self, released: _Optional[bool] = ..., participants: _Optional[int] = ..., arrival_order: _Optional[int] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class NotifyCheckpointRequest(_message.Message):
-    __slots__ = ("worker_id", "checkpoint_id", "step", "epoch", "path", "size_bytes", "status", "metadata", "tiers", "digest", "duration_s", "parent_id", "data_json", "reason", "incarnation", "generation", "job_id")
+    __slots__ = ("worker_id", "checkpoint_id", "step", "epoch", "path", "size_bytes", "status", "metadata", "tiers", "digest", "duration_s", "parent_id", "data_json", "reason", "incarnation", "generation", "job_id", "run_id", "run_generation", "saved_generation", "succeeded_by")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +374,10 @@ class NotifyCheckpointRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SAVED_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SUCCEEDED_BY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     checkpoint_id: str
     step: int
@@ -387,7 +395,11 @@ class NotifyCheckpointRequest(_message.Message):
     incarnation: int
     generation: int
     job_id: str
-    def __init__(self, worker_id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., tiers: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., duration_s: _Optional[float] = ..., parent_id: _Optional[str] = ..., data_json: _Optional[str] = ..., reason: _Optional[str] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., job_id: _Optional[str] = ...) -> None: ...
+    run_id: str
+    run_generation: int
+    saved_generation: int
+    succeeded_by: str
+    def __init__(self, worker_id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., tiers: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., duration_s: _Optional[float] = ..., parent_id: _Optional[str] = ..., data_json: _Optional[str] = ..., reason: _Optional[str] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., job_id: _Optional[str] = ..., run_id: _Optional[str] = ..., run_generation: _Optional[int] = ..., saved_generation: _Optional[int] = ..., succeeded_by: _Optional[str] = ...) -> None: ...
 
 class CheckpointAck(_message.Message):
     __slots__ = ("acknowledged", "checkpoint_id", "status")
@@ -400,7 +412,7 @@ class CheckpointAck(_message.Message):
     def __init__(self, acknowledged: _Optional[bool] = ..., checkpoint_id: _Optional[str] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("checkpoint_id", "step", "epoch", "path", "size_bytes", "status", "worker_id", "created_at", "tiers", "digest", "metadata", "data_json", "job_id")
+    __slots__ = ("checkpoint_id", "step", "epoch", "path", "size_bytes", "status", "worker_id", "created_at", "tiers", "digest", "metadata", "data_json", "job_id", "run_id", "generation")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +433,8 @@ class Checkpoint(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     DATA_JSON_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     checkpoint_id: str
     step: int
     epoch: int
@@ -434,7 +448,33 @@ class Checkpoint(_message.Message):
     metadata: _containers.ScalarMap[str, str]
     data_json: str
     job_id: str
-    def __init__(self, checkpoint_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., worker_id: _Optional[str] = ..., created_at: _Optional[float] = ..., tiers: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., data_json: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
+    run_id: str
+    generation: int
+    def __init__(self, checkpoint_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., worker_id: _Optional[str] = ..., created_at: _Optional[float] = ..., tiers: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., data_json: _Optional[str] = ..., job_id: _Optional[str] = ..., run_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class ReconcileCheckpointsRequest(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "job_id", "run_id", "run_generation", "present")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    job_id: str
+    run_id: str
+    run_generation: int
+    present: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., job_id: _Optional[str] = ..., run_id: _Optional[str] = ..., run_generation: _Optional[int] = ..., present: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReconcileCheckpointsResponse(_message.Message):
+    __slots__ = ("removed", "unknown")
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    removed: int
+    unknown: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, removed: _Optional[int] = ..., unknown: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetLatestCheckpointRequest(_message.Message):
     __slots__ = ("worker_id", "job_id")
@@ -500,14 +540,16 @@ class ReadValueRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ...) -> None: ...
 
 class SwapValueRequest(_message.Message):
-    __slots__ = ("key", "value", "expected_version")
+    __slots__ = ("key", "value", "expected_version", "soft")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOFT_FIELD_NUMBER: _ClassVar[int]
     key: str
     value: bytes
     expected_version: int
-    def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ..., expected_version: _Optional[int] = ...) -> None: ...
+    soft: bool
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ..., expected_version: _Optional[int] = ..., soft: _Optional[bool] = ...) -> None: ...
 
 class ValueResponse(_message.Message):
     __slots__ = ("swapped", "value", "version")
@@ -624,20 +666,24 @@ class PlanChanged(_message.Message):
     def __init__(self, dataset_id: _Optional[str] = ..., plan_version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class BarrierOutcome(_message.Message):
-    __slots__ = ("call_id", "outcome", "error_code")
+    __slots__ = ("call_id", "outcome", "error_code", "error_cause")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CAUSE_FIELD_NUMBER: _ClassVar[int]
     call_id: bytes
     outcome: WaitBarrierResponse
     error_code: str
-    def __init__(self, call_id: _Optional[bytes] = ..., outcome: _Optional[_Union[WaitBarrierResponse, _Mapping]] = ..., error_code: _Optional[str] = ...) -> None: ...
+    error_cause: str
+    def __init__(self, call_id: _Optional[bytes] = ..., outcome: _Optional[_Union[WaitBarrierResponse, _Mapping]] = ..., error_code: _Optional[str] = ..., error_cause: _Optional[str] = ...) -> None: ...
 
 class Stale(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "cause")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    cause: str
+    def __init__(self, reason: _Optional[str] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
     __slots__ = ("welcome", "topology", "plan", "barrier", "command", "stale", "goodbye")

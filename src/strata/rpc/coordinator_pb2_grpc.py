@@ -84,6 +84,12 @@ class CoordinatorStub:
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.CheckpointAck.FromString,
             _registered_method=True,
         )
+        self.ReconcileCheckpoints = channel.unary_unary(
+            "/coordinator.Coordinator/ReconcileCheckpoints",
+            request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsRequest.SerializeToString,
+            response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsResponse.FromString,
+            _registered_method=True,
+        )
         self.GetLatestCheckpoint = channel.unary_unary(
             "/coordinator.Coordinator/GetLatestCheckpoint",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.GetLatestCheckpointRequest.SerializeToString,
@@ -167,6 +173,12 @@ class CoordinatorServicer:
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
+    def ReconcileCheckpoints(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("Method not implemented!")
+        raise NotImplementedError("Method not implemented!")
+
     def GetLatestCheckpoint(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -239,6 +251,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             servicer.NotifyCheckpoint,
             request_deserializer=strata_dot_rpc_dot_coordinator__pb2.NotifyCheckpointRequest.FromString,
             response_serializer=strata_dot_rpc_dot_coordinator__pb2.CheckpointAck.SerializeToString,
+        ),
+        "ReconcileCheckpoints": grpc.unary_unary_rpc_method_handler(
+            servicer.ReconcileCheckpoints,
+            request_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsRequest.FromString,
+            response_serializer=strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsResponse.SerializeToString,
         ),
         "GetLatestCheckpoint": grpc.unary_unary_rpc_method_handler(
             servicer.GetLatestCheckpoint,
@@ -504,6 +521,36 @@ class Coordinator:
             "/coordinator.Coordinator/NotifyCheckpoint",
             strata_dot_rpc_dot_coordinator__pb2.NotifyCheckpointRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.CheckpointAck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True,
+        )
+
+    @staticmethod
+    def ReconcileCheckpoints(
+        request,
+        target,
+        options=(),
+        channel_credentials=None,
+        call_credentials=None,
+        insecure=False,
+        compression=None,
+        wait_for_ready=None,
+        timeout=None,
+        metadata=None,
+    ):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            "/coordinator.Coordinator/ReconcileCheckpoints",
+            strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsRequest.SerializeToString,
+            strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,11 +24,14 @@ from strata.core.messages import (
     InvalidArgument,
     JobId,
     NotifyCheckpoint,
+    ReconcileCheckpoints,
+    Refused,
     RegisterWorker,
     ReportRecovery,
     WorkerId,
     WorkerSpec,
 )
+from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 
 DEFAULT_SHARD_SIZE = 10_000
@@ -56,6 +59,8 @@ def register_worker(m: pb.RegisterWorkerRequest) -> RegisterWorker:
         gpu_count=m.gpu_count,
         memory_bytes=m.memory_bytes,
         metadata=dict(m.metadata),
+        run_id=m.run_id,
+        run_generation=m.run_generation,
     )
     return RegisterWorker(spec=spec, registration_id=m.registration_id[:32].hex())
 
@@ -143,6 +148,21 @@ def notify_checkpoint(m: pb.NotifyCheckpointRequest) -> NotifyCheckpoint:
         data_json=m.data_json,
         reason=m.reason,
         metadata=dict(m.metadata),
+        run_id=m.run_id,
+        run_generation=m.run_generation,
+        saved_generation=m.saved_generation if m.HasField("saved_generation") else None,
+        succeeded_by=m.succeeded_by,
+    )
+
+
+def reconcile_checkpoints(m: pb.ReconcileCheckpointsRequest) -> ReconcileCheckpoints:
+    return ReconcileCheckpoints(
+        worker_id=WorkerId(m.worker_id),
+        incarnation=m.incarnation,
+        job_id=JobId(m.job_id),
+        run_id=m.run_id,
+        run_generation=m.run_generation,
+        present=tuple(CheckpointId(checkpoint_id) for checkpoint_id in m.present),
     )
 
 
@@ -223,4 +243,12 @@ def checkpoint(record: CheckpointRecord) -> pb.Checkpoint:
         metadata=dict(record.metadata or {}),
         data_json=record.data_json,
         job_id=record.job_id,
+        run_id=record.run_id,
+        generation=record.generation,
     )
+
+
+def stale(refusal: StrataError) -> pb.CoordinatorMessage:
+    """To a session that is over: why."""
+    cause = refusal.cause if isinstance(refusal, Refused) else ""
+    return pb.CoordinatorMessage(stale=pb.Stale(reason=str(refusal), cause=cause))

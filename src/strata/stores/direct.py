@@ -12,9 +12,13 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+
+from strata.stores.protocol import TakePart
 
 BLOCK_BYTES = 4096
 CHUNK_BYTES = 16 << 20
@@ -108,30 +112,52 @@ def read_into(fd: int, view: memoryview, offset: int, *, direct: bool) -> None:
     starts = range(0, len(view), CHUNK_BYTES)
     if len(starts) > 1 and direct and offset % BLOCK_BYTES == 0 and _address(view) % BLOCK_BYTES == 0:
         _set_direct(fd, True)
+    _in_parallel(lambda start: _fill(fd, view[start : start + CHUNK_BYTES], offset + start), starts)
 
-    def fill(start: int) -> None:
-        chunk, position, refused = view[start : start + CHUNK_BYTES], offset + start, False
-        while chunk:
-            # Only whole blocks can be read directly; what is left of the last one is refused, then read buffered.
-            whole_bytes = len(chunk) - len(chunk) % BLOCK_BYTES
-            try:
-                read_bytes = os.preadv(fd, [chunk[: whole_bytes or len(chunk)]], position)
-            except OSError as error:
-                if error.errno != errno.EINVAL or refused:
-                    raise
-                refused = True
-                _set_direct(fd, False)
-                continue
-            if read_bytes == 0:
-                raise EOFError(f"the file ends at byte {position}")
-            chunk, position = chunk[read_bytes:], position + read_bytes
 
+def read_parts(fd: int, take: TakePart, *, size_bytes: int, part_bytes: int, direct: bool) -> None:
+    """Give the first `size_bytes` of a file to `take`, part by part, through one buffer for each thread that reads."""
+    starts = range(0, size_bytes, part_bytes)
+    if len(starts) > 1 and direct and part_bytes % BLOCK_BYTES == 0:
+        _set_direct(fd, True)
+    held = threading.local()
+
+    def read(start: int) -> None:
+        if not hasattr(held, "buffer"):
+            held.buffer = memoryview(mmap.mmap(-1, part_bytes))
+        part = held.buffer[: min(part_bytes, size_bytes - start)]
+        _fill(fd, part, start)
+        take(start, part)
+
+    _in_parallel(read, starts)
+
+
+def _fill(fd: int, chunk: memoryview, position: int) -> None:
+    refused = False
+    while chunk:
+        # Only whole blocks can be read directly; what is left of the last one is refused, then read buffered.
+        whole_bytes = len(chunk) - len(chunk) % BLOCK_BYTES
+        try:
+            read_bytes = os.preadv(fd, [chunk[: whole_bytes or len(chunk)]], position)
+        except OSError as error:
+            if error.errno != errno.EINVAL or refused:
+                raise
+            refused = True
+            _set_direct(fd, False)
+            continue
+        if read_bytes == 0:
+            raise EOFError(f"the file ends at byte {position}")
+        chunk, position = chunk[read_bytes:], position + read_bytes
+
+
+def _in_parallel(read: Callable[[int], None], starts: Sequence[int]) -> None:
     if len(starts) <= 1:
-        fill(0)
+        for start in starts:
+            read(start)
         return
     with ThreadPoolExecutor(READERS, "strata-read") as pool:
         try:
-            for _ in pool.map(fill, starts):
+            for _ in pool.map(read, starts):
                 pass
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

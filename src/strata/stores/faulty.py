@@ -24,6 +24,7 @@ from strata.stores.protocol import (
     NoSpace,
     Store,
     StoreError,
+    TakePart,
     Unavailable,
 )
 
@@ -166,6 +167,15 @@ class FaultyStore:
         self._inner.read_into(key, buffer, offset=offset)
         if fault is Fault.BIT_FLIP and buffer.nbytes:
             self.flip(buffer.cast("B"))
+
+    def read_parts(self, key: str, take: TakePart, *, size_bytes: int, part_bytes: int) -> None:
+        """One operation; a bit is flipped in one of the parts."""
+        fault = self.begin("read", key, size_bytes)
+        data = bytearray(self._inner.read(key, length=size_bytes))
+        if fault is Fault.BIT_FLIP and data:
+            self.flip(memoryview(data))
+        for start in range(0, size_bytes, part_bytes):
+            take(start, memoryview(data)[start : start + part_bytes])
 
     def stat(self, key: str) -> Blob | None:
         self.begin("stat", key)

@@ -23,10 +23,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
-from strata.stores.direct import DirectFile, read_into
+from strata.stores.direct import DirectFile, read_into, read_parts
 from strata.stores.keys import RESERVED, check_key, check_prefix
 from strata.stores.oserrors import store_error
-from strata.stores.protocol import AlreadyExists, Blob, Buffer, InvalidKey, NoSpace, NotFound, Truncated
+from strata.stores.protocol import (
+    AlreadyExists,
+    Blob,
+    Buffer,
+    InvalidKey,
+    NoSpace,
+    NotFound,
+    TakePart,
+    Truncated,
+)
 
 log = logging.getLogger("strata.stores")
 
@@ -100,6 +109,16 @@ class FileStore:
                 read_into(fd, view, offset, direct=self.direct)
             except EOFError:  # Somebody else cut the file short after it was opened.
                 self._check_range(key, offset, offset + len(view), os.fstat(fd).st_size)
+                raise
+
+    def read_parts(self, key: str, take: TakePart, *, size_bytes: int, part_bytes: int) -> None:
+        with self._opened(key) as (fd, has_bytes):
+            if has_bytes != size_bytes:
+                raise self._truncated(key, has_bytes, f"{size_bytes} bytes were expected", size_bytes)
+            try:
+                read_parts(fd, take, size_bytes=size_bytes, part_bytes=part_bytes, direct=self.direct)
+            except EOFError:
+                self._check_range(key, 0, size_bytes, os.fstat(fd).st_size)
                 raise
 
     def stat(self, key: str) -> Blob | None:
@@ -239,12 +258,15 @@ class FileStore:
 
     def _check_range(self, key: str, start: int, end: int, size_bytes: int) -> None:
         if start > size_bytes or end > size_bytes:
-            raise Truncated(
-                f"'{key}' in {self.root} has {size_bytes} bytes; bytes {start} to {end} were asked for.",
-                tier=self.tier,
-                key=key,
-                reason=f"{size_bytes} bytes where {end} were expected",
-            )
+            raise self._truncated(key, size_bytes, f"bytes {start} to {end} were asked for", end)
+
+    def _truncated(self, key: str, has_bytes: int, wanted: str, end: int) -> Truncated:
+        return Truncated(
+            f"'{key}' in {self.root} has {has_bytes} bytes; {wanted}.",
+            tier=self.tier,
+            key=key,
+            reason=f"{has_bytes} bytes where {end} were expected",
+        )
 
     def _exists(self, key: str, path: Path) -> AlreadyExists | InvalidKey:
         if os.path.isdir(path):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,7 @@ from strata.stores.protocol import (
     Misconfigured,
     NotFound,
     StoreError,
+    TakePart,
     Truncated,
     Unavailable,
 )
@@ -155,6 +156,24 @@ class ObjectStore:
     def read_into(self, key: str, buffer: memoryview, *, offset: int = 0) -> None:
         view = buffer.cast("B")
         self._read(key, offset, len(view), view)
+
+    def read_parts(self, key: str, take: TakePart, *, size_bytes: int, part_bytes: int) -> None:
+        found = self._found(key)
+        if found["size"] != size_bytes:
+            raise self._truncated(key, found["size"], f"{size_bytes} bytes were expected", size_bytes)
+
+        def fetch(start: int) -> bool:
+            end = min(start + part_bytes, size_bytes)
+            data = self._fetch(key, start, end - start, found["e_tag"])
+            if data is None:
+                return False
+            take(start, memoryview(data))
+            return True
+
+        if not self._in_parallel(fetch, range(0, size_bytes, part_bytes)):
+            raise Unavailable(
+                f"'{key}' in {self.url} was replaced while it was read.", tier=self.tier, key=key
+            )
 
     def stat(self, key: str) -> Blob | None:
         try:
@@ -284,12 +303,7 @@ class ObjectStore:
             found = self._found(key)
             end = found["size"] if length is None else offset + length
             if offset > found["size"] or end > found["size"]:
-                raise Truncated(
-                    f"'{key}' in {self.url} has {found['size']} bytes; bytes {offset} to {end} were asked for.",
-                    tier=self.tier,
-                    key=key,
-                    reason=f"{found['size']} bytes where {end} were expected",
-                )
+                raise self._truncated(key, found["size"], f"bytes {offset} to {end} were asked for", end)
             target = memoryview(bytearray(end - offset)) if view is None else view
             if self._read_version(key, target, offset, found["e_tag"]):
                 return target
@@ -325,11 +339,20 @@ class ObjectStore:
 
     def _read_version(self, key: str, view: memoryview, offset: int, version: str | None) -> bool:
         """Fill `view` from one version of the object; False if that version is gone."""
-        starts = range(0, len(view), self._part_bytes)
 
         def fetch(start: int) -> bool:
-            return self._fetch(key, view[start : start + self._part_bytes], offset + start, version)
+            part = view[start : start + self._part_bytes]
+            data = self._fetch(key, offset + start, len(part), version)
+            if data is None:
+                return False
+            # Not `part[:] = …`, which would hold the interpreter's lock, also from the threads beside this one.
+            np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(memoryview(data), np.uint8))
+            return True
 
+        return self._in_parallel(fetch, range(0, len(view), self._part_bytes))
+
+    def _in_parallel(self, fetch: Callable[[int], bool], starts: Sequence[int]) -> bool:
+        """Whether all of them could be fetched; what fails, or is not there, ends the others."""
         if len(starts) <= 1:
             return all(fetch(start) for start in starts)
         with ThreadPoolExecutor(min(self._max_concurrency, len(starts)), "strata-read") as pool:
@@ -338,25 +361,24 @@ class ObjectStore:
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, key: str, view: memoryview, offset: int, version: str | None) -> bool:
+    def _fetch(self, key: str, offset: int, size_bytes: int, version: str | None) -> Any | None:
+        """So many bytes of one version of the object, in memory of the client's; None if that version is gone."""
         import obstore
 
         path = self._path(key)
-        options: Any = {"range": (offset, offset + len(view)), "if_match": version}
+        options: Any = {"range": (offset, offset + size_bytes), "if_match": version}
         budget = self._budget()
         while True:
             try:
                 data = obstore.get(self._client, path, options=options).bytes()
-                if len(data) == len(view):
-                    # Not `view[:] = …`, which would hold the interpreter's lock, also from the threads beside this one.
-                    np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(memoryview(data), np.uint8))
-                    return True
-                failure: Exception = EOFError(f"{len(data)} bytes came where {len(view)} were asked for")
+                if len(data) == size_bytes:
+                    return data
+                failure: Exception = EOFError(f"{len(data)} bytes came where {size_bytes} were asked for")
             except FileNotFoundError:
-                return False
+                return None
             except Exception as error:
                 if type(error).__name__ == "PreconditionError":
-                    return False
+                    return None
                 failure = error
             # The client retries whole requests; an answer that breaks off in its middle is retried here.
             explained = self._explained(failure, key, "read")
@@ -376,6 +398,14 @@ class ObjectStore:
 
     def _explained(self, error: BaseException, key: str, operation: str) -> StoreError:
         return explain(error, provider=self._provider, bucket=self._bucket, key=key, operation=operation)
+
+    def _truncated(self, key: str, has_bytes: int, wanted: str, end: int) -> Truncated:
+        return Truncated(
+            f"'{key}' in {self.url} has {has_bytes} bytes; {wanted}.",
+            tier=self.tier,
+            key=key,
+            reason=f"{has_bytes} bytes where {end} were expected",
+        )
 
     def _exists(self, key: str) -> AlreadyExists:
         return AlreadyExists(

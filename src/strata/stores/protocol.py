@@ -15,10 +15,10 @@ of checkpoints. Methods block; callers that must not block run them on a thread 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from strata.errors import StrataError
 
@@ -90,6 +90,20 @@ class Store(Protocol):
 
     def free_bytes(self) -> int | None:
         """Room left, or None where that has no meaning (object storage)."""
+        ...
+
+
+TakePart: TypeAlias = Callable[[int, memoryview], None]
+"""Called with an offset and the bytes from there, which are there during the call only."""
+
+
+@runtime_checkable
+class PartReader(Protocol):
+    """A store that can hand a value out in parts, for callers that need not have all of it in memory at once."""
+
+    def read_parts(self, key: str, take: TakePart, *, size_bytes: int, part_bytes: int) -> None:
+        """Give the whole value to `take`, in parts of `part_bytes`, from several threads and in any order. Raises like
+        `read`, `Truncated` also where the value is longer than `size_bytes`; and what `take` raises."""
         ...
 
 

@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from strata.platform import require_linux
+
+if TYPE_CHECKING:
+    import torch
+
+    from strata.checkpoint.places import Place
+    from strata.data.loader import ElasticLoader
+    from strata.training.job import ElasticJob as ElasticJob
+    from strata.training.job import ElasticOptions as ElasticOptions
+    from strata.training.job import Preempted as Preempted
+    from strata.training.state import Stateful
+    from strata.training.trace import Recovery as Recovery
+    from strata.training.trace import Tracer as Tracer
 
 _HOMES = {
     "ElasticJob": "job",
@@ -16,11 +31,72 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "elastic"])
 
 
-def elastic(**arguments: Any) -> Any:
-    """`with strata.elastic(model=…, optimizer=…, data=…, checkpoints=…, max_steps=…) as job:`; see `ElasticJob`."""
+def elastic(
+    *,
+    model: torch.nn.Module,
+    optimizer: Stateful,
+    data: ElasticLoader,
+    checkpoints: Place | Sequence[Place] | None = None,
+    scheduler: Stateful | None = None,
+    extra: Mapping[str, Stateful] | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    options: ElasticOptions | None = None,
+    job: str | None = None,
+    coordinator: str | None = None,
+    on_restored: Callable[[Mapping[str, Any]], None] | None = None,
+    data_path: str = "",
+    data_format: str = "samples",
+    data_metadata: Mapping[str, str] | None = None,
+) -> ElasticJob:
+    """A training loop that outlives its machines.
+
+        with strata.elastic(model=model, optimizer=optimizer, data=loader, checkpoints="runs/a", epochs=3) as job:
+            for batch in job:
+                loss = criterion(model(batch.data)) * batch.weight
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Entering restores the newest state that any machine or destination has; the loop trains from the exact next step and
+    ends when `epochs` or `max_steps` are reached. After `break` the job may be iterated again; leaving the block saves the
+    final state to every destination, or fails and says what is missing.
+
+    model: as usual, DDP or not.
+    optimizer, scheduler: anything with `state_dict` and `load_state_dict`.
+    data: the `ElasticLoader` that training reads; the job keeps its position and its ledger.
+    checkpoints: destinations, near to far: a folder, `s3://bucket/prefix`, or a list of them. `[]` keeps the state in
+        memory only. The run's identity lives there: the same destination continues the same run.
+    extra: further objects to save with the state, by name.
+    options: `ElasticOptions`: how often to save, how many to keep, what to do when a save fails, deadlines.
+    job: a name for people. A destination remembers it, and refuses a job with another one.
+    coordinator: its address; by default `COORDINATOR_ADDR` or `COORDINATOR_URL`, and none without them.
+    on_restored: called with the restored state, before the first step.
+    data_path, data_format, data_metadata: what the dashboard shows of the data.
+
+    The job has `step` (optimizer steps made in all its lives), `restored` (whether it continues from a checkpoint),
+    `recovery` (what this start recovered from: phases, steps lost, tier; or None), `run` and `generation`, and `report(**metrics)`.
+    """
+    require_linux()
     from strata.training.job import ElasticJob
 
-    return ElasticJob(**arguments)
+    return ElasticJob(
+        model=model,
+        optimizer=optimizer,
+        data=data,
+        checkpoints=checkpoints,
+        scheduler=scheduler,
+        extra=extra,
+        epochs=epochs,
+        max_steps=max_steps,
+        options=options,
+        job=job,
+        coordinator=coordinator,
+        on_restored=on_restored,
+        data_path=data_path,
+        data_format=data_format,
+        data_metadata=data_metadata,
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -5,11 +5,15 @@ Works with gloo and with nccl, and alone as well, where there is no process grou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+
+from strata.checkpoint.in_place import Binding, paired
+from strata.checkpoint.pickling import TensorRecipe
 
 T = TypeVar("T")
 
@@ -42,22 +46,32 @@ def smallest(values: list[float]) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-def broadcast_state(state: Any, *, source: int) -> Any:
-    """The state of rank `source`, on every rank. Tensors arrive on the CPU."""
+def broadcast_state(state: Any, *, source: int, into: Binding | None = None) -> Any:
+    """The state of rank `source`, on every rank. On the others, tensors arrive in the targets of `into`, and those it has none
+    for on the CPU. Raises `StateMismatch` where the targets do not fit."""
     if not is_distributed() or distributed.get_world_size() == 1:
         return state
     rank = distributed.get_rank()
     tensors: list[torch.Tensor] = []
     skeleton = [_strip(state, tensors)] if rank == source else [None]
     distributed.broadcast_object_list(skeleton, src=source)
+    slots = list(_slots(skeleton[0]))
     if rank != source:
-        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in _slots(skeleton[0])]
+        targets = _targets(skeleton[0], into)
+        tensors = [
+            targets[id(slot)] if id(slot) in targets else torch.empty(slot.shape, dtype=slot.dtype)
+            for slot in slots
+        ]
     device = _device()
-    for group in _chunks(tensors):
-        flat = torch.cat([t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in group]).to(device)
+    for group in _chunks(slots):
+        size_bytes = sum(slots[n].nbytes for n in group)
+        if rank == source:
+            flat = torch.cat([_bytes_of(tensors[n], device) for n in group])
+        else:
+            flat = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         distributed.broadcast(flat, src=source)
         if rank != source:
-            _spread(flat.cpu(), group)
+            _spread(flat, [(slots[n], tensors[n]) for n in group])
     return _fill(skeleton[0], iter(tensors))
 
 
@@ -69,10 +83,11 @@ def _device() -> torch.device:
 class _Slot:
     """Where a tensor stands in the skeleton of a state."""
 
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("dtype", "nbytes", "shape")
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
+        self.nbytes = math.prod(shape) * dtype.itemsize
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Slot, (self.shape, self.dtype)
@@ -89,15 +104,46 @@ def _strip(node: Any, tensors: list[torch.Tensor]) -> Any:
     return node
 
 
-def _slots(node: Any) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+def _slots(node: Any) -> Iterator[_Slot]:
     if isinstance(node, _Slot):
-        yield node.shape, node.dtype
+        yield node
     elif isinstance(node, dict):
         for value in node.values():
             yield from _slots(value)
     elif isinstance(node, list | tuple):
         for value in node:
             yield from _slots(value)
+
+
+def _targets(skeleton: Any, into: Binding | None) -> dict[int, torch.Tensor]:
+    """The targets of a state, by the ids of their slots."""
+    if into is None:
+        return {}
+    of_recipe: dict[int, _Slot] = {}
+    outline = _outline(skeleton, of_recipe)
+    pairs = paired(outline, into.bind(outline))
+    return {id(of_recipe[id(recipe)]): target for target, recipe in pairs}
+
+
+def _outline(node: Any, of_recipe: dict[int, _Slot]) -> Any:
+    if isinstance(node, _Slot):
+        recipe = TensorRecipe(
+            record=-1,
+            record_bytes=node.nbytes,
+            dtype=node.dtype,
+            offset=0,
+            shape=node.shape,
+            stride=torch.empty(node.shape, device="meta").stride(),
+            requires_grad=False,
+            is_parameter=False,
+        )
+        of_recipe[id(recipe)] = node
+        return recipe
+    if isinstance(node, dict):
+        return {key: _outline(value, of_recipe) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_outline(value, of_recipe) for value in node]
+    return node
 
 
 def _fill(node: Any, tensors: Iterator[torch.Tensor]) -> Any:
@@ -110,24 +156,33 @@ def _fill(node: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return node
 
 
-def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    group: list[torch.Tensor] = []
+def _chunks(slots: Sequence[_Slot]) -> Iterator[list[int]]:
+    """The numbers of slots that travel together."""
+    group: list[int] = []
     held = 0
-    for tensor in tensors:
-        if not tensor.numel():
+    for number, slot in enumerate(slots):
+        if not slot.nbytes:
             continue
-        if group and held + tensor.nbytes > CHUNK_BYTES:
+        if group and held + slot.nbytes > CHUNK_BYTES:
             yield group
             group, held = [], 0
-        group.append(tensor)
-        held += tensor.nbytes
+        group.append(number)
+        held += slot.nbytes
     if group:
         yield group
 
 
-def _spread(flat: torch.Tensor, group: list[torch.Tensor]) -> None:
+def _bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+
+
+def _spread(flat: torch.Tensor, group: Sequence[tuple[_Slot, torch.Tensor]]) -> None:
     offset = 0
-    for tensor in group:
-        part = flat[offset : offset + tensor.nbytes]
-        tensor.view(-1).view(torch.uint8).copy_(part)
-        offset += tensor.nbytes
+    for slot, tensor in group:
+        part = flat[offset : offset + slot.nbytes]
+        if tensor.dtype is slot.dtype and tensor.is_contiguous():
+            tensor.detach().view(-1).view(torch.uint8).copy_(part)
+        else:  # A copy of the bytes begins where the number type wants it to.
+            with torch.no_grad():
+                tensor.copy_(part.clone().view(slot.dtype).view(slot.shape))
+        offset += slot.nbytes

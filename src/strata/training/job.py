@@ -1,6 +1,6 @@
 """`ElasticJob`: an ordinary training loop that outlives its machines.
 
-    with strata.elastic(model=model, optimizer=optimizer, data=loader, checkpoints="runs/a") as job:
+    with strata.elastic(model=model, optimizer=optimizer, data=loader, checkpoints="runs/a", epochs=3) as job:
         for batch in job:
             loss = criterion(model(batch.data)) * batch.weight
             loss.backward()
@@ -8,31 +8,69 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-Entering restores the newest state from the fastest tier that verifies, on every rank; iterating trains from the
-exact next step. After each step the job saves by interval (shared memory often, lasting tiers less often), keeps the
-ledger of trained samples, tells the coordinator, and looks whether anybody was asked to leave. A batch counts as
-trained when the loop asks for the next one: work that a crash interrupts is neither saved nor in the ledger.
+Entering restores the newest state that any machine or destination has, on every rank; iterating trains from the exact
+next step. After each step the job saves by interval (shared memory often, destinations less often), keeps the ledger of
+trained samples, informs the coordinator, and asks whether anybody was told to leave. A batch counts as trained when the
+optimizer has stepped on it: work that a crash, a `break` or an exception interrupts is neither saved nor in the ledger.
+
+What is restored, saved, continued and given up is decided by `strata.core.job`; this module carries it out.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
-from strata.checkpoint import Author, CheckpointInfo, CheckpointManager, Memory, Policy, SaveHandle
-from strata.checkpoint.errors import CheckpointNotFound, LoadFailed
-from strata.checkpoint.naming import Stem, unique_stem
+from strata.checkpoint import Author, CheckpointManager, Memory, Policy, SaveHandle
+from strata.checkpoint.errors import (
+    CheckpointError,
+    FinalSaveFailed,
+    LoadFailed,
+    RunInUse,
+    StateMismatch,
+    Superseded,
+)
+from strata.checkpoint.identity import machine_token
+from strata.checkpoint.into import load_mapped
+from strata.checkpoint.manifest import Manifest
+from strata.checkpoint.naming import Stem, new_id, unique_stem
+from strata.checkpoint.places import Place, open_stores
+from strata.checkpoint.runs import RunClaim, launch_key, open_run
+from strata.checkpoint.staging import read_snapshot
+from strata.core.job import (
+    AwaitSave,
+    Finished,
+    JobProtocol,
+    Load,
+    LoadReport,
+    LookAgain,
+    Offer,
+    Resume,
+    Save,
+    SaveEnded,
+    StartAnew,
+    Stop,
+    Survey,
+)
+from strata.core.terms import CheckpointId
+from strata.core.words import counted
 from strata.data.commits import DataLedger
 from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch
-from strata.shared_memory import folder_name
+from strata.errors import StrataError
+from strata.launch import torchrun_trap
+from strata.platform import require_linux
+from strata.shared_memory import folder_name, memory_root
+from strata.stores.protocol import NotFound, Store, StoreError
 from strata.training import rng
 from strata.training.account import TimeAccount
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
@@ -48,6 +86,16 @@ log = logging.getLogger("strata.training")
 OnError = Literal["warn", "fail", "retry"]
 
 AGREE_EVERY_S = 0.5
+AWAIT_S = 2.0
+"""Ranks that wait for the final save tell each other so this often: no collective waits long enough to time out."""
+OFFERS = 20
+"""How many checkpoints of each destination are told to the other ranks: the newest."""
+UNSTEPPED_LIMIT = 1000
+"""After so many batches without a step of the optimizer, it is taken to be the wrong one."""
+MEMORY_RUN = "memory-"
+"""How the identities of runs begin that have no destination."""
+RECENT_S = 600.0
+"""A process that died longer ago than this was not recovered from: the run was resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +103,44 @@ class ElasticOptions:
     """How often a job saves, and how it behaves when things go wrong."""
 
     save_every: int = 500
-    """Steps between lasting checkpoints; the last step is always saved."""
+    """Steps between durable checkpoints; the final state is always saved."""
     snapshot_every: int = 50
     """Steps between snapshots in shared memory: at most this much work is lost. 0 makes none."""
     keep_count: int = 3
+    """How many durable checkpoints are kept."""
     snapshot_limit_bytes: int | None = None
-    """A state larger than this makes no snapshots between its lasting checkpoints."""
+    """A state larger than this makes no snapshots between its durable checkpoints."""
+    memory_root: str | os.PathLike[str] | None = None
+    """Where snapshots live; by default `STRATA_MEMORY_ROOT`, else shared memory, else a disk where that is too small."""
     on_error: OnError = "warn"
-    """What a failed save does to training: warn, fail or retry."""
+    """What a failed save does to training: warn, fail or retry. The final state must reach every destination anyway."""
     retries: int = 3
     retry_delay_s: float = 5.0
+    unreachable_timeout_s: float = 60.0
+    """How long a destination that does not answer is waited for while the job starts."""
     preemption_deadline_s: float = 25.0
-    """Time between SIGTERM and the end, final checkpoint included."""
+    """Time between SIGTERM or Ctrl-C and the end, final checkpoint included."""
     hang_timeout_s: float = 0.0
     """A rank without a step for this long is named with its stacks. 0 looks at nothing."""
     hang_policy: HangPolicy = "warn"
+    commit_on: Literal["optimizer_step", "batch"] = "optimizer_step"
+    """When a batch counts as trained: when the optimizer has stepped on it, or (for optimizers of other libraries,
+    whose steps cannot be seen) when the loop asks for the next batch."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("save_every", 1), ("snapshot_every", 0), ("keep_count", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} ({value!r}) must be a whole number of at least {least}")
+        for name in ("retry_delay_s", "unreachable_timeout_s", "preemption_deadline_s", "hang_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} ({getattr(self, name)!r}) must not be negative")
+        if self.on_error not in ("warn", "fail", "retry"):
+            raise ValueError(f"on_error ({self.on_error!r}) must be 'warn', 'fail' or 'retry'")
+        if self.hang_policy not in ("warn", "restart"):
+            raise ValueError(f"hang_policy ({self.hang_policy!r}) must be 'warn' or 'restart'")
+        if self.commit_on not in ("optimizer_step", "batch"):
+            raise ValueError(f"commit_on ({self.commit_on!r}) must be 'optimizer_step' or 'batch'")
 
 
 class Preempted(SystemExit):
@@ -83,14 +154,27 @@ class Preempted(SystemExit):
         super().__init__(0 if asked else EXIT_AGAIN)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """What rank 0 found out about the run, for all ranks."""
+
+    run: str = ""
+    place: str = ""
+    generation: int = 0
+    last_known_step: int = 0
+    error: StrataError | None = None
+
+
 class ElasticJob:
+    """See `strata.elastic`."""
+
     def __init__(
         self,
         *,
         model: torch.nn.Module,
         optimizer: Stateful,
         data: ElasticLoader,
-        checkpoints: Any = None,
+        checkpoints: Place | Sequence[Place] | None = None,
         scheduler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
         options: ElasticOptions | None = None,
@@ -105,21 +189,31 @@ class ElasticJob:
         data_metadata: Mapping[str, str] | None = None,
         on_restored: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
+        require_linux()
         if epochs is None and max_steps is None:
             raise ValueError("say when training ends: epochs, max_steps, or both")
+        if not isinstance(data, ElasticLoader):
+            raise TypeError(
+                f"data must be one strata.ElasticLoader, not {type(data).__name__}: the job keeps its position. "
+                "Other loaders may be used inside the loop; what they read is not in the ledger."
+            )
         self.options = options or ElasticOptions()
-        self.name = (
-            job or os.environ.get("STRATA_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or "default"
-        )
+        self.name = job or os.environ.get("STRATA_JOB_ID") or _launch_name() or "default"
         self.rank, self.world_size = rank_and_world()
         self.step = 0
         """Optimizer steps made, in this and all earlier lives of the job."""
+        self.run = ""
+        """The run's identity, which lives with its durable checkpoints."""
+        self.generation = 0
+        """Which start of the run this is."""
         self.recovery: Recovery | None = None
-        """What this process's start made good, if it did."""
+        """What this process's start recovered from, if it did."""
         self.restored = False
-        """Whether training goes on from a checkpoint."""
+        """Whether training continues from a checkpoint."""
         self.metrics: dict[str, float] = {}
         """Shown with this worker everywhere; `report` adds to it."""
+        # A task's name is given by the coordinator, not by the user: another task may continue its run.
+        self._given_name = job if job and job != os.environ.get("STRATA_TASK_ID") else ""
         self._data = data
         self._data_place = (data_path or data.dataset, data_format, dict(data_metadata or {}))
         self._epochs = epochs
@@ -128,62 +222,84 @@ class ElasticJob:
         self._on_restored = on_restored
         self._checkpoints = checkpoints
         self._stem = stem
-        self._tracer = tracer or Tracer.begin(self.name)
+        self._memory_root = Path(root) if (root := self.options.memory_root) else None
+        self._tracer = tracer or Tracer.begin(self.name, root=self._memory_root)
+        self._account = TimeAccount(self._tracer.before)
         self._ledger = DataLedger(data, gather=gather)
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._coordinator = coordinator
+        self._launch = launch_key()
+        self._stores: list[Store] = []
+        self._protocol = JobProtocol(
+            run="",
+            save_every=self.options.save_every,
+            snapshot_every=self.options.snapshot_every,
+            patience_s=self.options.unreachable_timeout_s,
+        )
+        self._claim: RunClaim | None = None
         self._manager: CheckpointManager | None = None
         self._link: CoordinatorLink | None = None
         self._watchdog: Watchdog | None = None
+        self._preemption: Preemption | None = None
+        self._footprints: Footprints | None = None
+        self._step_hook: Any = None
+        self._saving: dict[CheckpointId, SaveHandle] = {}
+        """Durable saves under way: rank 0 writes them and tells the others what became of each."""
+        self._durable: list[Manifest] = []
+        """What the destinations had when this job started."""
         self._first: SaveHandle | None = None
         """The first save, until it is complete; then the run is known to have a state."""
         self._first_is_noted = False
-        self._saved_step = -1  # Of the newest lasting save: the same on every rank.
+        self._snapshot_step = -1
         self._next_agreement = 1
-        self._account = TimeAccount(self._tracer.before)
         self._steps_here = 0
+        self._has_stepped = False
         self._step_began_s = 0.0
         self._step_s = 0.0
+        self._taken: list[Batch] = []
+        """Handed to the loop and not committed: the optimizer has not stepped on them."""
+        self._optimizer_steps = 0
+        self._steps_seen = 0
         self._leaving = False
+        self._everyone_leaves = False
+        self._has_finished = False
 
     # --- entering and leaving -------------------------------------------------------------------------------
 
-    def __enter__(self) -> ElasticJob:
+    def __enter__(self) -> Self:
         self._tracer.mark("ready")
         self._tracer.mark("joined")
-        self._preemption = Preemption(deadline_s=self.options.preemption_deadline_s)
+        self._data.check_trainable()
         self._data.set_world(self.rank, self.world_size)
+        self._data.commit_explicitly()
+        self._preemption = Preemption(deadline_s=self.options.preemption_deadline_s)
+        try:
+            self._start()
+        except BaseException:
+            self._close(failed=True)
+            raise
+        return self
+
+    def _start(self) -> None:
+        if (trap := torchrun_trap.warning()) is not None and self.rank == 0:
+            _announce(logging.WARNING, trap)
+        opened = self._open_run()
+        self.run = self._protocol.lineage.run = opened.run
+        if self.name in ("default", "none"):
+            self.name = f"{opened.place or 'job'}-{self.run[:6]}"
+        if self._tracer.find_before(self._memory_name, root=self._memory_root, within_s=RECENT_S):
+            self._account = TimeAccount(self._tracer.before)
         self.metrics["total_steps"] = float(self._total_steps())
-        self._link = open_link(
-            self._coordinator,
-            job=self.name,
-            rank=self.rank,
-            metadata={"restarts": self._restarts, "pid": str(os.getpid())},
-        )
-        if self._link is not None and self.rank == 0:
-            path, kind, metadata = self._data_place
-            self._link.describe_data(self._data.sampler, path, kind, metadata)
+        self._open_link(opened)
         self._tell("recovering" if self._restarts != "0" else "loading")
         if self._keeps_state:
-            self._manager = CheckpointManager(
-                self._checkpoints if self.rank == 0 else [],
-                self.options.keep_count,
-                memory=Memory(job=folder_name(self.name)),
-                policy=Policy(
-                    on_error=self.options.on_error,
-                    retries=self.options.retries,
-                    retry_delay_s=self.options.retry_delay_s,
-                    when_full="skip",  # A slow disk costs a snapshot, with a reason, and never a step.
-                ),
-                author=Author(worker=f"{self.name}-rank{self.rank}", world_size=self.world_size),
-                stem=self._stem,
-                observer=self._link if self.rank == 0 else None,
-            )
+            self._manager = self._open_manager(opened)
             if isinstance(self._state.optimizer, torch.optim.Optimizer):
                 self._manager.guard(self._state.optimizer)
-        self._restore()
+        self._restore(opened)
         self._tracer.mark("loaded")
-        self._footprints = Footprints(self.name, self.rank)
+        self._footprints = Footprints(self.name, self._memory_name, rank=self.rank, root=self._memory_root)
+        self._step_hook = self._watch_optimizer()
         if self.options.hang_timeout_s > 0:
             self._watchdog = Watchdog(
                 timeout_s=self.options.hang_timeout_s,
@@ -191,68 +307,418 @@ class ElasticJob:
                 name=f"rank {self.rank} of job '{self.name}'",
                 before_end=self._link.flush_logs if self._link is not None else None,
             )
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ended_well = kind is None or (kind is Preempted)
+        if kind is None and not self._has_finished:  # The loop ended by `break`, or was never begun.
+            try:
+                self._finish()
+            except BaseException:
+                self._close(failed=True)
+                raise
+        self._close(failed=not (kind is None or kind is Preempted), left=kind is Preempted)
+
+    def _close(self, *, failed: bool, left: bool = False) -> None:
+        """Let go of everything. After a failure nothing is waited for: this process will be started again, and finds
+        its newest snapshot in memory."""
+        if self._step_hook is not None:
+            self._step_hook.remove()
         if self._watchdog is not None:
             self._watchdog.close()
-        self._preemption.close()
         if self._manager is not None:
-            if ended_well:
-                self._manager.wait_pending()
-            # The next process of a job that did not end here starts from the images.
-            self._manager.close(keep_memory=kind is not None)
+            if failed:
+                self._manager.abandon()
+            else:
+                self._manager.close(keep_memory=left and not self._everyone_leaves)
+        if self._claim is not None:
+            self._claim.release(ended=not failed and not (left and not self._everyone_leaves))
         if self._link is not None:
-            self._link.close(leave=ended_well)
-        self._footprints.close()
-        if kind is None and self._local_rank == 0:
-            for run in {self.name, os.environ.get("TORCHELASTIC_RUN_ID", self.name)}:
-                clear_run(run)
+            self._link.close(leave=not failed)
+        if self._footprints is not None:
+            self._footprints.close()
+        if self._preemption is not None:
+            self._preemption.close()
+        if not failed and (not left or self._everyone_leaves) and self._local_rank == 0:
+            for run in {self.name, self._memory_name, os.environ.get("TORCHELASTIC_RUN_ID", self.name)}:
+                clear_run(run, root=self._memory_root)
 
     @property
     def had_saved(self) -> bool:
         """Whether this run has saved anything on this machine: then a restart must find a state."""
-        return was_saved(self.name)
+        return was_saved(self.name, root=self._memory_root)
 
     @property
     def _keeps_state(self) -> bool:
-        """One process per machine keeps images; of those, rank 0 writes to the lasting tiers."""
+        """One process per machine keeps images; of those, rank 0 writes to the destinations."""
         return self._local_rank == 0
 
     @property
     def _restarts(self) -> str:
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
+    @property
+    def _memory_name(self) -> str:
+        """What the run is called in this machine's memory."""
+        return folder_name(f"run-{self.run}")
+
+    # --- who this run is ------------------------------------------------------------------------------------
+
+    def _open_run(self) -> _Opened:
+        """Rank 0 opens the destinations, finds out whose they are and claims the next generation, for all ranks."""
+        mine = self._open_destinations() if self.rank == 0 else None
+        opened = gather(mine)[0]
+        assert opened is not None
+        if opened.error is not None:
+            raise opened.error
+        return opened
+
+    def _open_destinations(self) -> _Opened:
+        try:
+            self._stores = open_stores(self._checkpoints)
+            if not self._stores:
+                return _Opened(run=self._identity_in_memory())
+            record = self._patiently(lambda: open_run(self._stores, name=self._given_name))
+            self._claim = self._patiently(lambda: RunClaim.take(self._stores, launch=self._launch))
+        except StrataError as error:
+            return _Opened(error=error)
+        return _Opened(
+            run=record.run,
+            place=self._stores[0].url.rstrip("/").rpartition("/")[2],
+            generation=self._claim.generation,
+            last_known_step=self._claim.last_known_step,
+        )
+
+    def _patiently(self, attempt: Callable[[], Any]) -> Any:
+        """Ask a destination that does not answer again, for as long as the options allow."""
+        delay_s, deadline_s = 0.5, time.monotonic() + self.options.unreachable_timeout_s
+        while True:
+            try:
+                return attempt()
+            except StoreError as error:
+                if time.monotonic() + delay_s > deadline_s:
+                    raise _unreachable([str(error.message)]) from error
+                _announce(
+                    logging.WARNING,
+                    f"a destination does not answer, asking again in {delay_s:g} s: {error.message}",
+                )
+            time.sleep(delay_s)
+            delay_s = min(2 * delay_s, 8.0)
+
+    def _identity_in_memory(self) -> str:
+        """A run that keeps its state in memory alone is known by the name it was given, else by what launched it."""
+        return f"{MEMORY_RUN}{self._given_name or self._launch}"
+
+    def _open_link(self, opened: _Opened) -> None:
+        self._link = open_link(
+            self._coordinator,
+            job=self.name,
+            rank=self.rank,
+            run_id=self.run,
+            generation=opened.generation,
+            metadata={"restarts": self._restarts, "pid": str(os.getpid())},
+        )
+        if self._link is not None and self.rank == 0:
+            path, kind, metadata = self._data_place
+            self._link.describe_data(self._data.sampler, path, kind, metadata)
+
+    def _open_manager(self, opened: _Opened) -> CheckpointManager:
+        options = self.options
+        return CheckpointManager(
+            self._stores,
+            options.keep_count,
+            memory=Memory(job=self._memory_name, root=options.memory_root, launch=self._launch),
+            policy=Policy(
+                on_error=options.on_error,
+                retries=options.retries,
+                retry_delay_s=options.retry_delay_s,
+                when_full="skip",  # A slow disk costs a snapshot, with a reason, and never a step.
+            ),
+            author=Author(
+                worker=f"{self.name}-rank{self.rank}",
+                world_size=self.world_size,
+                generation=opened.generation,
+                run=self.run,
+            ),
+            stem=self._stem,
+            observer=self._link if self.rank == 0 else None,
+            admit=self._claim.admit if self._claim is not None else None,
+        )
+
+    # --- restoring ------------------------------------------------------------------------------------------
+
+    def _restore(self, opened: _Opened) -> None:
+        """Carry out what the protocol says until there is a state to train from."""
+        instruction: LookAgain | Load | Resume | StartAnew | Stop = LookAgain(after_s=0.0, reason="")
+        state: Any = None
+        while isinstance(instruction, LookAgain):
+            if instruction.reason and self.rank == 0:
+                _announce(
+                    logging.WARNING, f"looking again in {instruction.after_s:g} s: {instruction.reason}"
+                )
+            time.sleep(instruction.after_s)
+            instruction = self._protocol.surveyed(self._exchange_surveys(opened))
+            if isinstance(instruction, Load | StartAnew):
+                self._fence()
+            while isinstance(instruction, Load):
+                state, report = self._load(instruction)
+                instruction = self._protocol.loaded(gather(report))
+        if isinstance(instruction, Stop):
+            raise _error_of(instruction)
+        self.generation = self._protocol.generation
+        if self._link is not None and self.rank == 0 and self._manager is not None:
+            self._link.generation = self.generation
+            self._link.reconcile(list(dict.fromkeys(each.checkpoint_id for each in self._durable)))
+        if isinstance(instruction, StartAnew):
+            self._start_anew(instruction, opened)
+        else:
+            assert isinstance(instruction, Resume)
+            self._resume(instruction, state, opened)
+
+    def _exchange_surveys(self, opened: _Opened) -> list[Survey]:
+        error: StrataError | None = None
+        survey = Survey(machine=self._machine)
+        try:
+            survey = self._survey(opened)
+        except StrataError as refused:
+            error = refused
+        everyone = gather((survey, error))
+        for _, found in everyone:
+            if found is not None:
+                raise found
+        return [survey for survey, _ in everyone]
+
+    @property
+    def _machine(self) -> str:
+        """Ranks with the same one share memory."""
+        return f"{machine_token()}:{memory_root(self._memory_root)}"
+
+    def _survey(self, opened: _Opened) -> Survey:
+        if self._manager is None:
+            return Survey(machine=self._machine)
+        self._check_memory_is_free()
+        surveyed = self._manager.survey()
+        self._durable = [each.manifest for each in surveyed.copies if each.distance]
+        offers = [
+            Offer(
+                checkpoint_id=each.manifest.checkpoint_id,
+                run=each.manifest.run,
+                step=each.manifest.step,
+                generation=each.manifest.generation,
+                sequence=each.manifest.sequence,
+                lineage=each.manifest.lineage,
+                parent=each.manifest.parent,
+                durable_parent=each.manifest.durable_parent,
+                tier=each.tier,
+                where=each.where,
+                distance=each.distance,
+            )
+            for each in surveyed.copies
+        ]
+        return Survey(
+            machine=self._machine,
+            offers=tuple(_newest_of_each(offers)),
+            unreachable=tuple(str(error.message) for error in surveyed.unreachable),
+            unreadable=surveyed.unreadable,
+            removed=surveyed.removed,
+            destinations=tuple(store.url for store in self._stores),
+            generation=opened.generation if self.rank == 0 else 0,
+            fences=self._claim.fences if self._claim is not None else (),
+        )
+
+    def _check_memory_is_free(self) -> None:
+        """A run in memory alone has no destination that could say that another job lives in it."""
+        assert self._manager is not None
+        for holder in self._manager.holders() if self.run.startswith(MEMORY_RUN) else ():
+            if holder.launch != self._launch:
+                raise RunInUse(
+                    where=f"the memory of run '{self._given_name or self.run}'", holder=str(holder)
+                )
+
+    def _fence(self) -> None:
+        """From now on nothing that an earlier generation publishes counts."""
+        if self._manager is not None:
+            self._manager.fence(self._protocol.generation)
+        if self._claim is not None:
+            self._claim.fence(self._protocol.fence)
+
+    def _load(self, load: Load) -> tuple[Any, LoadReport]:
+        """This rank's part: load its copy, map its machine's, or wait for what the others say."""
+        self._alive("loading")
+        try:
+            if self.rank == load.source:
+                assert self._manager is not None
+                restored = self._manager.restore_copy(
+                    load.offer.checkpoint_id,
+                    where=load.offer.where,
+                    into=self._state.targets(),
+                    tear_ok=load.may_tear,
+                )
+                return {**restored.state, "position": restored.info.data}, LoadReport()
+            if self.rank in load.mapped:
+                image = load.images[load.mapped.index(self.rank)]
+                found = read_snapshot(Path(image).parent)
+                if found is None or found.manifest.checkpoint_id != load.offer.checkpoint_id:
+                    return None, LoadReport(error="the image is not there any more", fault="copy")
+                # Its keeper verifies it meanwhile; where nothing may be torn, each rank looks for itself.
+                state = load_mapped(
+                    found.path, found.manifest, into=self._state.targets(), verify=not load.may_tear
+                )
+                return {**state, "position": found.manifest.data}, LoadReport()
+        except StateMismatch as error:
+            return None, LoadReport(error=error.message, fault="state")
+        except LoadFailed as error:
+            is_away = any(
+                isinstance(cause, StoreError) and not isinstance(cause, NotFound) for cause in error.causes
+            )
+            return None, LoadReport(error=error.message, fault="away" if is_away else "copy")
+        except (StoreError, CheckpointError, OSError) as error:
+            return None, LoadReport(error=getattr(error, "message", str(error)), fault="copy")
+        return None, LoadReport()
+
+    def _resume(self, resume: Resume, state: Any, opened: _Opened) -> None:
+        offer = resume.load.offer
+        if resume.load.receivers:
+            into = self._state.targets() if self.rank in resume.load.receivers else None
+            received = broadcast_state(state, source=resume.load.source, into=into)
+            if self.rank in resume.load.receivers:
+                state = received
+        if state["position"] is None:
+            log.warning("the checkpoint says nothing about data: it is read from its beginning")
+        else:
+            self._ledger.restore(
+                state["position"], checkpoint_id=offer.checkpoint_id, durable=resume.is_durable
+            )
+        self._state.adopt(state, rank=self.rank)
+        self.step = int(state["step"])
+        self.restored = True
+        self._describe_start(
+            resumed=self.step,
+            tier=offer.tier,
+            world_before=int(state["world_size"]),
+            opened=opened,
+            reasons=resume.reasons,
+        )
+        if self._on_restored is not None:
+            self._on_restored(state)
+
+    def _start_anew(self, start: StartAnew, opened: _Opened) -> None:
+        for reason in start.reasons:
+            _announce(logging.WARNING, f"could not be used: {reason}")
+        before = self._tracer.before
+        world_before = before.world_size if before is not None else self.world_size
+        self._describe_start(
+            resumed=0, tier="nowhere", world_before=world_before, opened=opened, reasons=start.reasons
+        )
+
+    def _describe_start(
+        self, *, resumed: int, tier: str, world_before: int, opened: _Opened, reasons: tuple[str, ...]
+    ) -> None:
+        """One line on every start that is not a run's first; and the recovery, if this is one."""
+        before = self._tracer.before
+        reached = max(before.step if before is not None else 0, opened.last_known_step)
+        lost = max(0, reached - resumed)
+        if before is None and not self.restored:
+            return
+        self.recovery = Recovery(
+            phases={},
+            resumed_step=resumed,
+            lost_steps=lost,
+            tier=tier,
+            world_before=world_before,
+            world_after=self.world_size,
+            reasons=reasons,
+        )
+        if self.rank == 0:
+            what = f"resumed at step {resumed:,} from {tier}" if self.restored else "training starts anew"
+            _announce(
+                logging.INFO,
+                f"{what}, {counted(lost, 'step')} lost (run {self.run[:8]}, generation {self.generation})",
+            )
+
     # --- training -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
+        self._drop_uncommitted()
+        self._has_finished = False
         self._step_began_s = time.monotonic()
         while not self._is_done():
             for batch in self._data:
                 self._alive("training")
                 self._account.enter_step(self.step)
-                yield batch
-                # The loop has come back: this batch is trained.
-                self._data.commit(batch)
-                if batch.step.ends_step:
+                try:
+                    yield batch
+                except (
+                    GeneratorExit
+                ):  # The loop was left: a batch that the optimizer has stepped on is trained.
+                    self._take(batch)
+                    raise
+                if self._take(batch):
                     self._after_step(batch.step.batch_stop - batch.step.batch_start)
                     if self._is_done():
                         break
                 self._alive("reading data")
                 self._account.enter("waiting")
+            # What is left of an epoch without a step belongs to the next step, which no save comes before.
+            self._commit_taken()
         self._finish()
 
     def report(self, **metrics: float) -> None:
-        """Figures of the step being made (loss, tokens_per_second, …), for everyone who watches. Never waits."""
+        """Metrics of the step being made (loss, tokens_per_second, …), for everyone who watches. Never waits."""
         self.metrics.update(metrics)
 
     def waited(self, seconds: float) -> None:
         """So much of the step being made was waiting for other ranks: who waits least is whom the others wait for."""
         self.metrics["sync_wait_s"] = seconds
         self._account.waited(seconds)
+
+    def _watch_optimizer(self) -> Any:
+        optimizer = self._state.optimizer
+        if self.options.commit_on == "batch" or not isinstance(optimizer, torch.optim.Optimizer):
+            return None
+
+        def stepped(*_: object) -> None:
+            self._optimizer_steps += 1
+
+        return optimizer.register_step_post_hook(stepped)
+
+    def _take(self, batch: Batch) -> bool:
+        """The loop is done with a batch; whether a step has been made with it."""
+        self._taken.append(batch)
+        has_stepped = self._optimizer_steps > self._steps_seen
+        self._steps_seen = self._optimizer_steps
+        if self._step_hook is None:
+            has_stepped = batch.step.ends_step
+        elif has_stepped and not batch.step.ends_step:
+            raise StrataError(
+                "The optimizer made a step in the middle of a global batch, which would train part of it twice.",
+                hint="Step only where batch.step.ends_step, or leave out micro_batch_size.",
+            )
+        if not has_stepped:
+            if len(self._taken) >= UNSTEPPED_LIMIT and not self._steps_seen:
+                raise StrataError(
+                    f"{UNSTEPPED_LIMIT:,} batches were taken, and the optimizer given to strata.elastic has made no step.",
+                    hint="Give it the optimizer that steps, or set ElasticOptions(commit_on='batch').",
+                )
+            return False
+        self._commit_taken()
+        self.step += 1
+        self._steps_here += 1
+        if self._footprints is not None:
+            self._footprints.leave(self.step, self.world_size)
+        return True
+
+    def _commit_taken(self) -> None:
+        for batch in self._taken:
+            self._data.commit(batch)
+        self._taken = []
+
+    def _drop_uncommitted(self) -> None:
+        """Batches of an iteration that was left, and that no step was made with, are read again; so what they added to
+        the gradients must not stay."""
+        if self._taken and isinstance(self._state.optimizer, torch.optim.Optimizer):
+            self._state.optimizer.zero_grad(set_to_none=True)
+        self._taken = []
 
     def _is_done(self) -> bool:
         if self._max_steps is not None and self.step >= self._max_steps:
@@ -271,10 +737,10 @@ class ElasticJob:
         now_s = time.monotonic()
         self._account.made_step()
         self._step_s, self._step_began_s = now_s - self._step_began_s, now_s
-        self.step += 1
-        self._steps_here += 1
-        self._footprints.leave(self.step, self.world_size)
-        if self._steps_here == 1:
+        if self._claim is not None:
+            self._claim.step = self.step
+        if not self._has_stepped:
+            self._has_stepped = True
             self._first_step()
         self.metrics["step_time_s"] = self._step_s
         self.metrics["samples_per_second"] = samples / max(self._step_s, 1e-9)
@@ -284,42 +750,57 @@ class ElasticJob:
         self._agree()
         self._account.enter("checkpoint")
         self._note_first_save()
-        options = self.options
-        if self._leaving:
-            self._save_finally()
-        elif self.step % options.save_every == 0:
-            self._save(lasting=True)
-        elif options.snapshot_every and self.step % options.snapshot_every == 0:
-            self._save(lasting=False)
         if self._leaving:
             self._leave()
+        due = self._protocol.due(self.step)
+        if due is not None:
+            self._save(durable=due == "durable")
         self._account.enter("waiting")
         self._step_began_s = time.monotonic()
 
     def _agree(self) -> None:
-        """Every half second or so all ranks ask each other whether one of them was told to leave."""
+        """Every half second or so all ranks ask each other whether one of them was told to leave, or superseded."""
         if self._steps_here < self._next_agreement:
             return
+        assert self._preemption is not None
         patience = max(1, min(1000, int(AGREE_EVERY_S / max(self._step_s, 1e-6))))
-        stay, gap = smallest([0.0 if self._preemption.requested else 1.0, float(patience)])
+        asked, superseded = self._preemption.requested, self._superseded()
+        stay, gap, all_asked, current = smallest(
+            [float(not asked), float(patience), float(asked), float(superseded is None)]
+        )
+        if not current:
+            raise superseded or Superseded(
+                where="another rank", generation=self.generation, newest=self.generation + 1
+            )
         self._leaving = stay == 0.0
+        self._everyone_leaves = all_asked == 1.0
         self._next_agreement = self._steps_here + int(gap)
 
+    def _superseded(self) -> StrataError | None:
+        """Why this process may not go on: another start of the run has taken over, or another run has its name."""
+        if self._claim is not None and self._claim.superseded is not None:
+            return CheckpointError(
+                self._claim.superseded, hint="This process ends; the run continues elsewhere."
+            )
+        if self._link is not None and self._link.superseded is not None:
+            return CheckpointError(
+                self._link.superseded, hint="This process ends; the run continues elsewhere."
+            )
+        if self._link is not None and self._link.refused is not None:
+            return CheckpointError(self._link.refused)
+        return None
+
     def _leave(self) -> None:
-        if self._manager is not None:
-            self._manager.wait_pending(self.options.preemption_deadline_s)
+        self._finish()
+        if not self._protocol.destinations and self._snapshot_step != self.step:
+            self._save(durable=False)
+            if self._manager is not None:
+                self._manager.wait_pending(self.options.preemption_deadline_s)
+        assert self._preemption is not None
         asked = self._preemption.requested
         who = "asked to leave" if asked else "others were asked to leave"
-        log.info("%s: step %d is saved, ending", who, self.step)
+        _announce(logging.INFO, f"{who}: step {self.step:,} is saved, ending")
         raise Preempted(asked=asked)
-
-    def _finish(self) -> None:
-        self._account.enter("checkpoint")
-        if self._saved_step != self.step:
-            self._save_finally()
-        if self._manager is not None:
-            self._manager.wait_pending()
-        self._tell("idle")
 
     def _first_step(self) -> None:
         self._tracer.mark("stepped")
@@ -330,37 +811,84 @@ class ElasticJob:
         if self._link is not None:
             self._link.recovered(self.recovery)
 
-    def _save_finally(self) -> None:
-        """The last save of this process waits for those before it, so that it is never skipped."""
-        if self._manager is not None:
-            self._manager.wait_pending(self.options.preemption_deadline_s)
-        self._save(lasting=True)
+    # --- saving ---------------------------------------------------------------------------------------------
 
-    # --- saving and restoring -------------------------------------------------------------------------------
+    def _exchange_news(self) -> tuple[CheckpointId, int, dict[str, Any]]:
+        """All ranks hear what became of the saves under way, and the name and time of the next one, which are rank
+        0's; and they exchange their random number generators."""
+        everyone = gather((rng.capture(), self._news(), new_id(self.step), int(time.time() * 1000)))
+        learned = self._protocol.learn([ended for _, news, _, _ in everyone for ended in news])
+        if learned.stop is not None:
+            raise _error_of(learned.stop)
+        for checkpoint_id in learned.confirmed:
+            self._ledger.confirm(checkpoint_id)
+        for checkpoint_id in learned.failed:
+            self._ledger.fail(checkpoint_id)
+        rng_states = {str(rank): states for rank, (states, _, _, _) in enumerate(everyone)}
+        return everyone[0][2], everyone[0][3], rng_states
 
-    def _save(self, *, lasting: bool) -> None:
-        rng_states = {str(r): states for r, states in enumerate(gather(rng.capture()))}
-        position = self._ledger.commit(durable=lasting)
-        if lasting:
-            self._saved_step = self.step
+    def _news(self) -> tuple[SaveEnded, ...]:
+        """What became of this rank's durable saves since it was last asked."""
+        ended = [handle for handle in self._saving.values() if handle.done()]
+        for handle in ended:
+            del self._saving[handle.checkpoint_id]
+        return tuple(_outcome(handle, [store.url for store in self._stores]) for handle in ended)
+
+    def _save(self, *, durable: bool) -> None:
+        checkpoint_id, now_ms, rng_states = self._exchange_news()
+        save = self._protocol.save(checkpoint_id, step=self.step, now_ms=now_ms, durable=durable)
+        self._carry_out(save, rng_states)
+
+    def _carry_out(self, save: Save, rng_states: Mapping[str, Any]) -> None:
+        checkpoint_id = save.placement.checkpoint_id
+        position = self._ledger.commit(checkpoint_id, durable=save.durable)
+        self._snapshot_step = self.step
         if self._manager is None:
             return
         self._tell("checkpointing")
         state = self._state.capture(
             step=self.step, epoch=self._data.epoch, rng_states=rng_states, world_size=self.world_size
         )
-        if not lasting and not self._fits(state):
+        if not save.durable and not self._fits(state):
             return
         handle = self._manager.save(
             state,
             self.step,
             self._data.epoch,
             position=position,
-            tiers=None if lasting else ["MEMORY"],
+            tiers=None if save.durable else ["MEMORY"],
+            placement=save.placement,
+            must_arrive=save.final,
         )
+        if save.durable and self._stores:
+            self._saving[checkpoint_id] = handle
         if self._first is None and not self._first_is_noted:
             self._first = handle
         self._tell("training")
+
+    def _finish(self) -> None:
+        """Training has ended here: return when its state is in every destination, or raise what is missing."""
+        if self._has_finished or not (self._steps_here or self.restored):
+            self._has_finished = True
+            return
+        self._account.enter("checkpoint")
+        if self._watchdog is not None:
+            self._watchdog.suspend()  # A slow destination is no hang.
+        while True:
+            checkpoint_id, now_ms, rng_states = self._exchange_news()
+            instruction = self._protocol.finish(self.step, checkpoint_id, now_ms=now_ms)
+            if isinstance(instruction, Save):
+                self._carry_out(instruction, rng_states)
+            elif isinstance(instruction, AwaitSave):
+                if (handle := self._saving.get(instruction.checkpoint_id)) is not None:
+                    handle.wait(AWAIT_S)
+            elif isinstance(instruction, Stop):
+                raise _error_of(instruction, step=self.step)
+            else:
+                assert isinstance(instruction, Finished)
+                break
+        self._has_finished = True
+        self._tell("idle")
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
         limit_bytes = self.options.snapshot_limit_bytes
@@ -369,7 +897,7 @@ class ElasticJob:
         needed_bytes = tensor_bytes(state)
         if needed_bytes > limit_bytes:
             log.warning(
-                "Cannot save snapshot: %.1fMB required, but only %.1fMB available; only lasting checkpoints are made",
+                "Cannot save snapshot: %.1fMB required, but only %.1fMB available; only durable checkpoints are made",
                 needed_bytes / 2**20,
                 limit_bytes / 2**20,
             )
@@ -379,79 +907,11 @@ class ElasticJob:
         if self._first is None or not self._first.done():
             return
         if self._first.exception() is None:
-            note_saved(self.name)
+            note_saved(self.name, root=self._memory_root)
             self._first_is_noted = True
         self._first = None
 
-    def _restore(self) -> None:
-        """Find the newest state any machine has, and give it to every rank."""
-        found = self._newest()
-        offers = gather(_order(found))
-        best = max(range(len(offers)), key=lambda r: (offers[r], -r))
-        state: dict[str, Any] | None = None
-        if any(offers[best]):
-            if best == self.rank:
-                state = self._load()
-            state = broadcast_state(state, source=best)
-        if state is None:
-            self._describe_new_beginning()
-            return
-        self.restored = True
-        self._state.restore(state, rank=self.rank)
-        if state["position"] is None:
-            log.warning("the checkpoint says nothing about data: it is read from its beginning")
-        else:
-            self._ledger.restore(state["position"])
-        self.step = int(state["step"])
-        self._describe_recovery(state)
-        if self._on_restored is not None:
-            self._on_restored(state)
-
-    def _newest(self) -> CheckpointInfo | None:
-        if self._manager is None:
-            return None
-        return self._manager.get_latest()
-
-    def _load(self) -> dict[str, Any] | None:
-        assert self._manager is not None
-        try:
-            restored = self._manager.restore()
-        except (CheckpointNotFound, LoadFailed) as error:
-            log.warning("no checkpoint could be restored, training starts anew: %s", error)
-            return None
-        return {
-            **restored.state,
-            "position": restored.info.data,
-            "tier": restored.tier,
-            "reasons": list(restored.reasons),
-        }
-
-    def _describe_recovery(self, state: Mapping[str, Any]) -> None:
-        before = self._tracer.before
-        self.recovery = Recovery(
-            phases={},
-            resumed_step=self.step,
-            lost_steps=max(0, before.step - self.step) if before is not None else 0,
-            tier=str(state["tier"]),
-            world_before=int(state["world_size"]),
-            world_after=self.world_size,
-            reasons=tuple(state["reasons"]),
-        )
-
-    def _describe_new_beginning(self) -> None:
-        """A crash before the first snapshot is a recovery too: it costs what was made until then."""
-        before = self._tracer.before
-        if before is not None:
-            self.recovery = Recovery(
-                phases={},
-                resumed_step=0,
-                lost_steps=before.step,
-                tier="nowhere",
-                world_before=before.world_size,
-                world_after=self.world_size,
-            )
-
-    # --- telling --------------------------------------------------------------------------------------------
+    # --- reporting ------------------------------------------------------------------------------------------
 
     def _tell(self, state: str) -> None:
         if self._link is not None:
@@ -463,5 +923,76 @@ class ElasticJob:
             self._watchdog.alive(doing)
 
 
-def _order(info: CheckpointInfo | None) -> tuple[int, float]:
-    return (info.step + 1, info.created_at) if info is not None else (0, 0.0)
+def _launch_name() -> str | None:
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if run == "none" else run
+
+
+def _newest_of_each(offers: Sequence[Offer]) -> list[Offer]:
+    """The newest offers of each place."""
+    newest = sorted(offers, key=lambda offer: offer.order, reverse=True)
+    return [
+        o
+        for where in {o.distance for o in offers}
+        for o in [n for n in newest if n.distance == where][:OFFERS]
+    ]
+
+
+def _outcome(handle: SaveHandle, destinations: Sequence[str]) -> SaveEnded:
+    """What a durable save came to, for the protocol."""
+    error = handle.exception()
+    is_durable = any(tier != "MEMORY" for tier in handle.tiers)
+    if error is None:
+        info = handle.result()
+        return SaveEnded(checkpoint_id=handle.checkpoint_id, is_durable=is_durable, missing=info.failures)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, Superseded):
+        cause = cause.__cause__
+    return SaveEnded(
+        checkpoint_id=handle.checkpoint_id,
+        is_durable=is_durable,
+        missing=(str(getattr(error, "message", error)),),
+        superseded=str(cause.message) if isinstance(cause, Superseded) else "",
+    )
+
+
+def _unreachable(reasons: Sequence[str]) -> StrataError:
+    return LoadFailed(
+        "A destination of this job does not answer, so nobody can say what there is to restore. Nothing was changed.",
+        reasons=reasons,
+        hint="Check credentials, network and the address, then start the job again.",
+    )
+
+
+def _error_of(stop: Stop, *, step: int = -1) -> StrataError:
+    """The protocol's reason to end, as the error that a user sees."""
+    if stop.kind == "unreachable":
+        return _unreachable(stop.reasons)
+    if stop.kind == "mismatch":
+        return StateMismatch(
+            stop.reasons[-1],
+            hint="The model or optimizer is not the one that was saved. Nothing was removed.",
+        )
+    if stop.kind == "unloadable":
+        return LoadFailed(
+            "There are checkpoints of this run, and none of them can be loaded. Nothing was removed.",
+            reasons=stop.reasons,
+            hint="Look at them with: strata checkpoint verify. To start anew, name another destination.",
+        )
+    if stop.kind == "superseded":
+        return CheckpointError(stop.reasons[0], hint="This process ends; the run continues elsewhere.")
+    return FinalSaveFailed(
+        tier="FINAL",
+        path="every destination",
+        reason="; ".join(stop.reasons),
+        step=step,
+        hint="The state is still in this machine's memory: start the job again when the destination has room and answers.",
+    )
+
+
+def _announce(level: int, text: str) -> None:
+    """A line that a user must see, also in a script that has not configured logging."""
+    if log.isEnabledFor(level) and log.hasHandlers():
+        log.log(level, "%s", text)
+    else:
+        print(f"strata: {text}", file=sys.stderr, flush=True)

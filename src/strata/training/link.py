@@ -2,7 +2,13 @@
 
 Training never waits for it. Notices go through a bounded queue to a thread of their own; when the coordinator is
 away they wait there, and when the queue is full the oldest go, because the manifests are the truth and the
-registry can be rebuilt from them.
+registry can be rebuilt from them: the link remembers which checkpoints exist, and when a notice may have been lost,
+or the coordinator has lost its memory, it tells all of them again (`reconcile`). So what was said in vain is reflected
+in the end.
+
+A process that was taken for dead registers anew, ever more slowly. One whose place another process has taken, or whose
+name belongs to another live run, falls silent and says so (`superseded`, `refused`): two processes under one name must
+not fence each other for ever.
 """
 
 from __future__ import annotations
@@ -10,47 +16,86 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import random
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
-from strata.checkpoint.events import CheckpointInfo, Started
+from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
+from strata.checkpoint.manifest import CheckpointId
 from strata.data.sampler import ElasticSampler
 from strata.errors import StrataError
 from strata.training.trace import Recovery
-from strata.worker.errors import CoordinatorUnavailable, StaleWorker
+from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, StaleWorker
 from strata.worker.orchestrator import TrainingOrchestrator
 
 log = logging.getLogger("strata.training")
 
 NOTICES_KEPT = 256
 JOIN_TIMEOUT_S = 3.0
+CLOSE_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+"""Between two registrations, when one after the other is over soon."""
+SETTLED_S = 30.0
+"""A registration that has lasted so long was none of those."""
 SHARDS_SHOWN = 256
+
+Facts = dict[str, Any]
+"""All that the registry wants to know about a completed checkpoint: `notify_checkpoint`'s arguments."""
 
 
 class CoordinatorLink:
     """One worker's presence at the coordinator. Also the checkpoint engine's observer."""
 
-    def __init__(self, address: str, *, job: str, worker_id: str, metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        job: str,
+        worker_id: str,
+        metadata: Mapping[str, str],
+        run_id: str = "",
+        generation: int = 0,
+    ) -> None:
         self.worker_id = worker_id
+        self.run_id = run_id
+        self.generation = generation
+        """Of the run: what this process says from now on is said for it."""
+        self.superseded: str | None = None
+        """Why this process should stop: another one has taken its place, or a later generation of its run has started."""
+        self.refused: str | None = None
+        """Why this process should stop: another live run has the name of this job."""
         self._metadata = dict(metadata)
         self._orchestrator = TrainingOrchestrator(
             address, job_id=job, timeout_s=JOIN_TIMEOUT_S, ship_logs=_ships_logs(), on_stale=self._on_stale
         )
         self._notices: queue.Queue[Callable[[], None] | None] = queue.Queue(NOTICES_KEPT)
-        self._closing = False
+        self._lock = threading.Lock()
+        self._existing: dict[str, Facts | None] | None = None
+        """Every checkpoint of the run that is in a durable place, oldest first; None until somebody has said."""
+        self._is_behind = False
+        """Whether the registry may not have heard of all of them, or of all removals."""
+        self._noted = self._subsumed = 0
+        """How many notices about checkpoints were given; up to which of them `_catch_up` has told what came of them."""
+        self._describe: Callable[[], None] | None = None
+        self._registered_s: float | None = None
+        self._must_register = True
+        self._pause_s = 0.0
+        self._is_away = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="strata-notices", daemon=True)
         self._thread.start()
-        self._put(self._register)
+        self._put(_nothing)  # Whatever is delivered first, a registration comes before it.
 
     # --- told by the training loop, never waiting -----------------------------------------------------------
 
     def status(
         self, state: str, *, step: int, epoch: int, metrics: Mapping[str, float] | None = None
     ) -> None:
-        with suppress(StaleWorker):  # The notice thread registers anew.
+        with suppress(StaleWorker):  # The notice thread registers anew, or has fallen silent.
             self._orchestrator.heartbeat(step, epoch, state=state, metrics=metrics)
 
     def describe_data(
@@ -70,6 +115,7 @@ class CoordinatorLink:
                 metadata,
             )
 
+        self._describe = register
         self._put(register)
 
     def recovered(self, recovery: Recovery) -> None:
@@ -88,53 +134,72 @@ class CoordinatorLink:
     def flush_logs(self) -> None:
         self._orchestrator.flush_logs()
 
+    def reconcile(self, present: Sequence[CheckpointId], infos: Sequence[CheckpointInfo] = ()) -> None:
+        """These checkpoints of the run exist in a durable place, oldest first, and no others do: what the registry
+        calls completed and is not among them becomes removed. Those of them that it does not know are told to it, as far
+        as `infos` describe them. To be said before the first save; the link keeps account from then on."""
+        described = {info.checkpoint_id: info for info in infos}
+        with self._lock:
+            self._existing = {
+                checkpoint_id: _facts(info) if (info := described.get(checkpoint_id)) is not None else None
+                for checkpoint_id in present
+            }
+            self._is_behind = True
+        self._put(_nothing)
+
     def close(self, *, leave: bool) -> None:
         """Deliver what waits, for a few seconds; with `leave`, say goodbye."""
-        self._closing = True
-        if leave:
-            self._put(lambda: self._orchestrator.deregister("training ended"))
+        self._closing.set()
         self._put(None)
-        self._thread.join(10)
+        self._thread.join(CLOSE_S)
+        if leave and not self._thread.is_alive() and not self._is_away:
+            with suppress(StrataError):
+                self._orchestrator.deregister("training ended")
         self._orchestrator.close()
 
     # --- the checkpoint engine's observer, on its threads ---------------------------------------------------
 
     def on_started(self, save: Started) -> None:
         if _lasts(save.tiers):
-            self._notify(save, "in_progress")
+            self._notify("in_progress", _beginning(save))
 
     def on_tier(self, save: Started, *, tier: str, size_bytes: int, seconds: float) -> None:
         pass  # `on_completed` has the tiers; a tier that is still being written to is not safe yet.
 
+    def on_skipped(self, save: Started, *, tier: str, reason: str) -> None:
+        pass  # `on_completed` has the tiers that were reached, `on_failed` the reason where there are none.
+
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None:
         if _lasts(info.tiers):
-            self._notify(
-                save,
-                "completed",
-                path=info.path,
-                size_bytes=info.size_bytes,
-                tiers=info.tiers,
-                digest=info.digest,
-                duration_s=seconds,
-                parent_id=info.durable_parent or "",
-                data=info.data if isinstance(info.data, dict) else None,
-            )
+            facts = {**_facts(info), "duration_s": seconds}
+            self._notify("completed", facts)
 
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None:
         if _lasts(save.tiers):
-            self._notify(save, "failed", reason=str(error)[:1000])
+            self._notify("failed", {**_beginning(save), "reason": str(error)[:1000]})
 
-    def _notify(self, save: Started, status: str, **facts: Any) -> None:
-        values = {"path": save.path, "size_bytes": save.size_bytes, **facts}
-        self._put(
-            lambda: self._orchestrator.notify_checkpoint(
-                save.checkpoint_id,
-                save.step,
-                save.epoch,
-                status=status,  # type: ignore[arg-type]
-                **values,
-            )
-        )
+    def on_removed(
+        self, checkpoint_id: CheckpointId, *, step: int, epoch: int, path: str, reason: str
+    ) -> None:
+        facts = {"checkpoint_id": checkpoint_id, "step": step, "epoch": epoch, "path": path}
+        self._notify("removed", {**facts, "reason": reason[:1000]})
+
+    def _notify(self, status: Literal["in_progress", "completed", "failed", "removed"], facts: Facts) -> None:
+        with self._lock:
+            self._noted = number = self._noted + 1
+            if self._existing is not None and status == "completed":
+                self._existing[facts["checkpoint_id"]] = facts
+                _forget_oldest(self._existing)
+            elif self._existing is not None and status == "removed":
+                self._existing.pop(facts["checkpoint_id"], None)
+
+        def notify() -> None:
+            if number > self._subsumed or status == "failed":
+                self._orchestrator.notify_checkpoint(
+                    status=status, run_id=self.run_id, run_generation=self.generation, **facts
+                )
+
+        self._put(notify)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -144,50 +209,172 @@ class CoordinatorLink:
                 self._notices.put_nowait(notice)
                 return
             except queue.Full:
-                try:
+                with suppress(queue.Empty):
                     self._notices.get_nowait()
-                    log.warning("the coordinator is away; the oldest notice to it was dropped")
-                except queue.Empty:
-                    pass
+                    if not self._is_behind:
+                        log.warning("the coordinator is away; the oldest notices to it are being dropped")
+                    self._is_behind = True
+
+    @property
+    def _is_silent(self) -> bool:
+        return self.superseded is not None or self.refused is not None
 
     def _work(self) -> None:
         while (notice := self._notices.get()) is not None:
-            while True:
-                try:
-                    notice()
-                except CoordinatorUnavailable as error:
-                    if not self._closing:
-                        log.debug("waiting for the coordinator: %s", error)
-                        continue
-                    log.warning("%s", error)
-                except StaleWorker as error:
-                    log.warning("registering anew: %s", error)
-                    self._register()
-                    continue
-                except StrataError as error:
-                    log.warning("the coordinator refused a notice: %s", error)
-                break
+            while not self._is_silent and not self._is_delivered(notice):
+                pass
+
+    def _is_delivered(self, notice: Callable[[], None]) -> bool:
+        """One attempt. True as well where another would be of no use."""
+        try:
+            self._register()
+            self._catch_up()
+            notice()
+            self._is_away = False
+        except CoordinatorUnavailable as error:
+            self._is_away = True
+            if not self._closing.is_set():
+                log.debug("waiting for the coordinator: %s", error)
+                return False
+            log.warning("%s", error)
+        except StaleWorker as error:
+            self._must_register = True
+            self._become_stale(error.cause, str(error))
+            return False
+        except CoordinatorRefused as error:
+            if error.reason_code == "name_in_use":
+                self.refused = str(error)
+            # What was never told of need not be removed.
+            level = logging.DEBUG if error.reason_code == "not_found" else logging.WARNING
+            log.log(level, "the coordinator refused a notice: %s", error)
+        except StrataError as error:
+            log.warning("the coordinator could not be told: %s", error)
+        return True
 
     def _register(self) -> None:
+        if self._orchestrator.is_current and not self._must_register:
+            return
+        if self._registered_s is None or time.monotonic() - self._registered_s > SETTLED_S:
+            self._pause_s = 0.0
+        self._closing.wait(self._pause_s * random.uniform(0.5, 1.0))
+        self._pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
         self._orchestrator.register_worker(
-            self.worker_id, socket.gethostname(), 0, _gpu_count(), metadata=self._metadata
+            self.worker_id,
+            socket.gethostname(),
+            0,
+            _gpu_count(),
+            metadata=self._metadata,
+            run_id=self.run_id,
+            run_generation=self.generation,
         )
+        self._registered_s = time.monotonic()
+        self._must_register = False
 
     def _on_stale(self, reason: str) -> None:
-        if not self._closing:
-            self._put(self._register)
+        """The session has heard that this incarnation is over."""
+        self._become_stale(self._orchestrator.stale_cause, reason)
+        if not self._closing.is_set():
+            self._put(_nothing)
+
+    def _become_stale(self, cause: str, reason: str) -> None:
+        if StaleWorker("stale", reason, cause=cause).superseded:
+            if self.superseded is None:
+                log.warning("this process was superseded and says no more to the coordinator: %s", reason)
+            self.superseded = reason
+            return
+        if cause == "unknown":  # It has lost its memory, also of what it was told before.
+            self._is_behind = True
+            if self._describe is not None:
+                self._put(self._describe)
+        log.warning("registering anew: %s", reason)
+
+    def _catch_up(self) -> None:
+        """Tell which checkpoints exist, and describe those that the registry does not know."""
+        with self._lock:
+            if not self._is_behind:
+                return
+            existing = dict(self._existing) if self._existing is not None else None
+            noted = self._noted
+            self._is_behind = False
+        if existing is None:
+            return
+        run: Facts = {"run_id": self.run_id, "run_generation": self.generation}
+        try:
+            unknown = set(self._orchestrator.reconcile_checkpoints(list(existing), **run))
+            newer = ""
+            for checkpoint_id, facts in reversed(existing.items()):
+                if checkpoint_id in unknown:
+                    if facts is None:
+                        continue
+                    self._orchestrator.notify_checkpoint(**facts, **run, succeeded_by=newer)
+                newer = checkpoint_id
+            self._subsumed = noted
+        except (CoordinatorUnavailable, StaleWorker):
+            self._is_behind = True
+            raise
+        except CoordinatorRefused as error:
+            log.warning("the coordinator's list of checkpoints may be out of date: %s", error)
 
 
 def open_link(
-    address: str | None, *, job: str, rank: int, metadata: Mapping[str, str]
+    address: str | None,
+    *,
+    job: str,
+    rank: int,
+    metadata: Mapping[str, str],
+    run_id: str = "",
+    generation: int = 0,
 ) -> CoordinatorLink | None:
     """A link where a coordinator is named (by argument or environment); None where there is none."""
     address = address or os.environ.get("COORDINATOR_ADDR") or os.environ.get("COORDINATOR_URL")
     if not address:
         return None
     task = os.environ.get("STRATA_TASK_ID")
-    metadata = {**metadata, **({"task_id": task} if task else {})}
-    return CoordinatorLink(address, job=job, worker_id=f"{job}-rank{rank}", metadata=metadata)
+    return CoordinatorLink(
+        address,
+        job=job,
+        worker_id=f"{job}-rank{rank}",
+        metadata={**metadata, **({"task_id": task} if task else {})},
+        run_id=run_id,
+        generation=generation,
+    )
+
+
+def _nothing() -> None:
+    """A notice that says nothing: what must come before any notice comes before it."""
+
+
+def _beginning(save: Started) -> Facts:
+    return {
+        "checkpoint_id": save.checkpoint_id,
+        "step": save.step,
+        "epoch": save.epoch,
+        "path": save.path,
+        "size_bytes": save.size_bytes,
+    }
+
+
+def _facts(info: CheckpointInfo) -> Facts:
+    return {
+        "checkpoint_id": info.checkpoint_id,
+        "step": info.step,
+        "epoch": info.epoch,
+        "path": info.path,
+        "size_bytes": info.size_bytes,
+        "tiers": list(info.tiers),
+        "digest": info.digest,
+        "parent_id": info.durable_parent or "",
+        "data": info.data if isinstance(info.data, dict) else None,
+        "saved_generation": info.generation,
+    }
+
+
+def _forget_oldest(existing: dict[str, Facts | None]) -> None:
+    """Of very many checkpoints only the newest are remembered in full: enough to tell again what was lost on the way."""
+    if len(existing) > NOTICES_KEPT:
+        known = [checkpoint_id for checkpoint_id, facts in existing.items() if facts is not None]
+        for checkpoint_id in known[:-NOTICES_KEPT]:
+            existing[checkpoint_id] = None
 
 
 def _ships_logs() -> bool:
@@ -196,7 +383,7 @@ def _ships_logs() -> bool:
 
 
 def _lasts(tiers: tuple[str, ...]) -> bool:
-    return any(tier != "MEMORY" for tier in tiers)
+    return any(tier != MEMORY for tier in tiers)
 
 
 def _gpu_count() -> int:

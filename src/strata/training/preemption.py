@@ -1,4 +1,4 @@
-"""SIGTERM means: save what you have, and leave. Within a deadline, whatever happens."""
+"""SIGTERM and Ctrl-C mean: save what you have, and leave. Within a deadline, whatever happens; a second Ctrl-C means now."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from types import FrameType
+from typing import Any
 
 log = logging.getLogger("strata.training")
 
@@ -15,16 +16,25 @@ EXIT_AGAIN = 75
 
 
 class Preemption:
-    """Notes the signal; the training loop looks at `requested` at its next step. Main thread only."""
+    """Notes the signal; the training loop looks at `requested` at its next step.
+
+    Python lets only the main thread handle signals: a job in another one (some notebooks) is not asked, and ends as any
+    Python program does.
+    """
 
     def __init__(self, *, deadline_s: float) -> None:
         self.requested = False
         self._deadline_s = deadline_s
-        self._previous = signal.signal(signal.SIGTERM, self._on_signal)
         self._timer: threading.Timer | None = None
+        self._previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
             return
         self.requested = True
         self._timer = threading.Timer(self._deadline_s, self._too_late)
@@ -40,4 +50,7 @@ class Preemption:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        signal.signal(signal.SIGTERM, self._previous)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+        self._previous = {}

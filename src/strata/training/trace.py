@@ -1,7 +1,7 @@
 """Where the time of a recovery went: detect, rendezvous, spawn, load, first step.
 
 Clocks: `time.monotonic` is the machine's, so the moments of dead processes, of the agent and of this one can be
-compared. Each rank leaves the moment of its last step in a small file in shared memory; the agent's rendezvous
+compared. Each rank leaves the moment of its last step in a small file below the memory root; the agent's rendezvous
 leaves when it began and ended; this process knows its own start. What cannot be known (another machine, another
 rendezvous back end) is counted to the phase around it, never guessed. A run removes its moments when it ends; what one
 that was killed left is removed by another run, a day after its last moment.
@@ -53,18 +53,18 @@ class Recovery:
         )
 
 
-def clear_run(job: str) -> None:
+def clear_run(job: str, *, root: Path | None = None) -> None:
     """Remove what a finished run left."""
-    folder = run_folder(job)
+    folder = run_folder(job, root=root)
     with suppress(OSError):
         for path in folder.iterdir():
             path.unlink()
     remove_empty(folder)
 
 
-def clear_old_runs(*, keep: str) -> None:
+def clear_old_runs(*, keep: str, root: Path | None = None) -> None:
     """Remove what runs left that were killed long ago, or before this machine was started; `keep` is a job."""
-    mine = run_folder(keep)
+    mine = run_folder(keep, root=root)
     with suppress(OSError):
         for folder in mine.parent.iterdir():
             if folder != mine and _is_old(folder):
@@ -95,26 +95,33 @@ class Footprint:
 class Footprints:
     """This rank's last step, where it survives the rank. Writing one costs less than a microsecond."""
 
-    def __init__(self, job: str, rank: int) -> None:
-        folder = run_folder(job)
-        make_private(folder, inside=folder.parent)
-        clear_old_runs(keep=job)
-        path = folder / f"rank-{rank}"
-        with open(path, "w+b") as file:
-            file.truncate(_FOOTPRINT.size)
-            self._map = mmap(file.fileno(), _FOOTPRINT.size)
+    def __init__(self, *jobs: str, rank: int, root: Path | None = None) -> None:
+        """By all names that somebody may look for them: the launch's, and the run's."""
+        self._maps = []
+        for job in dict.fromkeys(jobs):
+            folder = run_folder(job, root=root)
+            make_private(folder, inside=folder.parent)
+            clear_old_runs(keep=job, root=root)
+            with open(folder / f"rank-{rank}", "w+b") as file:
+                file.truncate(_FOOTPRINT.size)
+                self._maps.append(mmap(file.fileno(), _FOOTPRINT.size))
         self._born_mono_s = process_start_mono_s()
 
     def leave(self, step: int, world_size: int) -> None:
-        _FOOTPRINT.pack_into(self._map, 0, time.monotonic(), self._born_mono_s, step, world_size)
+        global _last_step
+        _last_step = step
+        now_s = time.monotonic()
+        for each in self._maps:
+            _FOOTPRINT.pack_into(each, 0, now_s, self._born_mono_s, step, world_size)
 
     def close(self) -> None:
-        self._map.close()
+        for each in self._maps:
+            each.close()
 
 
-def footprints(job: str) -> list[Footprint]:
+def footprints(job: str, *, root: Path | None = None) -> list[Footprint]:
     """The last step of every rank that this run has, or had, on this machine."""
-    return _footprints_in(run_folder(job))
+    return _footprints_in(run_folder(job, root=root))
 
 
 def _footprints_in(folder: Path) -> list[Footprint]:
@@ -129,20 +136,20 @@ def _footprints_in(folder: Path) -> list[Footprint]:
     return found
 
 
-def last_footprint(job: str) -> Footprint | None:
+def last_footprint(job: str, *, root: Path | None = None) -> Footprint | None:
     """The newest step any rank of this run made on this machine."""
-    return max(footprints(job), key=lambda footprint: footprint.mono_s, default=None)
+    return max(footprints(job, root=root), key=lambda footprint: footprint.mono_s, default=None)
 
 
-def note_saved(job: str) -> None:
+def note_saved(job: str, *, root: Path | None = None) -> None:
     """From now on a restart that finds no state has lost one."""
     with suppress(OSError):
-        (run_folder(job) / "saved").touch()
+        (run_folder(job, root=root) / "saved").touch()
 
 
-def was_saved(job: str) -> bool:
+def was_saved(job: str, *, root: Path | None = None) -> bool:
     """Whether this run had saved anything on this machine."""
-    return (run_folder(job) / "saved").exists()
+    return (run_folder(job, root=root) / "saved").exists()
 
 
 def note_rendezvous(job: str, began_mono_s: float, ended_mono_s: float) -> None:
@@ -181,6 +188,14 @@ def process_start_mono_s() -> float:
         return time.monotonic()
 
 
+_last_step: int | None = None
+
+
+def last_step_here() -> int | None:
+    """The newest step that this very process has made."""
+    return _last_step
+
+
 @dataclass(slots=True)
 class Tracer:
     """Collects the moments of one recovery. `mark` them in order; `finish` adds them up."""
@@ -188,10 +203,25 @@ class Tracer:
     job: str
     before: Footprint | None
     moments: dict[str, float] = field(default_factory=dict)
+    is_recent: bool = True
 
     @classmethod
-    def begin(cls, job: str) -> Tracer:
-        return cls(job=job, before=last_footprint(job), moments={"spawned": process_start_mono_s()})
+    def begin(cls, job: str, *, root: Path | None = None) -> Tracer:
+        return cls(
+            job=job, before=last_footprint(job, root=root), moments={"spawned": process_start_mono_s()}
+        )
+
+    def find_before(self, job: str, *, root: Path | None, within_s: float) -> bool:
+        """Look for the last step under the run's own name, which outlives its launches; whether that changed anything. One
+        that was made long ago was resumed from, not recovered: it says how far the run had come, and nothing about time."""
+        newest = max(
+            (f for f in (self.before, last_footprint(job, root=root)) if f is not None),
+            key=lambda f: f.mono_s,
+            default=None,
+        )
+        changed, self.before = newest != self.before, newest
+        self.is_recent = newest is not None and 0.0 <= time.monotonic() - newest.mono_s <= within_s
+        return changed and self.is_recent
 
     def mark(self, name: str) -> None:
         self.moments.setdefault(name, time.monotonic())
@@ -209,7 +239,7 @@ class Tracer:
             "load": loaded - joined,
             "first_step": m.get("stepped", loaded) - loaded,
         }
-        if self.before is not None:
+        if self.before is not None and self.is_recent:
             phases["detect"] = spawned - self.before.mono_s
             met = _read_rendezvous(run_folder(os.environ.get("TORCHELASTIC_RUN_ID", self.job)))
             if met is not None and self.before.mono_s <= met[0] <= met[1] <= spawned:

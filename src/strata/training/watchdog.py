@@ -37,6 +37,7 @@ class Watchdog:
         self._before_end = before_end
         self._progress = 0
         self._doing = "starting"
+        self._is_suspended = False
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="strata-watchdog", daemon=True)
@@ -46,6 +47,11 @@ class Watchdog:
         """Progress was made; `doing` is what comes next."""
         self._doing = doing
         self._progress += 1
+        self._is_suspended = False
+
+    def suspend(self) -> None:
+        """Look at nothing until the next sign of life."""
+        self._is_suspended = True
 
     def close(self) -> None:
         self._stop.set()
@@ -57,7 +63,7 @@ class Watchdog:
         while not self._stop.wait(look_s):
             before_s, looked_s = looked_s, time.monotonic()
             silent_s += min(looked_s - before_s, 2 * look_s)
-            if seen != self._progress:
+            if seen != self._progress or self._is_suspended:
                 seen, silent_s = self._progress, 0.0
             if silent_s < self._timeout_s or told == seen:
                 continue

@@ -41,7 +41,19 @@ class CoordinatorRefused(StrataError):
 
 
 class StaleWorker(CoordinatorRefused):
-    """This incarnation is over: nothing it says takes effect until it registers anew."""
+    """This incarnation is over: nothing it says takes effect until it registers anew.
+
+    `cause` says why: `superseded` and `run_generation` mean that another process has taken its place, and that this one
+    should stop; after `failed` and `unknown` it may register anew; `generation` only asks to take part in the present one.
+    """
+
+    def __init__(self, reason_code: str, message: str, *, hint: str = "", cause: str = "") -> None:
+        super().__init__(reason_code, message, hint=hint)
+        self.cause = cause
+
+    @property
+    def superseded(self) -> bool:
+        return self.cause in ("superseded", "run_generation")
 
 
 class BarrierBroken(CoordinatorRefused):
@@ -80,8 +92,9 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> StrataError:
         return BarrierBroken(text, missing=tuple(filter(None, names.split("\n"))))
     if code == "unavailable":
         return CoordinatorUnavailable(address, text.rstrip("."))
-    if code == "stale":
-        return StaleWorker(code, text, hint=hint)
+    cause = str(trailers.get("strata-cause", ""))
+    if code == "stale" or cause == "unknown":
+        return StaleWorker(code, text, hint=hint, cause=cause)
     if code:
         return CoordinatorRefused(code, text, hint=hint)
     if error.code() in NOBODY_ANSWERED:

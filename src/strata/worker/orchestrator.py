@@ -19,7 +19,7 @@ from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.tls import channel_credentials
 from strata.rpc.wire import STATUS_NUMBERS
 from strata.worker.address import coordinator_address, is_secure
-from strata.worker.errors import NotRegistered, StaleWorker
+from strata.worker.errors import NotRegistered
 from strata.worker.outbox import ShippingHandler
 from strata.worker.session import SessionThread, Topology
 from strata.worker.values import (
@@ -80,10 +80,26 @@ class TrainingOrchestrator:
         gpu_count: int = 0,
         memory_bytes: int = 0,
         metadata: Mapping[str, str] | None = None,
+        *,
+        run_id: str = "",
+        run_generation: int = 0,
     ) -> WorkerConfig:
-        """Join the fleet. The same id again is a new incarnation, and the old one is fenced."""
+        """Join the fleet. The same id again is a new incarnation, and the old one is fenced.
+
+        With a `run_id`, the job's name belongs to that run while it is live: a worker of another one is refused, and so
+        is one of an earlier generation of the run.
+        """
         return self._wait(
-            self._register(worker_id, hostname, port, gpu_count, memory_bytes, dict(metadata or {}))
+            self._register(
+                worker_id,
+                hostname,
+                port,
+                gpu_count,
+                memory_bytes,
+                dict(metadata or {}),
+                run_id,
+                run_generation,
+            )
         )
 
     async def register_worker_async(
@@ -94,9 +110,21 @@ class TrainingOrchestrator:
         gpu_count: int = 0,
         memory_bytes: int = 0,
         metadata: Mapping[str, str] | None = None,
+        *,
+        run_id: str = "",
+        run_generation: int = 0,
     ) -> WorkerConfig:
         return await self._await(
-            self._register(worker_id, hostname, port, gpu_count, memory_bytes, dict(metadata or {}))
+            self._register(
+                worker_id,
+                hostname,
+                port,
+                gpu_count,
+                memory_bytes,
+                dict(metadata or {}),
+                run_id,
+                run_generation,
+            )
         )
 
     async def _register(
@@ -107,6 +135,8 @@ class TrainingOrchestrator:
         gpu_count: int,
         memory_bytes: int,
         metadata: dict[str, str],
+        run_id: str,
+        run_generation: int,
     ) -> WorkerConfig:
         request = message(
             pb.RegisterWorkerRequest,
@@ -117,6 +147,8 @@ class TrainingOrchestrator:
             memory_bytes=memory_bytes,
             metadata=metadata,
             job_id=self.job_id,
+            run_id=run_id,
+            run_generation=run_generation,
         )
         answer = await self._session.register(request)
         self._install_log_shipping(metadata.get("task_id", ""))
@@ -153,8 +185,7 @@ class TrainingOrchestrator:
         if metrics is not None:
             status.metrics.update(metrics)
         self._session.status = status
-        if self._session.stale_reason:
-            raise StaleWorker("stale", self._session.stale_reason, hint="Register anew.")
+        self._session.must_be_current()
 
     @property
     def topology(self) -> Topology:
@@ -162,6 +193,16 @@ class TrainingOrchestrator:
         if self._session.topology is None:
             raise NotRegistered
         return self._session.topology
+
+    @property
+    def is_current(self) -> bool:
+        """Whether a worker is registered, and nobody has said that its incarnation is over."""
+        return self._session.registration is not None and not self._session.stale_reason
+
+    @property
+    def stale_cause(self) -> str:
+        """Why this worker's incarnation is over, in a word (see `StaleWorker`); empty while it is not."""
+        return self._session.stale_cause
 
     @property
     def connected(self) -> bool:
@@ -330,10 +371,17 @@ class TrainingOrchestrator:
         reason: str = "",
         metadata: Mapping[str, str] | None = None,
         generation: int = 0,
+        run_id: str = "",
+        run_generation: int = 0,
+        saved_generation: int | None = None,
+        succeeded_by: str = "",
     ) -> None:
         """Tell the coordinator what became of a checkpoint; returns once that is durable there.
 
-        `generation` fences: a notice from a generation that is over is refused.
+        `generation` fences: a notice from a generation of the coordinator's members that is over is refused. So is one
+        of an earlier `run_generation` of the run than the newest the coordinator knows. `saved_generation` and
+        `succeeded_by` are for a checkpoint that is told of late, from its manifest: which generation of the run saved
+        it, and which newer one there is.
         """
         request = self._checkpoint_notice(
             checkpoint_id=checkpoint_id,
@@ -350,8 +398,29 @@ class TrainingOrchestrator:
             reason=reason,
             metadata=dict(metadata or {}),
             generation=generation,
+            run_id=run_id,
+            run_generation=run_generation,
+            saved_generation=saved_generation,
+            succeeded_by=succeeded_by,
         )
         self._wait(self._session.call("NotifyCheckpoint", request))
+
+    def reconcile_checkpoints(
+        self, present: Sequence[str], *, run_id: str = "", run_generation: int = 0
+    ) -> tuple[str, ...]:
+        """Tell the coordinator which checkpoints of a run exist, oldest first: what it calls completed and is not
+        among them becomes removed. Returns those that it does not know, oldest first; `notify_checkpoint` tells them."""
+        me = self._me()
+        request = message(
+            pb.ReconcileCheckpointsRequest,
+            worker_id=me.assigned_id,
+            incarnation=me.incarnation,
+            run_id=run_id,
+            run_generation=run_generation,
+            present=list(present),
+        )
+        answer = self._wait(self._session.call("ReconcileCheckpoints", request))
+        return tuple(answer.unknown)
 
     async def notify_checkpoint_async(
         self, checkpoint_id: str, step: int, epoch: int = 0, **facts: Any

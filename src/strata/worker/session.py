@@ -90,6 +90,8 @@ class SessionThread:
         self.registration: pb.RegisterWorkerResponse | None = None
         self.topology: Topology | None = None
         self.stale_reason = ""
+        self.stale_cause = ""
+        """Why this incarnation is over, in a word: see `StaleWorker`. Empty from a coordinator that does not say."""
         self.on_topology: Callable[[Topology], None] = lambda topology: None
         self.on_plan: Callable[[str, int], None] = lambda dataset_id, version: None
         self.on_stale: Callable[[str], None] = lambda reason: None
@@ -123,9 +125,12 @@ class SessionThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
-        if self.stale_reason:
-            raise _stale(self.stale_reason)
+        self.must_be_current()
         self._progress[(dataset_id, epoch, shard_id)] = samples_done
+
+    def must_be_current(self) -> None:
+        if self.stale_reason:
+            raise _stale(self.stale_reason, self.stale_cause)
 
     def close(self) -> None:
         if not self._thread.is_alive() or os.getpid() != self._pid:
@@ -141,7 +146,7 @@ class SessionThread:
         request.registration_id = secrets.token_bytes(16)
         answer: pb.RegisterWorkerResponse = await self.call("RegisterWorker", request)
         self.registration = answer
-        self.stale_reason = ""
+        self.stale_reason = self.stale_cause = ""
         self._goodbye, self._has_left = None, False
         self._progress.clear()  # What an incarnation that is over had read does not count for this one.
         self.topology = Topology(
@@ -194,8 +199,7 @@ class SessionThread:
     async def wait_barrier(self, request: pb.WaitBarrierRequest) -> pb.WaitBarrierResponse:
         """Arrive, and wait until the barrier ends, over as many connections as it takes."""
         request.call_id = secrets.token_bytes(16)
-        if self.stale_reason:
-            raise _stale(self.stale_reason)
+        self.must_be_current()
         future: asyncio.Future[pb.BarrierOutcome] = self._loop.create_future()
         self._waiting[request.call_id] = (request, future)
         self._wake.set()
@@ -211,7 +215,7 @@ class SessionThread:
         if outcome.error_code == "barrier_broken":
             raise BarrierBroken(answer.reason, missing=tuple(answer.missing))
         if outcome.error_code == "stale":
-            raise _stale(answer.reason)
+            raise _stale(answer.reason, outcome.error_cause)
         if outcome.error_code:
             raise CoordinatorRefused(outcome.error_code, answer.reason)
         return answer
@@ -229,11 +233,11 @@ class SessionThread:
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc(error, self.address)
                 if isinstance(failure, StaleWorker):
-                    self._become_stale(failure.message)
+                    self._become_stale(failure)
                     return
                 log.debug("session lost: %s", failure)
             except StaleWorker as stale:
-                self._become_stale(stale.message)
+                self._become_stale(stale)
                 return
             except asyncio.InvalidStateError:
                 log.debug("session lost while something was being sent")
@@ -345,7 +349,7 @@ class SessionThread:
                 case "goodbye":
                     self._has_left = self._goodbye is not None
                 case "stale":
-                    raise _stale(message.stale.reason)
+                    raise _stale(message.stale.reason, message.stale.cause)
                 case _:
                     pass  # A newer coordinator may say more than this version understands.
 
@@ -362,16 +366,17 @@ class SessionThread:
             log.debug("generation %d: %s", topology.generation, topology.reason)
             _tell(self.on_topology, topology)
 
-    def _become_stale(self, reason: str) -> None:
+    def _become_stale(self, stale: StaleWorker) -> None:
         if self._goodbye is not None:
             self._has_left = True  # It was heard, and its answer was lost on the way.
             return
-        self.stale_reason = reason
-        log.warning("this worker's incarnation is over: %s", reason)
+        self.stale_cause = stale.cause
+        self.stale_reason = stale.message
+        log.warning("this worker's incarnation is over: %s", stale.message)
         for _, future in self._waiting.values():
             if not future.done():
-                future.set_exception(_stale(reason))
-        _tell(self.on_stale, reason)
+                future.set_exception(_stale(stale.message, stale.cause))
+        _tell(self.on_stale, stale.message)
 
     async def flush_logs(self) -> None:
         """Give lines written just before the end a moment to go out."""
@@ -415,8 +420,14 @@ class SessionThread:
         await self._channel.close(None)
 
 
-def _stale(reason: str) -> StaleWorker:
-    return StaleWorker("stale", reason, hint="Register anew before doing anything else.")
+def _stale(reason: str, cause: str) -> StaleWorker:
+    error = StaleWorker("stale", reason, cause=cause)
+    error.hint = (
+        "Another process has taken its place: stop this one, or register anew."
+        if error.superseded
+        else "Register anew before doing anything else."
+    )
+    return error
 
 
 async def _cancel_the_rest() -> None:

@@ -1,0 +1,357 @@
+"""Loading in place: the bytes of an image go straight into tensors that are there already.
+
+A load begins with the outline of the state, which is in the first bytes of an image: what it holds, and of which shapes. From
+that the targets are known, also those that are made only now (`Binding`), and whether they fit: where they do not, nothing
+has been changed. What the targets have no tensor for (numbers, the state of an optimizer that has not stepped yet) is returned
+as loaded, in memory of its own.
+
+Everything here is for targets on the CPU and for images of our own; `into` serves all others. The image is taken in chunks, in
+any order, from wherever they come: a mapping of shared memory, or a part that has just arrived from a store. Each chunk is
+hashed as it is copied, so the bytes are read from memory once, and a load that fails may leave targets torn. Callers who cannot
+have that verify everything before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import xxhash
+
+from strata.checkpoint.collecting import no_collection
+from strata.checkpoint.device import any_on_cuda
+from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
+from strata.checkpoint.loading import damage, verify
+from strata.checkpoint.manifest import Manifest, Part, TensorEntry
+from strata.checkpoint.pickling import TensorRecipe
+from strata.checkpoint.state import restore_kind, scan
+from strata.checkpoint.sweeping import THREADS, Sweep, copy_each
+from strata.checkpoint.unpickling import (
+    Outline,
+    check_recipe,
+    head_bytes,
+    is_dense,
+    made_of,
+    put_in_place,
+    read_outline,
+)
+from strata.stores.protocol import NotFound, PartReader, Store, Truncated
+
+WINDOW_BYTES = 1 << 20
+"""Stays in a core's caches between being hashed and being copied."""
+
+
+class PartStore(Store, PartReader, Protocol):
+    """A store that hands out parts."""
+
+
+class NotOwn(Exception):
+    """An image that only torch can open."""
+
+
+@runtime_checkable
+class Binding(Protocol):
+    """Targets that are known only when it is known what was saved."""
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether all of them will be."""
+        ...
+
+    def bind(self, saved: Any) -> Any:
+        """The targets for a state in which a `TensorRecipe` stands for each tensor: a nesting of mappings and sequences
+        like it, as far as it has tensors to be filled. Raises `StateMismatch` where they do not fit, with nothing changed."""
+        ...
+
+
+def targets_for(into: Any, state: Any) -> Any:
+    """The tensors to be filled from a loaded state."""
+    return into.bind(outline_of(state)) if isinstance(into, Binding) else into
+
+
+def outline_of(state: Any) -> Any:
+    """A state with a description in the place of each tensor; the state stays as it is."""
+    if isinstance(state, torch.Tensor):
+        return TensorRecipe(
+            record=-1,
+            record_bytes=state.nbytes,
+            dtype=state.dtype,
+            offset=0,
+            shape=tuple(state.shape),
+            stride=tuple(state.stride()),
+            requires_grad=state.requires_grad,
+            is_parameter=isinstance(state, torch.nn.Parameter),
+        )
+    if isinstance(state, Mapping):
+        return {key: outline_of(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [outline_of(value) for value in state]
+    return state
+
+
+class InPlace:
+    """One image on its way into tensors on the CPU."""
+
+    def __init__(
+        self, outline: Outline, targets: Any, entries: Sequence[TensorEntry], size_bytes: int
+    ) -> None:
+        """`targets` are those for this outline. Raises `StateMismatch` where they do not fit, and any other exception for
+        an outline that does not fit its manifest; nothing is changed here."""
+        self.size_bytes = size_bytes
+        self._uses = outline.uses
+        self._records: dict[int, torch.Tensor] = {}
+        self._rows: dict[tuple[int, int], int] = {}
+        self._afterwards: list[tuple[torch.Tensor, torch.Tensor]] = []
+        wanted: dict[int, list[torch.Tensor]] = {}
+        for target, leaf in paired(outline.state, targets):
+            wanted.setdefault(id(leaf), []).append(target)
+
+        def place(number: int, recipe: TensorRecipe) -> object:
+            entry = entries[number]
+            check_recipe(entry, recipe)
+            found = wanted.get(id(recipe))
+            if found is None:
+                return restore_kind(self._new(entry, recipe), entry.kind)
+            for target in found:
+                if is_plain(target) and target.dtype is recipe.dtype and is_dense(recipe, entry):
+                    self._send(entry.offset_bytes, entry.size_bytes, target.data_ptr())
+                else:
+                    self._afterwards.append((target, self._new(entry, recipe)))
+            return found[-1]
+
+        with no_collection():
+            self._state = put_in_place(outline, place)
+        self._split()
+
+    def _new(self, entry: TensorEntry, recipe: TensorRecipe) -> torch.Tensor:
+        """The tensor as it was saved, in memory of its own, which it shares with those that it shared it with."""
+        item_bytes = recipe.dtype.itemsize
+        record = self._records.get(recipe.record)
+        if record is None:
+            start_bytes = entry.offset_bytes - recipe.offset * item_bytes
+            self._check_span(start_bytes, recipe.record_bytes)
+            record = torch.empty(recipe.record_bytes, dtype=torch.uint8)
+            self._send(start_bytes, recipe.record_bytes, record.data_ptr())
+            if self._uses[recipe.record] > 1:
+                self._records[recipe.record] = record
+        row = record[: recipe.record_bytes // item_bytes * item_bytes].view(recipe.dtype)
+        return made_of(row, recipe)
+
+    def _send(self, offset_bytes: int, size_bytes: int, address: int) -> None:
+        self._check_span(offset_bytes, size_bytes)
+        if size_bytes:
+            self._rows[address, size_bytes] = offset_bytes  # Of two for one target, the last counts.
+
+    def _check_span(self, offset_bytes: int, size_bytes: int) -> None:
+        if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
+            raise ValueError("a tensor is said to be outside of its file")
+
+    def _split(self) -> None:
+        """The rows in pieces, none of which is in more than one window."""
+        keys = np.array(list(self._rows), dtype=np.int64).reshape(-1, 2)
+        to, sizes = keys[:, 0], keys[:, 1]
+        offsets = np.array(list(self._rows.values()), dtype=np.int64)
+        first = offsets // WINDOW_BYTES
+        counts = (offsets + sizes - 1) // WINDOW_BYTES - first + 1
+        row = np.repeat(np.arange(len(counts)), counts)
+        window = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        in_order = np.argsort(window, kind="stable")
+        row, window = row[in_order], window[in_order]
+        start = np.maximum(offsets[row], window * WINDOW_BYTES)
+        end = np.minimum(offsets[row] + sizes[row], (window + 1) * WINDOW_BYTES)
+        self._to = (to[row] + start - offsets[row]).astype(np.uint64)
+        self._from = start.astype(np.uint64)
+        self._sizes = (end - start).astype(np.uint64)
+        windows = -(-self.size_bytes // WINDOW_BYTES)
+        self._bounds = np.searchsorted(window, np.arange(windows + 1)).tolist()
+
+    def take(self, start_bytes: int, size_bytes: int, address: int) -> None:
+        """Copy to the targets what is at `address`: so many bytes of the image, from a window's start to a window's end."""
+        some = slice(
+            self._bounds[start_bytes // WINDOW_BYTES],
+            self._bounds[-(-(start_bytes + size_bytes) // WINDOW_BYTES)],
+        )
+        if some.start < some.stop:
+            shift = np.array((address - start_bytes) % 2**64, dtype=np.uint64)
+            copy_each(self._to[some], self._from[some] + shift, self._sizes[some])
+
+    def finish(self) -> Any:
+        """When all of the image has been taken: the state, with the targets in their places."""
+        with torch.no_grad():
+            for target, source in self._afterwards:
+                target.copy_(source)
+        return self._state
+
+
+def is_on_cuda(into: Any) -> bool:
+    """Whether any tensor of the target is: then the image should be page-locked before it is copied."""
+    return not into.is_on_cpu if isinstance(into, Binding) else any_on_cuda(scan(into).tensors)
+
+
+def is_on_cpu(into: Any) -> bool:
+    """Whether every tensor of the target is."""
+    if isinstance(into, Binding):
+        return into.is_on_cpu
+    return all(tensor.device.type == "cpu" for tensor in scan(into).tensors)
+
+
+class Intake:
+    """A payload on its way into tensors on the CPU."""
+
+    def __init__(self, part: Part, manifest: Manifest, *, path: str) -> None:
+        self._part = part
+        self._manifest = manifest
+        self._path = path
+        self._damaged: list[int] = []
+
+    @staticmethod
+    def suits(part: Part) -> bool:
+        """Whether the chunks of a payload can be taken one by one."""
+        return part.digest.chunk_bytes % WINDOW_BYTES == 0
+
+    def open(self, head: memoryview | bytes, into: Any) -> None:
+        """Find the targets, from the bytes before the first tensor. Raises `StateMismatch`, and `NotOwn`."""
+        entries, size_bytes = self._manifest.tensors, self._part.size_bytes
+
+        def checked(number: int, recipe: TensorRecipe) -> TensorRecipe:
+            check_recipe(entries[number], recipe)
+            return recipe
+
+        try:
+            outline = read_outline(head)
+            if isinstance(into, Binding):
+                put_in_place(outline, checked)  # Before anything is made to these measures.
+                into = into.bind(outline.state)
+            self._image = InPlace(outline, into, entries, size_bytes)
+        except (CheckpointError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # Of a file made to do harm, anything.
+            raise NotOwn(str(error)) from error
+
+    def take(self, number: int, chunk: memoryview, *, check: bool = True) -> None:
+        """Copy one chunk to the targets, and hash it on the way."""
+        hasher = xxhash.xxh3_128()
+        start_bytes = number * self._part.digest.chunk_bytes
+        address = int(np.frombuffer(chunk, np.uint8).ctypes.data) if len(chunk) else 0
+        for within in range(0, len(chunk), WINDOW_BYTES):
+            window = chunk[within : within + WINDOW_BYTES]
+            if check:
+                hasher.update(window)
+            self._image.take(start_bytes + within, len(window), address + within)
+        if check and hasher.hexdigest() != self._part.digest.chunks[number]:
+            self._damaged.append(number)
+
+    def finish(self) -> Any:
+        """When all chunks were taken: the state. Raises `Damaged`."""
+        if self._damaged:
+            raise damage(self._part, self._manifest, sorted(self._damaged), path=self._path)
+        return self._image.finish()
+
+
+def take_from_memory(
+    view: memoryview,
+    manifest: Manifest,
+    *,
+    into: Any,
+    path: str,
+    pool: Executor,
+    tear_ok: bool,
+    check: bool = True,
+) -> Any:
+    """Load an image that is in memory. Without `check` it has been verified. Raises like `Intake.open`."""
+    part = manifest.parts[0]
+    if check and not tear_ok:
+        verify(view, part, manifest, path=path, pool=pool)
+        check = False
+    intake, chunk_bytes = Intake(part, manifest, path=path), part.digest.chunk_bytes
+    head = view[: head_bytes(manifest.tensors, part.size_bytes)]
+    if check:
+        check_head(lambda start, end: view[start:end], manifest, path=path)
+    intake.open(head, into)
+
+    def take(number: int) -> None:
+        intake.take(number, view[number * chunk_bytes : (number + 1) * chunk_bytes], check=check)
+
+    sweep = Sweep(len(part.digest.chunks), take, lambda _: None)
+    helping = [pool.submit(sweep.work) for _ in range(min(THREADS, sweep.parts) - 1)]
+    sweep.work()
+    for helper in helping:
+        helper.result()
+    return intake.finish()
+
+
+def take_from_store(store: PartStore, manifest: Manifest, *, into: Any, path: str) -> Any:
+    """Load an image from a store, part by part as it arrives: a failure may leave targets torn. Raises like `Intake.open`,
+    and the store's errors."""
+    part = manifest.parts[0]
+    intake, chunk_bytes = Intake(part, manifest, path=path), part.digest.chunk_bytes
+    try:
+        head = store.read(part.key, length=head_bytes(manifest.tensors, part.size_bytes))
+        try:
+            intake.open(head, into)
+        except (CheckpointError, NotOwn):  # Because of what was saved, or because of a damaged byte?
+            check_head(
+                lambda start, end: store.read(part.key, offset=start, length=end - start), manifest, path=path
+            )
+            raise
+
+        def take(start_bytes: int, chunk: memoryview) -> None:
+            if chunk[: max(0, len(head) - start_bytes)] != head[start_bytes : start_bytes + len(chunk)]:
+                raise damage(part, manifest, [start_bytes // chunk_bytes], path=path)
+            intake.take(start_bytes // chunk_bytes, chunk)
+
+        store.read_parts(part.key, take, size_bytes=part.size_bytes, part_bytes=chunk_bytes)
+    except NotFound:
+        raise Damaged(path=path, reason="the payload is missing") from None
+    except Truncated as error:
+        raise Damaged(path=path, reason=error.reason) from None
+    return intake.finish()
+
+
+def check_head(read: Callable[[int, int], memoryview | bytes], manifest: Manifest, *, path: str) -> None:
+    """Raise `Damaged` unless the bytes before the first tensor are those that were saved, by the chunks they are in."""
+    part = manifest.parts[0]
+    size_bytes = head_bytes(manifest.tensors, part.size_bytes)
+    for number in range(-(-size_bytes // part.digest.chunk_bytes)):
+        start = number * part.digest.chunk_bytes
+        chunk = read(start, min(start + part.digest.chunk_bytes, part.size_bytes))
+        if xxhash.xxh3_128_hexdigest(chunk) != part.digest.chunks[number]:
+            raise damage(part, manifest, [number], path=path)
+
+
+def paired(loaded: Any, into: Any, name: str = "") -> Iterator[tuple[torch.Tensor, Any]]:
+    """Each tensor to be filled, and the leaf of the loaded state, or of its outline, that belongs there."""
+    if isinstance(into, torch.Tensor):
+        if not isinstance(loaded, torch.Tensor | TensorRecipe) or loaded.shape != into.shape:
+            is_tensor = isinstance(loaded, torch.Tensor | TensorRecipe)
+            found = tuple(loaded.shape) if is_tensor else type(loaded).__name__
+            raise StateMismatch(
+                f"'{name}' is {found} in the checkpoint, but {tuple(into.shape)} in the target."
+            )
+        yield into, loaded
+    elif isinstance(into, Mapping) and isinstance(loaded, Mapping):
+        for key, target in into.items():
+            inner = f"{name}.{key}" if name else str(key)
+            if key in loaded:
+                yield from paired(loaded[key], target, inner)
+            elif isinstance(target, torch.Tensor):
+                raise StateMismatch(f"'{inner}' is not in the checkpoint.")
+    elif isinstance(into, list | tuple) and isinstance(loaded, list | tuple):
+        if isinstance(loaded, TensorRecipe):
+            return
+        for number, (source, target) in enumerate(zip(loaded, into, strict=False)):
+            yield from paired(source, target, f"{name}.{number}" if name else str(number))
+
+
+def is_plain(target: torch.Tensor) -> bool:
+    """Whether copying the bytes of rows to a target is copying the tensor."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.is_contiguous()
+        and target.device.type == "cpu"
+        and not target.is_neg()
+        and not target.is_conj()
+    )

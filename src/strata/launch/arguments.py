@@ -1,0 +1,186 @@
+"""What `strata torchrun` makes of torchrun's flags: torch's own parser, with other defaults.
+
+| flag | without it |
+|---|---|
+| `--rdzv-backend`, `--rdzv-endpoint` | this machine alone, with nothing beside it; with an endpoint: the coordinator there |
+| `--master-addr`, `--master-port` | loopback and a free port; on one machine the workers meet there; on several they are a static rendezvous |
+| `--rdzv-id` | on one machine one of its own |
+| `--rdzv-conf` | recovery in seconds; what is given is added and wins |
+| `--max-restarts` | 1000: an error that comes back ends the run long before |
+| `--monitor-interval` | 0.1 s |
+| `--start-method` | forkserver: workers start with torch imported; `spawn` starts each from nothing |
+
+A variable `PET_…` counts as the flag that torchrun reads it for. This module needs no torch until `launch`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from strata.rendezvous import LOOPBACK, TORCHRUN_ENVIRONMENT, rdzv_conf
+
+MAX_RESTARTS = 1000
+MONITOR_S = 0.1
+VARIABLES = {**TORCHRUN_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
+"""For the agent and all it starts, where the environment says nothing else."""
+WRONG_CALL = 2
+_NEEDS_ENDPOINT = (
+    "--nnodes={nnodes} lets several machines take part, and they need a place to meet. Start a coordinator on one of them "
+    "(`strata serve --host 0.0.0.0` with a token; see docs/deploying.md) and give every machine --rdzv-endpoint=HOST:50051; "
+    "or use etcd: --rdzv-backend=etcd --rdzv-endpoint=HOST:2379. A fixed set of machines that never changes may also name "
+    "one of them: --master-addr=HOST --master-port=29500 --node-rank=N."
+)
+
+
+def may_be_warm(words: Sequence[str]) -> bool:
+    """Whether it is worth starting the fork server before torch, and with it the parser, is imported."""
+    cold = ("--no-python", "--no_python", "--start-method", "--start_method", "-h", "--help")
+    return not any(word.partition("=")[0] in cold and not word.endswith("=forkserver") for word in words)
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """Raises `SystemExit` with a sentence for a call that cannot work."""
+    from torch.distributed.run import get_args_parser
+
+    parser: ArgumentParser = get_args_parser()
+    parser.prog = "strata torchrun"
+    ours = {
+        "rdzv_backend": None,
+        "rdzv_id": None,
+        "master_addr": None,
+        "max_restarts": MAX_RESTARTS,
+        "monitor_interval": MONITOR_S,
+        "start_method": None,
+    }
+    parser.set_defaults(
+        **{key: value for key, value in ours.items() if f"PET_{key.upper()}" not in os.environ}
+    )
+    args = parser.parse_args(words)
+    try:
+        _fill(args)
+    except _WrongCall as error:
+        print(f"strata torchrun: error: {error}", file=sys.stderr)
+        raise SystemExit(WRONG_CALL) from None
+    return args
+
+
+class _WrongCall(Exception):
+    pass
+
+
+def _fill(args: Namespace) -> None:
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    try:
+        _, max_nodes = parse_min_max_nnodes(args.nnodes)
+        workers = determine_local_world_size(args.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        raise _WrongCall(str(error)) from None
+    args.rdzv_conf = ",".join(filter(None, (rdzv_conf(), args.rdzv_conf)))
+    if args.standalone:
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id, args.standalone = "strata", "", None, False
+    elif args.rdzv_backend is None:
+        names_master = args.master_addr is not None or args.master_port is not None
+        is_static = max_nodes > 1 and not args.rdzv_endpoint and names_master
+        args.rdzv_backend = "static" if is_static else "strata"
+    is_local = args.rdzv_backend == "strata" and not args.rdzv_endpoint
+    if is_local and max_nodes > 1:
+        raise _WrongCall(_NEEDS_ENDPOINT.format(nnodes=args.nnodes))
+    if is_local:
+        _stay_on_this_machine(args)
+    if args.rdzv_id is None:
+        args.rdzv_id = str(uuid.uuid4()) if is_local else "none"  # As torch has it.
+    if args.rdzv_backend == "static":
+        args.master_addr = args.master_addr or LOOPBACK
+        args.master_port = args.master_port or 29500
+    else:
+        del args.master_addr  # Torch warns of one that it does not use.
+    if workers > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # As torch does, at length.
+    if args.start_method is None:
+        args.start_method = "spawn" if args.no_python or "PYTHON_EXEC" in os.environ else "forkserver"
+
+
+def _stay_on_this_machine(args: Namespace) -> None:
+    if args.master_addr is not None:
+        args.rdzv_conf += f",master_addr={args.master_addr}"
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if args.master_port is not None:
+        args.rdzv_conf += f",master_port={args.master_port}"
+
+
+def entrypoint(args: Namespace, command: Any, words: list[str]) -> tuple[Any, list[str]]:
+    """What workers run, in place of torch's `command` and its `words`: Python programs report how they failed."""
+    from strata.launch.program import run_file, run_module
+
+    if args.no_python:
+        return command, words
+    program = [args.training_script, *args.training_script_args]
+    if args.start_method == "forkserver" or args.run_path:
+        run: Callable[..., None] = run_module if args.module else run_file
+        return run, program
+    flags = ["-u", "-m", "strata.launch.entry", *(["-m"] if args.module else [])]
+    return command, [*flags, *program]
+
+
+def launch(words: Sequence[str]) -> int:
+    """Parse, run the agent to its end, and return the exit status. What a failed run says last is the script's."""
+    from strata.rendezvous.warm import warm_up
+
+    args = parse(words)
+    warm_up()
+    with ExitStack() as cleanup:
+        if (
+            args.log_dir is None and args.redirects == args.tee == "0"
+        ):  # Torch would leave an empty one behind.
+            args.log_dir = cleanup.enter_context(TemporaryDirectory(prefix="strata-torchrun-"))
+        return _launch(args)
+
+
+def _launch(args: Namespace) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args
+
+    try:
+        config, command, command_words = config_from_args(args)
+        run, run_words = entrypoint(args, command, command_words)
+        elastic_launch(config=config, entrypoint=run)(*run_words)
+    except ChildFailedError as error:
+        return _report_failure(error)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except (RendezvousError, ValueError, AssertionError) as error:
+        print(f"strata torchrun: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _report_failure(failed: Any) -> int:
+    from strata.launch.entry import KEEPER_VARIABLE
+    from strata.rendezvous.agent import CarefulAgent
+
+    rank, failure = failed.get_first_failure()
+    error, given_up = CarefulAgent.last_error, CarefulAgent.given_up
+    sys.stdout.flush()
+    if given_up is not None:
+        print(f"strata torchrun: not started again: {given_up}", file=sys.stderr)
+    elif failure.exitcode < 0:
+        print(f"strata torchrun: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
+    else:
+        print(f"strata torchrun: rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
+    if (
+        error is not None and error.traceback and KEEPER_VARIABLE not in os.environ
+    ):  # Whoever keeps a run has it already.
+        print(error.traceback, end="", file=sys.stderr)
+    return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)

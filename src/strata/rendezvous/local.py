@@ -1,0 +1,132 @@
+"""The `strata` rendezvous on one machine: an agent that needs nobody else to start, and nothing that runs beside it.
+
+`--rdzv-backend=strata` without an endpoint. Every round gets a store of its own, which the agent holds: what an earlier
+round left there is never read, no port can be taken between choosing and using it, and the store outlives the worker of
+rank 0. It listens on the loopback address alone, unless the user names another with `--master-addr`.
+
+Only for runs of one machine: several have to meet somewhere, which is what the back ends with an endpoint are for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from strata.rendezvous import LOOPBACK, TORCHRUN_ENVIRONMENT
+from strata.rendezvous.warm import warm_up
+from strata.training.trace import forget_rendezvous, note_rendezvous
+
+STORE_TIMEOUT = timedelta(seconds=300)
+"""Of the agent's own calls; workers bring theirs."""
+BACKLOG = 1024
+
+
+class LocalRendezvous(RendezvousHandler):
+    """One agent, that meets itself."""
+
+    def __init__(self, run_id: str, *, address: str = LOOPBACK, port: int = 0) -> None:
+        self._run_id = run_id
+        self._address = address
+        self._port = port
+        self._agents_store = HashStore()
+        self._workers_store: Store | None = None
+        self._round = 0
+        self._closed = False
+
+    def get_backend(self) -> str:
+        return "strata"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers meet at the agent's store: it is there before the first of them and new in each round."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._closed:
+            raise RendezvousClosedError(f"The run '{self._run_id}' has ended.")
+        began_s = time.monotonic()
+        self._round += 1
+        self._workers_store = None  # Its port is free for the next one.
+        self._workers_store, port = _serve(self._address, self._port)
+        store = PrefixStore(f"round-{self._round}", self._agents_store)
+        note_rendezvous(self._run_id, began_s, time.monotonic())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(master_addr=self._address, master_port=port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self.set_closed()
+        self._workers_store = None
+        forget_rendezvous(self._run_id)
+        return True
+
+
+def create_local_handler(params: RendezvousParameters) -> LocalRendezvous:
+    """What `--rdzv-backend=strata` calls where no endpoint is given. `master_addr` and `master_port` among the
+    rendezvous' options are where workers meet. Raises `RendezvousConnectionError` for a run of several machines."""
+    if params.max_nodes > 1:
+        raise RendezvousConnectionError(
+            "Several machines need a place to meet, and no --rdzv-endpoint was given. Start a coordinator on one of them "
+            "with `strata serve` and give every machine --rdzv-endpoint=HOST:50051, or --rdzv-backend=etcd with the "
+            "endpoint of an etcd server."
+        )
+    for name, value in TORCHRUN_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    warm_up()
+    return LocalRendezvous(
+        params.run_id,
+        address=str(params.get("master_addr") or LOOPBACK),
+        port=int(params.get("master_port") or 0),
+    )
+
+
+def _serve(address: str, port: int) -> tuple[TCPStore, int]:
+    """A store at this address, on a port that is its own from the start."""
+    try:
+        (family, kind, protocol, _, place), *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise RendezvousConnectionError(
+            f"Workers cannot meet at {address}:{port}: {error}. Leave --master-port and --master-addr out and a free port "
+            "is picked, or name others."
+        ) from error
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        address,
+        port,
+        None,
+        is_master=True,
+        timeout=STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port

@@ -1,0 +1,308 @@
+"""Two thousand lives and deaths of an elastic job, each decided by its seed, and proof that mistakes would be noticed.
+
+`STRATA_SIM_SEED=17` runs one seed, `STRATA_SIM_JOB_RUNS=100000` more of them; `python -m tests.sim --job --seed 17 --story`
+tells everything that happened in one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from strata.core import runs as core_runs
+from strata.core.job import (
+    Fence,
+    Finished,
+    JobProtocol,
+    LoadReport,
+    Offer,
+    Save,
+    SaveEnded,
+    StartAnew,
+    Stop,
+    Survey,
+)
+from strata.core.ledger import LedgerChain
+from strata.core.lineage import Lineage
+from strata.core.runs import Claim, Take
+from tests.sim import job as sim
+from tests.sim.job import SimulationFailed, fingerprint, simulate
+
+RUNS = int(os.environ.get("STRATA_SIM_JOB_RUNS", "2000"))
+PER_TEST = 200
+ONE_SEED = os.environ.get("STRATA_SIM_SEED")
+SEARCH = 1500
+"""So many seeds at most until a planted mistake is found."""
+
+
+def batches() -> list[range]:
+    if ONE_SEED is not None:
+        return [range(int(ONE_SEED), int(ONE_SEED) + 1)]
+    return [range(first, min(first + PER_TEST, RUNS)) for first in range(0, RUNS, PER_TEST)]
+
+
+@pytest.mark.parametrize("seeds", batches(), ids=lambda seeds: f"seeds-{seeds.start}-{seeds.stop - 1}")
+def test_a_restart_never_costs_what_was_saved(seeds: range) -> None:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        counts.update(simulate(seed))
+    if len(seeds) == PER_TEST:  # A simulation in which nothing goes wrong proves nothing.
+        expected = {"crashes": 100, "machines lost": 30, "zombies": 30, "damages": 30, "outages": 20}
+        for what, least in {**expected, "resumed": 100, "anew": 50, "stopped": 5, "removed": 200}.items():
+            assert counts[what] > least, f"only {counts[what]} {what}"
+
+
+def test_one_seed_is_one_story() -> None:
+    assert fingerprint(7) == fingerprint(7)
+    assert fingerprint(7) != fingerprint(8)
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+MISTAKES: dict[str, Patch] = {}
+
+
+def mistake(name: str) -> Callable[[Patch], Patch]:
+    def register(patch: Patch) -> Patch:
+        MISTAKES[name] = patch
+        return patch
+
+    return register
+
+
+def wrapping(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
+    """Replace `owner.name` by `around(original, *arguments)`."""
+    original = getattr(owner, name)
+
+    def patched(*arguments: Any, **options: Any) -> Any:
+        return around(original, *arguments, **options)
+
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, patched)
+
+
+@mistake("a destination that does not answer is taken to be empty")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def surveyed(original: Any, self: JobProtocol, surveys: Sequence[Survey]) -> Any:
+        blind = [
+            replace(s, unreachable=(), offers=tuple(o for o in s.offers if not o.is_durable))
+            if s.unreachable
+            else s
+            for s in surveys
+        ]
+        return original(self, blind)
+
+    wrapping(JobProtocol, "surveyed", surveyed)(monkeypatch)
+
+
+@mistake("training starts anew when nothing that is stored can be loaded")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(original: Any, self: JobProtocol) -> Any:
+        found = original(self)
+        return StartAnew(reason="") if isinstance(found, Stop) and found.kind == "unloadable" else found
+
+    wrapping(JobProtocol, "_choose", choose)(monkeypatch)
+
+
+@mistake("a copy that could not be loaded is tried for ever")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JobProtocol, "_strike", lambda self, rank, load, struck: None)
+
+
+@mistake("after a damaged copy, training starts anew")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(original: Any, self: JobProtocol, reports: Sequence[LoadReport]) -> Any:
+        if any(report.fault == "copy" for report in reports):
+            return StartAnew(reason="")
+        return original(self, reports)
+
+    wrapping(JobProtocol, "loaded", loaded)(monkeypatch)
+
+
+@mistake("a destination that is away while it is read costs the checkpoint")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(original: Any, self: JobProtocol, reports: Sequence[LoadReport]) -> Any:
+        return original(self, [replace(r, fault="copy") if r.fault == "away" else r for r in reports])
+
+    wrapping(JobProtocol, "loaded", loaded)(monkeypatch)
+
+
+@mistake("the highest step is the newest")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Offer, "order", property(lambda self: (self.step, self.sequence)))
+
+
+@mistake("durable checkpoints come before snapshots, however old")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Offer, "order", property(lambda self: (self.generation, self.sequence + 10**9 * self.is_durable))
+    )
+
+
+@mistake("fences are ignored")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fence, "refuses", lambda self, offer: False)
+
+
+@mistake("the checkpoints of another run are taken")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def surveyed(original: Any, self: JobProtocol, surveys: Sequence[Survey]) -> Any:
+        adopted = [
+            replace(s, offers=tuple(replace(o, run=self.lineage.run) for o in s.offers)) for s in surveys
+        ]
+        return original(self, adopted)
+
+    wrapping(JobProtocol, "surveyed", surveyed)(monkeypatch)
+
+
+@mistake("what a user has removed is restored from memory")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def surveyed(original: Any, self: JobProtocol, surveys: Sequence[Survey]) -> Any:
+        return original(self, [replace(s, removed=()) for s in surveys])
+
+    wrapping(JobProtocol, "surveyed", surveyed)(monkeypatch)
+
+
+@mistake("the generation does not travel")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(original: Any, self: Lineage, *arguments: Any, **options: Any) -> Any:
+        return replace(original(self, *arguments, **options), generation=0)
+
+    wrapping(Lineage, "place", place)(monkeypatch)
+
+
+@mistake("a superseded process may publish")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim, "is_superseded", lambda generation, claimed: False)
+
+
+@mistake("a live job is taken over")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(newest: Claim | None, **facts: Any) -> Any:
+        return Take(generation=newest.generation + 1 if newest else 1, reason="")
+
+    monkeypatch.setattr(sim, "judge", judge)
+
+
+@mistake("a restart of the same launch waits for its own dead claim for ever")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_runs, "SILENT_S", 1e9)
+    wrapping(
+        sim,
+        "judge",
+        lambda original, newest, **f: original(newest, **{**f, "launch": "", "holder_is_gone": None}),
+    )(monkeypatch)
+
+
+@mistake("the sequence follows the clock alone")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(original: Any, self: Lineage, checkpoint_id: Any, *, now_ms: int, durable: bool) -> Any:
+        self.sequence = 0
+        return original(self, checkpoint_id, now_ms=now_ms, durable=durable)
+
+    wrapping(Lineage, "place", place)(monkeypatch)
+
+
+@mistake("the ledger counts a save as durable when it begins")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit(original: Any, self: LedgerChain, records: Any, checkpoint_id: str, **options: Any) -> Any:
+        record = original(self, records, checkpoint_id, **options)
+        self.confirm(checkpoint_id)
+        return record
+
+    wrapping(LedgerChain, "commit", commit)(monkeypatch)
+
+
+@mistake("the ledger forgets what a failed save held")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(original: Any, self: LedgerChain, checkpoint_id: str) -> None:
+        self._pending = [save for save in self._pending if save.checkpoint_id != checkpoint_id]
+
+    wrapping(LedgerChain, "fail", fail)(monkeypatch)
+
+
+@mistake("a snapshot in memory counts as a base of the ledger")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restore(original: Any, self: LedgerChain, record: Any, **options: Any) -> None:
+        original(self, record, **{**options, "durable": True})
+
+    wrapping(LedgerChain, "restore", restore)(monkeypatch)
+
+
+@mistake("retention keeps one too few")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapping(
+        sim,
+        "removable",
+        lambda original, c, **o: original(c, **{**o, "keep_count": max(1, o["keep_count"] - 1)}),
+    )(monkeypatch)
+
+
+@mistake("retention removes what is still being uploaded")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapping(sim, "removable", lambda original, c, **o: original(c, **{**o, "in_use": ()}))(monkeypatch)
+
+
+@mistake("retention never removes anything")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim, "removable", lambda checkpoints, **options: [])
+
+
+@mistake("every start begins a lineage of its own")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_back_to(original: Any, self: Lineage, checkpoint: Any, *, durable: bool) -> None:
+        original(self, checkpoint, durable=durable)
+        self.name, self.parent = "", None
+
+    wrapping(Lineage, "go_back_to", go_back_to)(monkeypatch)
+
+
+@mistake("a run ends while its final save is under way")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(original: Any, self: JobProtocol, step: int, *arguments: Any, **options: Any) -> Any:
+        found = original(self, step, *arguments, **options)
+        return found if isinstance(found, Save | Stop) else Finished(step=step)
+
+    wrapping(JobProtocol, "finish", finish)(monkeypatch)
+
+
+@mistake("a run whose last step was saved does not look whether it arrived")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(original: Any, self: JobProtocol, step: int, *arguments: Any, **options: Any) -> Any:
+        if step % self.save_every == 0:
+            return Finished(step=step)
+        return original(self, step, *arguments, **options)
+
+    wrapping(JobProtocol, "finish", finish)(monkeypatch)
+
+
+@mistake("a run ends although a destination is missing its final state")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def learn(original: Any, self: JobProtocol, news: Sequence[SaveEnded]) -> Any:
+        return original(self, [replace(ended, missing=()) for ended in news])
+
+    wrapping(JobProtocol, "learn", learn)(monkeypatch)
+
+
+@mistake("ranks decide by their own clocks")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10**9))
+
+    def save(original: Any, self: JobProtocol, *arguments: Any, now_ms: int, **options: Any) -> Any:
+        return original(self, *arguments, now_ms=now_ms + next(ticks), **options)
+
+    wrapping(JobProtocol, "save", save)(monkeypatch)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MISTAKES[name](monkeypatch)
+    for seed in range(SEARCH):
+        try:
+            simulate(seed)
+        except SimulationFailed:
+            return
+    pytest.fail(f"{SEARCH} simulations did not notice: {name}")

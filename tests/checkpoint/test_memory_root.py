@@ -21,6 +21,7 @@ from strata.shared_memory import folders_of, forget_jobs, memory_root, memory_ro
 from strata.training.trace import Footprints, last_footprint, note_rendezvous
 from tests.checkpoint.states import assert_is_step, small_state
 from tests.stores.mounts import small_tmpfs
+from tests.support_programs import program
 
 IMAGE_BYTES = prepare(small_state(1), None).plan.bound_bytes
 """Of a small state."""
@@ -218,12 +219,12 @@ def test_a_root_that_cannot_be_used_is_named(tmp_path: Path, kind: str) -> None:
     assert "STRATA_MEMORY_ROOT" in caught.value.hint
 
 
-SMALL = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh")
+SMALL = ("--mount", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh")
 
 
 def test_in_a_container_with_a_small_dev_shm_a_killed_process_finds_its_snapshot_again(folder: Path) -> None:
     """As Docker starts one: nothing was chosen, and /dev/shm is too small."""
-    if subprocess.run([*SMALL, "true"], capture_output=True).returncode:
+    if subprocess.run([program("unshare"), *SMALL, "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces cannot be made here (are you root?)")
     job = f"test-{uuid.uuid4().hex[:12]}"
     script = textwrap.dedent(
@@ -245,7 +246,7 @@ def test_in_a_container_with_a_small_dev_shm_a_killed_process_finds_its_snapshot
     environment = {name: value for name, value in os.environ.items() if name != "STRATA_MEMORY_ROOT"}
     for turn, code in (("first", -9), ("second", 0)):
         done = subprocess.run(
-            [*SMALL, sys.executable, "-c", script, str(folder), job, turn],
+            [program("unshare"), *SMALL, sys.executable, "-c", script, str(folder), job, turn],
             capture_output=True,
             text=True,
             timeout=120,

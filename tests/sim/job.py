@@ -57,10 +57,10 @@ class Violation(AssertionError):
 class SimulationFailed(AssertionError):
     """Carries what is needed to see it again."""
 
-    def __init__(self, sim: Simulation, error: BaseException) -> None:
-        self.seed = sim.seed
+    @classmethod
+    def of(cls, sim: Simulation, error: BaseException) -> SimulationFailed:
         story = "\n".join(sim.story[-STORY_LINES:])
-        super().__init__(
+        return cls(
             f"seed {sim.seed}: {type(error).__name__}: {error}\n\nThe story, up to there:\n{story}\n\n"
             f"See all of it with: python -m tests.sim --job --seed {sim.seed} --story"
         )
@@ -662,7 +662,7 @@ class Simulation:
             if not any(life.outcome == "stops: unloadable" for life in self.lives):
                 self._check_history()
         except Exception as error:
-            raise SimulationFailed(self, error) from error
+            raise SimulationFailed.of(self, error) from error
         return self.counts
 
     def _advance(self) -> None:

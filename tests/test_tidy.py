@@ -30,7 +30,6 @@ PROSE = [
     if path.suffix in {".py", ".md", ".sh", ".toml", ".txt", ".proto", ".yaml", ".html"} and path.is_file()
     if "egg-info" not in str(path)
 ]
-LINES_LIMIT = 500
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK|raise NotImplementedError|breakpoint\(\)|pdb\.set_trace)")
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|root|Users|home/(?!user\b|you\b)\w+)/")
 
@@ -55,12 +54,6 @@ def parsed(path: Path) -> ast.Module:
 def test_every_module_opens_by_saying_what_it_guarantees() -> None:
     modules = {relative(path): parsed(path) for path in SOURCES}
     assert [path for path, module in modules.items() if module.body and not ast.get_docstring(module)] == []
-
-
-def test_every_module_can_be_read_in_one_sitting() -> None:
-    """One that cannot holds a second idea."""
-    lines = {relative(path): len(path.read_text().splitlines()) for path in SOURCES}
-    assert {path: count for path, count in lines.items() if count > LINES_LIMIT} == {}
 
 
 def test_nothing_is_left_for_later() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import logging
@@ -39,7 +40,7 @@ import torch
 from strata.checkpoint import locks
 from strata.checkpoint.copying import Copier, Copying, Destination
 from strata.checkpoint.device import page_lock, page_unlock
-from strata.checkpoint.digest import Digest, digest_of
+from strata.checkpoint.digest import Digest, digest_of, helping_threads
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded, Superseded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
@@ -337,7 +338,12 @@ class ImagePayload:
 
     def digest(self) -> Digest:
         hashed_on_the_way = self._copying.digest
-        return hashed_on_the_way() if hashed_on_the_way is not None else digest_of(self.view)
+        if hashed_on_the_way is not None:
+            return hashed_on_the_way()
+        with (
+            helping_threads() as pool
+        ):  # Until it is hashed, an image that a device has filled is no snapshot.
+            return digest_of(self.view, pool=pool)
 
     def keep(self, manifest: Manifest) -> str | None:
         if self._buffer.folder is None:
@@ -454,6 +460,25 @@ class Staging:
                 self._changed.wait(remaining_s)
             buffer.is_busy = True
             return buffer
+
+    def lock_ahead(self) -> None:
+        """Page-lock the images that were taken over, in the background: the first save to each would wait for it."""
+        from strata.checkpoint.device import on_this_device
+
+        def lock(buffer: ImageBuffer) -> None:
+            try:
+                buffer.lock_pages()
+            except (Damaged, OSError) as error:
+                log.debug("an image was not page-locked ahead: %s", error)
+            finally:
+                self.release(buffer)
+
+        with self._changed:
+            for buffer in self._buffers:
+                if buffer.marked is not None and not buffer.is_busy and not buffer.is_page_locked:
+                    buffer.is_busy = True
+                    work = on_this_device(functools.partial(lock, buffer))
+                    threading.Thread(target=work, name="strata-page-lock", daemon=True).start()
 
     def release(self, buffer: ImageBuffer) -> None:
         with self._changed:

@@ -252,6 +252,7 @@ class Life:
             if isinstance(decision, Watch):
                 continue
             assert isinstance(decision, Take)
+            self.sim.check_taken_over(self, newest)
             yield
             if decision.generation in farthest.claims:
                 continue  # Somebody else was quicker.
@@ -259,7 +260,6 @@ class Life:
             self.claim = Claim(
                 generation=decision.generation, launch=self.launch, holder=str(self.number), fences=fences
             )
-            self.sim.check_taken_over(self, newest)
             farthest.claims[decision.generation] = self.claim
             for destination in self.sim.destinations[:-1]:
                 yield

@@ -12,9 +12,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import progress
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "dashboard"
@@ -31,8 +33,12 @@ class CannotBuild(Exception):
     """What is missing, and what to do about it."""
 
 
-def build(*, bin_folder: Path | None = None) -> bool:
-    """Whether anything had to be built. `bin_folder` is another place to look for Node."""
+def say(what: str) -> None:
+    print(f"The dashboard: {what} …", flush=True)
+
+
+def build(*, bin_folder: Path | None = None, tell: Callable[[str], None] = say) -> bool:
+    """Whether anything had to be built. `bin_folder` is another place to look for Node; `tell` learns how far it is."""
     if not SOURCES.is_dir() or is_current():
         return False
     node = find_node(bin_folder)
@@ -44,9 +50,9 @@ def build(*, bin_folder: Path | None = None) -> bool:
     with _alone():
         if is_current():
             return False
-        install_modules(node)
+        install_modules(node, tell=tell)
         made_from = digest()
-        print("Building the dashboard …", flush=True)
+        tell("building")
         _npm(node, "run", "build", "--", "--outDir", str(BUILT), "--emptyOutDir")
         (BUILT / STAMP).write_text(made_from)
     return True
@@ -76,14 +82,14 @@ def _sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def install_modules(node: Path) -> None:
+def install_modules(node: Path, *, tell: Callable[[str], None] = say) -> None:
     """The packages named in the lock file, when they are not there already."""
     lock = SOURCES / "package-lock.json"
     wanted = hashlib.sha256(lock.read_bytes()).hexdigest()
     stamp = SOURCES / "node_modules" / ".installed"
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    print("Installing the dashboard's packages …", flush=True)
+    tell("installing its packages")
     # Not `npm ci`: it refuses a lock file that does not name the binaries of every other platform.
     _npm(node, "install", "--no-save", "--no-audit", "--no-fund", "--loglevel=error")
     stamp.write_text(wanted)
@@ -124,7 +130,8 @@ def _npm(node: Path, *arguments: str) -> None:
         check=False,
     )
     if said.returncode:
-        raise CannotBuild(f"'npm {' '.join(arguments[:2])}' failed:\n{said.stdout[-4000:]}")
+        lines = "\n".join(progress.cause(said.stdout.splitlines()))
+        raise CannotBuild(f"'npm {' '.join(arguments[:2])}' failed:\n{lines}")
 
 
 @contextmanager

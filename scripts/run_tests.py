@@ -2,7 +2,8 @@
 
 Areas use gRPC, object storage and shared memory, whose threads do not survive a fork; tests of loaders fork. In
 processes of their own they cannot disturb each other. Much of a test is waiting, so two areas run at a time; what one of
-them prints is shown when it has ended. Ends with what failed, once more, and one line: N passed, N failed, N skipped.
+them prints is shown when it has ended. Ends with what was left out and why, what failed, once more, and one line: N passed,
+N failed, N skipped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +55,13 @@ class Result:
             counts["failed"] = 1  # Outside of a test, or before the end.
         return counts
 
+    def left_out(self) -> Counter[str]:
+        """How many tests were skipped, by reason."""
+        found: Counter[str] = Counter()
+        for number, reason in re.findall(r"^SKIPPED \[(\d+)\] \S+: (.*)$", self.output, re.M):
+            found[reason] += int(number)
+        return found
+
     def closing(self) -> str:
         """What failed, in pytest's own words: they come last, after everything the tests printed."""
         lines = [line for line in self.output.splitlines() if line and not line.startswith("SKIPPED")]
@@ -77,6 +86,11 @@ def main() -> int:
     broken = [result for result in results if result.is_broken]
     for result in broken:
         print(f"\n=== failed in {result.area}, status {result.status}\n{result.closing()}")
+    left_out = sum((result.left_out() for result in results), Counter[str]())
+    if left_out:
+        print("\nleft out:")
+    for reason, number in left_out.most_common():
+        print(f"  {number} {'test' if number == 1 else 'tests'}: {reason}")
     print(f"\nall areas in {time.monotonic() - began_s:.0f} s")
     totals = {outcome: sum(result.counts()[outcome] for result in results) for outcome in OUTCOMES}
     print(", ".join(f"{count} {outcome}" for outcome, count in totals.items()))

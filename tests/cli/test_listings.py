@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlencode
 
@@ -261,9 +261,10 @@ def say(server: Coordinator, text: str) -> None:
         session.close()  # After the goodbye: without one a worker is failed half a second later.
 
 
-def test_reader_that_stops_reading_is_no_error(listed: Coordinator) -> None:
+def test_reader_that_stops_reading_is_no_error(listed: Coordinator, program: Callable[[str], str]) -> None:
     command = f"{sys.executable} -m strata.cli.main workers --json --api {listed.url} | head -c 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, env=os.environ)
+    shell = [program("bash"), "-c", command]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.stdout == "["
     assert "Traceback" not in done.stderr
 

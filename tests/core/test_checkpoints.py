@@ -304,3 +304,29 @@ def test_bad_values_are_refused_and_change_nothing(fleet: Fleet, fields: dict[st
             else notice("a", **fields)
         )
     assert fleet.cluster.compact() == before
+
+
+def test_what_was_taken_for_removed_comes_back_to_its_place(fleet: Fleet) -> None:
+    for step in range(1, 6):
+        fleet.save("a", f"c{step}", step=step)
+    fleet.reconcile("a", "c1", "c4")
+    assert fleet.latest() == "c4"
+    fleet.reconcile("a", "c3", "c5", "c2", "c4", "c1")  # A list is in whatever order a store gives it.
+    for again in (fleet, fleet.replayed(), fleet.compacted()):
+        order = []
+        while (latest := again.latest()) is not None:
+            order.append(latest)
+            again.save("a", latest, step=int(latest[1:]), status="removed")
+        assert order == ["c5", "c4", "c3", "c2", "c1"]
+
+
+def test_a_list_for_another_state_of_the_registry_changes_nothing(fleet: Fleet) -> None:
+    fleet.save("a", "c1", step=1)
+    told = fleet.cluster.checkpoints.revision
+    fleet.save("a", "c2", step=2)
+    late, decision = fleet.reconcile("a", "c1", revision=told)
+    assert (late.made, decision.events, fleet.latest()) == (False, (), "c2")
+    for again in (fleet.replayed(), fleet.compacted()):
+        assert again.cluster.checkpoints.revision == late.revision
+    assert fleet.reconcile("a", "c1", revision=late.revision)[0].removed == 1
+    assert fleet.latest() == "c1"

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+from tests.support_programs import ROOT, program
 
-import build_dashboard as build_dashboard  # noqa: E402
+import build_dashboard as build_dashboard  # isort: skip  # Beside the table of programs, which makes its folder known.
 
 DRIVER = ROOT / "dashboard" / "e2e" / "driver.mjs"
-CHROMIUM = shutil.which("chromium")
 PATIENCE_S = 45.0
 VIEWS = ("/", "/runs", "/workers", "/data", "/checkpoints", "/barriers", "/tasks", "/logs", "/settings")
 
 
 def npx(*command: str, **environment: str) -> None:
     """Runs one of the dashboard's own tools; what it said is the error."""
-    node = build_dashboard.find_node(ROOT / ".venv" / "bin")
-    assert node is not None, "Node is needed for the dashboard's tools"
+    npx = program("npx")
+    node = Path(npx).parent
     build_dashboard.install_modules(node)
     said = subprocess.run(
-        [str(node / "npx"), "--no-install", *command],
+        [npx, "--no-install", *command],
         cwd=build_dashboard.SOURCES,
         env={**build_dashboard.environment(node), "CI": "true", **environment},
         capture_output=True,
@@ -48,13 +44,12 @@ class Browser:
     """One page. Places on it are named as a person would: role and name, label, or text."""
 
     def __init__(self, base: str, **settings: Any) -> None:
-        node = build_dashboard.find_node(ROOT / ".venv" / "bin")
-        assert node is not None, "Node is needed to drive a browser"
-        build_dashboard.install_modules(node)
+        chromium, node = program("chromium"), program("node")
+        build_dashboard.install_modules(Path(node).parent)
         self.base = base
         self._number = 0
         self._process = subprocess.Popen(
-            [str(node / "node"), str(DRIVER), json.dumps({"chromium": CHROMIUM, **settings})],
+            [node, str(DRIVER), json.dumps({"chromium": chromium, **settings})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

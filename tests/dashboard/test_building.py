@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -38,7 +39,7 @@ def node_in(folder: Path, version: str = "v24.1.0", *, npm: str | None = NPM) ->
 
 
 @pytest.fixture
-def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[[str], str]) -> Path:
     """A checkout whose dashboard is not built yet, on a machine without Node; returns the folder of its Python."""
     sources = tmp_path / "dashboard"
     sources.mkdir()
@@ -49,7 +50,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("sh", "dirname", "mkdir"):
-        (tools / name).symlink_to(str(shutil.which(name)))
+        (tools / name).symlink_to(program(name))
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.delenv("CI", raising=False)
     python = tmp_path / "python" / "bin"
@@ -143,9 +144,13 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_wheel_is_built_with_the_dashboard_on_a_machine_without_node(tmp_path: Path) -> None:
+def test_a_wheel_is_built_with_the_dashboard_on_a_machine_without_node(
+    tmp_path: Path, program: Callable[[str], str]
+) -> None:
     """As pip does it, in an environment of its own: Node and the dashboard's packages are downloaded."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = subprocess.run(
+        [program("git"), "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     for name in listed.stdout.splitlines():
         if (ROOT / name).is_file():
             (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)

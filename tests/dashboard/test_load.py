@@ -13,6 +13,7 @@ from strata.bench.chromium import PATIENCE_S, Chromium
 from strata.bench.dashboard import USEFUL, Load, run, say
 from strata.bench.fleet import Fleet
 from strata.bench.serving import HOST, served_coordinator
+from tests.support_programs import program
 
 pytestmark = pytest.mark.browser
 
@@ -22,6 +23,7 @@ SLICE_S = 30
 
 @pytest.mark.slow
 def test_the_benchmark_measures_every_figure(built: object) -> None:
+    program("chromium")
     load = Load(fleet=20, paints=1, updates=1, clients=3, watch_s=0.5, busy_s=1.0)
     rows = [row.name for row in run(load)]
     for figure in (
@@ -75,6 +77,7 @@ class Watched(Chromium):
     """
 
     def __init__(self) -> None:
+        program("chromium")
         super().__init__()
         self.heaps_mb: list[float] = []
         self.nodes: list[int] = []

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,15 +125,18 @@ def test_views_of_the_application_are_known_to_the_server() -> None:
 @pytest.mark.browser
 @pytest.mark.timeout(120)
 def test_a_page_in_development_shows_and_changes_the_coordinator_it_is_given(
-    page: Browser, watched: Coordinator
+    page: Browser, watched: Coordinator, program: Callable[[str], str]
 ) -> None:
-    node = build_dashboard.find_node(ROOT / ".venv" / "bin")
-    assert node is not None
-    command = [str(node / "npx"), "--no-install", "vite", "--host", "127.0.0.1"]
+    npx = program("npx")
+    command = [npx, "--no-install", "vite", "--host", "127.0.0.1"]
     server = subprocess.Popen(
         command,
         cwd=build_dashboard.SOURCES,
-        env={**build_dashboard.environment(node), "VITE_API_URL": f"{watched.url}/api", "NO_COLOR": "1"},
+        env={
+            **build_dashboard.environment(Path(npx).parent),
+            "VITE_API_URL": f"{watched.url}/api",
+            "NO_COLOR": "1",
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

@@ -19,7 +19,7 @@ from strata.data.history import audit_epochs
 from strata.launch.sample_job import DATASET
 from strata.shared_memory import run_folder
 from tests.e2e.conftest import StartRun
-from tests.harness.etcd_server import EtcdServer, require_etcd
+from tests.harness.etcd_server import EtcdServer
 from tests.support import eventually
 
 pytestmark = pytest.mark.timeout(900)
@@ -129,7 +129,6 @@ def test_three_workers_with_loaders_add_gradients_in_the_same_order_after_a_cras
 def test_training_goes_on_while_etcd_is_away_and_a_killed_worker_is_back_once_it_is(
     calm: ChaosRun, start_run: StartRun, tmp_path: Path
 ) -> None:
-    require_etcd()
     server = EtcdServer(tmp_path)
     server.start()
     try:

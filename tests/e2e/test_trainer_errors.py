@@ -24,8 +24,9 @@ from strata.training.trace import last_footprint, was_saved
 from tests.harness.etcd_server import free_port
 from tests.stores.mounts import small_tmpfs
 from tests.support import eventually
+from tests.support_programs import program, require_root
 from tests.support_proxy import Proxy
-from tests.support_seaweed import seaweed, weed_binary
+from tests.support_seaweed import seaweed
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -81,15 +82,25 @@ class Training:
     """One trainer process, alone in its world."""
 
     def __init__(
-        self, job: SampleJob, folder: Path, *, environment: Mapping[str, str], prefix: tuple[str, ...] = ()
+        self,
+        job: SampleJob,
+        folder: Path,
+        *,
+        environment: Mapping[str, str],
+        shared_memory: str | None = None,
     ) -> None:
+        command = [sys.executable, "-m", "elastic_harness.train", f"--config={folder}/config.yaml"]
+        if shared_memory is not None:
+            require_root("a file system is mounted")
+            mount = f'{program("mount")} -t tmpfs -o size={shared_memory} tmpfs /dev/shm && exec "$@"'
+            command = [program("unshare"), "--mount", program("sh"), "-c", mount, "sh", *command]
         self.out, self.err = folder / "out.txt", folder / "err.txt"
         place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
         at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
         told = {name: str(value) for name, value in {**place, **at, "OMP_NUM_THREADS": 1}.items()}
         with open(self.out, "w") as out, open(self.err, "w") as err:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "elastic_harness.train", f"--config={folder}/config.yaml"],
+                command,
                 env={**os.environ, **told, "AWS_EC2_METADATA_DISABLED": "true", **environment},
                 stdout=out,
                 stderr=err,
@@ -129,11 +140,11 @@ def training(
     folder: Path,
     *,
     environment: Mapping[str, str] | None = None,
-    prefix: tuple[str, ...] = (),
+    shared_memory: str | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[Training]:
     configure(job, folder, **sections)
-    started = Training(job, folder, environment=environment or {}, prefix=prefix)
+    started = Training(job, folder, environment=environment or {}, shared_memory=shared_memory)
     try:
         yield started
     finally:
@@ -178,7 +189,11 @@ def test_training_under_torchrun_ends_with_the_promised_words(job: SampleJob, tm
         environment={"LOGLEVEL": "WARNING", "TORCH_DISTRIBUTED_DEBUG": "INFO"},
     )
     done = subprocess.run(
-        spec.command(), env=spec.variables(), capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, *spec.command()[1:]],
+        env=spec.variables(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     assert "Training complete! 30 steps" in done.stdout
@@ -286,17 +301,29 @@ def test_fail_ends_training_when_the_disk_is_full(job: SampleJob, tmp_path: Path
     )
 
 
-SMALL_SHARED_MEMORY = (
-    *("unshare", "--mount", "sh", "-c"),
-    *('mount -t tmpfs -o size=512k tmpfs /dev/shm && exec "$@"', "sh"),
-)
-
-
 def test_snapshots_that_shared_memory_cannot_hold_are_kept_on_disk(job: SampleJob, tmp_path: Path) -> None:
-    done = train(job, tmp_path, prefix=SMALL_SHARED_MEMORY, checkpoint={"async_save_policy": "fail"})
+    done = train(job, tmp_path, shared_memory="512k", checkpoint={"async_save_policy": "fail"})
     done.assert_complete()
     assert done.told.count("STRATA_MEMORY_ROOT") == 1
     assert saved_steps(tmp_path / "checkpoints")[0] == 30
+
+
+@pytest.mark.parametrize("policy", ["warn", "fail"])
+def test_a_snapshot_that_the_named_root_cannot_hold_follows_the_policy(
+    job: SampleJob, tmp_path: Path, policy: str
+) -> None:
+    done = train(
+        job,
+        tmp_path,
+        shared_memory="512k",
+        environment={"STRATA_MEMORY_ROOT": "/dev/shm"},
+        checkpoint={"async_save_policy": policy},
+    )
+    if policy == "warn":
+        done.assert_complete()
+        assert "MB required, but only" in done.told
+    else:
+        done.assert_failed("MemoryLimitExceeded: Cannot save snapshot: ", "MB required, but only")
 
 
 def retrying(**checkpoint: Any) -> dict[str, Any]:
@@ -323,8 +350,6 @@ def test_retry_saves_as_soon_as_the_disk_has_room(job: SampleJob, tmp_path: Path
 def test_retry_saves_as_soon_as_the_bucket_can_be_reached(
     job: SampleJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if weed_binary() is None:
-        pytest.skip("needs the SeaweedFS server")
     with seaweed(tmp_path / "weed") as server, Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
         proxy.refusing = True
         environment = {**server.environment(), "AWS_ENDPOINT_URL": f"http://{proxy.address}"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shutil
 import socket
 import subprocess
 import time
@@ -12,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.support_programs import program
 
 PORTS_FROM, PORTS_UPTO = (
     22_000,
@@ -64,7 +63,7 @@ class EtcdServer:
         with open(self.folder / "etcd.log", "ab") as log:
             self.process = subprocess.Popen(
                 [
-                    "etcd",
+                    program("etcd"),
                     "--name=n0",
                     f"--data-dir={self.folder / 'data'}",
                     f"--listen-client-urls={client}",
@@ -95,8 +94,3 @@ class EtcdServer:
             self.process.terminate()
             self.process.wait(timeout=60)
             self.process = None
-
-
-def require_etcd() -> None:
-    if shutil.which("etcd") is None:
-        pytest.skip("needs an etcd binary")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def train(folder: Path, *, upto: int) -> tuple[int, torch.nn.Linear]:
         ),
         checkpoints=str(folder),
         max_steps=upto,
-        job=f"test-{uuid.uuid4().hex}",
+        job="passed-on",
         stem=step_stem,
     )
     with job:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from strata.rendezvous.cas import CasStore
 from strata.rendezvous.etcd import EtcdCasClient, create_etcd_v3_handler
 from strata.rendezvous.handler import CasRendezvousHandler
-from tests.harness.etcd_server import EtcdServer, free_port, port_of_nobody, require_etcd
+from tests.harness.etcd_server import EtcdServer, free_port, port_of_nobody
 from tests.support import eventually
 
 pytestmark = pytest.mark.etcd
@@ -35,7 +35,6 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    require_etcd()
     server = EtcdServer(tmp_path_factory.mktemp("etcd"))
     server.start()
     yield server
@@ -104,11 +103,11 @@ def test_of_many_racing_writers_one_wins_each_round(etcd: EtcdServer, run_id: st
 
 
 def test_keys_hang_on_a_lease_and_a_lost_lease_is_replaced(
-    etcd: EtcdServer, client: EtcdCasClient, run_id: str
+    etcd: EtcdServer, client: EtcdCasClient, run_id: str, program: Callable[[str], str]
 ) -> None:
     def ctl(*words: str) -> Any:
         patience = (f"--command-timeout={PATIENCE_S:g}s", f"--dial-timeout={PATIENCE_S:g}s")
-        command = ["etcdctl", f"--endpoints={etcd.endpoint}", *patience, "-w", "json", *words]
+        command = [program("etcdctl"), f"--endpoints={etcd.endpoint}", *patience, "-w", "json", *words]
         return json.loads(subprocess.check_output(command, env={**os.environ, "ETCDCTL_API": "3"}))
 
     _, _, token = client.cas(run_id, b"one", None)
@@ -121,7 +120,6 @@ def test_keys_hang_on_a_lease_and_a_lost_lease_is_replaced(
 
 
 def test_client_passes_over_a_dead_endpoint_and_survives_a_server_restart(tmp_path: Path) -> None:
-    require_etcd()
     server = EtcdServer(tmp_path)
     server.start()
     try:

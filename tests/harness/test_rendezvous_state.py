@@ -407,7 +407,9 @@ def test_a_node_that_waits_looks_as_often_as_the_server_can_bear(
         seen.append(context.state.round)
         return _Action.SYNC if len(seen) < 4 else _Action.FINISH
 
-    handler = handler_with(server, run_id)
+    handler = handler_with(
+        server, run_id, keep_alive_interval=PATIENCE_S
+    )  # A slow machine loses nobody here.
     monkeypatch.setattr("strata.rendezvous.handler.time", SimpleNamespace(sleep=pause))
     handler._op_executor.run(look, deadline=0.0)
     assert seen == [0, 1, 2, 3], "each look is at what stands there now"

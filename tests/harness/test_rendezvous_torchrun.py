@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.etcd_server import EtcdServer, require_etcd
+from tests.harness.etcd_server import EtcdServer
 
 pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]  # Torch is imported a dozen times.
 WORLD_S = 120.0
@@ -102,7 +102,6 @@ def _kill(pid: int) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    require_etcd()
     job = Job(tmp_path, "", f"torchrun-{time.monotonic_ns()}")
     yield job
     job.end()

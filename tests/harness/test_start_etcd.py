@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.etcd_server import EtcdServer, free_port, require_etcd
+from tests.harness.etcd_server import EtcdServer, free_port
 from tests.support import eventually
+from tests.support_programs import program
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 pytestmark = pytest.mark.etcd
@@ -39,7 +40,7 @@ class Script:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Script]:
-    require_etcd()
+    program("etcd")
     script = Script(tmp_path)
     yield script
     script("clean")
@@ -53,7 +54,7 @@ def test_start_status_restart_stop_clean(script: Script, tmp_path: Path) -> None
     # An etcd has a few seconds to answer, and says itself that it is not well when its disk is slow.
     eventually(lambda: script("status")[0] == 0, within_s=60, what="it is said to be healthy")
     assert "embed" in script("logs")[1]
-    key = ["etcdctl", f"--endpoints=127.0.0.1:{script.env['ETCD_PORT']}"]
+    key = [program("etcdctl"), f"--endpoints=127.0.0.1:{script.env['ETCD_PORT']}"]
     key += ["--command-timeout=60s", "--dial-timeout=60s"]
     env = {**os.environ, "ETCDCTL_API": "3"}
     subprocess.run([*key, "put", "kept", "yes"], env=env, check=True, capture_output=True)

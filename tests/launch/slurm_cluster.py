@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -13,21 +12,17 @@ from pathlib import Path
 import psutil
 
 from tests.support import eventually
+from tests.support_programs import program, require_root
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("n1", "n2", "n3")
-
-
-def is_installed() -> bool:
-    places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
-    return os.geteuid() == 0 and all(shutil.which(program, path=places) for program in PROGRAMS)
 
 
 class Slurm:
     def __init__(self, folder: Path) -> None:
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
-    def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
+    def run(self, name: str, *arguments: str, cwd: Path | None = None, **env: str) -> str:
+        command = [program(name), *arguments]
         done = subprocess.run(
             command, env={**self.environment, **env}, cwd=cwd, capture_output=True, text=True, timeout=60
         )
@@ -41,6 +36,9 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
+    require_root("a Slurm cluster is started")
+    for name in ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "sinfo"):
+        program(name)
     folder.mkdir(parents=True)
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
@@ -51,17 +49,18 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     with contextlib.ExitStack() as running:
         running.callback(_end_left, cluster)  # The last to be done, also where a test is broken off.
 
-        def start(*command: str) -> None:
-            output = running.enter_context(open(folder / f"{Path(command[0]).name}.out", "ab"))
+        def start(name: str, *arguments: str) -> None:
+            output = running.enter_context(open(folder / f"{name}.out", "ab"))
+            command = [program(name), *arguments]
             process = subprocess.Popen(command, env=cluster.environment, stdout=output, stderr=output)
             running.callback(_end, process)
 
         files = (f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed"))
-        start("/usr/sbin/munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
+        start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
         eventually((folder / "munge.socket").exists, within_s=20, what="munged listens")
-        start("/usr/sbin/slurmctld", "-D")
+        start("slurmctld", "-D")
         for node in NODES:
-            start("/usr/sbin/slurmd", "-D", "-N", node)
+            start("slurmd", "-D", "-N", node)
         eventually(lambda: _idle(cluster) == len(NODES), within_s=60, what="the nodes are idle", every_s=0.5)
         yield cluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -154,9 +154,8 @@ def test_kustomize_finds_what_it_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.coordinator", "Dockerfile.worker"])
-def test_a_dockerfile_passes_the_linter(name: str) -> None:
-    hadolint = Path(sys.executable).parent / "hadolint"
-    done = subprocess.run([hadolint, DOCKER / name], capture_output=True, text=True, timeout=60)
+def test_a_dockerfile_passes_the_linter(name: str, program: Callable[[str], str]) -> None:
+    done = subprocess.run([program("hadolint"), DOCKER / name], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

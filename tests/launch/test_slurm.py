@@ -20,8 +20,8 @@ from strata.launch.slurm import SlurmOptions, sbatch_script
 from strata.launch.torchrun import TorchrunSpec
 from tests.cli.running import strata
 from tests.support import eventually
+from tests.support_programs import program
 
-SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 EXAMPLE = Path(__file__).parent.parent.parent / "deploy" / "slurm" / "train.sh"
 HOSTILE = "a'b\"c $(touch pwned) `touch pwned` ; touch pwned \\ \n#SBATCH --nodes=99"
 
@@ -48,7 +48,8 @@ def directives(script: str) -> dict[str, str]:
 
 
 def assert_clean(script: str) -> None:
-    for command in (["bash", "-n"], [SHELLCHECK, "--shell=bash", "--severity=warning", "-"]):
+    shellcheck = [program("shellcheck"), "--shell=bash", "--severity=warning", "-"]
+    for command in ([program("bash"), "-n"], shellcheck):
         done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -161,7 +162,7 @@ class Batch:
             "AGENT": shlex.join([sys.executable, "-c", AGENT, str(status)]),
         }
         self.process = subprocess.Popen(
-            ["bash", "-c", sbatch_script(spec(), SlurmOptions())],
+            [program("bash"), "-c", sbatch_script(spec(), SlurmOptions())],
             cwd=folder,
             env={**os.environ, **variables},
             stdout=subprocess.PIPE,

@@ -12,15 +12,12 @@ import pytest
 from strata.launch.sample_job import SampleJob
 from strata.shared_memory import forget_jobs
 from tests.cli.running import strata
-from tests.launch.slurm_cluster import is_installed, slurm
+from tests.launch.slurm_cluster import slurm
 from tests.support import Coordinator, eventually
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(
-    not is_installed(), reason="needs root and Debian's slurmctld, slurmd, slurm-client, munge"
-)
 def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
     tmp_path: Path, coordinator: Coordinator
 ) -> None:

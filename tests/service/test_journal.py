@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from strata.core.messages import (
 from strata.rpc import coordinator_pb2 as pb
 from tests.cli.running import Ran, strata
 from tests.service.clients import refusal, stub
+from tests.stores.mounts import small_tmpfs
 from tests.support import Coordinator
 
 
@@ -194,15 +194,8 @@ def test_directory_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of two megabytes."""
-    place = tmp_path / "tiny"
-    place.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("a file system of its own needs root and mount")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True)
-    if made.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.decode()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with small_tmpfs(tmp_path / "tiny", size_bytes=2 << 20) as place:
+        yield place
 
 
 def test_full_disk_stops_the_coordinator_with_everything_acknowledged_intact(tiny_disk: Path) -> None:
@@ -253,11 +246,13 @@ def test_full_disk_stops_the_coordinator_with_everything_acknowledged_intact(tin
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace to make fsync fail")
-def test_failed_fsync_stops_the_coordinator_before_it_acknowledges(tmp_path: Path) -> None:
+def test_failed_fsync_stops_the_coordinator_before_it_acknowledges(
+    tmp_path: Path, program: Callable[[str], str]
+) -> None:
+    strace = [program("strace"), "-f", "-qq", "-o", "/dev/null"]
     coordinator = Coordinator(tmp_path / "data").start()
     inject = ["-e", "trace=fsync,fdatasync", "-e", "inject=fsync,fdatasync:error=EIO"]
-    tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", *inject, "-p", str(coordinator.pid)])
+    tracer = subprocess.Popen([*strace, *inject, "-p", str(coordinator.pid)])
     try:
         with stub(coordinator.address) as calls:
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import socket
 import ssl
 import subprocess
@@ -20,8 +19,7 @@ from strata.rpc.tls import TlsError
 from strata.worker.errors import CoordinatorUnavailable
 from tests.cli.running import strata
 from tests.support import Coordinator
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+from tests.support_programs import program
 
 
 class Authority:
@@ -61,7 +59,7 @@ class Authority:
 
 
 def _openssl(*arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)
+    subprocess.run([program("openssl"), *arguments], check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from strata.core.job import (
 )
 from strata.core.ledger import DataCommit, LedgerChain, RankRecord
 from strata.core.lineage import Placement, removable
-from strata.core.runs import RENEW_S, Claim, InUse, Take, Watch, is_superseded, judge
+from strata.core.runs import RENEW_S, SILENT_S, Claim, InUse, Take, Watch, is_superseded, judge
 from strata.core.terms import CheckpointId
 
 Steps = Generator[None, None, None]
@@ -57,10 +57,10 @@ class Violation(AssertionError):
 class SimulationFailed(AssertionError):
     """Carries what is needed to see it again."""
 
-    def __init__(self, sim: Simulation, error: BaseException) -> None:
-        self.seed = sim.seed
+    @classmethod
+    def of(cls, sim: Simulation, error: BaseException) -> SimulationFailed:
         story = "\n".join(sim.story[-STORY_LINES:])
-        super().__init__(
+        return cls(
             f"seed {sim.seed}: {type(error).__name__}: {error}\n\nThe story, up to there:\n{story}\n\n"
             f"See all of it with: python -m tests.sim --job --seed {sim.seed} --story"
         )
@@ -180,7 +180,7 @@ class Life:
         self.trained: tuple[int, ...] = ()
         self.unrecorded: list[int] = []
         self.is_frozen = False
-        self.woke_s = -RENEW_S
+        self.renewed_s = 0.0
         self.is_over = False
         self.asked_to_leave = False
         self.outcome = ""
@@ -252,6 +252,7 @@ class Life:
             if isinstance(decision, Watch):
                 continue
             assert isinstance(decision, Take)
+            self.sim.check_taken_over(self, newest)
             yield
             if decision.generation in farthest.claims:
                 continue  # Somebody else was quicker.
@@ -259,7 +260,6 @@ class Life:
             self.claim = Claim(
                 generation=decision.generation, launch=self.launch, holder=str(self.number), fences=fences
             )
-            self.sim.check_taken_over(self, newest)
             farthest.claims[decision.generation] = self.claim
             for destination in self.sim.destinations[:-1]:
                 yield
@@ -323,7 +323,8 @@ class Life:
         assert self.claim is not None
         for destination in self.sim.destinations:
             self.truth[destination.name] = list(destination.checkpoints.values())
-            destination.looked = max(destination.looked, self.claim.generation)
+            if not unreachable:
+                destination.looked = max(destination.looked, self.claim.generation)
             for checkpoint in destination.checkpoints.values():
                 found.setdefault(checkpoint.checkpoint_id, []).append(checkpoint)
                 offers.append(
@@ -390,7 +391,7 @@ class Life:
         while True:
             yield
             if self.claim is not None and not farthest.is_down and self.sim.now_s - renewed_s >= RENEW_S:
-                renewed_s = self.sim.now_s
+                renewed_s = self.renewed_s = self.sim.now_s
                 self.claim = replace(self.claim, count=self.claim.count + 1)
                 farthest.claims[self.claim.generation] = self.claim
 
@@ -517,6 +518,9 @@ class Life:
         destination.checkpoints[published.checkpoint_id] = published
         upload.reached.append(destination.name)
         sim.tell(f"{published.checkpoint_id} of {self} is in {destination.name}")
+        if is_superseded(upload.checkpoint.generation, list(destination.claims)):
+            upload.superseded = f"{destination.name}: superseded"
+            return  # Its retention would remove what the newer generation continues from.
         yield
         for gone in self._removable(destination):
             yield
@@ -662,7 +666,7 @@ class Simulation:
             if not any(life.outcome == "stops: unloadable" for life in self.lives):
                 self._check_history()
         except Exception as error:
-            raise SimulationFailed(self, error) from error
+            raise SimulationFailed.of(self, error) from error
         return self.counts
 
     def _advance(self) -> None:
@@ -677,7 +681,7 @@ class Simulation:
                 machine.memory_fails = False
         for life in self.lives:
             if life.is_frozen and (not self.faults_left or self.chance(0.01)):
-                life.is_frozen, life.woke_s = False, self.now_s
+                life.is_frozen = False
                 self.tell(f"{life} wakes up")
         alive = [life for life in self.lives if life.is_alive]
         self.now_s += TICK_S / 4
@@ -890,6 +894,8 @@ class Simulation:
         self.counts["stopped"] += 1
         if stop.kind == "unreachable":
             must(self.saw_down, f"{life} found a destination out of reach that never was")
+        elif self._is_superseded(life):
+            pass  # What it wanted to load may have been removed since.
         elif stop.kind == "unloadable":
             intact = [c.checkpoint_id for c in self._offered(life) if c.intact]
             must(not intact, f"{life} gave up although {intact} could be loaded")
@@ -910,7 +916,7 @@ class Simulation:
     def check_taken_over(self, life: Life, newest: Claim | None) -> None:
         holder = self.life_of(newest)
         if holder is not None and newest is not None and newest.launch != life.launch and not newest.ended:
-            was_awake = holder.is_alive and self.now_s - holder.woke_s > RENEW_S
+            was_awake = holder.is_alive and self.now_s - holder.renewed_s < SILENT_S / 2
             must(not was_awake, f"{life} took the run from {holder}, which is alive")
 
     def check_removal(self, life: Life, destination: Destination, gone: Checkpoint) -> None:
@@ -943,7 +949,7 @@ class Simulation:
         for destination in self.destinations:
             own = [c for c in destination.checkpoints.values() if c.placement.run == self.run_name]
             must(
-                len(own) <= self.keep_count + 2 + self.counts["stale"],
+                len(own) <= self.keep_count + 3 + self.counts["stale"],
                 f"{destination.name} grows without bound",
             )
             own.sort(key=lambda c: c.order)

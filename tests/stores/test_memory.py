@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -182,9 +182,9 @@ def test_a_zombie_is_dead(shm: Path) -> None:
         end(process)
 
 
-def test_the_job_lives_as_long_as_the_owner_it_names(shm: Path) -> None:
+def test_the_job_lives_as_long_as_the_owner_it_names(shm: Path, program: Callable[[str], str]) -> None:
     """A launcher that outlives its workers owns their memory."""
-    launcher = subprocess.Popen(["sleep", "60"])
+    launcher = subprocess.Popen([program("sleep"), "60"])
     try:
         end(open_elsewhere(shm, "job", owner_pid=launcher.pid))
         assert reclaim_orphans(shm=shm, grace_s=0) == []

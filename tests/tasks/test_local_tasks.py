@@ -170,7 +170,7 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         ids = {how: tasks.submit("ends", how=how) for how in ("wait", "raise", "crash")}
         ids |= {how: tasks.submit("ends-cold", how=how) for how in cold}
         for how, kind, message in (
-            ("raise", "exception", "rank 0: ValueError: the answer is 41 (3 times in a row)"),
+            ("raise", "exception", "rank 0: ValueError: the answer is 41 (it came back without a new step)"),
             ("crash", "signal", "rank 0 was killed by SIGSEGV (3 times in a row)"),
             ("refuse", "exit", "rank 0 ended with status 2"),
         ):

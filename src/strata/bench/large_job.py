@@ -85,7 +85,7 @@ def plain(name: str, folder: Path, state_bytes: int, device: str) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = int(state["step"])
-    moments = Footprints(name, 0)
+    moments = Footprints(name, rank=0)
     while True:
         _step(model, optimizer, inputs)
         step += 1

@@ -6,14 +6,17 @@ signature: it does not stop somebody who rewrites payload and manifest together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import xxhash
 
 CHUNK_BYTES = 16 << 20
 _MOST_THREADS = 16
+_MOST_HELPERS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,17 @@ class Digest:
             chunks=tuple(part.hex() for part in parts),
             whole=xxhash.xxh3_128_hexdigest(b"".join(parts)),
         )
+
+
+@contextlib.contextmanager
+def helping_threads() -> Iterator[Executor | None]:
+    """A few threads for a digest that somebody waits for: of many processors some are idle while training, of few none."""
+    count = min(_MOST_HELPERS, (os.cpu_count() or 1) // 4)
+    if not count:
+        yield None
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="strata-digest") as pool:
+        yield pool
 
 
 def digest_of(view: memoryview, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor | None = None) -> Digest:

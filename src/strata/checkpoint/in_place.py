@@ -27,7 +27,7 @@ from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
 from strata.checkpoint.loading import damage, verify
 from strata.checkpoint.manifest import Manifest, Part, TensorEntry
 from strata.checkpoint.pickling import TensorRecipe
-from strata.checkpoint.state import restore_kind, scan
+from strata.checkpoint.state import NUMPY, TENSOR, rebuild, restore_kind, scan
 from strata.checkpoint.sweeping import THREADS, Sweep, copy_each
 from strata.checkpoint.unpickling import (
     Outline,
@@ -105,6 +105,8 @@ class InPlace:
         self._records: dict[int, torch.Tensor] = {}
         self._rows: dict[tuple[int, int], int] = {}
         self._afterwards: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._by_value: dict[int, tuple[torch.Tensor, str]] = {}
+        """What becomes something with a value of its own, when the bytes are there."""
         wanted: dict[int, list[torch.Tensor]] = {}
         for target, leaf in paired(outline.state, targets):
             wanted.setdefault(id(leaf), []).append(target)
@@ -114,7 +116,11 @@ class InPlace:
             check_recipe(entry, recipe)
             found = wanted.get(id(recipe))
             if found is None:
-                return restore_kind(self._new(entry, recipe), entry.kind)
+                made = self._new(entry, recipe)
+                if entry.kind in (TENSOR, NUMPY):
+                    return restore_kind(made, entry.kind)
+                self._by_value[id(made)] = made, entry.kind
+                return made
             for target in found:
                 if is_plain(target) and target.dtype is recipe.dtype and is_dense(recipe, entry):
                     self._send(entry.offset_bytes, entry.size_bytes, target.data_ptr())
@@ -183,7 +189,12 @@ class InPlace:
         with torch.no_grad():
             for target, source in self._afterwards:
                 target.copy_(source)
-        return self._state
+        if not self._by_value:
+            return self._state
+        return rebuild(
+            self._state,
+            lambda _, leaf: restore_kind(*self._by_value[id(leaf)]) if id(leaf) in self._by_value else leaf,
+        )
 
 
 def is_on_cuda(into: Any) -> bool:

@@ -60,14 +60,14 @@ def create(folder: Path) -> FolderLock:
 
 
 def take(folder: Path) -> FolderLock | None:
-    """Hold a folder that nobody holds any more; None where somebody does, or where it has no lock or is gone."""
+    """Hold a folder that nobody holds any more; None where that cannot be: somebody does, it has no lock, it is gone."""
     path = folder / LOCK_NAME
     with _mutex:
         try:
             if _key(os.stat(path)) in _held:
                 return None
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return None
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,8 +83,8 @@ def take(folder: Path) -> FolderLock | None:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process holds a folder, this one or another; None where it has no lock. Asking holds nothing, so nobody
-    who wants to take the folder over is in anybody's way."""
+    """Whether a process holds a folder, this one or another; None where it has no lock. Where nobody can tell (out of file
+    descriptors, say) it counts as held. Asking holds nothing, so it is in the way of nobody who takes the folder over."""
     path = folder / LOCK_NAME
     with _mutex:
         try:
@@ -93,6 +93,8 @@ def is_held(folder: Path) -> bool | None:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError:
+            return True
         try:
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))[0]

@@ -340,6 +340,10 @@ class CheckpointManager:
         self.author = replace(self.author, generation=generation)
         self._images().fence(generation)
 
+    def lock_ahead(self) -> None:
+        """After a restore to a device: get the images of earlier processes ready for its saves, in the background."""
+        self._images().lock_ahead()
+
     def holders(self) -> list[Holder]:
         """Other live processes that hold snapshots of the same job on this machine."""
         return self._images().live_holders()

@@ -482,10 +482,10 @@ class Pipeline:
         # With stores, a save is judged by them: memory is what they are filled from, and a failure there is told.
         counted = [each for each in save.failures if each.tier != MEMORY or not save.places]
         is_saved = any(tier != MEMORY or not save.stores for tier, _ in save.places)
-        error: SaveFailed | SaveSkipped | None = counted[0] if counted else None
-        if error is not None and is_saved and self._policy.on_error == "warn":
-            error = None
-        failed = counted[0] if error is not None else None
+        failed = counted[0] if counted else None
+        if is_saved and self._policy.on_error == "warn":
+            failed = None
+        error: SaveFailed | SaveSkipped | None = failed
         if error is None and not is_saved:
             error = SaveSkipped(reason="; ".join(save.skipped))
         info: CheckpointInfo | None = None

@@ -46,7 +46,8 @@ def publish(
     admit: Callable[[Store], None] | None = None,
 ) -> Entry:
     """Store payload and manifest. `digest` is asked for when the payload is in place; `again` marks a repeated attempt.
-    `admit` is asked last, just before the manifest is put, and raises where this process may not publish any more."""
+    `admit` is asked just before the manifest is put, and again after it, and raises where this process may not publish
+    any more."""
     name = stem(draft.step, draft.checkpoint_id)
     if draft.checkpoint_id not in name and not _claim(store, name, draft):
         name = f"{name}-{draft.checkpoint_id}"
@@ -68,6 +69,8 @@ def publish(
         raise
     if draft.checkpoint_id not in name:
         _remove(store, claim_key(name))
+    if admit is not None:
+        admit(store)  # Who was superseded just now must not take this for its success.
     return Entry(key=manifest_at, manifest=manifest)
 
 

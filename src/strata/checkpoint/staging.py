@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import logging
@@ -39,7 +40,7 @@ import torch
 from strata.checkpoint import locks
 from strata.checkpoint.copying import Copier, Copying, Destination
 from strata.checkpoint.device import page_lock, page_unlock
-from strata.checkpoint.digest import Digest, digest_of
+from strata.checkpoint.digest import Digest, digest_of, helping_threads
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded, Superseded
 from strata.checkpoint.identity import Process, parent_process, this_process
 from strata.checkpoint.image import FILE_NAME, Placement, Plan, Prepared
@@ -57,6 +58,7 @@ LONG_GRACE_S = 3600.0
 UNKNOWN_GRACE_S = 86_400.0
 """For folders of version 0.1, which have no lock, where their process cannot be seen from here."""
 _ATTEMPTS = 1_000
+_ANOTHER_FOLDER = f"Name another folder: {ROOT_VARIABLE}, or Memory(root=…)."
 _NOWHERE = Path("/proc/self/fd/none")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _numbers = itertools.count()  # Two managers of one process have images of their own.
@@ -336,7 +338,12 @@ class ImagePayload:
 
     def digest(self) -> Digest:
         hashed_on_the_way = self._copying.digest
-        return hashed_on_the_way() if hashed_on_the_way is not None else digest_of(self.view)
+        if hashed_on_the_way is not None:
+            return hashed_on_the_way()
+        with (
+            helping_threads() as pool
+        ):  # Until it is hashed, an image that a device has filled is no snapshot.
+            return digest_of(self.view, pool=pool)
 
     def keep(self, manifest: Manifest) -> str | None:
         if self._buffer.folder is None:
@@ -388,7 +395,7 @@ class Staging:
             if self._is_open:
                 return
             marked, root = self._adopt()
-            folder = self._hold(root)
+            folder = self._hold(root) if marked else self._hold_first()
             self._buffers = [ImageBuffer(folder / str(n), self._fence.refuse) for n in range(self._images)]
             for buffer, number in zip(self._buffers, map(str, range(self._images)), strict=True):
                 buffer.marked = marked.get(number)
@@ -453,6 +460,25 @@ class Staging:
                 self._changed.wait(remaining_s)
             buffer.is_busy = True
             return buffer
+
+    def lock_ahead(self) -> None:
+        """Page-lock the images that were taken over, in the background: the first save to each would wait for it."""
+        from strata.checkpoint.device import on_this_device
+
+        def lock(buffer: ImageBuffer) -> None:
+            try:
+                buffer.lock_pages()
+            except (Damaged, OSError) as error:
+                log.debug("an image was not page-locked ahead: %s", error)
+            finally:
+                self.release(buffer)
+
+        with self._changed:
+            for buffer in self._buffers:
+                if buffer.marked is not None and not buffer.is_busy and not buffer.is_page_locked:
+                    buffer.is_busy = True
+                    work = on_this_device(functools.partial(lock, buffer))
+                    threading.Thread(target=work, name="strata-page-lock", daemon=True).start()
 
     def release(self, buffer: ImageBuffer) -> None:
         with self._changed:
@@ -521,6 +547,17 @@ class Staging:
             for root in self._roots:
                 remove_empty(job_folder(self.job, root=root))
 
+    def _hold_first(self) -> Path:
+        """This process's folder at the first root that can be used; those before it are not thought of again."""
+        for root in self._roots[:-1]:
+            try:
+                return self._hold(root)
+            except CheckpointError as error:
+                log.warning("%s Images are kept in %s.", error, self._roots[-1])
+                self._roots.remove(root)
+                self._fence = Fence(job_folder(self.job, root=self._roots[0]))
+        return self._hold(self._roots[0])
+
     def _hold(self, root: Path) -> Path:
         """This process's folder at a root, held from now on."""
         if root in self._locks:
@@ -529,8 +566,13 @@ class Staging:
         for _ in range(_ATTEMPTS):
             self._make_folder(folder, root)
             with contextlib.suppress(FileNotFoundError):  # Removed as empty by somebody who left just now.
-                self._locks[root] = locks.create(folder)
-                self._sign(folder)
+                try:
+                    self._locks[root] = locks.create(folder)
+                    self._sign(folder)
+                except FileNotFoundError:
+                    raise
+                except OSError as error:
+                    raise self._unusable(root, error) from error
                 return folder
         raise CheckpointError(f"{folder} is removed again and again by another process.")
 
@@ -545,15 +587,19 @@ class Staging:
         (folder / OWNER_NAME).write_text(f"{_owner().token}\n{json.dumps(mine)}\n")
 
     def _make_folder(self, folder: Path, root: Path) -> None:
-        hint = f"Name another folder: {ROOT_VARIABLE}, or Memory(root=…)."
         try:
             make_private(folder, inside=images_folder(root))
         except PermissionError as error:
             if error.filename and Path(error.filename).exists():
-                raise CheckpointError(f"{error.filename} belongs to another user.", hint=hint) from None
-            raise CheckpointError(f"{root} cannot be written to.", hint=hint) from None
+                raise CheckpointError(
+                    f"{error.filename} belongs to another user.", hint=_ANOTHER_FOLDER
+                ) from None
+            raise self._unusable(root, error) from None
         except OSError as error:
-            raise CheckpointError(f"{root} cannot hold images: {error.strerror}.", hint=hint) from None
+            raise self._unusable(root, error) from None
+
+    def _unusable(self, root: Path, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{root} cannot hold images: {error.strerror}.", hint=_ANOTHER_FOLDER)
 
     def _choose(self, plan: Plan) -> ImageBuffer | None:
         free = [buffer for buffer in self._buffers if not buffer.is_busy]
@@ -591,6 +637,10 @@ class Staging:
             except OSError as error:
                 if error.errno not in _NO_SPACE:  # Others have taken what was free a moment ago.
                     raise
+            except CheckpointError as error:
+                if root is self._roots[0]:
+                    raise
+                log.warning("%s", error)
         free = ", ".join(f"{root} has {_free_bytes(root) / 1e6:.1f} MB" for root in self._roots)
         hint = (
             f"{free} free. Make it larger (docker run --shm-size=…), or name another folder: {ROOT_VARIABLE}, or "

@@ -200,18 +200,15 @@ class Checkpoints:
                 reason = "its process ended before it was complete"
                 events.append(replace(_failed(record), reason=reason, at_s=now.wall_s))
         usable, newer = self._timelines.get(job, {}), ""
-        unknown: list[CheckpointId] = []
-        for checkpoint_id in reversed(present):
-            known = self.records.get(checkpoint_id)
-            if known is None or known.status != "completed":
-                unknown.append(checkpoint_id)
-            elif known.removed and (known.job_id, known.run_id) == (job, command.run_id):
-                found = replace(_completed(known), reason="found again", at_s=now.wall_s)
+        for record in reversed(mine):  # In the order in which they began, whatever the order of the list.
+            if record.removed and record.status == "completed" and record.checkpoint_id in present:
+                found = replace(_completed(record), reason="found again", at_s=now.wall_s)
                 events.append(replace(found, succeeded_by=newer))
-                newer = checkpoint_id
-            elif checkpoint_id in usable:
-                newer = checkpoint_id
-        return events, tuple(reversed(unknown))
+                newer = record.checkpoint_id
+            elif record.checkpoint_id in usable and record.checkpoint_id in present:
+                newer = record.checkpoint_id
+        known = {record.checkpoint_id for record in self.records.values() if record.status == "completed"}
+        return events, tuple(checkpoint_id for checkpoint_id in present if checkpoint_id not in known)
 
     def _must_agree(self, known: CheckpointRecord, command: NotifyCheckpoint, job: JobId) -> None:
         if known.job_id != job:

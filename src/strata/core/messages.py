@@ -207,7 +207,7 @@ class NotifyCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconcileCheckpoints:
-    """Which checkpoints of its run exist, oldest first, and no others do. It counts only if the registry is still at
+    """Which checkpoints of its run exist, and no others do. It counts only if the registry is still at
     `revision`: a copy of the call that arrives late must not undo what was said after it."""
 
     worker_id: WorkerId

@@ -3,20 +3,25 @@
     trainer = Trainer(plugins=[StrataCheckpointIO()], ...)
 
 Lightning decides when to save and under which name; Strata saves in the background, verified, to a folder or any URL
-that `strata.stores` knows. A checkpoint called `last.ckpt` is the file `last.ckpt.pt` with its manifest beside it.
+that `strata.stores` knows. A save's name stands in its manifest and belongs to it alone, however many are under way. A
+name that is used again, such as `last.ckpt`, means the newest save; the one before is removed when that is durable, so
+there is an intact one at every moment. The file is `last.ckpt.pt`, or has the save's id in it while that is taken.
 """
 
 from __future__ import annotations
 
-import os
+import logging
+import threading
+from functools import partial
 from typing import Any
 
 from strata.checkpoint.catalog import Catalog
 from strata.checkpoint.cleaning import remove
-from strata.checkpoint.events import CheckpointInfo
+from strata.checkpoint.events import CheckpointInfo, SaveHandle
 from strata.checkpoint.manager import CheckpointManager
+from strata.checkpoint.manifest import CheckpointId
 from strata.errors import MissingDependency, StrataError
-from strata.stores import open_store
+from strata.stores import StoreError, open_store
 
 try:
     from lightning_fabric.plugins import CheckpointIO
@@ -24,24 +29,39 @@ except ImportError as error:
     raise MissingDependency("pytorch-lightning", extra="lightning", feature="StrataCheckpointIO") from error
 
 
+log = logging.getLogger("strata.checkpoint")
+
+_NAME = "name"
+"""In a manifest's metadata: what Lightning calls the checkpoint."""
+
+
 class StrataCheckpointIO(CheckpointIO):
     """Saves without stalling; loads only what verifies. Retention stays Lightning's business."""
 
     def __init__(self) -> None:
         self._managers: dict[str, CheckpointManager] = {}
-        self._name = ""
+        self._lock = threading.Lock()
+        self._starting = ""
+        self._names: dict[CheckpointId, str] = {}
+        """Of the saves under way: the engine asks again when it writes, and others have started by then."""
+        self._saving: dict[tuple[str, str], SaveHandle] = {}
+        """The last save under each name in each folder."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
         folder, name = _split(path)
         manager = self._manager(folder)
-        if self._find(manager, name) is not None:  # Lightning reuses names such as `last.ckpt`.
-            self.remove_checkpoint(path)
-        self._name = name
-        manager.save(
-            checkpoint, step=int(checkpoint.get("global_step", 0)), epoch=int(checkpoint.get("epoch", 0))
-        )
+        with self._lock:
+            self._starting = name
+            handle = manager.save(
+                checkpoint,
+                step=int(checkpoint.get("global_step", 0)),
+                epoch=int(checkpoint.get("epoch", 0)),
+                metadata={_NAME: name},
+            )
+            self._saving[folder, name] = handle
+        handle.future.add_done_callback(partial(self._saved, folder, name, handle.checkpoint_id))
 
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
@@ -49,22 +69,25 @@ class StrataCheckpointIO(CheckpointIO):
         folder, name = _split(path)
         manager = self._manager(folder)
         manager.wait_pending()
-        found = self._find(manager, name)
-        if found is None:
+        named = self._named(manager, name)
+        if not named:
             raise StrataError(
                 f"There is no checkpoint '{name}' in {folder}.", hint=f"Look: strata checkpoint ls {folder}"
             )
-        state: dict[str, Any] = manager.load(checkpoint_id=found.checkpoint_id)
+        state: dict[str, Any] = manager.load(checkpoint_id=named[0].checkpoint_id)
         return state
 
     def remove_checkpoint(self, path: Any) -> None:
         folder, name = _split(path)
         manager = self._manager(folder)
-        manager.wait_pending()
-        found = self._find(manager, name)
+        with self._lock:
+            saving = self._saving.get((folder, name))
+        if saving is not None:
+            saving.exception()  # Waits; a failure is raised by the next save.
+        manager.drop_snapshots([info.checkpoint_id for info in self._named(manager, name)])
         catalog = Catalog(open_store(folder))
         for entry in catalog.list().entries:
-            if found is not None and entry.manifest.checkpoint_id == found.checkpoint_id:
+            if entry.manifest.metadata.get(_NAME) == name:
                 remove(catalog, entry)
 
     def teardown(self) -> None:
@@ -74,17 +97,36 @@ class StrataCheckpointIO(CheckpointIO):
 
     def _manager(self, folder: str) -> CheckpointManager:
         if folder not in self._managers:
-            self._managers[folder] = CheckpointManager(
-                folder, keep_count=1_000_000, stem=lambda step, checkpoint_id: self._name
-            )
+            self._managers[folder] = CheckpointManager(folder, keep_count=1_000_000, stem=self._stem)
         return self._managers[folder]
 
+    def _stem(self, step: int, checkpoint_id: CheckpointId) -> str:
+        """Asked first by `save` itself, while `_starting` is the name of that save."""
+        return self._names.setdefault(checkpoint_id, self._starting)
+
+    def _saved(self, folder: str, name: str, checkpoint_id: CheckpointId, future: Any) -> None:
+        """The save has ended: what had its name before is superseded. Runs on the engine's thread."""
+        self._names.pop(checkpoint_id, None)
+        if future.exception() is not None:
+            return
+        catalog = Catalog(open_store(folder))
+        try:
+            named = [entry for entry in catalog.list().entries if entry.manifest.metadata.get(_NAME) == name]
+            ids = [entry.manifest.checkpoint_id for entry in named]  # Newest first.
+            for entry in named[ids.index(checkpoint_id) + 1 :] if checkpoint_id in ids else ():
+                remove(catalog, entry)
+        except StoreError as error:
+            log.warning(
+                "'%s' is saved, but what it replaces is still in %s; its next save tries again: %s",
+                name,
+                folder,
+                error,
+            )
+
     @staticmethod
-    def _find(manager: CheckpointManager, name: str) -> CheckpointInfo | None:
-        names = (f"{name}.pt", f"{name}.bin")
-        return next(
-            (info for info in manager.all_checkpoints() if os.path.basename(info.path) in names), None
-        )
+    def _named(manager: CheckpointManager, name: str) -> list[CheckpointInfo]:
+        """Newest first."""
+        return [info for info in manager.all_checkpoints() if info.metadata.get(_NAME) == name]
 
 
 def _split(path: Any) -> tuple[str, str]:

@@ -92,8 +92,9 @@ class Failures:
         lasted_s = now_s - self._round_began_s
         self._rounds.append((cause, lasted_s < QUICK_ROUND_S))
         error = root_cause([told.error for told in self._told]) if int(found[1]) > 0 else None
-        if (reason := self._errors.failed(error, lasted_s=lasted_s)) is not None:
-            self._repeated = replace(cause, message=reason, may_retry=False)
+        if self._errors.failed(error, lasted_s=lasted_s) is not None:
+            message = f"{cause.message} (it came back without a new step)"
+            self._repeated = replace(cause, message=message, may_retry=False)
         self._round_began_s = now_s
         self._told.clear()
         self._lines.clear()

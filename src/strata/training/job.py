@@ -595,6 +595,8 @@ class ElasticJob:
                 state["position"], checkpoint_id=offer.checkpoint_id, durable=resume.is_durable
             )
         self._state.adopt(state, rank=self.rank)
+        if self._manager is not None and not self._state.targets().is_on_cpu:
+            self._manager.lock_ahead()
         self.step = int(state["step"])
         self.restored = True
         self._describe_start(

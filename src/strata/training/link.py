@@ -75,7 +75,8 @@ class CoordinatorLink:
         self._notices: queue.Queue[Callable[[], None] | None] = queue.Queue(NOTICES_KEPT)
         self._lock = threading.Lock()
         self._existing: dict[str, Facts | None] | None = None
-        """Every checkpoint of the run that is in a durable place, oldest first; None until somebody has said."""
+        """Every checkpoint of the run that is in a durable place, those that can be described oldest first; None until
+        somebody has said."""
         self._is_behind = False
         """Whether the registry may not have heard of all of them, or of all removals."""
         self._noted = self._subsumed = 0
@@ -135,14 +136,15 @@ class CoordinatorLink:
         self._orchestrator.flush_logs()
 
     def reconcile(self, present: Sequence[CheckpointId], infos: Sequence[CheckpointInfo] = ()) -> None:
-        """These checkpoints of the run exist in a durable place, oldest first, and no others do: what the registry
-        calls completed and is not among them becomes removed. Those of them that it does not know are told to it, as far
-        as `infos` describe them. To be said before the first save; the link keeps account from then on."""
+        """These checkpoints of the run exist in a durable place, and no others do: what the registry calls completed and
+        is not among them becomes removed. Those of them that it does not know are told to it, as far as `infos` describe
+        them. To be said before the first save; the link keeps account from then on."""
         described = {info.checkpoint_id: info for info in infos}
+        created_at = {info.checkpoint_id: info.created_at for info in infos}
         with self._lock:
             self._existing = {
                 checkpoint_id: _facts(info) if (info := described.get(checkpoint_id)) is not None else None
-                for checkpoint_id in present
+                for checkpoint_id in sorted(present, key=lambda each: created_at.get(each, 0.0))
             }
             self._is_behind = True
         self._put(_nothing)

@@ -390,8 +390,8 @@ class TrainingOrchestrator:
     def reconcile_checkpoints(
         self, present: Sequence[str], *, run_id: str = "", run_generation: int = 0
     ) -> tuple[str, ...]:
-        """Tell the coordinator which checkpoints of a run exist, oldest first: what it calls completed and is not
-        among them becomes removed. Returns those that it does not know, oldest first; `notify_checkpoint` tells them."""
+        """Tell the coordinator which checkpoints of a run exist: what it calls completed and is not among them becomes
+        removed. Returns those of them that it does not know; `notify_checkpoint` tells it."""
         me = self._me()
         request = message(
             pb.ReconcileCheckpointsRequest,

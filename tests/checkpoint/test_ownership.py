@@ -310,3 +310,12 @@ def test_an_owner_file_that_cannot_be_read_still_names_the_process(tmp_path: Pat
         (lock.folder / "owner").write_text(text)
         assert [holder.token for holder in other.live_holders()] == [this_process().token]
     one.close()
+
+
+def test_the_first_process_of_a_namespace_is_its_own_parent() -> None:
+    if not can_isolate():
+        pytest.skip("process namespaces cannot be made here (are you root?)")
+    script = "from strata.checkpoint.identity import *; assert parent_process() == this_process()"
+    command = [program("unshare"), *ISOLATION, sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

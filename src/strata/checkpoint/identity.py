@@ -55,7 +55,8 @@ def this_process() -> Process:
 
 
 def parent_process() -> Process:
-    return _process(os.getppid())
+    """Who started this process; it itself where that is somebody outside of its process namespace, who cannot be seen."""
+    return _process(os.getppid() or os.getpid())
 
 
 @functools.lru_cache(maxsize=2)

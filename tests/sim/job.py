@@ -948,11 +948,12 @@ class Simulation:
         """The audit of what is left in each destination, beside what the final state was really trained on."""
         for destination in self.destinations:
             own = [c for c in destination.checkpoints.values() if c.placement.run == self.run_name]
+            own.sort(key=lambda c: c.order)
+            related = [c for c in own if c.lineage == own[-1].lineage]
             must(
-                len(own) <= self.keep_count + 3 + self.counts["stale"],
+                len(related) <= self.keep_count + 3 + self.counts["stale"],
                 f"{destination.name} grows without bound",
             )
-            own.sort(key=lambda c: c.order)
             must(
                 own[-1].trained == tuple(range(self.total_steps)),
                 "the newest checkpoint is not the final state",

@@ -1,4 +1,4 @@
-"""Processes that end with those they work for. Needs nothing but Python."""
+"""Processes that end with those they work for, and know who started them. Needs nothing but Python."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from typing import Any
 
+LAUNCH_VARIABLE = "STRATA_LAUNCH"
+"""What an agent that meets no other tells its workers: the run's id, a colon, and what no other agent says."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -35,6 +35,7 @@ from strata.core.runs import (
     is_superseded,
     judge,
 )
+from strata.processes import LAUNCH_VARIABLE
 from strata.stores.protocol import AlreadyExists, NotFound, Store, StoreError
 
 log = logging.getLogger("strata.checkpoint")
@@ -50,6 +51,9 @@ _held_here: set[tuple[str, int]] = set()
 def launch_key() -> str:
     """What started this process: the same for all restarts of one launch, another for every other launch."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    agent = os.environ.get(LAUNCH_VARIABLE, "")
+    if agent.startswith(f"{run}:"):  # Or it is that of an agent which this one was started by.
+        return f"torchrun:{agent}"
     if run not in ("", "none"):
         return f"torchrun:{run}"
     return parent_process().token if run else f"{this_process().token}:{uuid.uuid4().hex[:8]}"

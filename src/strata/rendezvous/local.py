@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
 from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -24,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from strata.processes import LAUNCH_VARIABLE
 from strata.rendezvous import LOOPBACK, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.warm import warm_up
 from strata.training.trace import forget_rendezvous, note_rendezvous
@@ -94,6 +96,8 @@ def create_local_handler(params: RendezvousParameters) -> LocalRendezvous:
         )
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # Agents that meet somewhere are one launch if they have one id. This one meets nobody, whoever has its id as well.
+    os.environ[LAUNCH_VARIABLE] = f"{params.run_id}:{uuid.uuid4().hex}"
     warm_up()
     return LocalRendezvous(
         params.run_id,

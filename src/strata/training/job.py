@@ -409,8 +409,10 @@ class ElasticJob:
             delay_s = min(2 * delay_s, 8.0)
 
     def _identity_in_memory(self) -> str:
-        """A run that keeps its state in memory alone is known by the name it was given, else by what launched it."""
-        return f"{MEMORY_RUN}{self._given_name or self._launch}"
+        """A run that keeps its state in memory alone is known by the name it was given, else by its launch's, else by what
+        launched it."""
+        launched = f"torchrun:{name}" if (name := _launch_name()) else self._launch
+        return f"{MEMORY_RUN}{self._given_name or launched}"
 
     def _open_link(self, opened: _Opened) -> None:
         self._link = open_link(

@@ -506,14 +506,16 @@ class Life:
             return
         sim.perhaps_freeze(self)
         yield  # Here a newer generation may take over, look, and write its fence.
-        published = upload.checkpoint.copy(looked=destination.looked)
+        # A copy of what a newer generation has seen elsewhere is no surprise to it.
+        looked = sim.first_looked.setdefault(upload.checkpoint.checkpoint_id, destination.looked)
+        published = upload.checkpoint.copy(looked=looked)
         base = published.data.base
         must(
             base is None or base in sim.ever_durable,
             f"{published.checkpoint_id} continues {base}, which never existed",
         )
         sim.ever_durable.add(published.checkpoint_id)
-        if destination.looked > published.generation:
+        if looked > published.generation:
             sim.published_too_late()
         destination.checkpoints[published.checkpoint_id] = published
         upload.reached.append(destination.name)
@@ -601,6 +603,7 @@ class Simulation:
         self.known_damaged: set[CheckpointId] = set()
         self.unwanted: set[CheckpointId] = set()
         self.ever_durable: set[str] = set()
+        self.first_looked: dict[CheckpointId, int] = {}
         self.saw_down = False
         self.faults_left = pick(0, 12)
         self.counts = dict.fromkeys(

@@ -866,17 +866,21 @@ class Simulation:
         self.counts["resumed"] += 1
         must(loaded.placement.run == self.run_name, f"{life} restored what belongs to another run")
         must(loaded.intact, f"{life} restored a damaged checkpoint")
-        must(loaded.checkpoint_id not in self.unwanted, f"{life} restored what its user has removed")
-        must(
-            not self._is_stale(loaded),
-            f"{life} restored what a superseded process published: {loaded.checkpoint_id}",
-        )
         must(
             loaded.trained == tuple(range(loaded.step)),
             f"the state of {loaded.checkpoint_id} is not its step's",
         )
         if self._is_superseded(life):
             return  # It may start where it likes: what it publishes does not count.
+        must(
+            not self._is_stale(loaded),
+            f"{life} restored what a superseded process published: {loaded.checkpoint_id}",
+        )
+        stored = {c.checkpoint_id for d in self.destinations for c in life.truth[d.name]}
+        must(
+            loaded.checkpoint_id not in self.unwanted & stored,
+            f"{life} restored what its user has removed",
+        )
         offered = self._offered(life)
         best = best_by_descent(offered, [copy for copy in offered if copy.intact])
         must(
@@ -939,7 +943,7 @@ class Simulation:
         )
 
     def check_finished(self, life: Life) -> None:
-        for destination in self.destinations:
+        for destination in [] if self._is_superseded(life) else self.destinations:
             final = [
                 c
                 for c in destination.checkpoints.values()
@@ -954,7 +958,7 @@ class Simulation:
             own.sort(key=lambda c: c.order)
             related = [c for c in own if c.lineage == own[-1].lineage]
             must(
-                len(related) <= self.keep_count + 3 + self.counts["stale"],
+                len(related) <= self.keep_count + 3 + self.counts["stale"] + self.counts["stopped"],
                 f"{destination.name} grows without bound",
             )
             must(
@@ -974,7 +978,7 @@ class Simulation:
             covered = 0
             for report in audit_all(commits, "data"):
                 must(report.clean, f"epoch {report.epoch} in {destination.name}: {report.reason}")
-                covered += report.samples
+                covered += report.samples * (report.last_epoch - report.epoch + 1)
             must(covered == self.total_steps * self.samples_per_step, f"the ledger has {covered} samples")
 
 

@@ -555,7 +555,8 @@ class Life:
                     for machine in self.machines:
                         self.images_on(machine).clear()
                 self._mark_ended()
-                self.end("left" if self.asked_to_leave else "finished")
+                superseded = self.sim.has_newer(self)
+                self.end("left" if self.asked_to_leave or superseded else "finished")
                 return
             elif isinstance(instruction, Stop):
                 self.sim.check_stopped(self, instruction)
@@ -843,7 +844,7 @@ class Simulation:
         for machine in life.machines:
             machine.generation = max(machine.generation, life.claim.generation)
 
-    def _is_superseded(self, life: Life) -> bool:
+    def has_newer(self, life: Life) -> bool:
         assert life.claim is not None
         return max(self.destinations[-1].claims) > life.claim.generation
 
@@ -870,7 +871,7 @@ class Simulation:
             loaded.trained == tuple(range(loaded.step)),
             f"the state of {loaded.checkpoint_id} is not its step's",
         )
-        if self._is_superseded(life):
+        if self.has_newer(life):
             return  # It may start where it likes: what it publishes does not count.
         must(
             not self._is_stale(loaded),
@@ -890,7 +891,7 @@ class Simulation:
 
     def check_new_beginning(self, life: Life) -> None:
         self.counts["anew"] += 1
-        if self._is_superseded(life):
+        if self.has_newer(life):
             return
         offered = self._offered(life)
         stored = [c.checkpoint_id for d in self.destinations for c in life.truth[d.name] if c in offered]
@@ -901,7 +902,7 @@ class Simulation:
         self.counts["stopped"] += 1
         if stop.kind == "unreachable":
             must(self.saw_down, f"{life} found a destination out of reach that never was")
-        elif self._is_superseded(life):
+        elif self.has_newer(life):
             pass  # What it wanted to load may have been removed since.
         elif stop.kind == "unloadable":
             intact = [c.checkpoint_id for c in self._offered(life) if c.intact]
@@ -943,7 +944,7 @@ class Simulation:
         )
 
     def check_finished(self, life: Life) -> None:
-        for destination in [] if self._is_superseded(life) else self.destinations:
+        for destination in [] if self.has_newer(life) else self.destinations:
             final = [
                 c
                 for c in destination.checkpoints.values()
@@ -958,7 +959,7 @@ class Simulation:
             own.sort(key=lambda c: c.order)
             related = [c for c in own if c.lineage == own[-1].lineage]
             must(
-                len(related) <= self.keep_count + 3 + self.counts["stale"] + self.counts["stopped"],
+                len(related) <= 2 * self.keep_count + 3 + self.counts["stale"] + self.counts["stopped"],
                 f"{destination.name} grows without bound",
             )
             must(

@@ -853,12 +853,14 @@ class Simulation:
         return any(copy.generation < g <= copy.looked for g in self.fenced_generations)
 
     def _offered(self, life: Life) -> list[Checkpoint]:
-        """Every copy there was when this life looked, damaged or not, that it may use."""
+        """Every copy there was when this life looked, damaged or not, that it may use and that nobody has removed since."""
+        stored = {d.name: d.checkpoints for d in self.destinations}
         return [
             copy
-            for copies in life.truth.values()
+            for place, copies in life.truth.items()
             for copy in copies
-            if copy.checkpoint_id not in self.unwanted
+            if copy.checkpoint_id in stored.get(place, {copy.checkpoint_id: copy})
+            and copy.checkpoint_id not in self.unwanted
             and not self._is_stale(copy)
             and copy.placement.run == self.run_name
         ]

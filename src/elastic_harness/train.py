@@ -49,6 +49,7 @@ from strata.data.sampler import ElasticSampler
 from strata.data.steps import Batch
 from strata.errors import StrataError
 from strata.training.job import ElasticJob, ElasticOptions
+from strata.training.preemption import EXIT_AGAIN
 from strata.training.startup import postpone_the_compiler
 from strata.training.trace import Tracer
 
@@ -303,7 +304,8 @@ class Trainer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 trained to the end or left in good order, 1 training failed, 2 the configuration is wrong."""
+    """Exit status: 0 trained to the end or left in good order, 1 training failed, 2 the configuration is wrong, 75 to be
+    started again: there were too few workers."""
     parser = argparse.ArgumentParser(prog="elastic_harness.train", description=__doc__)
     parser.add_argument("--config", required=True, type=Path, help="YAML file")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -325,7 +327,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if world.is_main:
             for warning in warnings:
                 log.warning("configuration: %s", warning)
-        _check_world(config, world, tracer)
+        try:
+            _check_world(config, world, tracer)
+        except TopologyChangeError as error:
+            _complain(error)
+            return EXIT_AGAIN  # Not a fault of the program: with more workers it will train.
         if not config.model.compile:
             postpone_the_compiler()
         Trainer(config, world, tracer).run()

@@ -185,7 +185,7 @@ def test_what_is_there_is_replaced_only_when_asked(place: str, tmp_path: Path) -
         ("copy.onnx", {}, "format"),
         ("copy", {}, "format"),
         ("copy.pt", {"format": "zip"}, "not a format"),
-        ("copy.pt", {"key": "model"}, "no 'model'"),
+        ("copy.pt", {"key": "weights"}, "no 'weights'"),
         ("copy.pt", {"key": "step.x"}, "no 'x'"),
         ("copy", {"format": "dcp", "key": "step"}, "dictionary"),
     ],

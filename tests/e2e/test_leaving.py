@@ -23,7 +23,7 @@ from strata.cli.common import get
 from strata.launch.torchrun import Agent
 from strata.training.trace import last_footprint, was_saved
 from tests.e2e.conftest import StartRun
-from tests.support import eventually
+from tests.support import eventually, run_in
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,7 +35,7 @@ def run(start_shared: StartRun) -> ChaosRun:
 
 
 def test_a_recovery_is_traced_by_phase_and_shown(run: ChaosRun) -> None:
-    eventually(lambda: was_saved(run.job.name), within_s=60, what="the first snapshot")
+    eventually(lambda: was_saved(run_in(run.job.checkpoints)), within_s=60, what="the first snapshot")
     run.hurt(["kill"], patience_s=120.0)
 
     def mine() -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -20,10 +19,11 @@ from strata.checkpoint.staging import job_folder, remove_tree
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import TorchrunSpec
 from strata.shared_memory import forget_jobs
+from strata.stores import open_store
 from strata.training.trace import last_footprint, was_saved
 from tests.harness.etcd_server import free_port
 from tests.stores.mounts import small_tmpfs
-from tests.support import eventually
+from tests.support import eventually, run_in
 from tests.support_programs import program, require_root
 from tests.support_proxy import Proxy
 from tests.support_seaweed import seaweed
@@ -158,12 +158,6 @@ def train(job: SampleJob, folder: Path, **options: Any) -> Ended:
         return started.end()
 
 
-def run_of(folder: Path) -> str:
-    """What the run in a folder is called in shared memory."""
-    record = folder / "checkpoints" / "run.json"
-    return f"run-{json.loads(record.read_text())['run']}" if record.exists() else "none"
-
-
 def await_step(name: str, step: int) -> None:
     eventually(
         lambda: (found := last_footprint(name)) is not None and found.step >= step,
@@ -229,7 +223,9 @@ def test_a_job_whose_every_checkpoint_is_gone_does_not_begin_again_in_silence(
     forever = {"max_steps": 1_000_000}
     with training(job, tmp_path, training=forever) as first:
         eventually(
-            lambda: was_saved(run_of(tmp_path)) and any((tmp_path / "checkpoints").glob("*.pt")),
+            lambda: (
+                was_saved(run_in(tmp_path / "checkpoints")) and any((tmp_path / "checkpoints").glob("*.pt"))
+            ),
             within_s=LIMIT_S,
             what="a snapshot, and a checkpoint on disk",
         )
@@ -238,7 +234,7 @@ def test_a_job_whose_every_checkpoint_is_gone_does_not_begin_again_in_silence(
         # The checkpoints and the shared memory are lost; that the run had been training is still known.
         for kept in (tmp_path / "checkpoints").glob("checkpoint_step_*"):
             kept.unlink()
-        remove_tree(job_folder(f"job-{run_of(tmp_path)}"))
+        remove_tree(job_folder(f"job-{run_in(tmp_path / 'checkpoints')}"))
         second = Training(job, tmp_path, environment={})
         try:
             second.end().assert_failed("TopologyChangeError: No checkpoint available for recovery")
@@ -351,6 +347,9 @@ def test_retry_saves_as_soon_as_the_bucket_can_be_reached(
     job: SampleJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with seaweed(tmp_path / "weed") as server, Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        open_store("s3://runs").put("made", b"the bucket")
         proxy.refusing = True
         environment = {**server.environment(), "AWS_ENDPOINT_URL": f"http://{proxy.address}"}
         with training(
@@ -359,6 +358,4 @@ def test_retry_saves_as_soon_as_the_bucket_can_be_reached(
             started.await_words("does not answer, asking again")
             proxy.refusing = False
             started.end().assert_complete()
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
         assert saved_steps("s3://runs")[0] == 30

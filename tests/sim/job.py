@@ -506,14 +506,16 @@ class Life:
             return
         sim.perhaps_freeze(self)
         yield  # Here a newer generation may take over, look, and write its fence.
-        published = upload.checkpoint.copy(looked=destination.looked)
+        # A copy of what a newer generation has seen elsewhere is no surprise to it.
+        looked = sim.first_looked.setdefault(upload.checkpoint.checkpoint_id, destination.looked)
+        published = upload.checkpoint.copy(looked=looked)
         base = published.data.base
         must(
             base is None or base in sim.ever_durable,
             f"{published.checkpoint_id} continues {base}, which never existed",
         )
         sim.ever_durable.add(published.checkpoint_id)
-        if destination.looked > published.generation:
+        if looked > published.generation:
             sim.published_too_late()
         destination.checkpoints[published.checkpoint_id] = published
         upload.reached.append(destination.name)
@@ -553,7 +555,8 @@ class Life:
                     for machine in self.machines:
                         self.images_on(machine).clear()
                 self._mark_ended()
-                self.end("left" if self.asked_to_leave else "finished")
+                superseded = self.sim.has_newer(self)
+                self.end("left" if self.asked_to_leave or superseded else "finished")
                 return
             elif isinstance(instruction, Stop):
                 self.sim.check_stopped(self, instruction)
@@ -601,6 +604,7 @@ class Simulation:
         self.known_damaged: set[CheckpointId] = set()
         self.unwanted: set[CheckpointId] = set()
         self.ever_durable: set[str] = set()
+        self.first_looked: dict[CheckpointId, int] = {}
         self.saw_down = False
         self.faults_left = pick(0, 12)
         self.counts = dict.fromkeys(
@@ -840,7 +844,7 @@ class Simulation:
         for machine in life.machines:
             machine.generation = max(machine.generation, life.claim.generation)
 
-    def _is_superseded(self, life: Life) -> bool:
+    def has_newer(self, life: Life) -> bool:
         assert life.claim is not None
         return max(self.destinations[-1].claims) > life.claim.generation
 
@@ -849,12 +853,14 @@ class Simulation:
         return any(copy.generation < g <= copy.looked for g in self.fenced_generations)
 
     def _offered(self, life: Life) -> list[Checkpoint]:
-        """Every copy there was when this life looked, damaged or not, that it may use."""
+        """Every copy there was when this life looked, damaged or not, that it may use and that nobody has removed since."""
+        stored = {d.name: d.checkpoints for d in self.destinations}
         return [
             copy
-            for copies in life.truth.values()
+            for place, copies in life.truth.items()
             for copy in copies
-            if copy.checkpoint_id not in self.unwanted
+            if copy.checkpoint_id in stored.get(place, {copy.checkpoint_id: copy})
+            and copy.checkpoint_id not in self.unwanted
             and not self._is_stale(copy)
             and copy.placement.run == self.run_name
         ]
@@ -863,17 +869,21 @@ class Simulation:
         self.counts["resumed"] += 1
         must(loaded.placement.run == self.run_name, f"{life} restored what belongs to another run")
         must(loaded.intact, f"{life} restored a damaged checkpoint")
-        must(loaded.checkpoint_id not in self.unwanted, f"{life} restored what its user has removed")
-        must(
-            not self._is_stale(loaded),
-            f"{life} restored what a superseded process published: {loaded.checkpoint_id}",
-        )
         must(
             loaded.trained == tuple(range(loaded.step)),
             f"the state of {loaded.checkpoint_id} is not its step's",
         )
-        if self._is_superseded(life):
+        if self.has_newer(life):
             return  # It may start where it likes: what it publishes does not count.
+        must(
+            not self._is_stale(loaded),
+            f"{life} restored what a superseded process published: {loaded.checkpoint_id}",
+        )
+        stored = {c.checkpoint_id for d in self.destinations for c in life.truth[d.name]}
+        must(
+            loaded.checkpoint_id not in self.unwanted & stored,
+            f"{life} restored what its user has removed",
+        )
         offered = self._offered(life)
         best = best_by_descent(offered, [copy for copy in offered if copy.intact])
         must(
@@ -883,7 +893,7 @@ class Simulation:
 
     def check_new_beginning(self, life: Life) -> None:
         self.counts["anew"] += 1
-        if self._is_superseded(life):
+        if self.has_newer(life):
             return
         offered = self._offered(life)
         stored = [c.checkpoint_id for d in self.destinations for c in life.truth[d.name] if c in offered]
@@ -894,7 +904,7 @@ class Simulation:
         self.counts["stopped"] += 1
         if stop.kind == "unreachable":
             must(self.saw_down, f"{life} found a destination out of reach that never was")
-        elif self._is_superseded(life):
+        elif self.has_newer(life):
             pass  # What it wanted to load may have been removed since.
         elif stop.kind == "unloadable":
             intact = [c.checkpoint_id for c in self._offered(life) if c.intact]
@@ -936,7 +946,7 @@ class Simulation:
         )
 
     def check_finished(self, life: Life) -> None:
-        for destination in self.destinations:
+        for destination in [] if self.has_newer(life) else self.destinations:
             final = [
                 c
                 for c in destination.checkpoints.values()
@@ -948,11 +958,12 @@ class Simulation:
         """The audit of what is left in each destination, beside what the final state was really trained on."""
         for destination in self.destinations:
             own = [c for c in destination.checkpoints.values() if c.placement.run == self.run_name]
+            own.sort(key=lambda c: c.order)
+            related = [c for c in own if c.lineage == own[-1].lineage]
             must(
-                len(own) <= self.keep_count + 3 + self.counts["stale"],
+                len(related) <= 2 * self.keep_count + 3 + self.counts["stale"] + self.counts["stopped"],
                 f"{destination.name} grows without bound",
             )
-            own.sort(key=lambda c: c.order)
             must(
                 own[-1].trained == tuple(range(self.total_steps)),
                 "the newest checkpoint is not the final state",
@@ -970,7 +981,7 @@ class Simulation:
             covered = 0
             for report in audit_all(commits, "data"):
                 must(report.clean, f"epoch {report.epoch} in {destination.name}: {report.reason}")
-                covered += report.samples
+                covered += report.samples * (report.last_epoch - report.epoch + 1)
             must(covered == self.total_steps * self.samples_per_step, f"the ledger has {covered} samples")
 
 

@@ -24,7 +24,7 @@ def test_the_command_line_ends_with_a_sentence() -> None:
 
 
 def test_a_job_says_so_before_it_looks_at_anything() -> None:
-    ran = elsewhere("import strata\nstrata.elastic(epochs=1)")
+    ran = elsewhere("import strata\nstrata.elastic(model=None, optimizer=None, data=None, epochs=1)")
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[-1].startswith("strata.errors.UnsupportedPlatform: Strata needs Linux,")
     assert "FileNotFoundError" not in ran.stderr

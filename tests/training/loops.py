@@ -68,9 +68,12 @@ class Loop:
             self.optimizer.zero_grad()
 
     def run(self, *, stop_at: int | None = None, how: Callable[[], None] | None = None) -> Loop:
-        """Train to the end, or until `stop_at` steps are made and `how` ends it."""
+        """Train to the end, or until `stop_at` steps are made and `how` ends it; then no snapshot is skipped, so that
+        what was saved is known."""
         with self.job as job:
             for batch in job:
+                if stop_at is not None and job._manager is not None:
+                    assert job._manager.wait_pending(60)
                 self.train(batch)
                 if stop_at is not None and job.step + 1 == stop_at:
                     if how is None:

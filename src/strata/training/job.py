@@ -473,7 +473,8 @@ class ElasticJob:
         self.generation = self._protocol.generation
         if self._link is not None and self.rank == 0 and self._manager is not None:
             self._link.generation = self.generation
-            self._link.reconcile(list(dict.fromkeys(each.checkpoint_id for each in self._durable)))
+            present = list(dict.fromkeys(each.checkpoint_id for each in self._durable))
+            self._link.reconcile(present, infos=self._manager.all_checkpoints())
         if isinstance(instruction, StartAnew):
             self._start_anew(instruction, opened)
         else:

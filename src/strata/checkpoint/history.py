@@ -23,7 +23,8 @@ def read_lineage(sources: Iterable[Source], *, run: str = "", generation: int = 
     is_complete = True
     for source in sources:
         try:
-            found = [e.manifest for e in source.list(fresh=False).entries if e.manifest.run in ("", run)]
+            listed = [entry.manifest for entry in source.list(fresh=False).entries]
+            found = [manifest for manifest in listed if not run or manifest.run in ("", run)]
         except StoreError as error:
             log.warning("continuing without the history in %s: %s", source.tier, error)
             is_complete = False

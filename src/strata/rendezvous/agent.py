@@ -7,6 +7,7 @@ up all restarts at once, so that the agent ends as it would after the last one.
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from typing import Any
 
@@ -46,8 +47,9 @@ class CarefulAgent(LocalElasticAgent):
         return result
 
     def _find_error(self, result: RunResult) -> WorkerError | None:
-        """A worker that was killed is why others have failed."""
-        if self._pcontext is None or any(failure.exitcode < 0 for failure in result.failures.values()):
+        """A worker that was killed is why others have failed; but SIGTERM is what torch sends to those that are left."""
+        ends = {failure.exitcode for failure in result.failures.values()}
+        if self._pcontext is None or any(end < 0 and end != -signal.SIGTERM for end in ends):
             return None
         reports = [read_report(path) for path in self._pcontext.error_files.values()]
         return root_cause([error for error in reports if error is not None])

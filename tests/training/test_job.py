@@ -474,7 +474,11 @@ def test_an_error_while_entering_leaves_nothing_behind(tmp_path: Path, memory_ro
     with pytest.raises(WrongModel), Loop(tmp_path / "a", width=9).job:
         pass
     assert signal.getsignal(signal.SIGTERM) is handlers
-    assert {t.name for t in threading.enumerate()} - threads <= {"strata-digest", "strata-nvme"}
+    assert {t.name for t in threading.enumerate()} - threads <= {
+        "strata-digest",
+        "strata-nvme",
+        "strata-orphans",
+    }
     with Loop(tmp_path / "a").job as job:
         assert job.step == 3
 

@@ -201,9 +201,9 @@ class RunClaim:
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join(2 * RENEW_S)
         _held_here.discard(self._key)
         if ended:
+            self._thread.join(2 * RENEW_S)
             with self._lock:
                 self._claim = replace(self._claim, ended=True, step=self.step)
             for store in self._stores:

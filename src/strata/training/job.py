@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -298,6 +299,9 @@ class ElasticJob:
                 self._manager.guard(self._state.optimizer)
         self._restore(opened)
         self._tracer.mark("loaded")
+        if self.rank == 0 and self._manager is not None:
+            # What dead writers left, beside training: nobody waits for it.
+            threading.Thread(target=self._manager.remove_orphans, name="strata-orphans", daemon=True).start()
         note_run(self.name, self._memory_name, root=self._memory_root)
         self._footprints = Footprints(self.name, self._memory_name, rank=self.rank, root=self._memory_root)
         self._step_hook = self._watch_optimizer()

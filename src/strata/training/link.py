@@ -36,7 +36,8 @@ log = logging.getLogger("strata.training")
 
 NOTICES_KEPT = 256
 JOIN_TIMEOUT_S = 3.0
-CLOSE_S = 10.0
+CLOSE_S, CRASH_S = 10.0, 1.0
+"""How long the last notices are waited for: when a job ends, and when its process fails and should end at once."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Between two registrations, when one after the other is over soon."""
 SETTLED_S = 30.0
@@ -153,7 +154,7 @@ class CoordinatorLink:
         """Deliver what waits, for a few seconds; with `leave`, say goodbye."""
         self._closing.set()
         self._put(None)
-        self._thread.join(CLOSE_S)
+        self._thread.join(CLOSE_S if leave else CRASH_S)
         if leave and not self._thread.is_alive() and not self._is_away:
             with suppress(StrataError):
                 self._orchestrator.deregister("training ended")

@@ -202,8 +202,8 @@ class RunClaim:
             return
         self._stop.set()
         _held_here.discard(self._key)
+        self._thread.join(2 * RENEW_S if ended else 0.5)  # It may be waiting for a destination that is away.
         if ended:
-            self._thread.join(2 * RENEW_S)
             with self._lock:
                 self._claim = replace(self._claim, ended=True, step=self.step)
             for store in self._stores:

@@ -190,6 +190,8 @@ class Life:
         self.in_flight: dict[CheckpointId, Upload] = {}
         self._saves = 0
         self._loaded: Checkpoint | None = None
+        self.lineage = ""
+        """Of what this life continues."""
         self.truth: dict[str, list[Checkpoint]] = {}
         """What there was, in each place, when this life looked."""
         self.tasks: list[Steps] = [
@@ -301,7 +303,7 @@ class Life:
         assert isinstance(instruction, Resume)
         loaded = self._loaded
         assert loaded is not None
-        self.step, self.trained = loaded.step, loaded.trained
+        self.step, self.trained, self.lineage = loaded.step, loaded.trained, loaded.lineage
         self.ledger.restore(loaded.data, checkpoint_id=loaded.checkpoint_id, durable=instruction.is_durable)
         self.sim.check_restored(self, loaded)
         self.sim.tell(f"{self} resumes at step {self.step} from {instruction.load.offer.tier}")
@@ -424,6 +426,10 @@ class Life:
         return CheckpointId(f"{self.step:04d}-{self.number}-{self._saves}")
 
     def _carry_out(self, order: Save) -> Steps:
+        must(
+            self.lineage in ("", order.placement.lineage),
+            f"{self} resumed the lineage {self.lineage} and saves in {order.placement.lineage}",
+        )
         records = self.sim.records(self.unrecorded, len(self.machines))
         self.unrecorded = []
         data = self.ledger.commit(

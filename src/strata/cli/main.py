@@ -9,9 +9,11 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+import strata
 from strata.cli import (
     audit,
     bench,
@@ -30,10 +32,12 @@ from strata.cli import (
     validate,
 )
 from strata.cli.common import Unreachable, adopt_dotenv, say_error
+from strata.cli.literal_help import LiteralGroup
 from strata.errors import StrataError
 
 app = typer.Typer(
     name="strata",
+    cls=LiteralGroup,
     help="Training jobs that outlive their machines.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -77,6 +81,22 @@ app.command(
 )(torchrun.torchrun)
 app.add_typer(checkpoint.app)
 app.add_typer(bench.app)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"strata {strata.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """What can be asked of `strata` itself."""
 
 
 def main() -> None:

@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test lint check bench clean
+.PHONY: help setup setup-test demo test lint check bench images clean
 
 help:
 	@echo "make demo    set up, train a small model with real workers on this machine, show it live"
 	@echo "make test    set up and run every test"
 	@echo "make check   style, types and the fast tests, in under a minute"
 	@echo "make bench   measure every figure beside its peers (ARGS=coordinator for one of them)"
+	@echo "make images  build the container images without an engine, and run the coordinator's (needs root and buildah)"
 	@echo "make setup   only make the virtual environment"
 
 setup:
@@ -36,6 +37,9 @@ check: lint
 
 bench: setup
 	@for part in $(or $(ARGS),coordinator data checkpoint recovery dashboard); do $(BIN)/strata bench $$part || exit 1; done
+
+images:
+	@$(PYTHON) scripts/build_images.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

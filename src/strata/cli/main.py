@@ -32,6 +32,7 @@ from strata.cli import (
     validate,
 )
 from strata.cli.common import Unreachable, adopt_dotenv, say_error
+from strata.cli.extras import missing_extra
 from strata.cli.literal_help import LiteralGroup
 from strata.errors import StrataError
 
@@ -112,6 +113,12 @@ def main() -> None:
     except StrataError as error:
         say_error(error)
         sys.exit(2 if error.code in ("config", "invalid_argument") else 1)
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        say_error(missing)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -71,7 +71,7 @@ def normalize_wheel(path: Path) -> None:
     with _replacing(path) as new, zipfile.ZipFile(path) as old, zipfile.ZipFile(new, "w") as wheel:
         date = time.gmtime(_epoch())[:6]
         # What describes the wheel comes last, as the format recommends, and its record at the very end.
-        for info in sorted(old.infolist(), key=lambda i: (".dist-info/" in i.filename, i.filename)):
+        for info in sorted(old.infolist(), key=_place):
             entry = zipfile.ZipInfo(info.filename, date_time=date)
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.create_system = 3  # Unix: permissions are meant.
@@ -93,6 +93,11 @@ def normalize_sdist(path: Path) -> None:
             entry = tarfile.TarInfo(info.name)
             entry.size, entry.mtime, entry.mode = info.size, _epoch(), _permissions(info.mode)
             sdist.addfile(entry, io.BytesIO(content.read()))
+
+
+def _place(info: zipfile.ZipInfo) -> tuple[bool, bool, str]:
+    name = info.filename
+    return ".dist-info/" in name, name.endswith(".dist-info/RECORD"), name
 
 
 def _permissions(mode: int) -> int:

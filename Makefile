@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test lint check bench images clean
+.PHONY: help setup setup-test demo test test-slow lint check bench images clean
 
 help:
 	@echo "make demo    set up, train a small model with real workers on this machine, show it live"
 	@echo "make test    set up and run every test"
+	@echo "make test-slow  the tests that take long or want a quiet machine"
 	@echo "make check   style, types and the fast tests, in under a minute"
 	@echo "make bench   measure every figure beside its peers (ARGS=coordinator for one of them)"
 	@echo "make images  build the container images without an engine, and run the coordinator's (needs root and buildah)"
@@ -26,6 +27,9 @@ demo: setup
 
 test: setup-test
 	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(BIN)/python scripts/run_tests.py)
+
+test-slow: setup-test
+	@$(BIN)/python scripts/run_tests.py --slow
 
 lint: setup
 	$(BIN)/ruff check .

@@ -72,6 +72,7 @@ PROGRAMS = (
     Program("h2load", "optional", "nghttp2-client", "benchmarks of unary calls"),
     Program("curl", "optional", "curl", "scripts/start_etcd.sh, which can do without"),
     Program("docker", "optional", "docker.io", "scripts/start_etcd.sh where there is no etcd"),
+    Program("actionlint", "optional", "actionlint", "the test of the workflows, beside their schema"),
     Program("buildah", "optional", "buildah", "the slow test that builds the container images"),
     Program("debootstrap", "optional", "debootstrap", "the slow test that builds the container images"),
     Program("munged", "optional", "munge", "the slow test with a Slurm cluster"),

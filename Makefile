@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test test-slow lint check bench images clean
+.PHONY: help setup setup-test demo test test-slow lint style types fast-tests check bench images clean
 
 help:
 	@echo "make demo    set up, train a small model with real workers on this machine, show it live"
 	@echo "make test    set up and run every test"
+	@echo "make check   style, types, layers, core and simulator, in under a minute"
 	@echo "make test-slow  the tests that take long or want a quiet machine"
-	@echo "make check   style, types and the fast tests, in under a minute"
 	@echo "make bench   measure every figure beside its peers (ARGS=coordinator for one of them)"
 	@echo "make images  build the container images without an engine, and run the coordinator's (needs root and buildah)"
 	@echo "make setup   only make the virtual environment"
@@ -31,13 +31,22 @@ test: setup-test
 test-slow: setup-test
 	@$(BIN)/python scripts/run_tests.py --slow
 
-lint: setup
+lint: setup style types
+
+style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/mypy
 
-check: lint
-	$(BIN)/python -m pytest -q tests/core tests/test_tidy.py
+# What needs no server, no disk and no other process: layers, core and simulators.
+fast-tests:
+	$(BIN)/python -m pytest -q tests/core tests/sim tests/test_layers.py tests/test_tidy.py
+
+# Side by side: types take one core and tests the other. What one of them prints is shown when it has ended.
+check: setup
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target style types fast-tests
 
 bench: setup
 	@for part in $(or $(ARGS),coordinator data checkpoint recovery dashboard); do $(BIN)/strata bench $$part || exit 1; done

@@ -34,7 +34,8 @@ IMAGES = ("coordinator", "worker")
 BASE = "docker.io/library/python:3.11-slim-bookworm"
 """What the Dockerfiles start from."""
 BASE_PACKAGES = "python3,python3-venv,python-is-python3,ca-certificates"
-START_S = 60.0
+START_S = 300.0
+"""Patience with a program in an image on a busy machine."""
 HOME = Path("/root")
 """Of whoever builds, inside of a build."""
 
@@ -208,7 +209,7 @@ def check_coordinator(buildah: Buildah) -> str:
     environment = {"STRATA_HTTP_PORT": str(http_port), "STRATA_GRPC_PORT": str(grpc_port)}
     with buildah.container("strata-coordinator") as name:
         refused = buildah.start(name, *command, environment=environment)
-        said, _ = refused.communicate(timeout=START_S)
+        said = _output(refused)
         if refused.returncode == 0 or "token" not in said:
             raise CannotBuild(f"Without a token the coordinator should refuse to start. It said: {said}")
         environment["STRATA_TOKEN"] = secrets.token_hex(32)
@@ -217,7 +218,7 @@ def check_coordinator(buildah: Buildah) -> str:
             api = f"http://127.0.0.1:{http_port}"
             health = _fetch_when_ready(f"{api}/api/health", running)
             probing = buildah.start(name, *_probe(configuration), environment=environment)
-            said, _ = probing.communicate(timeout=START_S)
+            said = _output(probing)
             if probing.returncode:
                 raise CannotBuild(f"The image's health check fails: {said}")
             if '<div id="root">' not in _fetch(api):
@@ -225,7 +226,7 @@ def check_coordinator(buildah: Buildah) -> str:
             _fetch(f"{api}/api/dashboard", expected=401)  # Not without the token.
         finally:
             running.terminate()
-            running.communicate(timeout=START_S)
+            _output(running)
     return f"{json.loads(health)['status']}, with dashboard"
 
 
@@ -233,15 +234,26 @@ def check_worker(buildah: Buildah) -> str:
     with buildah.container("strata-worker") as name:
         configuration = buildah.configuration("strata-worker")
         asked = buildah.start(name, *_words(configuration["Entrypoint"]), "--help", environment={})
-        said, _ = asked.communicate(timeout=START_S)
+        said = _output(asked)
         if asked.returncode or "--rdzv-backend" not in said.replace("_", "-"):
             raise CannotBuild(f"torchrun does not start in the worker's image: {said}")
         script = "import torch, obstore, omegaconf, elastic_harness.train, strata; print(torch.__version__)"
         imported = buildah.start(name, "python", "-c", script, environment={})
-        said, _ = imported.communicate(timeout=2 * START_S)
+        said = _output(imported)
         if imported.returncode:
             raise CannotBuild(f"The worker's image lacks something: {said}")
         return f"torch {said.strip().splitlines()[-1]}"
+
+
+def _output(process: subprocess.Popen[str]) -> str:
+    """All it said until it ended. One that does not end is ended, and that is an error."""
+    try:
+        said, _ = process.communicate(timeout=START_S)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        said, _ = process.communicate()
+        raise CannotBuild(f"A program did not end within {START_S:.0f} s. It said: {said}") from error
+    return said
 
 
 def _words(value: object) -> list[str]:
@@ -285,7 +297,7 @@ def _fetch_when_ready(url: str, process: subprocess.Popen[str]) -> str:
         except (urllib.error.URLError, ConnectionError) as error:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 process.terminate()
-                said, _ = process.communicate(timeout=START_S)
+                said = _output(process)
                 raise CannotBuild(f"The coordinator does not answer ({error}). It said: {said}") from error
         time.sleep(0.1)
 

@@ -7,7 +7,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 [[ $# -eq 1 ]] || { sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2; }
 target=$1
-SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
+commit=$(git rev-parse HEAD)
+SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct "$commit")}
 export SOURCE_DATE_EPOCH CI=true
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -15,7 +16,7 @@ trap 'rm -rf "$work"' EXIT
 "$work/tools/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt build
 for copy in one two; do
   mkdir "$work/$copy"
-  git archive HEAD | tar -x -C "$work/$copy"
+  git archive "$commit" | tar -x -C "$work/$copy"
   "$work/tools/bin/python" -m build --outdir "$work/$copy.dist" "$work/$copy" >"$work/$copy.log" 2>&1 ||
     { tail -n 40 "$work/$copy.log" >&2; exit 1; }
 done

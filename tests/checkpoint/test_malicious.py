@@ -40,10 +40,11 @@ from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import IMAGE, CheckpointId, Manifest, Part
 from strata.checkpoint.catalog.naming import manifest_key, step_stem
 from strata.checkpoint.copying.digest import digest_of
-from strata.checkpoint.copying.staging import FILE_NAME, MARK_NAME, job_folder, remove_tree
+from strata.checkpoint.copying.staging import MARK_NAME, job_folder, remove_tree
 from strata.checkpoint.dcp import StrataStorageReader, StrataStorageWriter
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed
 from strata.checkpoint.export import export
+from strata.checkpoint.image.layout import FILE_NAME
 from strata.cli.checkpoint import app
 from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler

@@ -108,8 +108,8 @@ def test_a_wheel_has_the_dashboard_the_types_and_nothing_of_a_checkout(wheel: Pa
 
 def test_every_place_that_shows_a_version_shows_the_same(wheel: Path) -> None:
     assert wheel.name.startswith(f"strata_runtime-{strata.__version__}-")
-    (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert newest in (strata.__version__, "Unreleased")
+    (newest, *_) = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert re.fullmatch(rf"{re.escape(strata.__version__)} - (unreleased|20\d\d-[01]\d-[0-3]\d)", newest)
     tags = {
         tag
         for path in sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))

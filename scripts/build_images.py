@@ -281,9 +281,9 @@ def _free_ports(count: int) -> list[int]:
 def _fetch(url: str, *, expected: int = 200) -> str:
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
-            status, text = answer.status, answer.read().decode()
+            status, text = answer.status, str(answer.read(), "utf-8")
     except urllib.error.HTTPError as error:
-        status, text = error.code, error.read().decode()
+        status, text = error.code, str(error.read(), "utf-8")
     if status != expected:
         raise CannotBuild(f"{url} answered {status} instead of {expected}: {text[:200]}")
     return text

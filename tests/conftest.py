@@ -28,7 +28,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A process that tests leave behind fails the run. What is new in shared memory is only told: it may belong to a
     job that runs beside the tests, and what dead jobs left goes by itself."""
     remove_empty(images_folder() / "job")  # A test that removes a job's folder leaves the one around it.
-    segments = sorted(_segments() - session.config.stash[_SEGMENTS])
+    known: set[str] = session.config.stash[_SEGMENTS]
+    segments = sorted(_segments() - known)
     if segments:
         print(f"\nnew in shared memory: {', '.join(segments)}")
     left = _processes_left()

@@ -199,12 +199,12 @@ def test_optimizer_and_tied_weights_come_back_in_place(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4)).sum().backward()
     optimizer.step()
-    wanted = model[0].weight.detach().clone()
+    wanted = model.get_parameter("0.weight").detach().clone()
     save(tmp_path, {"model": model, "optimizer": optimizer})
     with torch.no_grad():
-        model[0].weight.zero_()
+        model.get_parameter("0.weight").zero_()
     load(tmp_path, {"model": model, "optimizer": optimizer})
-    assert torch.equal(model[0].weight, wanted)
+    assert torch.equal(model.get_parameter("0.weight"), wanted)
     assert model[0].weight is model[1].weight
 
 

@@ -117,9 +117,9 @@ def test_wrapped_models_are_saved_and_loaded_unwrapped(tmp_path: Path) -> None:
             assert state.world_size == 1
             kept = state.cpu_copy()
             with torch.no_grad():
-                model.weight.zero_()
+                model.get_parameter("weight").zero_()
             load_checkpoint_to_model(kept, wrapped, optimizer)  # type: ignore[arg-type]
-            assert torch.equal(model.weight, kept.model_state_dict["weight"])
+            assert torch.equal(model.get_parameter("weight"), kept.model_state_dict["weight"])
     finally:
         distributed.destroy_process_group()
 

@@ -22,6 +22,7 @@ import pytest
 from strata.data.tokens import merge
 from strata.data.tokens.builder import BuildOptions, build_index
 from strata.data.tokens.errors import BuildFailed, SourceUnreadable, WouldOverwrite
+from strata.data.tokens.parts import PartSummary
 from tests.data.tokens.bpe import train
 from tests.data.tokens.corpora import WordTokenizer, build, text_of, texts, write_jsonl
 
@@ -166,7 +167,7 @@ def interrupted_after(chunks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """As if Ctrl-C were pressed once so many chunks are merged."""
     add = merge.Merge.add
 
-    def counted(self: merge.Merge, part: merge.PartSummary) -> None:
+    def counted(self: merge.Merge, part: PartSummary) -> None:
         add(self, part)
         if self.next_chunk == chunks:
             raise KeyboardInterrupt

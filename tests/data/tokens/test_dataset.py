@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Fleet:
 
     def __init__(self, index: TokenIndex, seq_length: int, *, drop_last: bool = False) -> None:
         self.index = index
-        self.settings = {"seq_length": seq_length, "seed": 5, "drop_last": drop_last}
+        self.settings: dict[str, Any] = {"seq_length": seq_length, "seed": 5, "drop_last": drop_last}
         self.history: list[int] = []
         """What each step trained, rank after rank; cut back when training goes back."""
         self.commits: list[Commit] = []
@@ -127,7 +127,7 @@ class Fleet:
                     len({None if batch is None else tuple(batch["labels"].shape) for batch in batches}) == 1
                 )
 
-    def save(self) -> object:
+    def save(self) -> dict[str, Any]:
         records = [record for rank in self.ranks for record in rank.records()]
         last = self.commits[-1] if self.commits else None
         data = (last.data if last and last.data else DataCommit()).next(records, world_size=len(self.ranks))
@@ -352,11 +352,11 @@ def test_resume_near_the_end_reads_no_more_than_at_the_start(tmp_path: Path) -> 
     touched: list[int] = []
     read = dataset.reader.read
 
-    def watched(numbers: Sequence[int]) -> Any:
+    def watched(numbers: Any) -> Any:
         touched.extend(numbers)
         return read(numbers)
 
-    dataset.reader.read = watched  # type: ignore[method-assign, assignment]
+    dataset.reader.read = watched  # type: ignore[method-assign]
     next(iter(dataset))
     assert len(touched) == 1
     dataset.index.close()

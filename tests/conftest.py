@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import glob
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ def _segments() -> set[str]:
 
 
 def _processes_left() -> list[str]:
+    gc.collect()  # A data loader in a cycle ends its processes when it is collected.
     helpers = ("resource_tracker", "forkserver")  # Python's own; they end with us.
     deadline_s = time.monotonic() + 30.0  # Those that are ending may take a while on a busy machine.
     while True:

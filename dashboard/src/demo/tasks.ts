@@ -1,5 +1,6 @@
 /** Simulated tasks: the ones there were before, and new ones. */
 
+import type { TaskSpec } from "../api/generated";
 import type { Task } from "../api/types";
 
 export function newTask(about: Pick<Task, "id" | "name" | "created_at"> & Partial<Task>): Task {
@@ -30,7 +31,7 @@ export function pastTasks(before: number, dataset: string): Task[] {
   ];
 }
 
-export function taskSpec(task: Task): Record<string, unknown> {
+export function taskSpec(task: Task): TaskSpec {
   return {
     task_id: task.id, name: task.name, type: task.type, dataset_id: task.dataset_id, worker_count: task.worker_count,
     config_json: JSON.stringify(task.config), gpus_per_worker: task.gpus_per_worker, max_retries: task.max_retries,

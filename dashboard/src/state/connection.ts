@@ -8,11 +8,13 @@
  */
 
 import { API_URL, ApiError, authorization, get, httpTransport, refusal, unreachable } from "../api/client";
-import type { History, RecentEvent, Recovery, Snapshot } from "../api/types";
+import { received, type FeedEvent } from "../api/events";
+import type { StreamEvent } from "../api/generated";
+import type { History, Recovery, Snapshot } from "../api/types";
 import type { Backend } from "./backend";
 import { fleetHistory } from "./series";
 import { EventParser } from "./sse";
-import type { Action, FeedEvent } from "./types";
+import type { Action } from "./types";
 
 const FIRST_RETRY_MS = 1_000;
 const LAST_RETRY_MS = 10_000;
@@ -154,11 +156,11 @@ class Follower {
   private async past(): Promise<void> {
     const signal = this.ended.signal;
     const [events, recoveries, history] = await Promise.allSettled([
-      get<RecentEvent[]>("/events/recent", undefined, signal),
+      get<StreamEvent[]>("/events/recent", undefined, signal),
       get<Recovery[]>("/recoveries", undefined, signal),
       get<History>("/metrics/history", { series: FLEET_SERIES, since: Math.floor(Date.now() / 1000 - PAST_S) }, signal),
     ]);
-    if (events.status === "fulfilled") this.dispatch({ type: "past", events: events.value.map((e) => ({ id: e.id, kind: e.event, data: e.data, at: e.at })) });
+    if (events.status === "fulfilled") this.dispatch({ type: "past", events: events.value.map((e) => received(e.id, e.event, e.data)).filter((e) => e !== null) });
     if (recoveries.status === "fulfilled") this.dispatch({ type: "recoveries", recoveries: recoveries.value });
     if (history.status === "fulfilled") this.dispatch({ type: "history", series: fleetHistory(history.value) });
   }

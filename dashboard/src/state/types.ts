@@ -1,5 +1,6 @@
 /** Everything the dashboard knows. It changes in one place only: `reducer.ts`. */
 
+import type { FeedEvent } from "../api/events";
 import type {
   Barrier, Checkpoint, CoordinatorStatus, Dataset, LogEntry, Metrics, Recovery, Snapshot, Task, Worker,
 } from "../api/types";
@@ -32,9 +33,10 @@ export interface Happening {
   at: number;
   jobId: string | null;
   workerId: string | null;
+  /** Of the run, where its members changed. */
+  generation: number | null;
   text: string;
   level: "info" | "good" | "warn" | "bad";
-  data: Readonly<Record<string, unknown>>;
 }
 
 /** One sample a second of what changes all the time; arrays are parallel, oldest first. */
@@ -96,15 +98,6 @@ export interface State {
   planRevision: number;
   /** Lines of a flood that the stream left out; a search still finds them. */
   logsSkipped: number;
-}
-
-/** One server-sent event. */
-export interface FeedEvent {
-  id: string;
-  kind: string;
-  data: unknown;
-  /** When it happened, where the data does not say. */
-  at?: number;
 }
 
 export type Action =

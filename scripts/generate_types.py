@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 
 from strata.coordinator.auth import Gatekeeper
-from strata.coordinator.http import create_app
-from strata.coordinator.journal import SqliteJournal
-from strata.coordinator.logs import LogStore
+from strata.coordinator.http.app import create_app
+from strata.coordinator.journal.sqlite import SqliteJournal
+from strata.coordinator.logs.store import LogStore
 from strata.coordinator.runtime import Runtime
 from strata.core.cluster import Limits
 

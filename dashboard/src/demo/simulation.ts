@@ -82,9 +82,9 @@ export class Simulation {
     this.random = new Random(options.seed ?? 7);
     this.registerDatasets();
     this.tasks = pastTasks(this.startedAt, DATASET);
-    for (let rank = 0; rank < WORKERS; rank += 1) this.join(rank, "a new worker of the job");
-    this.plan = dealShards(this.datasets.get(DATASET)!, this.names(), null, 1, "the first plan");
-    this.moved("the first plan for 8 workers");
+    for (let rank = 0; rank < WORKERS; rank += 1) this.join(rank, "new worker");
+    this.plan = dealShards(this.datasets.get(DATASET)!, this.names(), null, 1, "first plan");
+    this.moved("first plan: 240 shards over 8 workers");
     this.startTask();
     this.after(1.5, () => this.becomeAll("loading"));
     this.after(3, () => this.becomeAll("training"));
@@ -325,18 +325,18 @@ export class Simulation {
   }
 
   private crash(rank: number): void {
-    const worker = this.gone(rank, "worker_failed", "its connection was lost and it did not come back within 0.5 s");
+    const worker = this.gone(rank, "worker_failed", "connection lost 0.5 s ago, not reconnected");
     const lastStep = Math.floor(this.step);
     this.log("error", `Rank ${rank}: CUDA error: uncorrectable ECC error encountered`, worker.id);
     this.log("error", `worker '${worker.id}' failed: ${worker.reason}`, null, "coordinator");
     this.breakBarrier(worker.id);
     this.becomeAll("recovering");
-    this.replan(`'${worker.id}' failed`);
-    this.after(0.75, () => this.join(rank, `a new incarnation after a failure`));
-    this.after(1, () => this.log("warn", "rendezvous: 8 of 8 are here; world size 8", `${JOB}-rank0`));
+    this.replan(`${worker.id} failed`);
+    this.after(0.75, () => this.join(rank, "restarted after a failure"));
+    this.after(1, () => this.log("warn", "rendezvous complete: world size 8", `${JOB}-rank0`));
     this.after(3.25, () => {
       this.becomeAll("loading");
-      this.replan(`'${worker.id}' came back`);
+      this.replan(`${worker.id} rejoined`);
     });
     this.after(3.75, () => this.recover(worker.id, lastStep, 8, 8, "MEMORY", { detect: 0.41, rendezvous: 0.62, spawn: 2.18, load: 0.19, first_step: 0.42 }));
   }
@@ -355,7 +355,7 @@ export class Simulation {
     const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${this.safeStep.toLocaleString("en-US")} from ${tier}, ${lost} steps lost`;
     this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text });
     this.log("info", reason, `${JOB}-rank0`);
-    this.log("info", `data: ${worker} takes up its shards where the checkpoint left them`, worker);
+    this.log("info", `data: ${worker} resumes its shards at the checkpoint's position`, worker);
     this.becomeAll("training");
   }
 
@@ -372,11 +372,11 @@ export class Simulation {
   private leave(rank: number): void {
     const name = `${JOB}-rank${rank}`;
     const lastStep = Math.floor(this.step);
-    this.log("warn", "this machine is to be taken away in 30 s; saving and leaving", name);
-    this.gone(rank, "worker_left", "its machine is taken away; it saved and left");
+    this.log("warn", "preemption notice: 30 s left; saving and leaving", name);
+    this.gone(rank, "worker_left", "preempted; saved and left");
     this.safeStep = lastStep;
     this.becomeAll("recovering");
-    this.replan(`'${name}' left`);
+    this.replan(`${name} left`);
     this.after(2, () => this.recover(`${JOB}-rank0`, lastStep, 8, 7, "MEMORY", { detect: 0.2, rendezvous: 0.58, spawn: 1.02, load: 0.11, first_step: 0.3 }));
     this.after(4, () => {
       this.workers.delete(name);
@@ -387,9 +387,9 @@ export class Simulation {
   private comeBack(rank: number): void {
     const lastStep = Math.floor(this.step);
     this.safeStep = lastStep;
-    this.join(rank, "a machine was added to the job");
+    this.join(rank, "host added to the job");
     this.becomeAll("recovering");
-    this.replan(`'${JOB}-rank${rank}' joined`);
+    this.replan(`${JOB}-rank${rank} joined`);
     this.after(2.25, () => this.recover(`${JOB}-rank${rank}`, lastStep, 7, 8, "MEMORY", { detect: 0.05, rendezvous: 0.71, spawn: 1.2, load: 0.14, first_step: 0.31 }));
   }
 
@@ -437,7 +437,7 @@ export class Simulation {
 
   private missTier(id: string): void {
     const step = this.checkpoints.find((each) => each.id === id)?.step ?? 0;
-    this.log("warn", `step ${step} is not on S3: 503 Slow Down after 3 tries; it stays on NVME and the next save tries again`, `${JOB}-rank0`);
+    this.log("warn", `step ${step} not uploaded to S3: 503 Slow Down after 3 attempts; kept on NVME, retried with the next checkpoint`, `${JOB}-rank0`);
   }
 
   // --- barriers and shards --------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ export class Simulation {
     if (barrier.status !== "waiting") return;
     const waited = seconds ?? this.now - barrier.created_at;
     Object.assign(barrier, {
-      status: "complete", arrived: barrier.total, missing: [], ended_at: barrier.created_at + waited, reason: `all ${barrier.total} have arrived`,
+      status: "complete", arrived: barrier.total, missing: [], ended_at: barrier.created_at + waited, reason: `all ${barrier.total} arrived`,
     });
     this.barrierWaits = [...this.barrierWaits, waited].slice(-1_000);
     this.publish("barrier_released", {
@@ -472,7 +472,7 @@ export class Simulation {
 
   private breakBarrier(missing: string): void {
     const barrier = this.open("sync", Math.floor(this.step) + 1);
-    const reason = `'${missing}' is gone: its connection was lost 0.5 s ago; ${barrier.total} others had arrived`;
+    const reason = `${barrier.total} of ${barrier.total + 1} arrived, '${missing}' was lost (connection lost 0.5 s ago)`;
     Object.assign(barrier, { status: "broken", arrived: barrier.total, total: barrier.total + 1, missing: [missing], ended_at: this.now, reason });
     this.publish("barrier_broken", {
       job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation, arrived: barrier.arrived,

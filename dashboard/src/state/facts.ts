@@ -1,13 +1,13 @@
-/** What happened, in the coordinator's words: every event that is news brings its own sentence. Pure. */
+/** What happened, as the coordinator's own text: every event that is news brings its sentence. Pure. */
 
 import type { FeedEvent } from "../api/events";
 import { plural } from "../format";
-import type { Happening } from "./types";
+import type { EventLine } from "./types";
 
 const LEVELS = { info: "info", success: "good", warning: "warn", error: "bad" } as const;
 
 /** The event as a line of the story; null for those that only change what is shown (metrics, logs, progress). */
-export function happeningOf({ id, kind, data }: FeedEvent): Happening | null {
+export function eventLineOf({ id, kind, data }: FeedEvent): EventLine | null {
   if (!("severity" in data) || data.severity === "debug") return null;
   const about = "spec" in data ? data.spec : data;
   return {
@@ -26,13 +26,13 @@ const FOLDED: Record<string, string> = { worker_joined: "joined", worker_failed:
 const TOGETHER_S = 10;
 
 /** Newest first, with the same change of many workers as one. */
-export function folded(items: readonly Happening[]): Happening[] {
-  const result: Happening[] = [];
+export function folded(items: readonly EventLine[]): EventLine[] {
+  const result: EventLine[] = [];
   for (let i = 0; i < items.length; ) {
     const first = items[i];
     if (!first) break;
     let end = i + 1;
-    const belongs = (h: Happening | undefined, before: Happening) => h !== undefined && h.kind === first.kind && h.jobId === first.jobId && before.at - h.at <= TOGETHER_S;
+    const belongs = (h: EventLine | undefined, before: EventLine) => h !== undefined && h.kind === first.kind && h.jobId === first.jobId && before.at - h.at <= TOGETHER_S;
     if (first.kind in FOLDED) while (belongs(items[end], items[end - 1] ?? first)) end += 1;
     const n = end - i;
     if (n >= 3) {

@@ -44,7 +44,7 @@ describe("a snapshot", () => {
     const news = failed({ worker_id: "w0", incarnation: 1 });
     const state = started({ type: "events", events: [news], atMs: AT_MS }, { type: "snapshot", snapshot: snapshot(), since: [news], atMs: AT_MS + 50 });
     expect(state.workers.get("w0")?.status).toBe("failed");
-    expect(state.happenings).toHaveLength(1);
+    expect(state.eventLines).toHaveLength(1);
   });
 
   it("adds a point to the curves of each run", () => {
@@ -74,7 +74,7 @@ describe("every event can be applied twice", () => {
   it.each(Object.entries(stories))("%s", (_, events) => {
     const once = after(...events);
     const twice = reduce(once, { type: "snapshot", snapshot: snapshotOf(once), since: events, atMs: AT_MS });
-    const known = (s: State) => ({ workers: [...s.workers], checkpoints: s.checkpoints, barriers: s.barriers, tasks: s.tasks, recoveries: s.recoveries, logs: s.logs, datasets: [...s.datasets], told: s.happenings, generations: s.generations });
+    const known = (s: State) => ({ workers: [...s.workers], checkpoints: s.checkpoints, barriers: s.barriers, tasks: s.tasks, recoveries: s.recoveries, logs: s.logs, datasets: [...s.datasets], told: s.eventLines, generations: s.generations });
     expect(known(twice)).toEqual(known(once));
   });
 });
@@ -121,7 +121,7 @@ describe("what has no end is bounded", () => {
     }
     expect(state.logs).toHaveLength(LIMITS.logs);
     expect(state.logs.at(-1)?.message).toBe("line 14999");
-    expect(state.happenings).toHaveLength(LIMITS.happenings);
+    expect(state.eventLines).toHaveLength(LIMITS.eventLines);
     expect(state.generations).toHaveLength(LIMITS.generations);
     for (let i = 0; i < 5_000; i += 1) state = reduce(state, { type: "events", events: [event("metrics", metrics)], atMs: AT_MS + 60_000 + i * 1000 });
     expect(state.series.times.length).toBeLessThanOrEqual(1_801);
@@ -150,7 +150,7 @@ describe("the past", () => {
   it("comes behind what was seen, once, and replaces guessed generations", () => {
     const first = joined({ at_s: NOW - 100 });
     const state = started({ type: "events", events: [failed()], atMs: AT_MS }, { type: "past", events: [first, failed()] });
-    expect(state.happenings.map((h) => h.kind)).toContain("worker_joined");
+    expect(state.eventLines.map((h) => h.kind)).toContain("worker_joined");
     expect(state.generations.filter((g) => g.number === 0)).toHaveLength(0);
     expect(state.generations[0]).toMatchObject({ number: 2, kind: "joined", workerId: "w1" });
   });
@@ -185,6 +185,6 @@ describe("the story", () => {
       event("barrier_released", { job_id: "job", barrier_id: "b", step: 1, round: 0, arrived: 2, opened_at_s: NOW, waited_s: 0.1, reason: "", at_s: NOW, severity: "debug", text: "barrier b released" }),
       event("logs", [logEntry(1)]),
     );
-    expect(state.happenings).toEqual([{ id: expect.any(String), kind: "worker_failed", at: NOW, jobId: "job", workerId: "w0", generation: 3, level: "bad", text: "w0 failed: r" }]);
+    expect(state.eventLines).toEqual([{ id: expect.any(String), kind: "worker_failed", at: NOW, jobId: "job", workerId: "w0", generation: 3, level: "bad", text: "w0 failed: r" }]);
   });
 });

@@ -7,15 +7,15 @@
 
 import type { DataOf, FeedEvent } from "../api/events";
 import type { Barrier, Checkpoint, LogEntry, Recovery, Snapshot, Task, Worker } from "../api/types";
-import { happeningOf } from "./facts";
+import { eventLineOf } from "./facts";
 import { addRunPoints, addSample, emptySeries, mergeRunHistory, mergeSeries } from "./series";
-import type { Action, Generation, Happening, State } from "./types";
+import type { Action, Generation, EventLine, State } from "./types";
 
-export const LIMITS = { logs: 5_000, happenings: 500, generations: 2_000, checkpoints: 500, barriers: 100, tasks: 500, recoveries: 1_000 };
+export const LIMITS = { logs: 5_000, eventLines: 500, generations: 2_000, checkpoints: 500, barriers: 100, tasks: 500, recoveries: 1_000 };
 
 export function initialState(): State {
   return {
-    connection: { phase: "connecting", reason: "", hint: "", nextTryAtMs: null, heardAtMs: null, needsToken: false },
+    connection: { phase: "connecting", reason: "", hint: "", nextAttemptAtMs: null, updatedAtMs: null, needsToken: false },
     skewS: 0,
     coordinator: null,
     workers: new Map(),
@@ -26,7 +26,7 @@ export function initialState(): State {
     recoveries: [],
     metrics: null,
     logs: [],
-    happenings: [],
+    eventLines: [],
     generations: [],
     series: emptySeries(),
     runSeries: new Map(),
@@ -63,7 +63,7 @@ function applySnapshot(state: State, snapshot: Snapshot, atMs: number): State {
   const workers = new Map(snapshot.workers.map((w) => [w.id, w]));
   return {
     ...state,
-    connection: { ...state.connection, heardAtMs: atMs },
+    connection: { ...state.connection, updatedAtMs: atMs },
     skewS: settle(state, snapshot.coordinator.server_time - atMs / 1000),
     coordinator: snapshot.coordinator,
     workers,
@@ -109,8 +109,8 @@ interface Draft {
 
 function applyEvents(state: State, events: readonly FeedEvent[], atMs: number, again: boolean): State {
   if (events.length === 0) return state;
-  const draft: Draft = { state: { ...state, connection: again ? state.connection : { ...state.connection, heardAtMs: atMs } }, workers: null };
-  const happenings: Happening[] = [];
+  const draft: Draft = { state: { ...state, connection: again ? state.connection : { ...state.connection, updatedAtMs: atMs } }, workers: null };
+  const eventLines: EventLine[] = [];
   const generations: Generation[] = [];
   const logs: LogEntry[] = [];
   for (const event of events) {
@@ -128,24 +128,24 @@ function applyEvents(state: State, events: readonly FeedEvent[], atMs: number, a
       continue;
     }
     apply(draft, event);
-    const happening = happeningOf(event);
-    if (happening) happenings.push(happening);
+    const line = eventLineOf(event);
+    if (line) eventLines.push(line);
     const generation = generationOf(event);
     if (generation) generations.push(generation);
   }
   if (draft.workers) draft.state.workers = draft.workers;
   if (logs.length > 0) draft.state.logs = appendLogs(draft.state.logs, logs);
-  if (happenings.length > 0) draft.state.happenings = prepend(happenings.reverse(), draft.state.happenings, LIMITS.happenings);
+  if (eventLines.length > 0) draft.state.eventLines = prepend(eventLines.reverse(), draft.state.eventLines, LIMITS.eventLines);
   if (generations.length > 0) draft.state.generations = addGenerations(draft.state.generations, generations);
   return draft.state;
 }
 
 function applyPast(state: State, events: readonly FeedEvent[]): State {
-  const happenings = events.map(happeningOf).filter((h) => h !== null).reverse();
+  const eventLines = events.map(eventLineOf).filter((h) => h !== null).reverse();
   const generations = events.map(generationOf).filter((g) => g !== null);
   return {
     ...state,
-    happenings: merged(happenings, state.happenings),
+    eventLines: merged(eventLines, state.eventLines),
     generations: addGenerations(generations.length > 0 ? generations : state.generations, state.generations.filter((g) => g.number > 0)),
   };
 }
@@ -372,15 +372,15 @@ function appendLogs(known: readonly LogEntry[], entries: readonly LogEntry[]): r
   return [...(room === 0 ? [] : known.slice(-room)), ...fresh.slice(-LIMITS.logs)];
 }
 
-function prepend(fresh: readonly Happening[], known: readonly Happening[], limit: number): readonly Happening[] {
+function prepend(fresh: readonly EventLine[], known: readonly EventLine[], limit: number): readonly EventLine[] {
   const ids = new Set(known.map((h) => h.id));
   const news = fresh.filter((h) => !ids.has(h.id));
   return news.length === 0 ? known : [...news, ...known].slice(0, limit);
 }
 
-function merged(past: readonly Happening[], known: readonly Happening[]): readonly Happening[] {
+function merged(past: readonly EventLine[], known: readonly EventLine[]): readonly EventLine[] {
   const ids = new Set(known.map((h) => h.id));
-  return [...known, ...past.filter((h) => !ids.has(h.id))].sort((a, b) => b.at - a.at).slice(0, LIMITS.happenings);
+  return [...known, ...past.filter((h) => !ids.has(h.id))].sort((a, b) => b.at - a.at).slice(0, LIMITS.eventLines);
 }
 
 function generationOf(event: FeedEvent): Generation | null {

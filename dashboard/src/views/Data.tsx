@@ -138,7 +138,7 @@ function Chosen(props: { dataset: Dataset }) {
           <Facts
             columns={2}
             items={[
-              ["Id", dataset.id],
+              ["ID", dataset.id],
               ["Format", dataset.format],
               ["Samples", count(dataset.total_samples)],
               ["Samples per shard", count(dataset.shard_size)],

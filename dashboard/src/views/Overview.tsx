@@ -166,7 +166,7 @@ function ExposurePanel({ runs, now }: { runs: readonly Run[]; now: number }) {
         <p className="text-muted">
           {plural(steps, "step")} of <Link to="/runs/$job" params={{ job: run.id }} className="foreign text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent">{run.name}</Link> at risk.{" "}
           {run.risk.safe ? <>Last checkpoint: step {count(run.risk.safe.step)}{run.risk.safe.tiers.length > 0 && <> in {run.risk.safe.tiers.join(", ")}</>}</> : "No checkpoint yet"}
-          {rhythm !== null && <>, every {age(rhythm)}</>}.
+          {rhythm !== null && <>; interval {age(rhythm)}</>}.
         </p>
       ) : (
         <p className="text-muted">No active run.</p>

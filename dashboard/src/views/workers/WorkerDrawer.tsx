@@ -32,7 +32,7 @@ function Details({ worker }: { worker: Worker }) {
   const task = worker.current_task || worker.metadata["task_id"];
   return (
     <div className="flex flex-col gap-6">
-      {worker.reason && <p className={`foreign rounded-md bg-raised px-3 py-2 break-words ${worker.status === "failed" ? "text-bad" : "text-muted"}`}>{worker.reason}</p>}
+      {worker.reason && <p className={`foreign rounded-md bg-raised px-3 py-2 break-words ${worker.status === "failed" ? "text-bad" : "text-muted"}`}>{worker.slow && "Slow: "}{worker.reason}</p>}
       <Section title="Status">
         <Facts
           columns={2}

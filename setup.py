@@ -5,8 +5,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "strata.checkpoint._stream",
-            ["src/strata/checkpoint/stream.c"],
+            "strata.checkpoint.copying._stream",
+            ["src/strata/checkpoint/copying/stream.c"],
             extra_compile_args=["-O2"],
             optional=True,  # Without a compiler everything works, and copies take longer.
         )

@@ -110,7 +110,7 @@ def install_packages(step: progress.Step) -> None:
 def fingerprint(has_compiler: bool) -> str:
     """Of all that decides what an installation is like."""
     digest = hashlib.sha256(f"{sys.version} {has_compiler}".encode())
-    for name in ("pyproject.toml", "constraints.txt", "setup.py", "src/strata/checkpoint/stream.c"):
+    for name in ("pyproject.toml", "constraints.txt", "setup.py", "src/strata/checkpoint/copying/stream.c"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 

@@ -42,8 +42,8 @@ from elastic_harness.scaling import (
 from elastic_harness.sequences import SequenceDataset, collate
 from elastic_harness.sync import SyncTimer
 from elastic_harness.train_config import TrainConfig, coordinator_address, read_train_config
+from strata.checkpoint.catalog.naming import step_stem
 from strata.checkpoint.errors import SaveFailed
-from strata.checkpoint.naming import step_stem
 from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler
 from strata.data.steps import Batch

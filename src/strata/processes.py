@@ -1,12 +1,101 @@
-"""Processes that end with those they work for, and know who started them. Needs nothing but Python."""
+"""Processes: which one this is, whether another is still there, and how they end with those they work for.
+
+A token names one process of one boot of one machine (and process namespace): its number and start time, so a
+recycled process number is never mistaken for the writer. A process elsewhere is never called gone.
+
+Needs nothing but Python.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import os
+import string
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
+
+_DIGITS = string.digits + string.ascii_lowercase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One life of one process."""
+
+    machine: str
+    pid: int
+    started_ticks: int
+
+    @property
+    def token(self) -> str:
+        """A short name, safe in file names: `7c2f9a-4d2-1x9kq2`."""
+        return f"{self.machine}-{_base36(self.pid)}-{_base36(self.started_ticks)}"
+
+    @classmethod
+    def parse(cls, token: str) -> Process:
+        machine, pid, started = token.split("-")
+        return cls(machine=machine, pid=int(pid, 36), started_ticks=int(started, 36))
+
+    def is_elsewhere(self) -> bool:
+        """Whether nobody here can tell if it has ended."""
+        return self.machine != machine_token()
+
+    def is_gone(self) -> bool:
+        """True only when this machine can tell that the process has ended."""
+        if self.is_elsewhere():
+            return False
+        try:
+            return _started_ticks(self.pid) != self.started_ticks
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        except OSError:
+            return False  # Out of file descriptors, say: then nobody is declared dead.
+
+
+def this_process() -> Process:
+    return _process(os.getpid())  # Asked every time: a fork changes it.
+
+
+def parent_process() -> Process:
+    """Who started this process; it itself where that is somebody outside of its process namespace, who cannot be seen."""
+    return _process(os.getppid() or os.getpid())
+
+
+@functools.lru_cache(maxsize=2)
+def _process(pid: int) -> Process:
+    return Process(machine=machine_token(), pid=pid, started_ticks=_started_ticks(pid))
+
+
+@functools.cache
+def machine_token() -> str:
+    """This boot of this machine, as seen from this process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot, namespace = os.uname().nodename, ""
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:6]
+
+
+def _started_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; -1 for one that is dead and waits to be buried."""
+    status = Path(f"/proc/{pid}/stat").read_text()
+    after_name = status.rpartition(")")[2].split()
+    return -1 if after_name[0] in "ZX" else int(after_name[19])
+
+
+def _base36(number: int) -> str:
+    digits = ""
+    while True:
+        number, digit = divmod(number, 36)
+        digits = _DIGITS[digit] + digits
+        if not number:
+            return digits
+
 
 LAUNCH_VARIABLE = "STRATA_LAUNCH"
 """What an agent that meets no other tells its workers: the run's id, a colon, and what no other agent says."""

@@ -41,7 +41,7 @@ def memory_roots(named: str | os.PathLike[str] | None = None) -> list[Path]:
 
 
 def images_folder(root: Path | None = None) -> Path:
-    """Holds a folder for each job's images (`strata.checkpoint.staging`)."""
+    """Holds a folder for each job's images (`strata.checkpoint.copying.staging`)."""
     return memory_root(root) / f"strata-images-{os.getuid()}"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from strata.checkpoint import CheckpointInfo, CheckpointManager, CheckpointNotFound, Memory, Policy, Started
-from strata.checkpoint.naming import step_stem, unique_stem
+from strata.checkpoint.catalog.naming import step_stem, unique_stem
 from strata.stores import Store, open_store
 from strata.stores.faulty import Fault, FaultyStore, Operation, crash_by_signal
 from tests.checkpoint.states import assert_is_step, small_state

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from strata.checkpoint import CheckpointManager, LoadFailed, Memory, copying, device, into
+from strata.checkpoint import CheckpointManager, LoadFailed, Memory
+from strata.checkpoint.copying import cuda as device
+from strata.checkpoint.copying import engine as copying
+from strata.checkpoint.image import in_place
 from tests.checkpoint.states import assert_same, every_kind
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -325,12 +328,12 @@ def test_a_refused_page_lock_leaves_no_error_behind() -> None:
     assert device._runtime().cudaPeekAtLastError() == 0  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("ahead_bytes", [into.AHEAD_BYTES, 5 << 20, 0])
+@pytest.mark.parametrize("ahead_bytes", [in_place.AHEAD_BYTES, 5 << 20, 0])
 @pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
 def test_a_state_is_restored_into_tensors_on_the_device(
     folder: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, tier: str, ahead_bytes: int
 ) -> None:
-    monkeypatch.setattr(into, "AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr(in_place, "AHEAD_BYTES", ahead_bytes)
     state = {f"t{n}": torch.full((1 << 20,), float(n), device="cuda", dtype=torch.bfloat16) for n in range(8)}
     state["strided"] = torch.arange(12.0, device="cuda").view(3, 4).t()
     with CheckpointManager(folder, memory=memory) as manager:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from strata.checkpoint import CheckpointInfo, CheckpointManager, Damaged, LoadFailed, Memory
-from strata.checkpoint.catalog import Catalog
-from strata.checkpoint.loading import fetched
-from strata.checkpoint.manifest import Manifest, decode
-from strata.checkpoint.naming import manifest_key
-from strata.checkpoint.staging import find_snapshots
+from strata.checkpoint.catalog.listing import Catalog
+from strata.checkpoint.catalog.manifest import Manifest, decode
+from strata.checkpoint.catalog.naming import manifest_key
+from strata.checkpoint.copying.staging import find_snapshots
+from strata.checkpoint.image.reading import fetched
 from strata.stores import open_store
 from tests.checkpoint.states import assert_is_step, small_state
 

@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from strata.checkpoint import CheckpointManager, Damaged, InvalidSave, LoadFailed, Memory, UnsupportedState
-from strata.checkpoint.catalog import Catalog
+from strata.checkpoint.catalog.listing import Catalog
+from strata.checkpoint.catalog.manifest import Manifest
+from strata.checkpoint.catalog.naming import manifest_key, unique_stem
 from strata.checkpoint.dcp import StaleGeneration, StrataStorageReader, StrataStorageWriter, latest, steps
-from strata.checkpoint.dcp_layout import decode, encode
-from strata.checkpoint.dcp_parts import PartWriter
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, SaveFailed
-from strata.checkpoint.manifest import Manifest
-from strata.checkpoint.naming import manifest_key, unique_stem
+from strata.checkpoint.sharded.layout import decode, encode
+from strata.checkpoint.sharded.parts import PartWriter
 from strata.stores import open_store
 from strata.stores.faulty import Fault, FaultyStore, scripted
 from tests.checkpoint.dcp_actor import run_world

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strata.checkpoint import CheckpointManager, Memory, UnsupportedState
-from strata.checkpoint.copying import Copier, Copying, Destination
-from strata.checkpoint.image import ALIGNMENT_BYTES, FILE_NAME, Placement, Plan, Prepared, prepare
-from strata.checkpoint.state import named_leaves, scan
+from strata.checkpoint.copying.engine import Copier, Copying, Destination
+from strata.checkpoint.image.layout import ALIGNMENT_BYTES, FILE_NAME, Placement, Plan, Prepared, prepare
+from strata.checkpoint.image.state import named_leaves, scan
 from tests.checkpoint.states import DTYPES, assert_same, every_kind, random_tensor, same_bits
 
 

@@ -17,9 +17,8 @@ from strata.checkpoint import (
     Memory,
     StateMismatch,
 )
-from strata.checkpoint.in_place import WINDOW_BYTES, Intake, NotOwn
-from strata.checkpoint.into import load_mapped
-from strata.checkpoint.staging import find_snapshots
+from strata.checkpoint.copying.staging import find_snapshots
+from strata.checkpoint.image.in_place import WINDOW_BYTES, Intake, NotOwn, load_mapped
 from strata.stores import Store, open_store
 from strata.stores.faulty import Fault, FaultyStore, Operation
 from strata.stores.protocol import NotFound, PartReader, Truncated, Unavailable

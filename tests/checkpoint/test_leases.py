@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 from strata.checkpoint import CheckpointManager, Memory
-from strata.checkpoint.leases import being_read, reading
-from strata.checkpoint.manifest import CheckpointId
+from strata.checkpoint.catalog.leases import being_read, reading
+from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.stores import open_store
 
 READER = """
 import sys
-from strata.checkpoint.leases import reading
-from strata.checkpoint.manifest import CheckpointId
+from strata.checkpoint.catalog.leases import reading
+from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.stores import open_store
 with reading(open_store(sys.argv[1]), CheckpointId(sys.argv[2])):
     print("reading", flush=True)

@@ -36,14 +36,14 @@ from elastic_harness.checkpoint import (
 from elastic_harness.errors import CheckpointLoadError
 from strata.checkpoint import CheckpointManager as Engine
 from strata.checkpoint import Memory
-from strata.checkpoint.catalog import Catalog
+from strata.checkpoint.catalog.listing import Catalog
+from strata.checkpoint.catalog.manifest import IMAGE, CheckpointId, Manifest, Part
+from strata.checkpoint.catalog.naming import manifest_key, step_stem
+from strata.checkpoint.copying.digest import digest_of
+from strata.checkpoint.copying.staging import FILE_NAME, MARK_NAME, job_folder, remove_tree
 from strata.checkpoint.dcp import StrataStorageReader, StrataStorageWriter
-from strata.checkpoint.digest import digest_of
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed
 from strata.checkpoint.export import export
-from strata.checkpoint.manifest import IMAGE, CheckpointId, Manifest, Part
-from strata.checkpoint.naming import manifest_key, step_stem
-from strata.checkpoint.staging import FILE_NAME, MARK_NAME, job_folder, remove_tree
 from strata.cli.checkpoint import app
 from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler

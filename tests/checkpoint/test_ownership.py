@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from strata.checkpoint import CheckpointManager, Memory, SaveFailed, locks, staging
+from strata.checkpoint import CheckpointManager, Memory, SaveFailed
+from strata.checkpoint.copying import locks, staging
+from strata.checkpoint.copying.locks import LOCK_NAME
+from strata.checkpoint.copying.staging import Staging, find_snapshots, job_folder, remove_dead_jobs
 from strata.checkpoint.errors import Superseded
-from strata.checkpoint.identity import Process, this_process
-from strata.checkpoint.locks import LOCK_NAME
-from strata.checkpoint.staging import Staging, find_snapshots, job_folder, remove_dead_jobs
+from strata.processes import Process, this_process
 from tests.checkpoint.states import assert_is_step, small_state
 from tests.support_programs import program
 
@@ -315,7 +316,7 @@ def test_an_owner_file_that_cannot_be_read_still_names_the_process(tmp_path: Pat
 def test_the_first_process_of_a_namespace_is_its_own_parent() -> None:
     if not can_isolate():
         pytest.skip("process namespaces cannot be made here (are you root?)")
-    script = "from strata.checkpoint.identity import *; assert parent_process() == this_process()"
+    script = "from strata.processes import *; assert parent_process() == this_process()"
     command = [program("unshare"), *ISOLATION, sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strata.checkpoint import AsyncCheckpointWriter, CheckpointManager, Memory, Policy, SaveFailed
-from strata.checkpoint.naming import step_stem
+from strata.checkpoint.catalog.naming import step_stem
 from strata.stores import Store, open_store
 from tests.checkpoint.states import assert_is_step, assert_same, every_kind, small_state
 from tests.support_seaweed import READER_KEY, Seaweed

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from strata.checkpoint import CheckpointManager, LoadFailed, Memory
-from strata.checkpoint.catalog import Catalog
-from strata.checkpoint.digest import digest_of
-from strata.checkpoint.loading import open_image
-from strata.checkpoint.manifest import IMAGE, CheckpointId, Manifest, Part
-from strata.checkpoint.staging import FILE_NAME, MARK_NAME, job_folder
+from strata.checkpoint.catalog.listing import Catalog
+from strata.checkpoint.catalog.manifest import IMAGE, CheckpointId, Manifest, Part
+from strata.checkpoint.copying.digest import digest_of
+from strata.checkpoint.copying.staging import FILE_NAME, MARK_NAME, job_folder
+from strata.checkpoint.image.reading import open_image
 from tests.checkpoint.malicious import payloads, torch_file
 
 

@@ -21,17 +21,17 @@ from strata.checkpoint import (
     Memory,
     MemoryLimitExceeded,
     SaveFailed,
-    staging,
 )
-from strata.checkpoint.identity import Process, this_process
-from strata.checkpoint.image import prepare
-from strata.checkpoint.staging import (
+from strata.checkpoint.copying import staging
+from strata.checkpoint.copying.staging import (
     Staging,
     find_snapshots,
     job_folder,
     remove_dead_jobs,
     remove_tree,
 )
+from strata.checkpoint.image.layout import prepare
+from strata.processes import Process, this_process
 from tests.checkpoint.states import assert_is_step, small_state
 
 TRAINER = """
@@ -371,7 +371,7 @@ def test_a_failed_copy_ends_in_the_handle_and_leaves_the_engine_usable(
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save(small_state(1), step=1).result(30)
         with monkeypatch.context() as patch:
-            patch.setattr("strata.checkpoint.filling.Filling.copy", fail)
+            patch.setattr("strata.checkpoint.copying.filling.Filling.copy", fail)
             handle = manager.save(small_state(2), step=2)
         with pytest.raises(SaveFailed, match="device lost"):
             handle.result(30)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from strata.checkpoint import sweeping
-from strata.checkpoint.digest import CHUNK_BYTES, digest_of
-from strata.checkpoint.filling import WINDOW_BYTES, Filling, Windows
-from strata.checkpoint.sweeping import PIECE_BYTES, copy_bytes, load_library
+from strata.checkpoint.copying import sweeping
+from strata.checkpoint.copying.digest import CHUNK_BYTES, digest_of
+from strata.checkpoint.copying.filling import WINDOW_BYTES, Filling, Windows
+from strata.checkpoint.copying.sweeping import PIECE_BYTES, copy_bytes, load_library
 
 EDGES = (0, 1, 15, 63, 64, 65, 4095, 4096, 4097, 4 * 4096 - 1, 4 * 4096, 4 * 4096 + 64, 100_001)
 

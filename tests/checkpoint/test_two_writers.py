@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from strata.checkpoint import Author, CheckpointManager, Memory, Policy
-from strata.checkpoint.naming import step_stem, unique_stem
-from strata.checkpoint.staging import job_folder, remove_tree
+from strata.checkpoint.catalog.naming import step_stem, unique_stem
+from strata.checkpoint.copying.staging import job_folder, remove_tree
 from strata.stores import open_store
 from tests.checkpoint.states import assert_is_step, small_state
 from tests.checkpoint.test_policies import SlowStore

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from strata.checkpoint import CheckpointManager, Memory
-from strata.checkpoint.catalog import Catalog
-from strata.checkpoint.manifest import TensorEntry
-from strata.checkpoint.unpickling import open_own
+from strata.checkpoint.catalog.listing import Catalog
+from strata.checkpoint.catalog.manifest import TensorEntry
+from strata.checkpoint.image.unpickling import open_own
 from strata.stores import open_store
 from tests.checkpoint.malicious import payloads, torch_file
 from tests.checkpoint.states import assert_same, every_kind

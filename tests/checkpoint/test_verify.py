@@ -10,10 +10,10 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from strata.checkpoint import CheckpointInfo, CheckpointManager, Memory
+from strata.checkpoint.catalog.retention import LastGood, remove_chosen
+from strata.checkpoint.copying.digest import CHUNK_BYTES
 from strata.checkpoint.dcp import StrataStorageWriter
-from strata.checkpoint.digest import CHUNK_BYTES
 from strata.checkpoint.errors import CheckpointNotFound
-from strata.checkpoint.removal import LastGood, remove_chosen
 from strata.checkpoint.verify import Verified, verify_store
 from strata.stores import open_store
 from tests.checkpoint.states import small_state

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from strata.checkpoint import CheckpointManager, Memory
-from strata.checkpoint.naming import step_stem
+from strata.checkpoint.catalog.naming import step_stem
 from strata.cli.checkpoint import app
 from tests.checkpoint.states import small_state
 from tests.support_seaweed import Seaweed, seaweed

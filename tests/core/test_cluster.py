@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from strata.coordinator import codec
+from strata.coordinator.journal import codec
 from strata.core import views
 from strata.core.cluster import Cluster
 from strata.core.messages import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.checkpoint.manifest import BYTES, CheckpointId, Manifest
+from strata.checkpoint.catalog.manifest import BYTES, CheckpointId, Manifest
 from strata.core.lineage import fallback_order, removable
 
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from strata.coordinator import codec
+from strata.coordinator.journal import codec
 from strata.core.messages import Instant, Swapped, SwapValue, Tick, ValueDropped, VersionsReserved
 from strata.core.values import DROP_AFTER_S, RESERVED_AT_ONCE
 from tests.core.builders import WALL_OFFSET_S, Fleet

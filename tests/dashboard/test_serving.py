@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from strata.coordinator.dashboard import VIEWS, Dashboard
+from strata.coordinator.http.dashboard import VIEWS, Dashboard
 from tests.dashboard.browser import ROOT, Browser, build_dashboard
 from tests.dashboard.browser import VIEWS as PATHS
 from tests.support import Coordinator

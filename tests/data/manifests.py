@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strata.checkpoint.digest import digest_of
-from strata.checkpoint.manifest import BYTES, SUFFIX, CheckpointId, Manifest, Part
+from strata.checkpoint.catalog.manifest import BYTES, SUFFIX, CheckpointId, Manifest, Part
+from strata.checkpoint.copying.digest import digest_of
 from strata.core.ledger import DataCommit
 from strata.stores import open_store
 

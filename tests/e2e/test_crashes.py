@@ -14,7 +14,7 @@ import torch
 
 from strata.chaos.report import judge_checkpoints
 from strata.chaos.run import ChaosRun, final_parameters
-from strata.checkpoint.staging import find_snapshots
+from strata.checkpoint.copying.staging import find_snapshots
 from strata.data.history import audit_epochs
 from strata.launch.sample_job import DATASET
 from strata.shared_memory import run_folder

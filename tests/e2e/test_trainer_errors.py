@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from strata.checkpoint.copying.staging import job_folder, remove_tree
 from strata.checkpoint.manager import CheckpointManager
-from strata.checkpoint.staging import job_folder, remove_tree
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import TorchrunSpec
 from strata.shared_memory import forget_jobs

@@ -27,8 +27,8 @@ from elastic_harness.checkpoint.checkpointing import AsyncSavePolicy
 from elastic_harness.errors import CheckpointLoadError, CheckpointSaveError, ConfigurationError
 from strata.checkpoint import CheckpointManager as Engine
 from strata.checkpoint import Memory
-from strata.checkpoint.naming import step_stem
-from strata.checkpoint.staging import job_folder, remove_tree
+from strata.checkpoint.catalog.naming import step_stem
+from strata.checkpoint.copying.staging import job_folder, remove_tree
 from tests.harness.checkpoint_states import assert_is, damage, state_of
 from tests.stores.mounts import small_tmpfs
 from tests.support import eventually

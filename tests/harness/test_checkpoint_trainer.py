@@ -14,7 +14,7 @@ from elastic_harness.checkpoint import (
     create_checkpoint_state,
     load_checkpoint_to_model,
 )
-from strata.checkpoint.naming import step_stem
+from strata.checkpoint.catalog.naming import step_stem
 from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler
 from strata.training.job import ElasticJob

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from strata.coordinator import codec
+from strata.coordinator.journal import codec
 from strata.core.cluster import Cluster
 from strata.core.messages import SOFT_EVENTS, Instant, Swapped, SwapValue
 from strata.rendezvous import RENDEZVOUS_BACKENDS, SECONDS_NOT_MINUTES, rdzv_conf

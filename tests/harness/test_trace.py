@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.checkpoint.staging import job_folder
+from strata.checkpoint.copying.staging import job_folder
 from strata.shared_memory import folder_name, folders_of, run_folder
 from strata.training.trace import KEPT_S, Footprints, last_footprint, note_rendezvous
 

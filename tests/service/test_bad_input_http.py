@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import pytest
 
-from strata.coordinator import sampling
+from strata.coordinator.inspection import datasets as sampling
 from strata.core.messages import InvalidArgument
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import stub

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from strata import TrainingOrchestrator
-from strata.coordinator.waits import WAITS_PER_WORKER
+from strata.coordinator.grpc.waits import WAITS_PER_WORKER
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker import session
 from strata.worker.errors import BarrierBroken, CoordinatorUnavailable, StaleWorker

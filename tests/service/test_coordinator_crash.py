@@ -70,7 +70,7 @@ def _sessions(coordinator: Coordinator) -> int:
 
 def _checkpoints(coordinator: Coordinator) -> set[str]:
     """Every checkpoint in the journal: the listing shows only the newest."""
-    from strata.coordinator.journal import read_story
+    from strata.coordinator.journal.sqlite import read_story
     from strata.core.messages import CheckpointCompleted
 
     story = (entry.event for entry in read_story(coordinator.data_dir))

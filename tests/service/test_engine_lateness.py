@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.journal import SqliteJournal
+from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.core.cluster import Cluster
 from strata.core.messages import Event, RegisterWorker
 from tests.core.builders import worker_spec

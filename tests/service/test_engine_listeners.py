@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.journal import SqliteJournal
+from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     ArriveAtBarrier,

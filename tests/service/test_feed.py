@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from strata.coordinator.feed import Feed
+from strata.coordinator.http.feed import Feed
 from strata.core.messages import BarrierBroken, BarrierReleased, JobId, WorkerId
 
 WORKERS = tuple(WorkerId(f"worker-{number:04}") for number in range(1_000))

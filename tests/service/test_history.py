@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strata.coordinator.history import JOB_SERIES, JOBS_KEPT, MINUTES, SECONDS, History, Track
+from strata.coordinator.metrics.history import JOB_SERIES, JOBS_KEPT, MINUTES, SECONDS, History, Track
 
 NOW_S = 1_700_000_000.0 - 1_700_000_000.0 % 3600
 

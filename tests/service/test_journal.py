@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.journal import JournalError, SqliteJournal, read_story
+from strata.coordinator.journal.sqlite import JournalError, SqliteJournal, read_story
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     DatasetId,

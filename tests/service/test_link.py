@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from strata import TrainingOrchestrator
+from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import CheckpointInfo, Started
-from strata.checkpoint.manifest import CheckpointId
-from strata.coordinator.journal import read_story
+from strata.coordinator.journal.sqlite import read_story
 from strata.core.messages import WorkerJoined
 from strata.rpc import coordinator_pb2 as pb
 from strata.training.link import NOTICES_KEPT, CoordinatorLink, open_link

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from strata.coordinator import log_archive
-from strata.coordinator.log_archive import LogArchive, LogFilter, SearchTooLong
-from strata.coordinator.logs import BURST_S, FLEET_LINES_PER_SECOND, LINES_PER_SECOND, LogStore, Missed
+from strata.coordinator.logs import archive as log_archive
+from strata.coordinator.logs.archive import LogArchive, LogFilter, SearchTooLong
+from strata.coordinator.logs.store import BURST_S, FLEET_LINES_PER_SECOND, LINES_PER_SECOND, LogStore, Missed
 from strata.core.loglines import LogLine
 from strata.core.logtext import Tidy
 from strata.core.views import LogView
@@ -178,8 +178,8 @@ def on_disk(path: Path) -> int:
 def write_and_be_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; sys.path[:0] = sys.argv[2:]\n"
-        "from pathlib import Path\nfrom strata.coordinator.log_archive import LogArchive\n"
-        "from strata.coordinator.logs import LogStore\n"
+        "from pathlib import Path\nfrom strata.coordinator.logs.archive import LogArchive\n"
+        "from strata.coordinator.logs.store import LogStore\n"
         "async def main():\n"
         "    store = LogStore(LogArchive(Path(sys.argv[1]) / 'logs.sqlite', limit_bytes=10**7, keep_s=1e6))\n"
         "    for n in range(3000): store.add(level='info', message=str(n), source='s', at_s=time.time())\n"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from strata.coordinator import otel
-from strata.coordinator.otel import OtelExport
+from strata.coordinator.metrics import otel
+from strata.coordinator.metrics.otel import OtelExport
 from strata.errors import MissingDependency
 from tests.support import Coordinator, eventually
 

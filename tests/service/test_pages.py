@@ -10,10 +10,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from strata.coordinator import pages as pages_module
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.journal import SqliteJournal
-from strata.coordinator.pages import Pages
+from strata.coordinator.http import pages as pages_module
+from strata.coordinator.http.pages import Pages
+from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.core.cluster import Cluster
 from strata.core.messages import CreateTask, TaskId, TaskSpec
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.journal import SqliteJournal
-from strata.coordinator.sessions import GATHER_S, OUTBOX_LIMIT, TOPOLOGY, Sessions, WorkerSession
+from strata.coordinator.grpc.sessions import GATHER_S, OUTBOX_LIMIT, TOPOLOGY, Sessions, WorkerSession
+from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.core.cluster import Cluster
 from strata.core.messages import Command, Event, JobId, RegisterWorker, WorkerId
 from strata.rpc import coordinator_pb2 as pb

@@ -15,10 +15,10 @@ import grpc.aio
 import pytest
 
 from strata.coordinator.engine import Engine
-from strata.coordinator.journal import JournalError, SqliteJournal
-from strata.coordinator.logs import LogStore
+from strata.coordinator.grpc.service import CoordinatorService
+from strata.coordinator.journal.sqlite import JournalError, SqliteJournal
+from strata.coordinator.logs.store import LogStore
 from strata.coordinator.runtime import Runtime
-from strata.coordinator.service import CoordinatorService
 from strata.core.cluster import Limits
 from strata.core.messages import Event, Swapped, SwapValue
 from strata.rpc import coordinator_pb2 as pb

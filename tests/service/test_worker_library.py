@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from strata import TrainingOrchestrator
-from strata.coordinator.streams import MESSAGES_PER_SECOND
+from strata.coordinator.grpc.streams import MESSAGES_PER_SECOND
 from strata.core.ledger import DataCommit, RankRecord
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker.address import coordinator_address, is_secure

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from strata.coordinator import codec
+from strata.coordinator.journal import codec
 from strata.core.cluster import Cluster, Limits
 from strata.core.messages import (
     SOFT_EVENTS,

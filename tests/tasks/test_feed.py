@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from strata.coordinator.feed import Feed
+from strata.coordinator.http.feed import Feed
 from strata.core.messages import TaskId, TaskProgressed, WorkerId
 
 

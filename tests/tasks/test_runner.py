@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from strata.coordinator import tasks as tasks_module
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.journal import SqliteJournal
-from strata.coordinator.logs import LogStore
-from strata.coordinator.task_plans import Planner
-from strata.coordinator.tasks import TaskRunner
+from strata.coordinator.journal.sqlite import SqliteJournal
+from strata.coordinator.logs.store import LogStore
+from strata.coordinator.tasks import runner as tasks_module
+from strata.coordinator.tasks.plans import Planner
+from strata.coordinator.tasks.runner import TaskRunner
 from strata.core.cluster import Cluster
 from strata.core.messages import TaskId
 from strata.launch.protocol import Capacity, LaunchFailed, LaunchPlan

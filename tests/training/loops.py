@@ -96,7 +96,7 @@ def crash() -> None:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps of the durable checkpoints, newest first."""
-    from strata.checkpoint.catalog import Catalog
+    from strata.checkpoint.catalog.listing import Catalog
     from strata.stores import open_store
 
     return [entry.manifest.step for entry in Catalog(open_store(folder)).list().entries]

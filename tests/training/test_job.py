@@ -126,7 +126,9 @@ def test_a_superseded_process_publishes_nothing_and_stops(
     )  # Both belong to one launch: the second is its restart.
 
     def restart() -> None:
-        monkeypatch.setattr("strata.checkpoint.runs._held_here", set())  # As if it were another process.
+        monkeypatch.setattr(
+            "strata.checkpoint.catalog.runs._held_here", set()
+        )  # As if it were another process.
         Loop(tmp_path / "a", max_steps=3).run()
 
     with pytest.raises(CheckpointError, match="generation 2"):
@@ -496,7 +498,7 @@ def test_a_job_in_another_thread_trains_and_leaves_signals_alone(
 def test_memory_that_is_too_small_for_images_costs_no_durable_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: torch.Tensor
 ) -> None:
-    monkeypatch.setattr("strata.checkpoint.staging._free_bytes", lambda root: 0)
+    monkeypatch.setattr("strata.checkpoint.copying.staging._free_bytes", lambda root: 0)
     loop = Loop(tmp_path / "a").run()
     assert_exact(tmp_path / "a", undisturbed, loop)
     assert steps_in(tmp_path / "a")[0] == STEPS

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from strata.checkpoint import CheckpointManager, Memory, StateMismatch
-from strata.checkpoint.in_place import Binding
+from strata.checkpoint.image.in_place import Binding
 from strata.training.state import TrainingState, is_plain_module, is_plain_optimizer
 from tests.checkpoint.states import assert_same
 

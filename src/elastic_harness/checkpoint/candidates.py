@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from elastic_harness.checkpoint.config import TIERS, CheckpointTier
 from strata.checkpoint.events import CheckpointInfo
-from strata.checkpoint.plain import plain_files
+from strata.checkpoint.image.plain import plain_files
 from strata.stores.protocol import Store, StoreError
 
 log = logging.getLogger("elastic_harness.checkpoint")

@@ -46,7 +46,7 @@ from elastic_harness.checkpoint.storage_backends import (
 from elastic_harness.checkpoint.stores import StepNames, opened
 from elastic_harness.checkpoint.told import load_error, loading, save_error
 from elastic_harness.errors import CheckpointError, CheckpointLoadError, CheckpointSaveError
-from strata.checkpoint.catalog import where
+from strata.checkpoint.catalog.listing import where
 from strata.checkpoint.errors import CheckpointNotFound, SaveFailed
 from strata.checkpoint.events import SaveHandle
 from strata.checkpoint.manager import Author, Memory

@@ -25,15 +25,15 @@ from elastic_harness.checkpoint.config import InvalidCheckpointConfig
 from elastic_harness.checkpoint.pending import Pending
 from elastic_harness.checkpoint.state import CheckpointState, checked_state
 from elastic_harness.checkpoint.told import loading, save_error, saving
-from strata.checkpoint.catalog import Catalog, where
-from strata.checkpoint.digest import digest_of
+from strata.checkpoint.catalog.listing import Catalog, where
+from strata.checkpoint.catalog.manifest import IMAGE, Manifest, Part
+from strata.checkpoint.catalog.naming import manifest_key, new_id, step_stem
+from strata.checkpoint.copying.digest import digest_of
+from strata.checkpoint.copying.staging import ImagePayload, Staging
 from strata.checkpoint.errors import Damaged, LoadFailed
-from strata.checkpoint.image import Plan, prepare
-from strata.checkpoint.loading import fetched, open_image
-from strata.checkpoint.manifest import IMAGE, Manifest, Part
-from strata.checkpoint.naming import manifest_key, new_id, step_stem
-from strata.checkpoint.plain import SUFFIX, load_plain
-from strata.checkpoint.staging import ImagePayload, Staging
+from strata.checkpoint.image.layout import Plan, prepare
+from strata.checkpoint.image.plain import SUFFIX, load_plain
+from strata.checkpoint.image.reading import fetched, open_image
 from strata.errors import StrataError
 from strata.stores import open_store
 from strata.stores.protocol import Store, StoreError

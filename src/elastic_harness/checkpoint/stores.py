@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from elastic_harness.checkpoint.storage_backends import StorageBackend
-from strata.checkpoint.manifest import CheckpointId
-from strata.checkpoint.naming import step_stem
-from strata.checkpoint.plain import SUFFIX
+from strata.checkpoint.catalog.manifest import CheckpointId
+from strata.checkpoint.catalog.naming import step_stem
+from strata.checkpoint.image.plain import SUFFIX
 from strata.stores.protocol import Blob, BlobWriter, Buffer, Store, StoreError
 
 _PREFIX = "checkpoint_step_"

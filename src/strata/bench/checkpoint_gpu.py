@@ -28,7 +28,7 @@ from strata.bench.checkpoint_peers import (
 from strata.bench.large_job import build
 from strata.bench.table import Row
 from strata.checkpoint import CheckpointManager, Memory
-from strata.checkpoint.state import scan
+from strata.checkpoint.image.state import scan
 from strata.training.state import TrainingState
 
 if TYPE_CHECKING:

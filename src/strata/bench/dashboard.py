@@ -20,7 +20,7 @@ from strata.bench.chromium import Chromium
 from strata.bench.fleet import Fleet
 from strata.bench.serving import HOST, Served, served_coordinator
 from strata.bench.table import Row, report
-from strata.coordinator.dashboard import BUILT
+from strata.coordinator.http.dashboard import BUILT
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 

@@ -1,20 +1,16 @@
 """Checkpoints: one image, the same bytes in memory, on disk and in object storage.
 
     manager.py     save and load, from a training loop
-    image.py       a state as a valid `.pt` file, laid out once, filled at memory speed
-    staging.py     images in shared memory, reused, found again after a crash
-    copying.py     a state into an image: beside the computation on CUDA, swept over by threads on the CPU
-    filling.py     that sweep, which hashes what it writes; sweeping.py and stream.c do the copying
-    device.py      what of this is CUDA's
-    pipeline.py    moving them through the tiers in the background
-    publish.py     payload, then manifest: there entirely or not at all
-    manifest.py    what makes a checkpoint exist
+    pipeline.py    moving images through the tiers in the background
     restore.py     the best one there is, verified, with reasons
-    in_place.py    into live tensors, in one pass; into.py for those on a device
-    retention.py   which may go
-    dcp.py         sharded state, through PyTorch's distributed checkpoints
+    writer.py      a checkpoint written piece by piece
     verify.py      reading everything again, and naming what is damaged
     export.py      copies in other formats
+    dcp.py         sharded state, through PyTorch's distributed checkpoints
+    image/         a state as a valid `.pt` file: laid out once, read safely, loaded in place
+    copying/       into an image at memory speed, on the CPU and beside CUDA; images kept in shared memory
+    catalog/       manifests, the run they belong to, lineage, publishing, retention
+    sharded/       what `dcp.py` stands on: one part per rank, one manifest
 
 Names load on first use; only states need torch.
 """
@@ -29,7 +25,7 @@ _HOMES = {
     "Author": "manager",
     "CheckpointInfo": "events",
     "CheckpointManager": "manager",
-    "Manifest": "manifest",
+    "Manifest": "catalog.manifest",
     "Memory": "manager",
     "Observer": "events",
     "Policy": "pipeline",
@@ -66,6 +62,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from strata.checkpoint.catalog.manifest import Manifest as Manifest
     from strata.checkpoint.errors import CheckpointError as CheckpointError
     from strata.checkpoint.errors import CheckpointNotFound as CheckpointNotFound
     from strata.checkpoint.errors import Damaged as Damaged
@@ -84,7 +81,6 @@ if TYPE_CHECKING:
     from strata.checkpoint.manager import Author as Author
     from strata.checkpoint.manager import CheckpointManager as CheckpointManager
     from strata.checkpoint.manager import Memory as Memory
-    from strata.checkpoint.manifest import Manifest as Manifest
     from strata.checkpoint.pipeline import Policy as Policy
     from strata.checkpoint.restore import Restored as Restored
     from strata.checkpoint.writer import AsyncCheckpointWriter as AsyncCheckpointWriter

@@ -16,12 +16,12 @@ what there is.
 
 from __future__ import annotations
 
-from strata.checkpoint.dcp_listing import latest, steps
+from strata.checkpoint.sharded.listing import latest, steps
 from strata.errors import MissingDependency
 
 try:
-    from strata.checkpoint.dcp_reader import StrataStorageReader
-    from strata.checkpoint.dcp_writer import StaleGeneration, StrataStorageWriter
+    from strata.checkpoint.sharded.reader import StrataStorageReader
+    from strata.checkpoint.sharded.writer import StaleGeneration, StrataStorageWriter
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from strata.checkpoint.manifest import CheckpointId, Json, Manifest
+from strata.checkpoint.catalog.manifest import CheckpointId, Json, Manifest
 
 MEMORY = "MEMORY"
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from strata.checkpoint.catalog import Catalog, Entry, where
+from strata.checkpoint.catalog.listing import Catalog, Entry, where
+from strata.checkpoint.catalog.manifest import BYTES, SHARDED, plain_json
+from strata.checkpoint.catalog.naming import manifest_key
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed, UnsupportedState
-from strata.checkpoint.loading import fetched, open_image
-from strata.checkpoint.manifest import BYTES, SHARDED, plain_json
-from strata.checkpoint.naming import manifest_key
-from strata.checkpoint.plain import SUFFIX, load_plain
+from strata.checkpoint.image.plain import SUFFIX, load_plain
+from strata.checkpoint.image.reading import fetched, open_image
 from strata.errors import MissingDependency
 from strata.stores import open_store
 from strata.stores.protocol import BlobWriter, Store
@@ -86,7 +86,7 @@ def read_state(store: Store, found: Entry | str, *, trusted_source: bool = False
             hint=f"They are the file itself: {where(store, manifest.parts[0].key)}",
         )
     if manifest.format == SHARDED:
-        from strata.checkpoint.dcp_whole import read_whole
+        from strata.checkpoint.sharded.gathered import read_whole
 
         return read_whole(store, manifest, path=where(store, found.key))
     with fetched(store, manifest.parts[0], manifest) as held:

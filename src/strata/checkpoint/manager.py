@@ -7,9 +7,9 @@
 
 A save returns as soon as the state has been copied; the rest happens on the engine's threads. A load walks the tiers
 from memory outwards, verifies every byte, and falls back to the next tier and then to the checkpoint before, saying
-why. State dictionaries become images (`strata.checkpoint.image`); bytes are stored as they are.
+why. State dictionaries become images (`strata.checkpoint.image.layout`); bytes are stored as they are.
 
-Faces built on top use `Policy`, `Memory`, `Author`, a stem strategy (`strata.checkpoint.naming`) and an `Observer`;
+Faces built on top use `Policy`, `Memory`, `Author`, a stem strategy (`strata.checkpoint.catalog.naming`) and an `Observer`;
 they need nothing private. A manager may be used from several threads.
 """
 
@@ -30,16 +30,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from strata.checkpoint.catalog import Catalog, Entry, where
-from strata.checkpoint.cleaning import remove_orphans, remove_superseded
+from strata.checkpoint.catalog.lineage import place_next, placed, read_lineage
+from strata.checkpoint.catalog.listing import Catalog, Entry, where
+from strata.checkpoint.catalog.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
+from strata.checkpoint.catalog.naming import Stem, new_id, payload_key, unique_stem
+from strata.checkpoint.catalog.retention import remove_orphans, remove_superseded
+from strata.checkpoint.destinations import Place, default_job, open_stores
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
-from strata.checkpoint.history import place_next, placed, read_lineage
-from strata.checkpoint.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
-from strata.checkpoint.naming import Stem, new_id, payload_key, unique_stem
-from strata.checkpoint.payloads import ByteBudget, BytesPayload
-from strata.checkpoint.pipeline import Payload, Pipeline, Policy, Save
-from strata.checkpoint.places import Place, default_job, open_stores
+from strata.checkpoint.pipeline import ByteBudget, BytesPayload, Payload, Pipeline, Policy, Save
 from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, look, restore
 from strata.core.lineage import Lineage, Placement
 from strata.errors import MissingDependency
@@ -48,8 +47,8 @@ from strata.stores.protocol import Store, StoreError
 if TYPE_CHECKING:
     import torch
 
-    from strata.checkpoint.image import Plan
-    from strata.checkpoint.staging import Holder, Staging
+    from strata.checkpoint.copying.staging import Holder, Staging
+    from strata.checkpoint.image.layout import Plan
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -468,8 +467,8 @@ class CheckpointManager:
 
     def _stage(self, state: object) -> _Staged:
         try:
-            from strata.checkpoint.image import prepare
-            from strata.checkpoint.staging import ImagePayload
+            from strata.checkpoint.copying.staging import ImagePayload
+            from strata.checkpoint.image.layout import prepare
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
@@ -548,7 +547,7 @@ class CheckpointManager:
         return self._staging is not None or importlib.util.find_spec("torch") is not None
 
     def _images(self) -> Staging:
-        from strata.checkpoint.staging import Staging
+        from strata.checkpoint.copying.staging import Staging
 
         with self._lock:
             if self._staging is None:

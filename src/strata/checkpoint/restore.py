@@ -11,19 +11,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from strata.checkpoint import leases
-from strata.checkpoint.catalog import Catalog, Entry, Listing, where
-from strata.checkpoint.collecting import no_collection
+from strata.checkpoint.catalog import leases
+from strata.checkpoint.catalog.listing import Catalog, Entry, Listing, where
+from strata.checkpoint.catalog.manifest import BYTES, SHARDED, CheckpointId, Manifest, no_collection
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
-from strata.checkpoint.loading import Held, fetch_bytes, fetched, open_image, open_tensors
-from strata.checkpoint.manifest import BYTES, SHARDED, CheckpointId, Manifest
+from strata.checkpoint.image.reading import Held, fetch_bytes, fetched, open_image, open_tensors
 from strata.core.lineage import fallback_order
 from strata.errors import StrataError
 from strata.stores.protocol import PartReader, StoreError
 
 if TYPE_CHECKING:
-    from strata.checkpoint.staging import Snapshot, Staging
+    from strata.checkpoint.copying.staging import Snapshot, Staging
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -127,7 +126,7 @@ class StoreSource:
             if manifest.format == BYTES:
                 return fetch_bytes(store, part, manifest, pool=pool)
             if tear_ok and into is not None and isinstance(store, PartReader) and not trusted_source:
-                from strata.checkpoint.in_place import Intake, NotOwn, is_on_cpu, take_from_store
+                from strata.checkpoint.image.in_place import Intake, NotOwn, is_on_cpu, take_from_store
 
                 if is_on_cpu(into) and Intake.suits(part):
                     with contextlib.suppress(NotOwn):
@@ -170,7 +169,7 @@ class MemorySource:
     def load(
         self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
     ) -> Any:
-        from strata.checkpoint.into import ImageInMemory
+        from strata.checkpoint.image.in_place import ImageInMemory
 
         with self._staging.held(self._snapshots[entry.manifest.checkpoint_id]) as buffer:
             image = ImageInMemory(
@@ -285,9 +284,8 @@ def restore(
 def _load_into(state: Any, into: Any, view: memoryview, manifest: Manifest) -> Any:
     import torch
 
-    from strata.checkpoint.device import page_lock, page_unlock
-    from strata.checkpoint.in_place import is_on_cuda, targets_for
-    from strata.checkpoint.into import load_into
+    from strata.checkpoint.copying.cuda import page_lock, page_unlock
+    from strata.checkpoint.image.in_place import is_on_cuda, load_into, targets_for
 
     into = targets_for(into, state)
     image = torch.frombuffer(view, dtype=torch.uint8)

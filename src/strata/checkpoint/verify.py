@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import xxhash
 
-from strata.checkpoint.buffers import WindowBuffer
-from strata.checkpoint.catalog import Catalog, Entry, where
+from strata.checkpoint.catalog.listing import Catalog, Entry, where
+from strata.checkpoint.catalog.manifest import SHARDED, Manifest, Part
+from strata.checkpoint.copying.digest import WindowBuffer
 from strata.checkpoint.errors import Damaged
-from strata.checkpoint.manifest import SHARDED, Manifest, Part
-from strata.checkpoint.plain import plain_files, verify_plain
+from strata.checkpoint.image.plain import plain_files, verify_plain
 from strata.stores.protocol import Blob, Store
 
 FILE = "file"
@@ -167,7 +167,7 @@ def _ranges(manifest: Manifest, *, path: str) -> dict[int, list[TensorRange]]:
         }
     if importlib.util.find_spec("torch") is None:
         return {}  # Damage is found all the same, but cannot be named.
-    from strata.checkpoint.dcp_layout import named_spans
+    from strata.checkpoint.sharded.layout import named_spans
 
     found: dict[int, list[TensorRange]] = {}
     for name, span in named_spans(manifest, path=path):

@@ -22,13 +22,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from strata.checkpoint.catalog import Catalog, where
-from strata.checkpoint.digest import StreamingDigest
+from strata.checkpoint.catalog.lineage import place_next, read_lineage
+from strata.checkpoint.catalog.listing import Catalog, where
+from strata.checkpoint.catalog.manifest import BYTES, Json, Manifest, Part, plain_json
+from strata.checkpoint.catalog.naming import manifest_key, new_id, payload_key, unique_stem
+from strata.checkpoint.copying.digest import StreamingDigest
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed
 from strata.checkpoint.events import CheckpointInfo
-from strata.checkpoint.history import place_next, read_lineage
-from strata.checkpoint.manifest import BYTES, Json, Manifest, Part, plain_json
-from strata.checkpoint.naming import manifest_key, new_id, payload_key, unique_stem
 from strata.checkpoint.restore import StoreSource
 from strata.stores import open_store
 from strata.stores.protocol import Buffer, Store

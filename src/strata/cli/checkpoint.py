@@ -14,11 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from strata.checkpoint.catalog import Catalog, Entry, where
+from strata.checkpoint.catalog.listing import Catalog, Entry, where
+from strata.checkpoint.catalog.retention import LastGood, remove_chosen
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed
 from strata.checkpoint.export import FORMATS, export, find
-from strata.checkpoint.plain import plain_files
-from strata.checkpoint.removal import LastGood, remove_chosen
+from strata.checkpoint.image.plain import plain_files
 from strata.checkpoint.verify import FILE, Verified, verify_file, verify_store
 from strata.cli.common import AsJson, ago, console, print_json, print_table, say_error, size
 from strata.errors import StrataError

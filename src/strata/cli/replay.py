@@ -12,8 +12,8 @@ import typer
 from rich.text import Text
 
 from strata.cli.common import AsJson, console
-from strata.coordinator import codec
-from strata.coordinator.journal import read_story
+from strata.coordinator.journal import codec
+from strata.coordinator.journal.sqlite import read_story
 from strata.core.messages import (
     BarrierArrived,
     BarrierBroken,

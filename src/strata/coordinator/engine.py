@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from strata.coordinator.journal import Journal, JournalError
+from strata.coordinator.journal.sqlite import Journal, JournalError
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     SOFT_EVENTS,

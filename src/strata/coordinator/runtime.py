@@ -13,17 +13,17 @@ from typing import get_args
 import orjson
 
 import strata
-from strata.coordinator.collectors import JobCollector, LogCollector
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.feed import Feed
-from strata.coordinator.journal import Journal
-from strata.coordinator.log_archive import LogFilter
-from strata.coordinator.logs import LogStore
-from strata.coordinator.metrics import CoordinatorMetrics
-from strata.coordinator.pages import Pages
-from strata.coordinator.sessions import Sessions
-from strata.coordinator.tasks import TaskRunner
-from strata.coordinator.watch import Watch
+from strata.coordinator.grpc.sessions import Sessions
+from strata.coordinator.http.feed import Feed
+from strata.coordinator.http.pages import Pages
+from strata.coordinator.journal.sqlite import Journal
+from strata.coordinator.logs.archive import LogFilter
+from strata.coordinator.logs.store import LogStore
+from strata.coordinator.metrics.collectors import JobCollector, LogCollector
+from strata.coordinator.metrics.instruments import CoordinatorMetrics
+from strata.coordinator.metrics.watch import Watch
+from strata.coordinator.tasks.runner import TaskRunner
 from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
 from strata.core.messages import TaskStatus

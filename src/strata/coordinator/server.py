@@ -22,18 +22,18 @@ import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from strata.coordinator.auth import Gatekeeper, GrpcGate
-from strata.coordinator.connections import HttpConnection
-from strata.coordinator.http import create_app
-from strata.coordinator.journal import SqliteJournal
-from strata.coordinator.launchers import launcher_maker, tasks_dir_of, worker_address
-from strata.coordinator.log_archive import LogArchive
-from strata.coordinator.logs import LogStore, LogStoreHandler
-from strata.coordinator.otel import OtelExport
+from strata.coordinator.grpc.service import CoordinatorService
+from strata.coordinator.http.app import create_app
+from strata.coordinator.http.connections import HttpConnection
+from strata.coordinator.journal.sqlite import SqliteJournal
+from strata.coordinator.logs.archive import LogArchive
+from strata.coordinator.logs.store import LogStore, LogStoreHandler
+from strata.coordinator.metrics.otel import OtelExport
 from strata.coordinator.runtime import Runtime
-from strata.coordinator.service import CoordinatorService
 from strata.coordinator.settings import CoordinatorSettings, is_loopback
-from strata.coordinator.task_plans import Planner
-from strata.coordinator.tasks import TaskRunner
+from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, worker_address
+from strata.coordinator.tasks.plans import Planner
+from strata.coordinator.tasks.runner import TaskRunner
 from strata.core.logtext import Tidy
 from strata.errors import StrataError
 from strata.launch.recipes import read_recipes

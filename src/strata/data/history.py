@@ -45,7 +45,7 @@ def commits_of(source: Source) -> Sequence[Commit]:
     """Every checkpoint of a history, in the order they were made."""
     if not isinstance(source, str | os.PathLike):
         return list(source)
-    from strata.checkpoint.catalog import Catalog
+    from strata.checkpoint.catalog.listing import Catalog
     from strata.stores import open_store
 
     listing = Catalog(open_store(source)).list()

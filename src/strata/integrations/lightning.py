@@ -15,11 +15,11 @@ import threading
 from functools import partial
 from typing import Any
 
-from strata.checkpoint.catalog import Catalog
-from strata.checkpoint.cleaning import remove
+from strata.checkpoint.catalog.listing import Catalog
+from strata.checkpoint.catalog.manifest import CheckpointId
+from strata.checkpoint.catalog.retention import remove
 from strata.checkpoint.events import CheckpointInfo, SaveHandle
 from strata.checkpoint.manager import CheckpointManager
-from strata.checkpoint.manifest import CheckpointId
 from strata.errors import MissingDependency, StrataError
 from strata.stores import StoreError, open_store
 

@@ -22,13 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from strata.checkpoint.identity import this_process
 from strata.core.messages import ExitCause
 from strata.launch.causes import TICK_S, Failures
 from strata.launch.entry import KEEPER_VARIABLE
 from strata.launch.leftovers import RUN_VARIABLE, end_processes
 from strata.launch.output import LINE_LIMIT_BYTES, OutputFile
-from strata.processes import end_with_parent
+from strata.processes import end_with_parent, this_process
 
 DRAIN_S = 1.0
 TELL_AGAIN_S = 3.0

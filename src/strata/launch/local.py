@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from strata.checkpoint.identity import Process
 from strata.core.messages import ExitCause, TaskId
 from strata.launch.keeper import write_whole
 from strata.launch.leftovers import RUN_VARIABLE, end_processes, processes_of
@@ -38,6 +37,7 @@ from strata.launch.protocol import (
     Started,
 )
 from strata.launch.torchrun import TorchrunSpec
+from strata.processes import Process
 from strata.shared_memory import forget_jobs
 
 POLL_S = 0.2

@@ -11,7 +11,7 @@ from strata.platform import require_linux
 if TYPE_CHECKING:
     import torch
 
-    from strata.checkpoint.places import Place
+    from strata.checkpoint.destinations import Place
     from strata.data.loader import ElasticLoader
     from strata.training.job import ElasticJob as ElasticJob
     from strata.training.job import ElasticOptions as ElasticOptions

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from strata.checkpoint.in_place import Binding, paired
-from strata.checkpoint.pickling import TensorRecipe
+from strata.checkpoint.image.in_place import Binding, paired
+from strata.checkpoint.image.pickling import TensorRecipe
 
 T = TypeVar("T")
 

@@ -32,6 +32,11 @@ from typing import Any, Literal, Self
 import torch
 
 from strata.checkpoint import Author, CheckpointManager, Memory, Policy, SaveHandle
+from strata.checkpoint.catalog.manifest import Manifest
+from strata.checkpoint.catalog.naming import Stem, new_id, unique_stem
+from strata.checkpoint.catalog.runs import RunClaim, launch_key, open_run
+from strata.checkpoint.copying.staging import read_snapshot
+from strata.checkpoint.destinations import Place, open_stores
 from strata.checkpoint.errors import (
     CheckpointError,
     FinalSaveFailed,
@@ -40,13 +45,7 @@ from strata.checkpoint.errors import (
     StateMismatch,
     Superseded,
 )
-from strata.checkpoint.identity import machine_token
-from strata.checkpoint.into import load_mapped
-from strata.checkpoint.manifest import Manifest
-from strata.checkpoint.naming import Stem, new_id, unique_stem
-from strata.checkpoint.places import Place, open_stores
-from strata.checkpoint.runs import RunClaim, launch_key, open_run
-from strata.checkpoint.staging import read_snapshot
+from strata.checkpoint.image.in_place import load_mapped
 from strata.core.job import (
     AwaitSave,
     Finished,
@@ -70,6 +69,7 @@ from strata.data.steps import Batch
 from strata.errors import StrataError
 from strata.launch import torchrun_trap
 from strata.platform import require_linux
+from strata.processes import machine_token
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.training import rng

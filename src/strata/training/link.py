@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
-from strata.checkpoint.manifest import CheckpointId
 from strata.data.sampler import ElasticSampler
 from strata.errors import StrataError
 from strata.training.trace import Recovery

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from strata.checkpoint.errors import StateMismatch
-from strata.checkpoint.pickling import TensorRecipe
+from strata.checkpoint.image.pickling import TensorRecipe
 from strata.training import rng
 
 MODEL, OPTIMIZER, SCHEDULER, EXTRA = (
@@ -106,7 +106,7 @@ class TrainingState:
 
 
 class LiveTargets:
-    """The tensors of a training state that a saved one is loaded into (`strata.checkpoint.in_place.Binding`)."""
+    """The tensors of a training state that a saved one is loaded into (`strata.checkpoint.image.in_place.Binding`)."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state

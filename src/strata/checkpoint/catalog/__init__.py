@@ -1,0 +1,1 @@
+"""What exists: manifests, the run they belong to, their lineage, publishing and retention."""

@@ -1,0 +1,151 @@
+"""Removing checkpoints from a store: the manifest first, so that a half-removed one is never found."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from strata.checkpoint.catalog import leases
+from strata.checkpoint.catalog.listing import Catalog, Entry, where
+from strata.checkpoint.catalog.manifest import CheckpointId
+from strata.checkpoint.catalog.naming import manifest_key, writer_of
+from strata.checkpoint.errors import CheckpointError, CheckpointNotFound
+from strata.checkpoint.image.plain import plain_files
+from strata.checkpoint.verify import verify_store
+from strata.core.lineage import removable
+from strata.stores.protocol import Store
+
+log = logging.getLogger("strata.checkpoint")
+
+_FOREIGN_ORPHAN_AGE_S = 24 * 3600.0
+
+
+def remove(catalog: Catalog, entry: Entry) -> None:
+    catalog.store.delete(entry.key)
+    catalog.forget(entry)
+    for part in entry.manifest.parts:
+        catalog.store.delete(part.key)
+
+
+def remove_superseded(
+    catalog: Catalog,
+    *,
+    keep_count: int,
+    run: str = "",
+    in_use: Collection[CheckpointId] = (),
+    damaged: Collection[CheckpointId] = (),
+) -> list[Entry]:
+    """Remove what newer checkpoints of this run have made superfluous (`strata.core.lineage.removable`); what went."""
+    in_use = {*in_use, *leases.being_read(catalog.store)}
+    own = {e.manifest.checkpoint_id: e for e in catalog.list().entries if e.manifest.run in ("", run)}
+    manifests = [entry.manifest for entry in own.values()]
+    removed = []
+    for manifest in removable(manifests, keep_count=keep_count, in_use=in_use, damaged=damaged):
+        removed.append(own[manifest.checkpoint_id])
+        remove(catalog, removed[-1])
+        log.info("removed checkpoint %s: there are %d newer ones", manifest.checkpoint_id, keep_count)
+    return removed
+
+
+def remove_orphans(catalog: Catalog) -> int:
+    """Remove payloads that never got a manifest and never will, because their writer is gone; how many.
+
+    Only what tells its writer is touched: by its own name, or by the claim beside it. Whether a writer on another
+    machine is gone cannot be known from here, so its leftovers go by age.
+    """
+    store = catalog.store
+    blobs = {blob.key: blob for blob in store.list()}
+    removed = 0
+    for key, blob in blobs.items():
+        stem, _, kind = key.rpartition(".")
+        if kind not in ("pt", "bin", "claim"):
+            continue
+        writer = writer_of(store.read(key).decode(errors="replace") if kind == "claim" else stem)
+        if writer is None or not (writer.is_gone() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S):
+            continue
+        is_complete = manifest_key(stem) in blobs
+        if kind == "claim":
+            # Payloads first: without its claim, a payload would look like somebody else's file.
+            for payload in () if is_complete else (stem + ".pt", stem + ".bin"):
+                store.delete(payload)
+            store.delete(key)
+        elif not is_complete:
+            store.delete(key)
+            removed += 1
+            log.info("removed %s: its save was never finished", key)
+    return removed
+
+
+class LastGood(CheckpointError):
+    """Nothing whole would be left. Nothing has been removed."""
+
+    code = "last_good"
+
+    def __init__(self, *, names: list[str]) -> None:
+        super().__init__(
+            f"Nothing that could be restored would be left without {', '.join(names)}.",
+            hint="Use --force to remove it all the same.",
+        )
+        self.names = tuple(names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removed:
+    name: str
+    step: int | None
+    path: str
+    size_bytes: int
+
+
+def remove_chosen(store: Store, chosen: list[str], *, force: bool = False) -> list[Removed]:
+    """Remove checkpoints by step, id or file name, and files without a manifest by name: the manifest first, so that a
+    half-removed one is never found. Others are verified until one is found whole; if there is none, `LastGood` is raised, unless
+    `force`."""
+    entries, files = _meant(store, chosen)
+    ids = {entry.manifest.checkpoint_id for entry in entries}
+    names = [*(str(entry.manifest.checkpoint_id) for entry in entries), *files]
+    if not force:
+        others = [e for e in Catalog(store).list().entries if e.manifest.checkpoint_id not in ids]
+        if not any(verified.is_whole for verified in verify_store(store, others)):
+            raise LastGood(names=names)
+    catalog = Catalog(store)
+    removed = []
+    for entry in entries:
+        remove(catalog, entry)
+        removed.append(
+            Removed(
+                name=entry.manifest.checkpoint_id,
+                step=entry.manifest.step,
+                path=where(store, entry.key),
+                size_bytes=entry.manifest.size_bytes,
+            )
+        )
+    for name, size_bytes in files.items():
+        store.delete(name)
+        removed.append(Removed(name=name, step=None, path=where(store, name), size_bytes=size_bytes))
+    return removed
+
+
+def _meant(store: Store, chosen: list[str]) -> tuple[list[Entry], dict[str, int]]:
+    listed = Catalog(store).list().entries
+    plain = {blob.key: blob.size_bytes for blob in plain_files(store)}
+    entries: list[Entry] = []
+    files: dict[str, int] = {}
+    for name in dict.fromkeys(chosen):
+        fitting = [entry for entry in listed if _is_meant(entry, name)]
+        if name in plain:
+            files[name] = plain[name]
+        elif fitting:
+            entries += [entry for entry in fitting if entry not in entries]
+        else:
+            raise CheckpointNotFound(f"There is no checkpoint '{name}' in {store.url}. Nothing was removed.")
+    return entries, files
+
+
+def _is_meant(entry: Entry, name: str) -> bool:
+    manifest = entry.manifest
+    if name.isdecimal() and int(name) == manifest.step:
+        return True
+    return name in (manifest.checkpoint_id, entry.key, *(part.key for part in manifest.parts))

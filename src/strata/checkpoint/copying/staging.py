@@ -1,0 +1,973 @@
+"""Images in shared memory: two at most, reused, filled from the training state, and found again after a crash.
+
+An image is a file below the memory root, allocated, mapped and faulted in once, because the first touch of a fresh page
+costs ten times the copy into it. A save removes the image's mark, copies, and writes the mark (the manifest) last: an
+image is a checkpoint of the memory tier exactly while its mark is there. The images belong to a job's name and to
+the process that holds their folder, told by a lock (`strata.checkpoint.copying.locks`), so that processes of other containers
+that share the memory can tell as well. When that process is gone, the next one of the same job takes them over; when
+the job is gone as well, any Strata process removes them after a grace. A clean close removes them at once.
+
+Space is allocated before it is written to, so a full /dev/shm is an error and never a SIGBUS. Where two images do not
+fit, and nobody has named a root, they live on disk; where two fit nowhere, there is one; where not even one fits, a save
+goes through anonymous memory and leaves no snapshot: what is too small costs snapshots, never a durable checkpoint.
+
+A process that belongs to a generation (`Staging.fence`) marks nothing once a newer one has started at this root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import logging
+import mmap
+import os
+import re
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from strata.checkpoint.catalog.manifest import CheckpointId, Manifest, TensorEntry, decode
+from strata.checkpoint.copying import locks
+from strata.checkpoint.copying.cuda import page_lock, page_unlock
+from strata.checkpoint.copying.digest import Digest, digest_of, helping_threads
+from strata.checkpoint.copying.engine import Copier, Copying, Destination
+from strata.checkpoint.copying.locks import FolderLock
+from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded, Superseded
+from strata.checkpoint.image.layout import FILE_NAME, Placement, Plan, Prepared
+from strata.processes import Process, parent_process, this_process
+from strata.shared_memory import ROOT_VARIABLE, images_folder, make_private, memory_roots, remove_empty
+
+log = logging.getLogger("strata.checkpoint")
+
+MARK_NAME = "mark.json"
+OWNER_NAME = "owner"
+GENERATION_NAME = "generation"
+GRACE_S = 600.0
+LONG_GRACE_S = 3600.0
+UNKNOWN_GRACE_S = 86_400.0
+"""For folders of version 0.1, which have no lock, where their process cannot be seen from here."""
+_ATTEMPTS = 1_000
+_ANOTHER_FOLDER = f"Name another folder: {ROOT_VARIABLE}, or Memory(root=…)."
+_NOWHERE = Path("/proc/self/fd/none")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+_numbers = itertools.count()  # Two managers of one process have images of their own.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A complete image in shared memory."""
+
+    manifest: Manifest
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A live process, or another manager of this one, that holds images of a job."""
+
+    folder: Path
+    token: str
+    """Of the process (`strata.processes`)."""
+    pid: int | None = None
+    """As the process itself sees it, which in another process namespace says little."""
+    host: str = ""
+    launch: str = ""
+    """What it had to say about how it was started."""
+
+    def __str__(self) -> str:
+        where = f"pid {self.pid} on {self.host}" if self.host else f"process {self.token}"
+        return f"{where}, {self.launch}" if self.launch else where
+
+
+class ImageBuffer:
+    """One image: a file, its mapping, and the plan it is laid out for."""
+
+    def __init__(self, folder: Path, refuse: Callable[[], None] = lambda: None) -> None:
+        self.folder: Path | None = folder
+        """None while the image is in anonymous memory: then it cannot be found again, and gets no mark."""
+        self.path = folder / FILE_NAME
+        self._refuse = refuse
+        """Raises where this process may not mark anything any more."""
+        self.is_given_up = False
+        """Nobody will use it again: it is closed as soon as nobody uses it now."""
+        self._anonymous_fd = -1
+        self._mapped_file: tuple[int, int, int] | None = None
+        self.plan: Plan | None = None
+        self.entries: tuple[TensorEntry, ...] = ()
+        self.is_busy = False
+        self.marked: Manifest | None = None
+        self._to: Destination | None = None
+        self._map: mmap.mmap | None = None
+        self._bytes: torch.Tensor | None = None
+        self._body_bytes = 0
+        self.is_page_locked = False
+        self.copying: Copying | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file; 0 where there is none."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    @property
+    def view(self) -> memoryview:
+        assert self._map is not None
+        return memoryview(self._map)
+
+    def move_to(self, folder: Path | None) -> None:
+        """Make it an image in this folder, or in anonymous memory; what it held elsewhere is given up."""
+        if folder == self.folder:
+            return
+        self.discard()
+        self.folder = folder
+        if folder is not None:
+            self.path = folder / FILE_NAME
+
+    def prepare_for(self, plan: Plan) -> None:
+        """Lay the file out for `plan` and fault its pages in; nothing to do when it is laid out for it already."""
+        if self.plan is plan and self._is_as_mapped():
+            return
+        self.unmark()
+        placement = None
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            placement = self._placement_if_same(plan, self.folder)
+        self._body_bytes = placement.body_room_bytes if placement else 0
+        if placement is None:
+            self._unmap()
+            self._remove_file()  # Who still has the old file mapped must not see it shrink.
+            placement = plan.lay_out(str(self.path)) if self.folder else self._lay_out_anonymously(plan)
+        try:
+            image = self._map_file(populate=True)
+        except OSError:
+            self._remove_file()
+            raise
+        self._to = Destination(plan, placement, image)
+        self.entries = plan.entries(placement)
+        self.plan = plan
+
+    def mapped(self) -> torch.Tensor:
+        """The bytes of the file as it is. Raises `Damaged` where it is missing, empty, or not as long as its mark says."""
+        try:
+            size_bytes = self.path.stat().st_size
+            wanted_bytes = self.marked.parts[0].size_bytes if self.marked is not None else size_bytes
+            if size_bytes != wanted_bytes or not size_bytes:
+                raise Damaged(
+                    path=str(self.path),
+                    reason=f"the image has {size_bytes} bytes, its mark says {wanted_bytes}",
+                )
+            if not self._is_as_mapped():
+                self._unmap()
+            return self._map_file(populate=False)
+        except OSError as error:
+            raise Damaged(
+                path=str(self.path), reason=f"the image cannot be read: {error.strerror}"
+            ) from error
+
+    def _map_file(self, *, populate: bool) -> torch.Tensor:
+        """With `populate`, every page of it is given space and faulted in now. (Whoever has marked an image had done
+        so.)"""
+        if self._bytes is None:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                found = os.fstat(fd)
+                size_bytes = found.st_size
+                if populate:
+                    os.posix_fallocate(fd, 0, size_bytes)
+                flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+                self._map = mmap.mmap(fd, size_bytes, flags=flags)
+                self._mapped_file = _identity(found)
+            finally:
+                os.close(fd)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        return self._bytes
+
+    def _is_as_mapped(self) -> bool:
+        """Whether the file that is mapped is there still, and as long as it was: beyond its end there is only SIGBUS."""
+        try:
+            return self._bytes is None or _identity(self.path.stat()) == self._mapped_file
+        except OSError:
+            return False
+
+    def _lay_out_anonymously(self, plan: Plan) -> Placement:
+        self._anonymous_fd = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
+        self.path = Path(f"/proc/self/fd/{self._anonymous_fd}")
+        with tempfile.TemporaryDirectory(prefix="strata-") as folder:  # Torch wants a name to write to.
+            named = Path(folder) / FILE_NAME
+            named.symlink_to(self.path)
+            return plan.lay_out(str(named))
+
+    def _remove_file(self) -> None:
+        if self.folder is not None:
+            try:
+                self.path.unlink(missing_ok=True)
+            except (IsADirectoryError, PermissionError):
+                remove_tree(self.path)
+        elif self._anonymous_fd >= 0:
+            os.close(self._anonymous_fd)
+            self._anonymous_fd = -1
+            self.path = _NOWHERE
+
+    def lock_pages(self) -> bool:
+        """Page-lock the mapped file for copies to and from the device; False where the driver refuses."""
+        if not self.is_page_locked:
+            self.is_page_locked = page_lock(self._map_file(populate=False))
+        return self.is_page_locked
+
+    def _placement_if_same(self, plan: Plan, folder: Path) -> Placement | None:
+        """Where a process that is gone laid the file out for the same structure, its pages can be used as they are."""
+        if self.plan is not None or not self.path.exists():
+            return None
+        fresh = folder / "layout" / FILE_NAME
+        fresh.parent.mkdir(exist_ok=True)
+        try:
+            placement = plan.lay_out(str(fresh))
+            with fresh.open("rb", buffering=0) as wanted, self.path.open("rb", buffering=0) as found:
+                same = os.fstat(found.fileno()).st_size == placement.size_bytes and all(
+                    os.pread(wanted.fileno(), end - start, start)
+                    == os.pread(found.fileno(), end - start, start)
+                    for start, end in plan.frame(placement)
+                )
+        except OSError:  # It is no file, or somebody has removed it from under us.
+            return None
+        finally:
+            remove_tree(fresh.parent)
+        return placement if same else None
+
+    def begin(self) -> Copying:
+        """Announce a copy: there is no mark from here until `mark`, and `copying` tells how far it has come."""
+        assert self._to is not None
+        self.unmark()
+        self.copying = Copying(self._to.placement.size_bytes)
+        return self.copying
+
+    def fill(self, prepared: Prepared, copier: Copier) -> None:
+        """Copy one state in, or leave that to the device. What fails here ends in `copying`."""
+        assert self.plan is prepared.plan
+        assert self._to is not None
+        assert self._map is not None
+        assert self.copying is not None
+        try:
+            start, length = self._to.placement.body_offset_bytes, len(prepared.body)
+            stale_bytes = max(0, self._body_bytes - length)
+            self._map[start : start + length + stale_bytes] = prepared.body + bytes(stale_bytes)
+            self._body_bytes = length
+            self._to.is_page_locked = prepared.is_on_cuda and self.lock_pages()
+            copier.copy(self.copying, prepared, self._to)
+        except BaseException as error:
+            self.copying.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def mark(self, manifest: Manifest) -> None:
+        """Make the image a checkpoint of the memory tier. Raises `Superseded` where a newer generation has started."""
+        assert self.folder is not None
+        self._refuse()
+        fresh = self.folder / (MARK_NAME + ".new")
+        fresh.write_bytes(manifest.encode())
+        fresh.rename(self.folder / MARK_NAME)
+        self.marked = manifest
+        try:
+            self._refuse()
+        except Superseded:  # Just now.
+            self.unmark()
+            raise
+
+    def unmark(self) -> None:
+        self.marked = None
+        if self.folder is not None:
+            with contextlib.suppress(NotADirectoryError):
+                (self.folder / MARK_NAME).unlink(missing_ok=True)
+
+    def _unmap(self) -> None:
+        self.plan = None
+        self._to = None
+        self.copying = None
+        if self.is_page_locked and self._bytes is not None:
+            page_unlock(self._bytes)
+        self.is_page_locked = False
+        self._bytes = None
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # A traceback may hold a view; the map goes with it.
+                self._map.close()
+            self._map = None
+
+    def discard(self) -> None:
+        """Give up the snapshot and its memory."""
+        self.unmark()
+        self._unmap()
+        self._remove_file()
+
+    def close(self) -> None:
+        self._unmap()
+        if self.folder is None:
+            self._remove_file()
+
+
+class ImagePayload:
+    """A filled image on its way through the pipeline; it is the memory tier's copy as well."""
+
+    def __init__(self, staging: Staging, buffer: ImageBuffer) -> None:
+        self._staging = staging
+        self._buffer = buffer
+        self._copying = buffer.begin()
+
+    @property
+    def view(self) -> memoryview:
+        return self._buffer.view
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        return self._buffer.entries
+
+    def wait(self, upto_bytes: int | None = None) -> None:
+        self._copying.wait(upto_bytes)
+
+    def digest(self) -> Digest:
+        hashed_on_the_way = self._copying.digest
+        if hashed_on_the_way is not None:
+            return hashed_on_the_way()
+        with (
+            helping_threads() as pool
+        ):  # Until it is hashed, an image that a device has filled is no snapshot.
+            return digest_of(self.view, pool=pool)
+
+    def keep(self, manifest: Manifest) -> str | None:
+        if self._buffer.folder is None:
+            return None
+        self._buffer.mark(manifest)
+        return str(self._buffer.path)
+
+    def release(self) -> None:
+        self._staging.release(self._buffer)
+
+    def fill(self, prepared: Prepared) -> None:
+        self._buffer.fill(prepared, self._staging.copier)
+
+
+class Staging:
+    """The images one process holds for one job."""
+
+    def __init__(
+        self,
+        job: str,
+        *,
+        images: int = 2,
+        budget_bytes: int | None = None,
+        root: Path | None = None,
+        launch: str = "",
+    ) -> None:
+        """`launch` tells others how this process was started."""
+        if images < 1:
+            raise ValueError(f"images ({images}) must be at least 1")
+        self.job = job
+        self.budget_bytes = budget_bytes
+        self.copier = Copier()
+        self._images = images
+        self._roots = memory_roots(root)
+        self._process = this_process()
+        self._name = f"{self._process.token}.{next(_numbers)}"
+        self._locks: dict[Path, FolderLock] = {}
+        """The folders held, by their roots."""
+        self._fence = Fence(job_folder(job, root=self._roots[0]))
+        self._launch = launch
+        self._buffers: list[ImageBuffer] = []
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._said: set[str] = set()
+
+    def open(self) -> None:
+        """Take over what a dead process of this job left, and remove what no job will ask for again."""
+        with self._changed:
+            if self._is_open:
+                return
+            marked, root = self._adopt()
+            folder = self._hold(root) if marked else self._hold_first()
+            self._buffers = [ImageBuffer(folder / str(n), self._fence.refuse) for n in range(self._images)]
+            for buffer, number in zip(self._buffers, map(str, range(self._images)), strict=True):
+                buffer.marked = marked.get(number)
+            self._is_open = True
+        for each in self._roots:
+            remove_dead_jobs(root=each, keep=self.job)
+
+    def fence(self, generation: int) -> None:
+        """Belong to a generation: from now on those before it mark nothing at this root, and neither does this process once
+        a newer one has started. Raises `Superseded` where one has. Generation 0 belongs to none."""
+        if not generation:
+            return
+        self.open()  # Whoever closes meanwhile sees that this job has another process.
+        self._fence.record(generation)
+
+    @property
+    def newest_generation(self) -> int:
+        """The newest that has started at this root; 0 where none has."""
+        return self._fence.newest()
+
+    def live_holders(self) -> list[Holder]:
+        """Who else holds images of this job here, now."""
+        mine = {lock.folder for lock in self._locks.values()}
+        folders = [f for root in self._roots for f in _folders_in(job_folder(self.job, root=root))]
+        return [_holder_of(folder) for folder in folders if folder not in mine and not _is_left(folder)]
+
+    def acquire(self, plan: Plan, *, timeout_s: float | None, must_keep: bool = False) -> ImageBuffer | None:
+        """An image laid out for `plan`, or None when none was released in time. Never the only snapshot's, as long
+        as there is another image. With `must_keep`, one that can be found again: raises `MemoryLimitExceeded` where there
+        is no space for one."""
+        self.open()
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        buffer = self._await(lambda: self._choose(plan), deadline_s)
+        if buffer is None:
+            return None
+        try:
+            if buffer.plan is not plan or buffer.folder is None:
+                self._check_budget(buffer, plan)
+                if self._root_for(buffer, plan) is None and len(self._buffers) > 1:
+                    self.release(buffer)
+                    buffer = self._keep_only_one(plan, deadline_s)
+                    if buffer is None:
+                        return None
+                self._lay_out(buffer, plan, must_keep=must_keep)
+            else:
+                buffer.prepare_for(plan)
+        except BaseException:
+            if buffer is not None:
+                self.release(buffer)
+            raise
+        return buffer
+
+    def _await(
+        self, choose: Callable[[], ImageBuffer | None], deadline_s: float | None
+    ) -> ImageBuffer | None:
+        """What is chosen, busy from now on; None where nothing could be in time."""
+        with self._changed:
+            while (buffer := choose()) is None:
+                remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if remaining_s is not None and remaining_s <= 0:
+                    return None
+                self._changed.wait(remaining_s)
+            buffer.is_busy = True
+            return buffer
+
+    def lock_ahead(self) -> None:
+        """Page-lock the images that were taken over, in the background: the first save to each would wait for it."""
+        from strata.checkpoint.copying.cuda import on_this_device
+
+        def lock(buffer: ImageBuffer) -> None:
+            try:
+                buffer.lock_pages()
+            except (Damaged, OSError) as error:
+                log.debug("an image was not page-locked ahead: %s", error)
+            finally:
+                self.release(buffer)
+
+        with self._changed:
+            for buffer in self._buffers:
+                if buffer.marked is not None and not buffer.is_busy and not buffer.is_page_locked:
+                    buffer.is_busy = True
+                    work = on_this_device(functools.partial(lock, buffer))
+                    threading.Thread(target=work, name="strata-page-lock", daemon=True).start()
+
+    def release(self, buffer: ImageBuffer) -> None:
+        with self._changed:
+            buffer.is_busy = False
+            if buffer.is_given_up:
+                buffer.close()
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def held(self, snapshot: Snapshot) -> Iterator[ImageBuffer]:
+        """The image of a snapshot, kept from being overwritten while it is read. Raises `Damaged` if it has been."""
+        with self._changed:
+            buffer = next((b for b in self._buffers if b.path == snapshot.path), None)
+            if buffer is None or buffer.marked is None or buffer.marked.order != snapshot.manifest.order:
+                raise Damaged(
+                    path=str(snapshot.path), reason="the memory image is in use for a newer checkpoint"
+                )
+            was_busy, buffer.is_busy = buffer.is_busy, True
+        try:
+            yield buffer
+        finally:
+            if not was_busy:
+                self.release(buffer)
+
+    def snapshots(self) -> list[Snapshot]:
+        """The complete images of this job, newest first."""
+        if not self._is_open and not any(job_folder(self.job, root=root).exists() for root in self._roots):
+            return []
+        self.open()
+        with self._changed:
+            found = [Snapshot(manifest=b.marked, path=b.path) for b in self._buffers if b.marked is not None]
+        return sorted(found, key=lambda snapshot: snapshot.manifest.order, reverse=True)
+
+    def drop(self, chosen: Collection[CheckpointId] | None = None) -> None:
+        """Give up these snapshots, or all, and their memory. One that is being written or read stays."""
+        self.snapshots()
+        with self._changed:
+            for buffer in self._buffers:
+                if buffer.marked is None or buffer.is_busy:
+                    continue
+                if chosen is None or buffer.marked.checkpoint_id in chosen:
+                    buffer.discard()
+
+    def close(self, *, keep: bool = False, wait: bool = True) -> None:
+        """Let go of the images; they are removed unless `keep`, which leaves them to the job's next process. One that is
+        still being read stays mapped until that is over. Without `wait`, copies under way are not waited for."""
+        self.copier.close(wait=wait)
+        with self._changed:
+            if not self._is_open or self._process != this_process():
+                return  # A forked child holds nothing.
+            for buffer in self._buffers:
+                buffer.is_given_up = True
+                if not buffer.is_busy:
+                    buffer.close()
+            for lock in self._locks.values():
+                if keep and any(_snapshots_in(lock.folder)):
+                    with contextlib.suppress(FileNotFoundError):
+                        lock.rename(lock.folder.with_name(f"left-{uuid.uuid4().hex}"))
+                else:
+                    _remove_held(lock.folder)
+                lock.release()
+            self._locks = {}
+            self._buffers = []
+            self._is_open = False
+            self._fence.forget()
+            for root in self._roots:
+                remove_empty(job_folder(self.job, root=root))
+
+    def _hold_first(self) -> Path:
+        """This process's folder at the first root that can be used; those before it are not thought of again."""
+        for root in self._roots[:-1]:
+            try:
+                return self._hold(root)
+            except CheckpointError as error:
+                log.warning("%s Images are kept in %s.", error, self._roots[-1])
+                self._roots.remove(root)
+                self._fence = Fence(job_folder(self.job, root=self._roots[0]))
+        return self._hold(self._roots[0])
+
+    def _hold(self, root: Path) -> Path:
+        """This process's folder at a root, held from now on."""
+        if root in self._locks:
+            return self._locks[root].folder
+        folder = job_folder(self.job, root=root) / self._name
+        for _ in range(_ATTEMPTS):
+            self._make_folder(folder, root)
+            with contextlib.suppress(FileNotFoundError):  # Removed as empty by somebody who left just now.
+                try:
+                    self._locks[root] = locks.create(folder)
+                    self._sign(folder)
+                except FileNotFoundError:
+                    raise
+                except OSError as error:
+                    raise self._unusable(root, error) from error
+                return folder
+        raise CheckpointError(f"{folder} is removed again and again by another process.")
+
+    def _sign(self, folder: Path) -> None:
+        """Say who holds a folder, and whose end is the end of the job."""
+        mine = {
+            "token": self._process.token,
+            "pid": self._process.pid,
+            "host": socket.gethostname(),
+            "launch": self._launch,
+        }
+        (folder / OWNER_NAME).write_text(f"{_owner().token}\n{json.dumps(mine)}\n")
+
+    def _make_folder(self, folder: Path, root: Path) -> None:
+        try:
+            make_private(folder, inside=images_folder(root))
+        except PermissionError as error:
+            if error.filename and Path(error.filename).exists():
+                raise CheckpointError(
+                    f"{error.filename} belongs to another user.", hint=_ANOTHER_FOLDER
+                ) from None
+            raise self._unusable(root, error) from None
+        except OSError as error:
+            raise self._unusable(root, error) from None
+
+    def _unusable(self, root: Path, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{root} cannot hold images: {error.strerror}.", hint=_ANOTHER_FOLDER)
+
+    def _choose(self, plan: Plan) -> ImageBuffer | None:
+        free = [buffer for buffer in self._buffers if not buffer.is_busy]
+        marked = [buffer for buffer in self._buffers if buffer.marked is not None]
+        if len(self._buffers) > 1 and len(marked) == 1:
+            free = [
+                buffer for buffer in free if buffer not in marked
+            ]  # It is the only one that a crash would leave.
+        # The oldest snapshot makes way; of images that hold none, one that is laid out already is the quickest.
+        return min(
+            free, key=lambda b: (b.marked.order if b.marked else (-1,), b.plan is not plan), default=None
+        )
+
+    def _check_budget(self, buffer: ImageBuffer, plan: Plan) -> None:
+        if self.budget_bytes is None:
+            return
+        others_bytes = sum(other.size_bytes for other in self._buffers if other is not buffer)
+        available_bytes = self.budget_bytes - others_bytes
+        if plan.bound_bytes > available_bytes:
+            raise MemoryLimitExceeded(
+                required_bytes=plan.bound_bytes,
+                available_bytes=max(available_bytes, 0),
+                hint="Raise the memory budget (budget_bytes), or keep one image instead of two.",
+            )
+
+    def _lay_out(self, buffer: ImageBuffer, plan: Plan, *, must_keep: bool) -> None:
+        """Lay an image out for a plan, at the best root that has space for it, or else in anonymous memory."""
+        root = self._root_for(buffer, plan)
+        if root is not None:
+            self._explain(root, plan)
+            try:
+                buffer.move_to(self._hold(root) / str(self._buffers.index(buffer)))
+                buffer.prepare_for(plan)
+                return
+            except OSError as error:
+                if error.errno not in _NO_SPACE:  # Others have taken what was free a moment ago.
+                    raise
+            except CheckpointError as error:
+                if root is self._roots[0]:
+                    raise
+                log.warning("%s", error)
+        free = ", ".join(f"{root} has {_free_bytes(root) / 1e6:.1f} MB" for root in self._roots)
+        hint = (
+            f"{free} free. Make it larger (docker run --shm-size=…), or name another folder: {ROOT_VARIABLE}, or "
+            "Memory(root=…)."
+        )
+        if must_keep:
+            raise MemoryLimitExceeded(
+                required_bytes=plan.bound_bytes,
+                available_bytes=max(self._available_bytes(root) for root in self._roots),
+                hint=hint,
+            )
+        self._say_once(
+            "none",
+            f"there is no space for an image of {plan.bound_bytes / 1e6:.1f} MB, so no snapshot in memory is made; "
+            f"durable checkpoints are, through anonymous memory. {hint}",
+        )
+        buffer.move_to(None)
+        buffer.prepare_for(plan)
+
+    def _root_for(self, buffer: ImageBuffer, plan: Plan) -> Path | None:
+        """The first root with space for all images of this plan, and for this one now."""
+        wanted_bytes = plan.bound_bytes * min(2, len(self._buffers))
+        for root in self._roots:
+            held_bytes = buffer.size_bytes if self._is_at(root, buffer) else 0
+            if self._available_bytes(root) >= wanted_bytes and (
+                _free_bytes(root) + held_bytes >= plan.bound_bytes
+            ):
+                return root
+        return None
+
+    def _available_bytes(self, root: Path) -> int:
+        """What images may have at a root: all that is free, and what they have already. Of a disk that nobody has named,
+        half, for checkpoints may be kept there as well."""
+        held_bytes = sum(buffer.size_bytes for buffer in self._buffers if self._is_at(root, buffer))
+        available_bytes = _free_bytes(root) + held_bytes
+        return available_bytes if root is self._roots[0] else available_bytes // 2
+
+    def _is_at(self, root: Path, buffer: ImageBuffer) -> bool:
+        return buffer.folder is not None and buffer.folder.is_relative_to(images_folder(root))
+
+    def _keep_only_one(self, plan: Plan, deadline_s: float | None) -> ImageBuffer | None:
+        """There is no space for two images: go on with one, when nobody uses the other any more."""
+
+        def choose() -> ImageBuffer | None:
+            if any(buffer.is_busy for buffer in self._buffers):
+                return None
+            kept = max(self._buffers, key=lambda b: b.marked.order if b.marked else (-1,))
+            for other in self._buffers:
+                if other is not kept:
+                    other.discard()
+            self._buffers = [kept]
+            return kept
+
+        kept = self._await(choose, deadline_s)
+        if kept is not None and self._root_for(kept, plan) is not None:
+            self._say_once(
+                "one",
+                f"there is no space for two images of {plan.bound_bytes / 1e6:.1f} MB: a crash during a save leaves no "
+                f"snapshot in memory. Make {self._roots[0]} larger (docker run --shm-size=…), or name another folder: "
+                f"{ROOT_VARIABLE}, or Memory(root=…).",
+            )
+        return kept
+
+    def _explain(self, root: Path, plan: Plan) -> None:
+        if root is self._roots[0]:
+            return
+        first = self._roots[0]
+        self._say_once(
+            "disk",
+            f"images of {plan.bound_bytes / 1e6:.1f} MB do not fit in {first}, which has {_free_bytes(first) / 1e6:.1f} MB "
+            f"free: they are kept in {images_folder(root)}, at the speed of that disk. Make {first} larger "
+            f"(docker run --shm-size=…), or name a folder: {ROOT_VARIABLE}, or Memory(root=…).",
+        )
+
+    def _say_once(self, kind: str, what: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            log.warning("%s", what)
+
+    def _adopt(self) -> tuple[dict[str, Manifest], Path]:
+        """Of the images that dead processes of this job left at any root, keep the set with the newest snapshot; the marks
+        in it, and where it is."""
+        dead = [
+            (folder, root)
+            for root in self._roots
+            for folder in _folders_in(job_folder(self.job, root=root))
+            if _is_left(folder)
+        ]
+        marks = {
+            folder: {s.path.parent.name: s.manifest for s in _snapshots_in(folder)} for folder, _ in dead
+        }
+        newest = {
+            folder: max((mark.order for mark in marks[folder].values()), default=()) for folder in marks
+        }
+        kept: tuple[dict[str, Manifest], Path] | None = None
+        for folder, root in sorted(dead, key=lambda each: newest[each[0]], reverse=True):
+            lock = locks.take(folder)
+            if lock is None and locks.is_held(folder) is not None:
+                continue  # Another process of this job was quicker.
+            if kept is None and marks[folder]:
+                with contextlib.suppress(OSError):
+                    self._take_over(folder, lock, root)
+                    kept = marks[folder], root
+                    continue
+            _remove_held(folder)
+            if lock is not None:
+                lock.release()
+        return kept or ({}, self._roots[0])
+
+    def _take_over(self, folder: Path, lock: FolderLock | None, root: Path) -> None:
+        mine = folder.with_name(self._name)
+        if lock is not None:
+            lock.rename(mine)
+        else:  # Of version 0.1.
+            folder.rename(mine)
+            lock = locks.create(mine)
+        self._locks[root] = lock
+        self._sign(mine)
+        log.info("took over the memory images that %s left", folder.name)
+
+
+class Fence:
+    """The newest generation of a job that has started at a root, in a small file that all its processes look at."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / GENERATION_NAME
+        self._mine = 0
+
+    def newest(self) -> int:
+        try:
+            return _number_in(self._path.read_bytes())
+        except OSError:
+            return 0
+
+    def record(self, generation: int) -> None:
+        with self._open() as file:
+            newest = _number_in(os.pread(file, 64, 0))
+            if newest > generation:
+                raise self._superseded(generation, newest)
+            os.pwrite(file, b"%020d\n" % generation, 0)
+        self._mine = generation
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[int]:
+        for _ in range(_ATTEMPTS):
+            make_private(self._path.parent, inside=self._path.parent.parent)
+            with contextlib.ExitStack() as stack:
+                try:
+                    file = stack.enter_context(locks.exclusively(self._path))
+                except FileNotFoundError:  # The folder was removed as empty by somebody who left just now.
+                    continue
+                yield file
+                return
+        raise CheckpointError(f"{self._path.parent} is removed again and again by another process.")
+
+    def refuse(self) -> None:
+        """Raise `Superseded` if a newer generation than this process's has started."""
+        if self._mine and (newest := self.newest()) > self._mine:
+            raise self._superseded(self._mine, newest)
+
+    def forget(self) -> None:
+        """Remove the file, if nobody else of this job is here and no newer generation has been."""
+        if not self._path.exists():
+            return
+        with contextlib.suppress(FileNotFoundError), locks.exclusively(self._path) as file:
+            if not _folders_in(self._path.parent) and _number_in(os.pread(file, 64, 0)) <= self._mine:
+                self._path.unlink()
+
+    def _superseded(self, generation: int, newest: int) -> Superseded:
+        return Superseded(where=str(self._path.parent), generation=generation, newest=newest)
+
+
+def job_folder(job: str, *, root: Path | None = None) -> Path:
+    """Where a job's images are. Each user has a place of their own."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", job):
+        raise ValueError(
+            f"job {job!r} must be 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit"
+        )
+    return images_folder(root) / job
+
+
+def find_snapshots(job: str, *, root: Path | None = None) -> list[Snapshot]:
+    """The complete images of a job, newest first, read without taking anything over."""
+    holders = [folder for each in memory_roots(root) for folder in _folders_in(job_folder(job, root=each))]
+    found = [snapshot for holder in holders for snapshot in _snapshots_in(holder)]
+    return sorted(found, key=lambda snapshot: snapshot.manifest.order, reverse=True)
+
+
+def read_snapshot(folder: Path) -> Snapshot | None:
+    """The snapshot in one image's folder, if its mark is there and readable. Bytes are not verified here."""
+    mark = folder / MARK_NAME
+    try:
+        manifest = decode(mark.read_bytes(), path=str(mark))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (Damaged, OSError) as error:
+        log.warning("ignored a memory image: %s", error)
+        return None
+    return Snapshot(manifest=manifest, path=folder / FILE_NAME)
+
+
+def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float = GRACE_S) -> list[str]:
+    """Remove the images of jobs whose processes and owner are all gone, and have been for `grace_s`."""
+    removed = []
+    for job in _folders_in(images_folder(root)):
+        with contextlib.suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
+            if job.name != keep and _job_is_dead(job, grace_s) and _remove_job(job):
+                removed.append(job.name)
+                log.info("removed the memory images of job %s, which is gone", job.name)
+    return removed
+
+
+def _remove_job(job: Path) -> bool:
+    """Remove a dead job's folder; False where it has come back to life meanwhile."""
+    for folder in _folders_in(job):
+        lock = locks.take(folder)
+        if lock is None and locks.is_held(folder) is not None:
+            return False
+        _remove_held(folder)
+        if lock is not None:
+            lock.release()
+    with contextlib.suppress(OSError):
+        (job / GENERATION_NAME).unlink(missing_ok=True)
+    remove_empty(job)
+    return not job.exists()
+
+
+def remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_held(folder: Path) -> None:
+    """Remove a folder that is held; its lock goes last, so that one that is half removed is still known to be held."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != locks.LOCK_NAME:
+                remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    remove_tree(folder)
+
+
+def _owner() -> Process:
+    """Whose end is the end of the job: the launcher's under torchrun, else this process's."""
+    return parent_process() if "TORCHELASTIC_RUN_ID" in os.environ else this_process()
+
+
+def _job_is_dead(job: Path, grace_s: float) -> bool:
+    """Whether nobody will come back for a job's images: its processes are gone and so are their owners, or they are
+    long gone although an owner lives (the rank they belonged to is on another machine now)."""
+    folders = _folders_in(job)
+    if not all(_is_left(folder) for folder in folders):
+        return False
+    newest_s = max(path.stat().st_mtime for path in [job, *job.rglob("*")])
+    is_owned = any(_owner_lives(folder) for folder in folders)
+    return time.time() - newest_s > (LONG_GRACE_S if is_owned else grace_s)
+
+
+def _owner_lives(folder: Path) -> bool:
+    try:
+        return not Process.parse(_lines(folder / OWNER_NAME)[0]).is_gone()
+    except (OSError, ValueError):
+        return False
+
+
+def _holder_of(folder: Path) -> Holder:
+    token = folder.name.partition(".")[0]
+    try:
+        said = json.loads(_lines(folder / OWNER_NAME)[1])
+        return Holder(
+            folder=folder,
+            token=str(said["token"]),
+            pid=int(said["pid"]),
+            host=str(said["host"]),
+            launch=str(said["launch"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # Of version 0.1, or not signed yet.
+        return Holder(folder=folder, token=token)
+
+
+def _lines(path: Path) -> Sequence[str]:
+    return path.read_text(errors="replace").splitlines() or [""]
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether nobody holds a folder. Where it has no lock, as in version 0.1, the process it is named after must be gone
+    or have let go of it; where that process cannot be seen from here, time decides."""
+    if (held := locks.is_held(folder)) is not None:
+        return not held
+    try:
+        process = Process.parse(folder.name.partition(".")[0])
+    except ValueError:
+        return True
+    if process.is_elsewhere():
+        with contextlib.suppress(OSError):
+            newest_s = max(path.stat().st_mtime for path in [folder, *folder.rglob("*")])
+            return time.time() - newest_s > UNKNOWN_GRACE_S
+        return False
+    return process.is_gone()
+
+
+def _snapshots_in(holder: Path) -> Iterator[Snapshot]:
+    for folder in _folders_in(holder):
+        if snapshot := read_snapshot(folder):
+            yield snapshot
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """None where it is not there: another process of the job may just have taken it over, or ended."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _free_bytes(root: Path) -> int:
+    try:
+        found = os.statvfs(root)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def _number_in(data: bytes) -> int:
+    try:
+        return int(data)
+    except ValueError:
+        return 0
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size

@@ -1,0 +1,1 @@
+"""One byte image: how it is laid out, read safely, and loaded in place."""

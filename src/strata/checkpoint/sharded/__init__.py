@@ -1,0 +1,1 @@
+"""Sharded state through PyTorch's distributed checkpoints; `strata.checkpoint.dcp` is the public face."""

@@ -1,0 +1,204 @@
+"""The parts of a sharded checkpoint: one value per rank, written front to back, read in verified pieces.
+
+A part is the bytes of its items one after the other, each at a multiple of 64. It is durable when `PartWriter.finish`
+returns, and means nothing until a manifest names it. Its own name tells which process wrote it, so parts that never
+got a manifest can be told from those that still may. Reading fetches whole chunks and compares each with its digest
+before a byte of it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from strata.checkpoint.catalog.listing import Catalog, where
+from strata.checkpoint.catalog.manifest import Part
+from strata.checkpoint.catalog.naming import new_id, writer_of
+from strata.checkpoint.copying.digest import Digest, StreamingDigest, WindowBuffer
+from strata.checkpoint.errors import Damaged
+from strata.checkpoint.sharded.layout import Span
+from strata.processes import this_process
+from strata.stores.protocol import Store, StoreError
+
+log = logging.getLogger("strata.checkpoint")
+
+FOLDER = "parts"
+SUFFIX = ".part"
+ALIGNMENT_BYTES = 64
+_FOREIGN_ORPHAN_AGE_S = 24 * 3600.0
+
+_lock = threading.Lock()
+_unnamed: dict[str, set[str]] = {}
+"""Parts this process wrote to each store, by URL, that it does not know to be in a manifest."""
+_named: dict[str, tuple[str, ...]] = {}
+"""Parts of the last manifest this process published to each store, by URL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPart:
+    """A part that is durable. It travels from its rank to the coordinator."""
+
+    key: str
+    size_bytes: int
+    digest: Digest
+
+    @property
+    def part(self) -> Part:
+        return Part(key=self.key, size_bytes=self.size_bytes, digest=self.digest)
+
+
+class PartWriter:
+    def __init__(self, store: Store, step: int) -> None:
+        self._store = store
+        self.key = f"{FOLDER}/{new_id(step)}{SUFFIX}"
+        self._digest = StreamingDigest()
+        with _lock:
+            _unnamed.setdefault(store.url, set()).add(self.key)
+        self._blob = store.open_write(self.key)
+
+    def add(self, data: memoryview) -> tuple[int, int]:
+        """Where the bytes have got: offset and length."""
+        offset_bytes = -(-self._digest.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        padding_bytes = offset_bytes - self._digest.size_bytes
+        for piece in (memoryview(bytes(padding_bytes)), data):
+            if len(piece):
+                self._digest.update(piece)
+                self._blob.write(piece)
+        return offset_bytes, len(data)
+
+    def finish(self) -> WrittenPart:
+        self._blob.commit()
+        return WrittenPart(key=self.key, size_bytes=self._digest.size_bytes, digest=self._digest.finish())
+
+    def abort(self) -> None:
+        self._blob.abort()
+        forget(self._store, [self.key])
+
+
+class PartReader:
+    """Verified bytes of one part. Spans are best asked for in the order of their offsets."""
+
+    def __init__(self, store: Store, part: Part, buffer: WindowBuffer) -> None:
+        self._store = store
+        self._part = part
+        self._buffer = buffer
+        self._path = where(store, part.key)
+        self._first = self._end = 0
+        """The chunks in the buffer."""
+        blob = store.stat(part.key)
+        if blob is None:
+            raise Damaged(path=self._path, reason="the part is missing")
+        if blob.size_bytes != part.size_bytes:
+            raise Damaged(
+                path=self._path,
+                reason=f"the part has {blob.size_bytes} bytes, its manifest says {part.size_bytes}",
+            )
+
+    def pieces(self, span: Span, *, name: str) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of a span, front to back: how far into it each piece begins, and the piece. A piece is valid until
+        the next is asked for."""
+        chunk_bytes = self._part.digest.chunk_bytes
+        at_bytes = span.offset_bytes
+        while at_bytes < span.end_bytes:
+            chunk = at_bytes // chunk_bytes
+            if not self._first <= chunk < self._end:
+                self._fetch(chunk, -(-span.end_bytes // chunk_bytes), name)
+            window_bytes = self._first * chunk_bytes
+            upto_bytes = min(span.end_bytes, self._end * chunk_bytes)
+            yield (
+                at_bytes - span.offset_bytes,
+                self._buffer.view[at_bytes - window_bytes : upto_bytes - window_bytes],
+            )
+            at_bytes = upto_bytes
+
+    def read(self, span: Span, *, name: str) -> bytearray:
+        """The bytes of a span, all at once."""
+        found = bytearray(span.size_bytes)
+        for start, piece in self.pieces(span, name=name):
+            found[start : start + len(piece)] = piece
+        return found
+
+    def _fetch(self, first: int, wanted_end: int, name: str) -> None:
+        """Bring chunks from `first` on into the buffer, as many as are wanted and fit."""
+        digest = self._part.digest
+        self._first = self._end = first
+        end = min(wanted_end, first + max(1, len(self._buffer.view) // digest.chunk_bytes))
+        start_bytes = first * digest.chunk_bytes
+        size_bytes = min(end * digest.chunk_bytes, self._part.size_bytes) - start_bytes
+        view = self._buffer.room(size_bytes)
+        self._store.read_into(self._part.key, view, offset=start_bytes)
+        for number in range(first, end):
+            begin = (number - first) * digest.chunk_bytes
+            chunk = view[begin : begin + digest.chunk_bytes]
+            if digest.chunks[number : number + 1] != (xxhash.xxh3_128_hexdigest(chunk),):
+                raise Damaged(
+                    path=self._path,
+                    reason=f"bytes changed since they were saved, chunk {number} of {len(digest.chunks)}",
+                    tensors=(name,),
+                )
+        self._end = end
+
+
+def forget(store: Store, keys: Iterable[str]) -> None:
+    """These parts are named by a manifest, or gone."""
+    with _lock:
+        _unnamed.get(store.url, set()).difference_update(keys)
+
+
+def remember_named(store: Store, keys: Iterable[str]) -> None:
+    """A manifest of this process names these parts."""
+    forget(store, keys)
+    with _lock:
+        _named[store.url] = tuple(keys)
+
+
+def named_last(store: Store) -> tuple[str, ...]:
+    """What the other ranks may forget: their parts of the save before. Most saves succeed, and so nobody has to look."""
+    with _lock:
+        return _named.get(store.url, ())
+
+
+def remove_own_leftovers(catalog: Catalog) -> None:
+    """Remove the parts of this process's earlier saves that never came to be.
+
+    Called when a save begins: the ones before it in this process have ended.
+    """
+    with _lock:
+        mine = set(_unnamed.get(catalog.store.url, ()))
+    if mine:
+        _remove_unnamed(catalog, mine)
+        forget(catalog.store, mine)
+
+
+def remove_orphans(catalog: Catalog) -> None:
+    """Remove the parts of dead writers that no manifest names."""
+    store = catalog.store
+    now_s, own = time.time(), this_process()
+    left = set()
+    for blob in store.list(f"{FOLDER}/"):
+        writer = writer_of(blob.key)
+        if not blob.key.endswith(SUFFIX) or writer is None or writer == own:
+            continue
+        if writer.is_gone() or now_s - blob.modified_s > _FOREIGN_ORPHAN_AGE_S:
+            left.add(blob.key)
+    if left:
+        _remove_unnamed(catalog, left)
+
+
+def _remove_unnamed(catalog: Catalog, keys: Iterable[str]) -> None:
+    listing = catalog.list(fresh=True)
+    if listing.problems:
+        return  # A manifest that cannot be read may name any of them.
+    named = {part.key for entry in listing.entries for part in entry.manifest.parts}
+    for key in sorted(set(keys) - named):
+        try:
+            catalog.store.delete(key)
+        except StoreError as error:
+            log.warning("could not remove %s, which belongs to no checkpoint: %s", key, error)
+        else:
+            log.info("removed %s: its save was never finished", key)

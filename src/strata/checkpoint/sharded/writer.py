@@ -1,0 +1,281 @@
+"""`StrataStorageWriter`: one part per rank, then one manifest, published by the coordinating rank."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from strata.checkpoint.catalog.lineage import place_next
+from strata.checkpoint.catalog.listing import Catalog, where
+from strata.checkpoint.catalog.manifest import SHARDED, CheckpointId, Json, Manifest, plain_json
+from strata.checkpoint.catalog.naming import new_id
+from strata.checkpoint.catalog.retention import remove_superseded
+from strata.checkpoint.destinations import Place
+from strata.checkpoint.errors import (
+    CheckpointError,
+    Damaged,
+    InvalidSave,
+    LoadFailed,
+    SaveFailed,
+    UnsupportedState,
+)
+from strata.checkpoint.events import CheckpointInfo
+from strata.checkpoint.sharded.layout import Span, encode
+from strata.checkpoint.sharded.listing import info_of, key_of, opened
+from strata.checkpoint.sharded.parts import (
+    PartWriter,
+    WrittenPart,
+    forget,
+    named_last,
+    remember_named,
+    remove_orphans,
+    remove_own_leftovers,
+)
+from strata.checkpoint.sharded.reader import load_object
+from strata.core.lineage import Lineage
+from strata.stores.protocol import NotFound, StoreError
+
+log = logging.getLogger("strata.checkpoint")
+
+
+class StaleGeneration(CheckpointError):
+    """A newer generation has saved since: this writer's world is gone, and so is its right to save."""
+
+    code = "stale_generation"
+
+    def __init__(self, *, seen: int, current: int) -> None:
+        super().__init__(
+            f"Generation {seen} may not save: generation {current} has saved already.",
+            hint="This process belongs to an earlier world; restart it and load the newest checkpoint.",
+        )
+        self.seen = seen
+        self.current = current
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """What a rank reports about one item. All items of a rank share one `part`."""
+
+    part: WrittenPart
+    offset_bytes: int
+    size_bytes: int
+
+
+class StrataStorageWriter(StorageWriter):
+    """Writes one sharded checkpoint, or one after the other: set `step` before each save, or pass it to `dcp.save` as
+    `checkpoint_id`. Saves of one process to one place come one after the other."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        step: int = 0,
+        epoch: int = 0,
+        generation: int = 0,
+        worker: str = "",
+        metadata: Mapping[str, Json] | None = None,
+        position: Json = None,
+        parent: str | None = None,
+        keep_count: int | None = None,
+    ) -> None:
+        """`position` is the data position that belongs to the state, `parent` the id of the checkpoint training was
+        restored from, where that is not the newest. With `keep_count`, older ones go once the new one exists."""
+        for name, number, least in (
+            ("step", step, 0),
+            ("epoch", epoch, 0),
+            ("generation", generation, 0),
+            ("keep_count", 1 if keep_count is None else keep_count, 1),
+        ):
+            if type(number) is not int or number < least:
+                raise InvalidSave(f"{name} ({number!r}) must be a whole number of at least {least}.")
+        try:
+            plain_json(metadata or {}, name="metadata")
+            plain_json(position, name="position")
+        except ValueError as error:
+            raise InvalidSave(f"{error}.") from error
+        self.step = step
+        self.epoch = epoch
+        self.generation = generation
+        self.worker = worker
+        self.metadata = dict(metadata or {})
+        self.position = position
+        self.parent = CheckpointId(parent) if parent else None
+        self.keep_count = keep_count
+        self.info: CheckpointInfo | None = None
+        """The checkpoint of the last save that succeeded, on the coordinating rank."""
+        self._store = opened(place)
+        self._catalog = Catalog(self._store)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.fspath(checkpoint_id).isdecimal()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is None:
+            return
+        if not self.validate_checkpoint_id(checkpoint_id):
+            raise InvalidSave(f"checkpoint_id ({os.fspath(checkpoint_id)!r}) must be the number of a step.")
+        self.step = int(os.fspath(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise InvalidSave(
+                "Without collectives there would be no moment at which the checkpoint exists as a whole: "
+                "save with use_collectives=True."
+            )
+        if is_coordinator:
+            with self._told_as_save():
+                remove_orphans(self._catalog)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        with self._told_as_save():
+            self._lineage()  # Refuse a stale generation before its ranks write for nothing.
+        return [replace(plan, storage_data=named_last(self._store)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        with self._told_as_save():
+            forget(self._store, plan.storage_data or ())
+            remove_own_leftovers(self._catalog)
+            future.set_result(self._write_part(plan.items, planner) if plan.items else [])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written = {result.index: result.storage_data for rank in results for result in rank}
+        parts = list({item.part.key: item.part for item in written.values()}.values())
+        if not parts:
+            raise InvalidSave("There is nothing to save: the state is empty.")
+        numbers = {part.key: number for number, part in enumerate(parts)}
+        spans = {
+            index: Span(
+                part=numbers[item.part.key], offset_bytes=item.offset_bytes, size_bytes=item.size_bytes
+            )
+            for index, item in written.items()
+        }
+        with self._told_as_save():
+            self._check_durable(parts)
+            draft = Manifest(
+                checkpoint_id=new_id(self.step),
+                step=self.step,
+                epoch=self.epoch,
+                created_at=time.time(),
+                format=SHARDED,
+                parts=tuple(part.part for part in parts),
+                layout=encode(metadata, spans),
+                metadata=self.metadata,
+                data=self.position,
+                world_size=len(results),
+                generation=self.generation,
+                author=self.worker,
+            )
+            manifest = place_next(self._lineage(), draft)
+            self._publish(manifest)
+        remember_named(self._store, numbers)
+        self.parent = None  # The next one continues this one.
+        self.info = info_of(self._store, manifest)
+        log.info("checkpoint %s is in %s: %d parts", manifest.checkpoint_id, self._store.tier, len(parts))
+        if self.keep_count is not None:
+            self._clean(self.keep_count)
+
+    def _write_part(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        writer = PartWriter(self._store, self.step)
+        try:
+            # Tensors first: they need alignment, objects do not.
+            ordered = sorted(items, key=lambda item: item.type == WriteItemType.BYTE_IO)
+            places = [(item, writer.add(_bytes_of(item, planner))) for item in ordered]
+            part = writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        return [
+            WriteResult(
+                index=item.index,
+                size_in_bytes=size_bytes,
+                storage_data=_Written(part=part, offset_bytes=offset_bytes, size_bytes=size_bytes),
+            )
+            for item, (offset_bytes, size_bytes) in places
+        ]
+
+    def _check_durable(self, parts: list[WrittenPart]) -> None:
+        with ThreadPoolExecutor(min(16, len(parts)), thread_name_prefix="strata-parts") as pool:
+            blobs = list(pool.map(self._store.stat, [part.key for part in parts]))
+        for part, blob in zip(parts, blobs, strict=True):
+            if blob is None or blob.size_bytes != part.size_bytes:
+                found = "is missing" if blob is None else f"has {blob.size_bytes} bytes"
+                raise Damaged(
+                    path=where(self._store, part.key),
+                    reason=f"the part {found}, {part.size_bytes} bytes were written",
+                )
+
+    def _lineage(self) -> Lineage:
+        """What the new checkpoint continues. Raises `StaleGeneration` where it may not."""
+        manifests = [entry.manifest for entry in self._catalog.list().entries]
+        generation = max((manifest.generation for manifest in manifests), default=0)
+        if generation > self.generation:
+            raise StaleGeneration(seen=self.generation, current=generation)
+        parent = self.parent or (manifests[0].checkpoint_id if manifests else None)
+        sequence = max((manifest.sequence for manifest in manifests), default=0)
+        name = manifests[0].lineage if manifests else ""
+        return Lineage(
+            name=name, sequence=sequence, generation=self.generation, parent=parent, durable_parent=parent
+        )
+
+    def _publish(self, manifest: Manifest) -> None:
+        key = key_of(manifest)
+        try:
+            self._store.put(key, manifest.encode(), if_absent=True)
+        except StoreError:
+            # The reply may have been lost on its way back.
+            with contextlib.suppress(NotFound, Damaged):
+                if self._catalog.read(key).checkpoint_id == manifest.checkpoint_id:
+                    return
+            raise
+
+    def _clean(self, keep_count: int) -> None:
+        try:
+            remove_superseded(self._catalog, keep_count=keep_count)
+        except StoreError as error:
+            log.warning("older checkpoints could not be removed; the save itself is complete: %s", error)
+
+    @contextlib.contextmanager
+    def _told_as_save(self) -> Iterator[None]:
+        """A store's error becomes that of a save, which can travel to the other ranks."""
+        try:
+            yield
+        except (StoreError, OSError) as error:
+            key = error.key if isinstance(error, StoreError) else ""
+            path = f"{self._store.url}/{key}".rstrip("/")
+            raise SaveFailed.because(
+                error, tier=self._store.tier, path=path, checkpoint_id="", step=self.step
+            ) from None
+
+
+def _bytes_of(item: WriteItem, planner: SavePlanner) -> memoryview:
+    data = planner.resolve_data(item)
+    if isinstance(data, io.BytesIO):
+        raw = data.getvalue()
+        try:
+            load_object(raw, name=item.index.fqn)
+        except LoadFailed as error:
+            raise UnsupportedState(name=item.index.fqn, kind="value of a class of its own") from error
+        return memoryview(raw)
+    if data.is_quantized or data.layout != torch.strided:
+        raise UnsupportedState(name=item.index.fqn, kind=f"{data.layout} tensor".replace("torch.", ""))
+    plain = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy().data)

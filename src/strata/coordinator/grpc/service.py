@@ -1,0 +1,314 @@
+"""The gRPC face: decode, hand to the engine, encode. Refusals become statuses; nothing is decided here.
+
+Unary calls answer any gRPC client; the `Session` stream has a module of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from strata.coordinator.engine import Engine
+from strata.coordinator.grpc.refusals import Context, barrier_text, refuse, unreadable
+from strata.coordinator.grpc.sessions import Sessions
+from strata.coordinator.grpc.streams import Streams, take_heartbeat
+from strata.coordinator.grpc.waits import Outcome
+from strata.coordinator.inspection.datasets import count_samples
+from strata.coordinator.logs.store import LogStore
+from strata.coordinator.metrics.instruments import CoordinatorMetrics
+from strata.core.messages import (
+    DatasetAccepted,
+    DatasetId,
+    JobId,
+    Overloaded,
+    PlanEpoch,
+    Reconciled,
+    RegisterDataset,
+    Registered,
+    Swapped,
+    SwapValue,
+    WorkerId,
+)
+from strata.errors import StrataError
+from strata.rpc import coordinator_pb2 as pb
+from strata.rpc import coordinator_pb2_grpc, wire
+from strata.rpc.methods import Malformed
+
+log = logging.getLogger("strata.coordinator.grpc")
+
+SHARDS_AT_A_TIME = 1_000
+BROKEN_HINT = b"Look at the missing workers' logs; then meet at the barrier again."
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+def _call(
+    handler: Callable[[CoordinatorService, Request, Context], Awaitable[Answer]],
+) -> Callable[[CoordinatorService, Request, Context], Awaitable[Answer]]:
+    """Count the call and turn refusals into statuses, the same way for every unary method."""
+    name = handler.__name__
+
+    async def call(self: CoordinatorService, request: Request, context: Context) -> Answer:
+        self.metrics.request(name)
+        try:
+            if isinstance(request, Malformed):
+                raise unreadable(request)
+            return await handler(self, request, context)
+        except StrataError as error:
+            await refuse(context, error)
+
+    call.__name__ = name
+    return call
+
+
+class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        logs: LogStore,
+        metrics: CoordinatorMetrics,
+        *,
+        heartbeat_interval_s: float,
+        worker_config: dict[str, str],
+    ) -> None:
+        self.engine = engine
+        self.sessions = sessions
+        self.logs = logs
+        self.metrics = metrics
+        self.heartbeat_interval_ms = int(heartbeat_interval_s * 1000)
+        self.worker_config = worker_config
+        self._streams = Streams(
+            engine, sessions, logs, metrics, heartbeat_interval_ms=self.heartbeat_interval_ms
+        )
+
+    # --- membership -----------------------------------------------------------------------------------------
+
+    @_call
+    async def RegisterWorker(
+        self, request: pb.RegisterWorkerRequest, context: Context
+    ) -> pb.RegisterWorkerResponse:
+        reply = cast(Registered, await self.engine.submit(wire.register_worker(request)))
+        membership = (await self.engine.settled()).membership
+        job = JobId(request.job_id or "default")
+        roster = membership.roster(job)
+        return pb.RegisterWorkerResponse(
+            assigned_id=reply.worker_id,
+            rank=roster.get(reply.worker_id, 0),
+            world_size=len(roster),
+            heartbeat_interval_ms=self.heartbeat_interval_ms,
+            config=self.worker_config,
+            incarnation=reply.incarnation,
+            generation=membership.job_generations[job],
+        )
+
+    @_call
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        # It counts now, and is answered when everything that the answer shows is durable.
+        try:
+            job = take_heartbeat(self.engine, request)
+        finally:
+            membership = (await self.engine.settled()).membership
+        generation = membership.job_generations[job]
+        response = pb.HeartbeatResponse(
+            acknowledged=True, server_timestamp_ms=time.time_ns() // 1_000_000, generation=generation
+        )
+        if request.generation and request.generation != generation:
+            response.pending_commands.add(
+                command_id=f"topology-{generation}",
+                kind="topology",
+                arguments={"generation": str(generation)},
+            )
+        return response
+
+    @_call
+    async def DeregisterWorker(
+        self, request: pb.DeregisterWorkerRequest, context: Context
+    ) -> pb.DeregisterWorkerResponse:
+        await self.engine.submit(wire.deregister_worker(request))
+        return pb.DeregisterWorkerResponse(acknowledged=True)
+
+    # --- data -----------------------------------------------------------------------------------------------
+
+    @_call
+    async def RegisterDataset(
+        self, request: pb.RegisterDatasetRequest, context: Context
+    ) -> pb.RegisterDatasetResponse:
+        total, files = await count_samples(request.path, request.format, request.total_samples or None)
+        command = RegisterDataset(spec=wire.dataset_spec(request, files, total))
+        reply = cast(DatasetAccepted, await self.engine.submit(command))
+        return pb.RegisterDatasetResponse(
+            dataset_id=reply.spec.dataset_id,
+            total_shards=reply.spec.shard_count,
+            created=reply.created,
+            total_samples=reply.spec.total_samples,
+        )
+
+    @_call
+    async def ListDatasets(
+        self, request: pb.ListDatasetsRequest, context: Context
+    ) -> pb.ListDatasetsResponse:
+        datasets = (await self.engine.settled()).datasets
+        return pb.ListDatasetsResponse(
+            datasets=[wire.dataset(s, datasets.registered_at_s[i]) for i, s in datasets.specs.items()]
+        )
+
+    @_call
+    async def GetDataShard(
+        self, request: pb.GetDataShardRequest, context: Context
+    ) -> pb.GetDataShardResponse:
+        worker_id, dataset_id = WorkerId(request.worker_id), DatasetId(request.dataset_id)
+        cluster = await self.engine.settled()
+        member = cluster.membership.admit(
+            worker_id, incarnation=request.incarnation, generation=request.generation
+        )
+        spec = cluster.datasets.get(dataset_id)
+        key = (member.spec.job_id, dataset_id, int(request.epoch))
+        if key not in cluster.datasets.plans:
+            await self.engine.submit(
+                PlanEpoch(
+                    worker_id=worker_id,
+                    incarnation=request.incarnation,
+                    generation=request.generation,
+                    dataset_id=dataset_id,
+                    epoch=int(request.epoch),
+                )
+            )
+            cluster = await self.engine.settled()
+        datasets = cluster.datasets
+        entry = datasets.plans.get(key)
+        if entry is None:
+            raise Overloaded(
+                f"The plan of epoch {request.epoch} made room for other epochs meanwhile.", hint="Ask again."
+            )
+        plan = entry.plan
+        generation = cluster.membership.job_generations[member.spec.job_id]
+        shards = []
+        for number, shard in enumerate(datasets.shards_of(worker_id, key), 1):
+            shards.append(wire.shard(shard, spec, key[2], datasets.files_of(spec, shard)))
+            if number % SHARDS_AT_A_TIME == 0:
+                await asyncio.sleep(0)  # A worker with a hundred thousand shards is not the only one here.
+        return pb.GetDataShardResponse(
+            shards=shards,
+            plan_version=plan.version,
+            generation=generation,
+            reason=plan.reason,
+        )
+
+    # --- barriers -------------------------------------------------------------------------------------------
+
+    @_call
+    async def WaitBarrier(self, request: pb.WaitBarrierRequest, context: Context) -> pb.WaitBarrierResponse:
+        ended: asyncio.Future[tuple[Outcome, int]] = asyncio.get_running_loop().create_future()
+
+        def deliver(outcome: Outcome, order: int) -> None:
+            if not ended.done():
+                ended.set_result((outcome, order))
+
+        wait = self.sessions.waits.open(WorkerId(request.worker_id), deliver)
+        try:
+            await self.engine.submit(wire.arrive(request), then=wait.begin)
+            outcome, order = await ended
+        finally:
+            wait.close()
+        answer = wire.barrier_outcome(outcome, order)
+        if not answer.released:
+            trailers = (
+                ("strata-code", "barrier_broken"),
+                ("strata-hint-bin", BROKEN_HINT),
+                ("strata-missing-bin", "\n".join(answer.missing).encode()),
+            )
+            await context.abort(grpc.StatusCode.ABORTED, barrier_text(request, answer.reason), trailers)
+        return answer
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    @_call
+    async def NotifyCheckpoint(
+        self, request: pb.NotifyCheckpointRequest, context: Context
+    ) -> pb.CheckpointAck:
+        command = wire.notify_checkpoint(request)
+        await self.engine.submit(command)
+        return pb.CheckpointAck(
+            acknowledged=True,
+            checkpoint_id=request.checkpoint_id,
+            status=wire.STATUS_NUMBERS[command.status],  # type: ignore[arg-type]
+        )
+
+    @_call
+    async def ReconcileCheckpoints(
+        self, request: pb.ReconcileCheckpointsRequest, context: Context
+    ) -> pb.ReconcileCheckpointsResponse:
+        reply = cast(Reconciled, await self.engine.submit(wire.reconcile_checkpoints(request)))
+        return pb.ReconcileCheckpointsResponse(
+            made=reply.made, revision=reply.revision, removed=reply.removed, unknown=reply.unknown
+        )
+
+    @_call
+    async def GetLatestCheckpoint(
+        self, request: pb.GetLatestCheckpointRequest, context: Context
+    ) -> pb.RecoveryResponse:
+        cluster = await self.engine.settled()
+        worker_id = WorkerId(request.worker_id)
+        job, run_id = JobId(request.job_id), ""
+        if not job:
+            spec = cluster.membership.admit(worker_id, incarnation=0).spec
+            job, run_id = spec.job_id, spec.run_id
+        record = cluster.checkpoints.latest(job, run_id=run_id)
+        if record is None:
+            return pb.RecoveryResponse(has_checkpoint=False)
+        datasets = cluster.datasets
+        shards = [
+            wire.shard(
+                shard, datasets.specs[key[1]], key[2], datasets.files_of(datasets.specs[key[1]], shard)
+            )
+            for key in datasets.plans
+            if key[0] == job and key[2] == record.epoch
+            for shard in datasets.shards_of(worker_id, key)
+        ]
+        return pb.RecoveryResponse(
+            has_checkpoint=True,
+            latest_checkpoint=wire.checkpoint(record),
+            resume_step=record.step,
+            resume_epoch=record.epoch,
+            shard_assignments=shards,
+        )
+
+    @_call
+    async def ReportRecovery(
+        self, request: pb.ReportRecoveryRequest, context: Context
+    ) -> pb.ReportRecoveryResponse:
+        await self.engine.submit(wire.report_recovery(request))
+        return pb.ReportRecoveryResponse(acknowledged=True)
+
+    # --- values ---------------------------------------------------------------------------------------------
+
+    @_call
+    async def ReadValue(self, request: pb.ReadValueRequest, context: Context) -> pb.ValueResponse:
+        value = (await self.engine.settled()).values.get(request.key)
+        if value is None:
+            return pb.ValueResponse()
+        return pb.ValueResponse(value=value.body, version=value.version)
+
+    @_call
+    async def SwapValue(self, request: pb.SwapValueRequest, context: Context) -> pb.ValueResponse:
+        command = SwapValue(
+            key=request.key,
+            body=request.value,
+            expected_version=request.expected_version,
+            soft=request.soft,
+        )
+        reply = cast(Swapped, await self.engine.submit(command))
+        return pb.ValueResponse(swapped=reply.made, value=reply.body, version=reply.version)
+
+    # --- session --------------------------------------------------------------------------------------------
+
+    async def Session(self, request_iterator: object, context: Context) -> None:
+        await self._streams.serve(context)

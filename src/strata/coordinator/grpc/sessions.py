@@ -1,0 +1,203 @@
+"""Who is connected, and everything the coordinator has to tell them.
+
+The coordinator never calls a worker: news rides on the worker's own stream, or waits for its next heartbeat.
+Each session has a bounded outbox; a worker that does not read loses its session, not the others their speed.
+News about topology and plans is gathered for a moment, so that a thousand joins are not a million messages, and of news
+that a slow reader has not heard yet only the newest is kept. It is told between two commits of the engine, never during
+one: what workers hear has happened, whatever becomes of the coordinator.
+
+Runs on the event loop, told of every durable batch by the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from strata.coordinator.engine import Engine
+from strata.coordinator.grpc.waits import Waits
+from strata.core.messages import (
+    BarrierBroken,
+    BarrierReleased,
+    Cause,
+    DatasetId,
+    Event,
+    JobId,
+    ShardsMoved,
+    WorkerFailed,
+    WorkerId,
+    WorkerJoined,
+    WorkerLeft,
+)
+from strata.rpc import coordinator_pb2 as pb
+
+log = logging.getLogger("strata.coordinator.sessions")
+
+OUTBOX_LIMIT = 1_000
+GATHER_S = 0.05
+TOPOLOGY = "topology"
+
+
+class WorkerSession:
+    """One worker's stream, seen from the coordinator."""
+
+    def __init__(self, worker_id: WorkerId, incarnation: int, job_id: JobId) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.job_id = job_id
+        self.over = ""
+        """Why this session has ended, once it has."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outbox: deque[pb.CoordinatorMessage] = deque()
+        self._news: dict[str, pb.CoordinatorMessage] = {}
+        self._filled = asyncio.Event()
+
+    def tell(self, about: str, message: pb.CoordinatorMessage) -> None:
+        """News, in place of what has not been heard yet about the same."""
+        self._news[about] = message
+        self._filled.set()
+
+    def push(self, message: pb.CoordinatorMessage) -> None:
+        """An answer, which none replaces."""
+        if len(self._outbox) >= OUTBOX_LIMIT:
+            if not self.over:
+                log.warning("ending the session of '%s', which does not read its messages", self.worker_id)
+            self.end("it does not read its messages")
+            return
+        self._outbox.append(message)
+        self._filled.set()
+
+    def end(self, why: str) -> None:
+        self.over = self.over or why
+        if not self.ended.done():
+            self.ended.set_result(None)
+        self._filled.set()
+
+    async def next_messages(self) -> list[pb.CoordinatorMessage]:
+        """What there is to say, once there is something; empty when the session is over and all is said."""
+        while not self._news and not self._outbox and not self.over:
+            self._filled.clear()
+            await self._filled.wait()
+        messages = [*self._news.values(), *self._outbox]
+        self._news.clear()
+        self._outbox.clear()
+        return messages
+
+
+class Sessions:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cluster = engine.cluster
+        self._clock = engine.clock
+        self._sessions: dict[WorkerId, WorkerSession] = {}
+        self.waits = Waits()
+        self._changed_jobs: dict[JobId, str] = {}
+        self._changed_plans: dict[tuple[JobId, DatasetId], pb.PlanChanged] = {}
+        self._flush: asyncio.TimerHandle | None = None
+        self._is_overdue = False
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    # --- coming and going -----------------------------------------------------------------------------------
+
+    def open(self, worker_id: WorkerId, incarnation: int) -> WorkerSession:
+        """A session for a member that has just been admitted; it replaces an older one of the same worker."""
+        older = self._sessions.get(worker_id)
+        if older is not None:
+            older.end("a newer stream of the same worker replaced it")
+        job = self._cluster.membership.members[worker_id].spec.job_id
+        session = self._sessions[worker_id] = WorkerSession(worker_id, incarnation, job)
+        self._cluster.membership.connected(worker_id, self._clock.now())
+        session.tell(TOPOLOGY, pb.CoordinatorMessage(topology=self._topology(session, "connected")))
+        return session
+
+    def close(self, session: WorkerSession) -> None:
+        """The stream is gone. Without a goodbye its worker is suspect from now on."""
+        session.end("its stream ended")
+        self.waits.close_all(session.worker_id, owner=session)
+        if self._sessions.get(session.worker_id) is session:
+            del self._sessions[session.worker_id]
+            now = self._clock.now()
+            self._cluster.membership.dropped(session.worker_id, session.incarnation, now)
+
+    def end_all(self, why: str) -> None:
+        for session in self._sessions.values():
+            session.end(why)
+
+    # --- news -----------------------------------------------------------------------------------------------
+
+    def committed(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case BarrierReleased() | BarrierBroken():
+                    self.waits.ended(event)
+                case WorkerJoined():
+                    if event.superseded:
+                        # One that a retry of its own registration replaced may register anew.
+                        cause: Cause = "superseded" if event.superseded < event.origin else "failed"
+                        self._fence(event.spec.worker_id, event.superseded, event.reason, cause)
+                    self._gather_topology(event.spec.job_id, event.reason)
+                case WorkerFailed():
+                    reason = f"declared failed: {event.reason}"
+                    self._fence(event.worker_id, event.incarnation, reason, "failed")
+                    self._gather_topology(event.job_id, f"'{event.worker_id}' failed: {event.reason}")
+                case WorkerLeft():
+                    session = self._sessions.get(event.worker_id)
+                    if session is not None:
+                        session.push(pb.CoordinatorMessage(goodbye=pb.Goodbye(reason=event.reason)))
+                        session.end("the worker said goodbye")
+                    self._gather_topology(event.job_id, f"'{event.worker_id}' left: {event.reason}")
+                case ShardsMoved():
+                    self._changed_plans[(event.job_id, event.dataset_id)] = pb.PlanChanged(
+                        dataset_id=event.dataset_id, plan_version=event.version, reason=event.reason
+                    )
+                    self._schedule()
+                case _:
+                    pass  # Workers need not hear of the rest.
+        if self._is_overdue:
+            self._tell()
+
+    def _fence(self, worker_id: WorkerId, incarnation: int, reason: str, cause: Cause) -> None:
+        session = self._sessions.get(worker_id)
+        if session is not None and session.incarnation == incarnation:
+            session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=reason, cause=cause)))
+            session.end(reason)
+            del self._sessions[worker_id]
+
+    def _gather_topology(self, job: JobId, reason: str) -> None:
+        self._changed_jobs[job] = reason
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._flush is None:
+            self._flush = asyncio.get_running_loop().call_later(GATHER_S, self._tell)
+
+    def _tell(self) -> None:
+        self._is_overdue = not self._engine.is_settled
+        if self._is_overdue:
+            return  # `committed` is called as soon as the rest is durable.
+        self._flush = None
+        jobs, self._changed_jobs = self._changed_jobs, {}
+        plans, self._changed_plans = self._changed_plans, {}
+        plan_messages: dict[JobId, list[tuple[str, pb.CoordinatorMessage]]] = {}
+        for (job, dataset), plan in plans.items():
+            news = (f"plan of {dataset}", pb.CoordinatorMessage(plan=plan))
+            plan_messages.setdefault(job, []).append(news)
+        for session in list(self._sessions.values()):
+            if session.job_id in jobs:
+                topology = self._topology(session, jobs[session.job_id])
+                session.tell(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
+            for about, message in plan_messages.get(session.job_id, ()):
+                session.tell(about, message)
+
+    def _topology(self, session: WorkerSession, reason: str) -> pb.Topology:
+        roster = self._cluster.membership.roster(session.job_id)
+        return pb.Topology(
+            generation=self._cluster.membership.job_generations[session.job_id],
+            rank=roster.get(session.worker_id, 0),
+            world_size=len(roster),
+            reason=reason,
+        )

@@ -1,0 +1,256 @@
+"""The `Session` stream: the hot path of every worker, and how a dropped connection is noticed at once.
+
+Heartbeats touch soft state only and arrivals are handed over without waiting. A stream is read no faster than its
+share, so one that floods slows nobody else; one whose peer does not read ends within a second of being over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc.aio
+
+from strata.coordinator.engine import Engine, Unavailable
+from strata.coordinator.grpc.refusals import Context, barrier_text, refuse, unreadable
+from strata.coordinator.grpc.sessions import Sessions, WorkerSession
+from strata.coordinator.grpc.waits import Outcome
+from strata.coordinator.logs.store import LogStore
+from strata.coordinator.metrics.instruments import CoordinatorMetrics
+from strata.core import checks
+from strata.core.loglines import LogLine
+from strata.core.messages import (
+    DatasetId,
+    DeregisterWorker,
+    InvalidArgument,
+    JobId,
+    Overloaded,
+    Refused,
+    Reply,
+    Stale,
+    Unknown,
+    WorkerId,
+)
+from strata.errors import StrataError
+from strata.rpc import coordinator_pb2 as pb
+from strata.rpc import wire
+from strata.rpc.methods import Malformed
+
+HELLO_TIMEOUT_S = 10.0
+MESSAGES_PER_SECOND = 2_000
+"""What one session may send on average; it is read more slowly beyond that."""
+LOG_LINES_PER_BATCH = 2_000
+SHARDS_PER_PROGRESS = 10_000
+ITEMS_PER_MESSAGE = 20
+"""So many log lines or shards in one message weigh as much as a message."""
+LAST_WORDS_S = 1.0
+"""How long a session that is over may take to read why."""
+
+_END: object = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+def take_heartbeat(engine: Engine, beat: pb.HeartbeatRequest) -> JobId:
+    """Soft: nothing is journaled, nothing waits. The worker's job, or a refusal, by a state that may not be durable yet:
+    whoever answers waits for `settled` first."""
+    membership = engine.cluster.membership
+    worker_id = WorkerId(beat.worker_id)
+    member = membership.admit(worker_id, incarnation=beat.incarnation)
+    report = wire.report(beat)
+    checks.report(report)
+    membership.heard(worker_id, engine.clock.now())
+    membership.reports[worker_id] = report
+    return member.spec.job_id
+
+
+class Streams:
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        logs: LogStore,
+        metrics: CoordinatorMetrics,
+        *,
+        heartbeat_interval_ms: int,
+    ) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._logs = logs
+        self._metrics = metrics
+        self._heartbeat_interval_ms = heartbeat_interval_ms
+
+    async def serve(self, context: Context) -> None:
+        """From the hello to the end, whoever ends it."""
+        try:
+            session = await self._welcome(context)
+        except StrataError as error:
+            if isinstance(error, Stale | Unknown):
+                await context.write(wire.stale(error))
+            await refuse(context, error)
+        writer = asyncio.create_task(self._write(session, context))
+        reader = asyncio.create_task(self._read(session, context))
+        for task in (writer, reader):
+            task.add_done_callback(_look_at)
+        try:
+            await asyncio.wait({writer, reader, session.ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reader.cancel()
+            self._sessions.close(session)
+            await asyncio.wait({writer}, timeout=LAST_WORDS_S)
+            writer.cancel()
+            failed, _ = await asyncio.gather(reader, writer, return_exceptions=True)
+        if isinstance(failed, StrataError):
+            await refuse(context, failed)
+
+    async def _welcome(self, context: Context) -> WorkerSession:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await context.read()
+        except TimeoutError:
+            raise InvalidArgument("hello", "did not come.", hint="Send Hello first.") from None
+        if isinstance(first, Malformed):
+            raise unreadable(first)
+        if first is _END or first.WhichOneof("body") != "hello":
+            raise InvalidArgument(
+                "hello", "must be the first message of a session.", hint="Send Hello first."
+            )
+        self._metrics.request("Session.hello")
+        cluster = await self._engine.settled()
+        worker_id = WorkerId(first.hello.worker_id)
+        member = cluster.membership.admit(worker_id, incarnation=first.hello.incarnation)
+        session = self._sessions.open(worker_id, member.incarnation)
+        session.push(
+            pb.CoordinatorMessage(
+                welcome=pb.Welcome(
+                    server_timestamp_ms=time.time_ns() // 1_000_000,
+                    heartbeat_interval_ms=self._heartbeat_interval_ms,
+                )
+            )
+        )
+        return session
+
+    async def _write(self, session: WorkerSession, context: Context) -> None:
+        while messages := await session.next_messages():
+            for message in messages:
+                await context.write(message)
+
+    async def _read(self, session: WorkerSession, context: Context) -> None:
+        since_s, weight = time.monotonic(), 0
+        while not session.over:
+            message = await context.read()
+            if message is _END:
+                return
+            if isinstance(message, Malformed):
+                raise unreadable(message)
+            try:
+                weight += self._take(session, message)
+            except (Stale, Unknown) as error:
+                await self._engine.settled()  # What it is refused for may not be durable yet.
+                session.push(wire.stale(error))
+                raise
+            if weight >= MESSAGES_PER_SECOND:
+                # Back-pressure for whoever sends faster than a second's worth in a second.
+                pause_s = since_s + weight / MESSAGES_PER_SECOND - time.monotonic()
+                if pause_s > 0:
+                    await asyncio.sleep(pause_s)
+                since_s, weight = time.monotonic(), 0
+
+    def _take(self, session: WorkerSession, message: pb.WorkerMessage) -> int:
+        """Handle one message; returns its weight in messages."""
+        match message.WhichOneof("body"):
+            case "heartbeat":
+                self._metrics.request("Session.heartbeat")
+                beat = message.heartbeat
+                beat.worker_id, beat.incarnation = session.worker_id, session.incarnation
+                take_heartbeat(self._engine, beat)
+            case "barrier":
+                self._metrics.request("Session.barrier")
+                self._arrive(session, message.barrier)
+            case "progress":
+                self._metrics.request("Session.progress")
+                self._progress(session, message.progress)
+                return 1 + len(message.progress.shards) // ITEMS_PER_MESSAGE
+            case "logs":
+                self._metrics.request("Session.logs")
+                entries = message.logs.entries[:LOG_LINES_PER_BATCH]
+                lines = [LogLine(e.timestamp, e.level, e.message, e.source, e.task_id) for e in entries]
+                lost = len(message.logs.entries) - len(entries) + message.logs.dropped
+                sender = f"worker {session.worker_id}"
+                self._logs.add_lines(lines, sender=sender, worker_id=session.worker_id, dropped=lost)
+                return 1 + len(message.logs.entries) // ITEMS_PER_MESSAGE
+            case "goodbye":
+                self._metrics.request("Session.goodbye")
+                self._leave(session, message.goodbye.reason)
+            case _:
+                pass  # A newer worker may say more than this version understands.
+        return 1
+
+    def _leave(self, session: WorkerSession, reason: str) -> None:
+        """Answered, and the session ended, once it is durable; one that is refused hears why."""
+
+        def answered(reply: Reply | StrataError) -> None:
+            if isinstance(reply, StrataError):
+                session.push(wire.stale(reply))
+                session.end(str(reply))
+
+        command = DeregisterWorker(
+            worker_id=session.worker_id, incarnation=session.incarnation, reason=reason
+        )
+        try:
+            self._engine.post(command, answered)
+        except Unavailable as refusal:
+            session.end(str(refusal))  # The worker comes back and says it again.
+
+    def _arrive(self, session: WorkerSession, request: pb.WaitBarrierRequest) -> None:
+        request.worker_id, request.incarnation = session.worker_id, session.incarnation
+
+        def answer(outcome: pb.WaitBarrierResponse, error_code: str, error_cause: str = "") -> None:
+            message = pb.CoordinatorMessage()  # Filled in place: nested constructors copy by way of bytes.
+            message.barrier.call_id = request.call_id
+            message.barrier.outcome.CopyFrom(outcome)
+            message.barrier.error_code = error_code
+            message.barrier.error_cause = error_cause
+            session.push(message)
+
+        def deliver(ended: Outcome, order: int) -> None:
+            outcome = wire.barrier_outcome(ended, order)
+            if not outcome.released:
+                outcome.reason = barrier_text(request, outcome.reason)
+            answer(outcome, "" if outcome.released else "barrier_broken")
+
+        def refused(refusal: StrataError) -> None:
+            cause = refusal.cause if isinstance(refusal, Refused) else ""
+            answer(pb.WaitBarrierResponse(released=False, reason=str(refusal)), refusal.code, cause)
+
+        def answered(reply: Reply | StrataError) -> None:
+            if isinstance(reply, StrataError):
+                wait.close()
+                refused(reply)
+            else:
+                wait.begin(reply)
+
+        try:
+            wait = self._sessions.waits.open(session.worker_id, deliver, owner=session)
+        except Overloaded as refusal:
+            refused(refusal)
+            return
+        try:
+            self._engine.post(wire.arrive(request), answered)
+        except Unavailable as refusal:
+            wait.close()
+            session.end(str(refusal))  # The worker comes back and arrives again.
+
+    def _progress(self, session: WorkerSession, progress: pb.Progress) -> None:
+        membership = self._engine.cluster.membership
+        member = membership.admit(session.worker_id, incarnation=session.incarnation)
+        if progress.generation and progress.generation != membership.job_generations[member.spec.job_id]:
+            return  # Progress of a generation that is over does not count; its reader is being told.
+        checks.between("shards in one progress message", len(progress.shards), 0, SHARDS_PER_PROGRESS)
+        for item in progress.shards:
+            key = (member.spec.job_id, DatasetId(item.dataset_id), int(item.epoch))
+            self._engine.cluster.datasets.report(key, int(item.shard_id), int(item.samples_done))
+
+
+def _look_at(task: asyncio.Task[None]) -> None:
+    """gRPC's errors on a stream that is gone are no news, also when nobody is left to hear of them."""
+    if not task.cancelled():
+        task.exception()

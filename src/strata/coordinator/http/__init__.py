@@ -1,0 +1,1 @@
+"""The HTTP face: middleware, routes, live events, the dashboard."""

@@ -1,0 +1,165 @@
+"""Tasks over HTTP: which recipes there are, and tasks created, stopped and run again.
+
+A request is checked against its recipe before anything is written down; what is refused has changed nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import FastAPI, Query
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from strata.coordinator.http.middleware import ErrorBody, json_response
+from strata.coordinator.http.params import NOT_FOUND, NameInPath
+from strata.coordinator.runtime import Runtime
+from strata.core import checks, task_views
+from strata.core.messages import (
+    CreateTask,
+    DatasetId,
+    InvalidArgument,
+    JobId,
+    RestartTask,
+    StopTask,
+    TaskId,
+    TaskSpec,
+)
+from strata.core.tasks import ENDED, MAX_GPUS_PER_WORKER, MAX_RETRIES, MAX_WORKERS
+from strata.launch.recipes import Recipe
+
+_CONFLICT: dict[int | str, dict[str, Any]] = {
+    409: {"model": ErrorBody, "description": "Not while it is in this state"}
+}
+
+
+class CreateTaskBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(min_length=1, max_length=checks.NAME_LIMIT, examples=["imagenet-resnet50"])
+    type: str = Field(min_length=1, max_length=64, description="Name of a recipe", examples=["training"])
+    dataset_id: str | None = Field(default=None, min_length=1, max_length=checks.NAME_LIMIT)
+    worker_count: int = Field(default=1, ge=1, le=MAX_WORKERS)
+    config: dict[str, Any] = Field(
+        default={},
+        description="What the recipe's schema allows",
+        examples=[{"learning_rate": 0.001, "batch_size": 32}],
+    )
+    gpus_per_worker: int | None = Field(
+        default=None, ge=0, le=MAX_GPUS_PER_WORKER, description="The recipe's when not given"
+    )
+    max_retries: int = Field(
+        default=3, ge=0, le=MAX_RETRIES, description="Attempts that may fail before the task has"
+    )
+
+
+class TaskCreatedBody(BaseModel):
+    task_id: str
+
+
+class TaskAnswer(BaseModel):
+    task_id: str
+    status: Literal["pending", "running", "completed", "failed", "stopped"]
+    reason: str
+
+
+class RecipeBody(BaseModel):
+    """What may be run here."""
+
+    name: str
+    description: str
+    config_schema: dict[str, Any] = Field(alias="schema", description="JSON Schema of a task's config")
+    needs_dataset: bool
+    max_workers: int | None
+    gpus_per_worker: int | None = Field(
+        description="When a task does not say; null: one where there are enough"
+    )
+    built_in: bool
+
+
+def install_task_routes(app: FastAPI, runtime: Runtime) -> None:
+    engine, recipes = runtime.engine, runtime.recipes
+
+    @app.get("/api/recipes", response_model=list[RecipeBody], tags=["tasks"])
+    async def list_recipes() -> Response:
+        """What may be run here, each with the JSON Schema of its `config`."""
+        return json_response([_recipe(recipe) for recipe in recipes])
+
+    @app.post("/api/tasks", status_code=201, responses={**NOT_FOUND, **_CONFLICT}, tags=["tasks"])
+    async def create_task(body: CreateTaskBody) -> TaskCreatedBody:
+        config_json = _as_json(body.config)
+        recipe = recipes.get(body.type)
+        recipe.check(body.config, worker_count=body.worker_count, dataset_id=body.dataset_id)
+        gpus = body.gpus_per_worker
+        if gpus is None:
+            here = runtime.tasks.capacity().gpus if runtime.tasks is not None else 0
+            gpus = recipe.gpus_for(body.config, worker_count=body.worker_count, gpus=here)
+        spec = TaskSpec(
+            task_id=TaskId(f"task-{secrets.token_hex(6)}"),
+            name=body.name,
+            type=body.type,
+            dataset_id=DatasetId(body.dataset_id) if body.dataset_id is not None else None,
+            worker_count=body.worker_count,
+            config_json=config_json,
+            gpus_per_worker=gpus,
+            max_retries=body.max_retries,
+        )
+        await engine.submit(CreateTask(spec=spec))
+        return TaskCreatedBody(task_id=spec.task_id)
+
+    @app.get("/api/tasks/{task_id}", response_model=task_views.TaskView, responses=NOT_FOUND, tags=["tasks"])
+    async def one_task(task_id: NameInPath) -> Response:
+        task = (await engine.settled()).tasks.get(TaskId(task_id))
+        return json_response(task_views.task(task, orjson.loads(task.spec.config_json)))
+
+    @app.post("/api/tasks/{task_id}/stop", responses=NOT_FOUND, tags=["tasks"])
+    async def stop_task(
+        task_id: NameInPath,
+        wait: Annotated[
+            float, Query(ge=0, le=60, description="Seconds to wait until its processes are gone")
+        ] = 0,
+    ) -> TaskAnswer:
+        """Workers make a final checkpoint and leave; those that do not are killed. Stopping twice is no error."""
+        await engine.submit(StopTask(task_id=TaskId(task_id), reason="asked to stop over the API"))
+        return await answer(task_id, wait)
+
+    @app.post("/api/tasks/{task_id}/restart", responses={**NOT_FOUND, **_CONFLICT}, tags=["tasks"])
+    async def restart_task(task_id: NameInPath) -> TaskAnswer:
+        """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+        cluster = await engine.settled()
+        saved = cluster.checkpoints.latest(JobId(task_id))
+        begins = f"step {saved.step}" if saved is not None else "the beginning: it has no checkpoint"
+        reason = f"asked to run again; it will go on from {begins}"
+        await engine.submit(RestartTask(task_id=TaskId(task_id), reason=reason))
+        return await answer(task_id, 0)
+
+    async def answer(task_id: str, wait_s: float) -> TaskAnswer:
+        task = (await engine.settled()).tasks.get(TaskId(task_id))
+        if wait_s and runtime.tasks is not None and task.status not in ENDED:
+            task = await runtime.tasks.ended(TaskId(task_id), timeout_s=wait_s)
+        return TaskAnswer(task_id=task_id, status=task.status, reason=task.reason)
+
+
+def _as_json(config: dict[str, Any]) -> str:
+    try:
+        json.dumps(config, allow_nan=False)  # orjson would make null of it.
+        return orjson.dumps(config).decode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidArgument(
+            "config", f"cannot be written as JSON: {error}.", hint="Use plain, finite values."
+        ) from None
+
+
+def _recipe(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "name": recipe.name,
+        "description": recipe.description,
+        "schema": recipe.schema,
+        "needs_dataset": recipe.needs_dataset,
+        "max_workers": recipe.max_workers,
+        "gpus_per_worker": recipe.gpus_per_worker,
+        "built_in": recipe.built_in,
+    }

@@ -1,0 +1,1 @@
+"""The durable history of the coordinator: events as bytes, and where they are kept."""

@@ -1,0 +1,206 @@
+"""The durable history: what the coordinator has acknowledged survives it.
+
+`append` returns only when the events are on disk (SQLite in WAL mode, `synchronous=FULL`, one transaction per
+batch). A snapshot is a shorter history that leads to the same state; loading yields the newest snapshot and
+then every event after it. Older events are kept for the story (`strata replay`) up to a bound.
+
+One writer at a time: a lock on the data directory refuses a second coordinator. Not safe for concurrent
+calls; the engine makes one call at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+import msgspec
+
+from strata.coordinator.journal import codec
+from strata.core.messages import Event
+from strata.errors import StrataError
+
+SCHEMA_VERSION = 1
+STORY_EVENTS_KEPT = 200_000
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS events(seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshot(position INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
+"""
+
+
+class JournalError(StrataError):
+    """The history cannot be read or written. Nothing more may be acknowledged."""
+
+    code = "journal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    seq: int
+    event: Event
+
+
+class Journal(Protocol):
+    """Where the engine keeps its history. SQLite here; anything that appends in order and survives will do."""
+
+    def __str__(self) -> str:
+        """Where it is, for messages."""
+        ...
+
+    def load(self) -> Iterator[Event]:
+        """The newest snapshot, then everything after it, in order."""
+        ...
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Durable when it returns; all of them or none."""
+        ...
+
+    def snapshot(self, events: Iterable[Event]) -> None:
+        """Replace the snapshot by this history, which must lead to the state after the last append."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SqliteJournal:
+    def __init__(self, data_dir: Path) -> None:
+        self.path = data_dir / "journal.sqlite"
+        self._lock = _lock_directory(data_dir)
+        try:
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+            self._check_schema()
+            row = self._db.execute("SELECT max(seq) FROM events").fetchone()
+            self._seq = max(row[0] or 0, self._snapshot_seq())
+        except (sqlite3.DatabaseError, ValueError) as error:
+            os.close(self._lock)
+            raise _damaged(self.path, f"cannot be opened: {error}") from error
+        except JournalError:
+            os.close(self._lock)
+            raise
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def load(self) -> Iterator[Event]:
+        try:
+            for kind, body in self._db.execute("SELECT kind, body FROM snapshot ORDER BY position"):
+                yield _decode(self.path, kind, body)
+            last = self._snapshot_seq()
+            query = "SELECT seq, kind, body FROM events WHERE seq > ? ORDER BY seq"
+            for seq, kind, body in self._db.execute(query, (last,)):
+                if seq != last + 1:
+                    raise _damaged(self.path, f"has lost events: after {last} comes {seq}")
+                last = seq
+                yield _decode(self.path, kind, body)
+        except sqlite3.DatabaseError as error:
+            raise _damaged(self.path, f"cannot be read: {error}") from error
+
+    def append(self, events: Sequence[Event]) -> None:
+        rows = [
+            (seq, event.at_s, codec.kind_of(event), codec.encode(event))
+            for seq, event in enumerate(events, self._seq + 1)
+        ]
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", rows)
+            self._db.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            raise JournalError(
+                f"The journal {self.path} cannot be written: {error}.",
+                hint="Free some disk space or check the disk; then start the coordinator again. "
+                "Everything it acknowledged is in the journal.",
+            ) from error
+        self._seq += len(rows)
+
+    def snapshot(self, events: Iterable[Event]) -> None:
+        rows = [(i, codec.kind_of(event), codec.encode(event)) for i, event in enumerate(events)]
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("DELETE FROM snapshot")
+            self._db.executemany("INSERT INTO snapshot VALUES (?, ?, ?)", rows)
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('snapshot_seq', ?)", (str(self._seq),))
+            self._db.execute("DELETE FROM events WHERE seq <= ?", (self._seq - STORY_EVENTS_KEPT,))
+            self._db.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            raise JournalError(f"The journal {self.path} cannot be compacted: {error}.") from error
+
+    def close(self) -> None:
+        self._db.close()
+        os.close(self._lock)
+
+    def _snapshot_seq(self) -> int:
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'snapshot_seq'").fetchone()
+        return int(row[0]) if row else 0
+
+    def _check_schema(self) -> None:
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+        if row is None:
+            self._db.execute("INSERT INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
+        elif row[0] != str(SCHEMA_VERSION):
+            raise JournalError(
+                f"The journal {self.path} has format {row[0]}; this version of Strata writes format "
+                f"{SCHEMA_VERSION}.",
+                hint="Use the version of Strata that wrote it, or another --data-dir.",
+            )
+
+
+def read_story(data_dir: Path) -> Iterator[Entry]:
+    """Every event still kept, oldest first, without disturbing a coordinator that is running."""
+    path = data_dir / "journal.sqlite"
+    if not path.exists():
+        raise JournalError(
+            f"There is no journal in {data_dir}.", hint="Pass the --data-dir that `strata serve` was given."
+        )
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as db:
+            for seq, kind, body in db.execute("SELECT seq, kind, body FROM events ORDER BY seq"):
+                yield Entry(seq=seq, event=_decode(path, kind, body))
+    except sqlite3.DatabaseError as error:
+        raise _damaged(path, f"cannot be read: {error}") from error
+
+
+def _damaged(path: Path, what: str) -> JournalError:
+    return JournalError(
+        f"The journal {path} {what}.", hint="Restore it from a copy, or start with another --data-dir."
+    )
+
+
+def _decode(path: Path, kind: str, body: bytes) -> Event:
+    try:
+        return codec.decode(kind, body)
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise JournalError(
+            f"The journal {path} holds a {kind} that this version cannot read: {error}.",
+            hint="Use the version of Strata that wrote it.",
+        ) from error
+
+
+def _lock_directory(data_dir: Path) -> int:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise JournalError(
+            f"The data directory {data_dir} cannot be used: {error.strerror}.",
+            hint="Choose another with --data-dir.",
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise JournalError(
+            f"Another coordinator is using {data_dir}.",
+            hint="Stop it first, or give this one a --data-dir of its own.",
+        ) from error
+    return lock

@@ -1,0 +1,1 @@
+"""The log of the fleet, in memory and on disk."""

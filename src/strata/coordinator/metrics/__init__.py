@@ -1,0 +1,1 @@
+"""What the coordinator measures, remembers and exports."""

@@ -1,0 +1,97 @@
+"""Figures that are counted elsewhere, handed to Prometheus when it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from strata.coordinator.logs.store import LogStore
+from strata.coordinator.metrics.watch import JobFigures, Watch
+from strata.core.checkpoints import Checkpoints
+from strata.core.goodput import PARTS
+
+JOBS_SHOWN = 32
+"""Jobs with series of their own: those whose workers report, the first ones of them."""
+
+
+class LogCollector(Collector):
+    def __init__(self, logs: LogStore) -> None:
+        self._logs = logs
+
+    def collect(self) -> Iterator[Metric]:
+        logs = self._logs
+        lines = CounterMetricFamily("strata_log_lines", "Log lines taken in", labels=["level"])
+        for level, count in logs.counts.items():
+            lines.add_metric([level], count)
+        yield lines
+        dropped = CounterMetricFamily(
+            "strata_log_lines_dropped",
+            "Log lines lost, to the rate that is kept or (still in memory for a while) to the disk",
+            labels=["why"],
+        )
+        dropped.add_metric(["rate"], logs.dropped_total)
+        dropped.add_metric(["disk"], logs.archive.refused_total if logs.archive is not None else 0)
+        yield dropped
+        yield GaugeMetricFamily("strata_log_followers", "Readers that follow the log", value=logs.followers)
+
+
+class JobCollector(Collector):
+    """What jobs report. A job whose workers are gone has no series: the last value of a gauge is not its present."""
+
+    def __init__(self, watch: Watch, checkpoints: Checkpoints) -> None:
+        self._watch = watch
+        self._checkpoints = checkpoints
+
+    def collect(self) -> Iterator[Metric]:
+        figures = dict(list(self._watch.figures.items())[:JOBS_SHOWN])
+
+        def gauge(name: str, about: str, value: Callable[[JobFigures], float | None]) -> GaugeMetricFamily:
+            family = GaugeMetricFamily(name, about, labels=["job_id"])
+            for job, found in figures.items():
+                number = value(found)
+                if number is not None:
+                    family.add_metric([job], number)
+            return family
+
+        yield gauge("strata_job_loss", "Mean loss over the ranks", lambda f: f.loss)
+        yield gauge(
+            "strata_job_tokens_per_second", "Tokens trained per second", lambda f: f.tokens_per_second
+        )
+        yield gauge(
+            "strata_job_samples_per_second", "Samples trained per second", lambda f: f.samples_per_second
+        )
+        yield gauge(
+            "strata_job_step_seconds", "Time of a step, median over the ranks", lambda f: f.step_time_s
+        )
+        yield gauge(
+            "strata_job_sync_wait_seconds",
+            "Part of a step that ranks wait for each other, median over the ranks",
+            lambda f: f.sync_wait_s,
+        )
+        yield gauge("strata_job_step", "Steps made, by the rank that is furthest", lambda f: f.step)
+        yield gauge("strata_job_workers", "Workers that report", lambda f: f.workers)
+        yield gauge("strata_job_slow_workers", "Workers that the others wait for", lambda f: f.slow_workers)
+        spent = CounterMetricFamily(
+            "strata_job_time_seconds", "Worker-seconds by what they went into", labels=["job_id", "part"]
+        )
+        saved = GaugeMetricFamily(
+            "strata_job_last_checkpoint_timestamp_seconds",
+            "When the checkpoint that a recovery would use was completed",
+            labels=["job_id"],
+        )
+        for job in figures:
+            view = self._watch.goodput.view(job)
+            for part in PARTS:
+                spent.add_metric([job, part], getattr(view, f"{part}_s"))
+            latest = self._checkpoints.latest(job)
+            if latest is not None:
+                saved.add_metric([job], latest.ended_at_s or latest.created_at_s)
+        yield spent
+        yield saved
+        yield GaugeMetricFamily(
+            "strata_loop_lag_seconds",
+            "How late the coordinator's own pulse was",
+            value=self._watch.loop_lag_s,
+        )

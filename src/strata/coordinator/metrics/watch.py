@@ -1,0 +1,209 @@
+"""Once a second: what every job's workers report, added up, remembered and judged.
+
+From heartbeats come a job's figures (loss, speed, step times), where its time went, and which of its ranks the others
+wait for. From the coordinator itself come its own figures. All of it is soft: read from state that is there anyway,
+kept in memory of fixed size; only goodput is written down, so that a restart does not forget it. Looking takes no more
+than a small part of the time, however large the fleet.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from strata.coordinator.logs.store import LogStore
+from strata.coordinator.metrics.history import History
+from strata.coordinator.metrics.instruments import CoordinatorMetrics
+from strata.core import views
+from strata.core.cluster import Cluster
+from strata.core.goodput import Goodput
+from strata.core.membership import Report
+from strata.core.messages import JobId, WorkerId
+from strata.core.stragglers import Change, Pace, Stragglers
+
+log = logging.getLogger("strata.coordinator.watch")
+
+REST = 30
+"""How many times as long as looking at all workers took must pass until it is done again; the same for writing."""
+KEEP_EVERY_S = 2.0
+GOODPUT_NOTE = "goodput"
+MAKING_STEPS = ("training", "checkpointing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFigures:
+    """What the ranks of one job say, put together. None where none of them says it."""
+
+    loss: float | None
+    """Mean over the ranks."""
+    tokens_per_second: float | None
+    """Of the whole job, as its ranks see it: the median."""
+    samples_per_second: float | None
+    step_time_s: float | None
+    """Median over the ranks; so are the next ones."""
+    sync_wait_s: float | None
+    step: int
+    """Of the rank that is furthest."""
+    workers: int
+    slow_workers: int
+
+
+class Watch:
+    def __init__(
+        self,
+        cluster: Cluster,
+        metrics: CoordinatorMetrics,
+        logs: LogStore,
+        publish: Callable[[str, Any], None],
+        fleet_figures: Callable[[], views.MetricsView],
+    ) -> None:
+        self.history = History()
+        self.goodput = Goodput()
+        self.figures: dict[JobId, JobFigures] = {}
+        self.loop_lag_s = 0.0
+        self._cluster = cluster
+        self._metrics = metrics
+        self._logs = logs
+        self._publish = publish
+        self._fleet_figures = fleet_figures
+        self._stragglers = Stragglers()
+        cluster.membership.slow = self._stragglers.slow
+        self._next_look_mono_s = 0.0
+        self._next_keep_mono_s = 0.0
+        self._due_mono_s: float | None = None
+        self._counted: tuple[float, int, int, int] | None = None
+        self._recall()
+
+    def pulse(self, *, every_s: float = 1.0) -> None:
+        now_mono_s, now_s = time.monotonic(), time.time()
+        self.loop_lag_s = max(0.0, now_mono_s - self._due_mono_s) if self._due_mono_s is not None else 0.0
+        self._due_mono_s = now_mono_s + every_s
+        if now_mono_s >= self._next_look_mono_s:
+            self._look()
+            self._next_look_mono_s = now_mono_s + REST * (time.monotonic() - now_mono_s)
+        self.history.put(now_s, self._fleet(now_mono_s), {job: self._shown(job) for job in self.figures})
+        if now_mono_s >= self._next_keep_mono_s and self._logs.archive is not None:
+            began_mono_s = time.monotonic()
+            self._logs.archive.keep_note(GOODPUT_NOTE, self.goodput.dump())
+            took_s = time.monotonic() - began_mono_s
+            self._next_keep_mono_s = now_mono_s + max(KEEP_EVERY_S, REST * took_s)
+
+    # --- jobs -----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        membership = self._cluster.membership
+        by_job: dict[JobId, list[tuple[WorkerId, Report]]] = {}
+        for member in membership.members.values():
+            worker_id = member.spec.worker_id
+            report = membership.reports.get(worker_id) if member.present else None
+            if report is not None and report.metrics:
+                by_job.setdefault(member.spec.job_id, []).append((worker_id, report))
+                self.goodput.take(member.spec.job_id, worker_id, report.metrics)
+        self._stragglers.keep_only(by_job)
+        for job, reports in by_job.items():
+            for change in self._stragglers.judge(job, _paces(reports)):
+                self._tell(change)
+        self.figures = {job: self._figures(reports) for job, reports in by_job.items()}
+
+    def _figures(self, reports: list[tuple[WorkerId, Report]]) -> JobFigures:
+        metrics = [report.metrics for _, report in reports]
+        losses = _values(metrics, "loss")
+        return JobFigures(
+            loss=statistics.fmean(losses) if losses else None,
+            tokens_per_second=_median(metrics, "tokens_per_second"),
+            samples_per_second=_median(metrics, "samples_per_second"),
+            step_time_s=_median(metrics, "step_time_s"),
+            sync_wait_s=_median(metrics, "sync_wait_s"),
+            step=max(report.step for _, report in reports),
+            workers=len(reports),
+            slow_workers=sum(worker_id in self._stragglers.slow for worker_id, _ in reports),
+        )
+
+    def _shown(self, job: JobId) -> dict[str, float | None]:
+        figures = self.figures[job]
+        return {
+            "loss": figures.loss,
+            "tokens_per_second": figures.tokens_per_second,
+            "samples_per_second": figures.samples_per_second,
+            "step_time": figures.step_time_s,
+            "sync_wait": figures.sync_wait_s,
+            "step": figures.step,
+            "workers": figures.workers,
+            "slow_workers": figures.slow_workers,
+            "goodput": self.goodput.view(job).goodput,
+        }
+
+    def _tell(self, change: Change) -> None:
+        """A reason on the worker, an event for everyone who watches, and a line in the log."""
+        level = logging.WARNING if change.slow else logging.INFO
+        log.log(
+            level,
+            "'%s' of job '%s' is %s",
+            change.worker_id,
+            change.job_id,
+            change.reason,
+            extra={"worker_id": str(change.worker_id)},
+        )
+        self._publish("worker_slow" if change.slow else "worker_caught_up", asdict(change))
+
+    # --- the coordinator itself -----------------------------------------------------------------------------
+
+    def _fleet(self, now_mono_s: float) -> dict[str, float | None]:
+        counts = (now_mono_s, self._logs.total, self._logs.dropped_total, self._metrics.events_total)
+        before, self._counted = self._counted, counts
+        rates: list[float | None] = [None, None, None]
+        if before is not None and now_mono_s > before[0]:
+            passed_s = now_mono_s - before[0]
+            rates = [(now - then) / passed_s for now, then in zip(counts[1:], before[1:], strict=True)]
+        lines, dropped, events = rates
+        return {
+            **asdict(self._fleet_figures()),
+            "log_lines": lines,
+            "log_lines_dropped": dropped,
+            "events": events,
+            "loop_lag": self.loop_lag_s * 1000,
+            "memory": _resident_bytes(),
+        }
+
+    def _recall(self) -> None:
+        body = self._logs.archive.note(GOODPUT_NOTE) if self._logs.archive is not None else None
+        if body is not None:
+            try:
+                self.goodput.load(body)
+            except ValueError as error:
+                log.warning("where the time of earlier jobs went is not known any more: %s", error)
+
+
+def _paces(reports: Iterable[tuple[WorkerId, Report]]) -> list[Pace]:
+    """Of ranks that make steps and know how long they wait for each other."""
+    return [
+        Pace(
+            worker_id=worker_id,
+            step=report.step,
+            own_s=max(0.0, report.metrics["step_time_s"] - report.metrics["sync_wait_s"]),
+        )
+        for worker_id, report in reports
+        if report.state in MAKING_STEPS and {"step_time_s", "sync_wait_s"} <= report.metrics.keys()
+    ]
+
+
+def _values(metrics: Iterable[Mapping[str, float]], name: str) -> list[float]:
+    return [value for m in metrics if (value := m.get(name)) is not None and abs(value) < float("inf")]
+
+
+def _median(metrics: Iterable[Mapping[str, float]], name: str) -> float | None:
+    values = _values(metrics, name)
+    return statistics.median(values) if values else None
+
+
+def _resident_bytes() -> float | None:
+    try:
+        with open("/proc/self/statm") as file:
+            return float(int(file.read().split()[1]) * mmap.PAGESIZE)
+    except (OSError, ValueError, IndexError):
+        return None

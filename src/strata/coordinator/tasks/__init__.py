@@ -1,0 +1,1 @@
+"""Tasks made real: plans, launchers, and the runner that watches them."""

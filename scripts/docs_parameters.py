@@ -10,7 +10,7 @@ import griffe
 NAMED = re.compile(r"^(?P<names>[a-z_]+(?:, [a-z_]+)*): (?P<about>.+)$")
 
 
-class ParametersAsLists(griffe.Extension):  # type: ignore[misc]
+class ParametersAsLists(griffe.Extension):
     """Changes how docstrings read, not what they say."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:

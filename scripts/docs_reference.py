@@ -307,7 +307,7 @@ KINDS = {
 def grpc_contract() -> str:
     """From the proto file: services first, then messages, each with the comments that stand beside it."""
     from google.protobuf import descriptor_pb2
-    from grpc_tools import protoc
+    from grpc_tools import protoc  # type: ignore[import-untyped]
 
     source = ROOT / "proto/strata/rpc/coordinator.proto"
     with tempfile.TemporaryDirectory(prefix="strata-docs-") as folder:

@@ -475,7 +475,7 @@ def engine() -> str:
     d.box(528, 110, 96, 64, "journal", "one commit")
     d.arrow((624, 142), (660, 142))
     d.box(660, 110, 76, 64, "answers", "events")
-    d.text(24, 252, "A crash between any two boxes loses nothing that anybody was told.", style="soft small")
+    d.text(24, 252, "A crash between any two boxes loses nothing that was acknowledged.", style="soft small")
     return d.svg()
 
 

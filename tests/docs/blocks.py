@@ -98,7 +98,9 @@ def _classified(block: Block) -> Block:
     if languages is None:
         raise Unclassified(f"{block.where}: '{block.name}' is not one of {', '.join(CLASSES)}")
     if block.language not in languages:
-        raise Unclassified(f"{block.where}: a block of {block.language} cannot be of the class '{block.name}'")
+        raise Unclassified(
+            f"{block.where}: a block of {block.language} cannot be of the class '{block.name}'"
+        )
     if block.name in NEED_A_REASON and not block.about:
         raise Unclassified(f"{block.where}: '{block.name}' needs to say more, as in `{block.name}: …`")
     return block

@@ -184,7 +184,7 @@ class Session:
             (r"\b(localhost|127\.0\.0\.1):3000\b", f"127.0.0.1:{self._coordinator.http_port}"),
             (r"\b(localhost|127\.0\.0\.1|coordinator):50051\b", f"127.0.0.1:{self._coordinator.grpc_port}"),
         ):
-            text = re.sub(pattern, lambda _, value=value: value, text)
+            text = re.sub(pattern, value, text)
         return text
 
     def expect(self, lines: list[str], *, where: str, exact: bool = False) -> None:
@@ -257,7 +257,10 @@ def session(page: str, blocks: list[Block], folder: Path, *, bash: str) -> Itera
         running = Session(work, env=env, coordinator=coordinator, bash=bash)
         stack.callback(running.stop_tasks)
         stack.callback(running.end)
-        setup = SETUPS / f"{page.removesuffix('.md').removeprefix('docs/').replace('/', '_').replace('-', '_')}.py"
+        setup = (
+            SETUPS
+            / f"{page.removesuffix('.md').removeprefix('docs/').replace('/', '_').replace('-', '_')}.py"
+        )
         if setup.exists():  # As a module, so that processes that a block starts find what is in it.
             (work / "page_setup.py").write_text(running.replaced(setup.read_text()))
             running.python("from page_setup import *", where=str(setup))

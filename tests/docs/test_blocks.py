@@ -27,6 +27,11 @@ INLINE = re.compile(r"(?<!`)`(strata (?!\w+:)[^`]+)`(?!`)")
 NAMED_TEST = re.compile(r"\btests/[\w/]+\.py\b")
 
 
+def parse_all(shell: str) -> None:
+    for words in commands.command_lines(shell):
+        commands.parse(words)
+
+
 def of_class(*names: str) -> list[Block]:
     return [block for block in every() if block.name in names]
 
@@ -72,14 +77,9 @@ def test_what_is_not_executed_is_accepted_by_the_programs_it_calls(block: Block,
         compile(block.text, block.where, "exec")
         return
     text = console(block.text)[0] if block.language == "console" else block.text
-    checked = subprocess.run(
-        [program("bash"), "-n"], input=text, text=True, capture_output=True, check=False
-    )
+    checked = subprocess.run([program("bash"), "-n"], input=text, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, f"{block.where}: {checked.stderr}"
-    lines = list(commands.command_lines(text))
-    assert lines, block.where
-    for words in lines:
-        commands.parse(words)
+    parse_all(text)
 
 
 @pytest.mark.parametrize("block", of_class("valid", "rejected"), ids=str)
@@ -139,7 +139,9 @@ def _harness(text: str, folder: Path) -> str | None:
         base = yaml.safe_load(BASE_CONFIG.read_text())
         for section, values in yaml.safe_load(text).items():
             base[section] = {**base.get(section, {}), **values}
-        errors = [each for each in find_problems(yaml.safe_dump(base), [], try_s3=False) if each.severity == "error"]
+        errors = [
+            each for each in find_problems(yaml.safe_dump(base), [], try_s3=False) if each.severity == "error"
+        ]
         assert not errors, errors
 
     return _problem(read)
@@ -218,5 +220,4 @@ def test_a_block_without_a_class_is_an_error(text: str) -> None:
 )
 def test_a_wrong_command_is_refused(line: str) -> None:
     with pytest.raises(commands.Refused):
-        for words in commands.command_lines(line):
-            commands.parse(words)
+        parse_all(line)

@@ -44,7 +44,10 @@ def test_a_figure_shows_what_its_table_says(tmp_path: Path) -> None:
     assert "0.77 s" in (tmp_path / "docs" / "figures" / "recovery.svg").read_text()
     page.write_text(page.read_text().replace("process crash", "crash of a process"))
     refused = subprocess.run(
-        [sys.executable, tmp_path / "scripts" / "make_figures.py"], capture_output=True, text=True, check=False
+        [sys.executable, tmp_path / "scripts" / "make_figures.py"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert refused.returncode == 1
     assert "error: 0 rows begin with 'process crash" in refused.stderr
@@ -83,7 +86,9 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
         (ROOT / "docs" / "operating" / "configuration.md").read_text(),
         re.MULTILINE,
     )
-    assert [tuple(map(str, row)) for row in shown] == [tuple(map(str, row)) for row in documented(CoordinatorSettings)]
+    assert [tuple(map(str, row)) for row in shown] == [
+        tuple(map(str, row)) for row in documented(CoordinatorSettings)
+    ]
 
 
 class Loads(HTMLParser):
@@ -115,7 +120,9 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere() -> None:
         assert any(address.endswith(".css") for address in loads.found), page
         foreign += [f"{page}: {each}" for each in loads.found if re.match(r"(https?:)?//", each)]
     for style in site.rglob("*.css"):
-        foreign += [f"{style}: {each}" for each in re.findall(r"url\(['\"]?((?:https?:)?//[^)]*)", style.read_text())]
+        foreign += [
+            f"{style}: {each}" for each in re.findall(r"url\(['\"]?((?:https?:)?//[^)]*)", style.read_text())
+        ]
     assert foreign == []
     for expected, words in {
         "reference/cli": "strata checkpoint verify",

@@ -4,6 +4,7 @@ import io
 import multiprocessing
 import os
 import tarfile
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,15 +15,15 @@ from strata.data import DataLedger, DatasetRegistry  # noqa: F401
 from strata.stores import open_store
 
 
-def decode(row):
+def decode(row: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([row["x"]])
 
 
-def criterion(output):
+def criterion(output: torch.Tensor) -> torch.Tensor:
     return output.mean()
 
 
-def fill(bucket):
+def fill(bucket: Any) -> None:
     for part in range(2):
         table = pa.table({"x": [float(n) for n in range(part * 300, part * 300 + 300)]})
         out = io.BytesIO()

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,8 +17,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 
 
-def train_step(batch):
-    loss = model(batch.data[0]).square().mean()
+def train_step(batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch.data[0]).square().mean()
     (loss * batch.weight).backward()
     optimizer.step()
     optimizer.zero_grad()

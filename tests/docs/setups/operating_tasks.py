@@ -7,7 +7,9 @@ from pathlib import Path
 
 import strata  # noqa: F401
 
-Path("news.jsonl").write_text("\n".join(json.dumps({"text": f"news of day {n} " * 20}) for n in range(500)) + "\n")
+Path("news.jsonl").write_text(
+    "\n".join(json.dumps({"text": f"news of day {n} " * 20}) for n in range(500)) + "\n"
+)
 body = {"id": "news", "name": "news", "path": str(Path("news.jsonl").resolve()), "format": "jsonl"}
 request = urllib.request.Request(
     f"{os.environ['STRATA_API_URL']}/api/datasets",

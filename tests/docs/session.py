@@ -3,7 +3,7 @@
 Real parts stand behind it: a coordinator that starts tasks on this machine, and where a page speaks of buckets a SeaweedFS
 server. The text is executed as it stands but for `REPLACED`, the addresses and folders that a test must not share with others.
 The shell knows two commands that never end by themselves: `strata serve` is running already (its words are parsed), and
-`strata logs -f` is interrupted after a while. A task's id in the text stands for that of the last task submitted.
+`strata logs -f` is interrupted after a while. `strata doctor` is told where the coordinator is. A task's id in the text stands for that of the last task submitted.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ strata() {
         words+=("$word")
     done
     case " ${words[*]} " in
+        " doctor "*) COORDINATOR_ADDR="$TEST_COORDINATOR" command strata "${words[@]}" ;;
         " serve "*) python -m tests.docs.commands strata "${words[@]}" ;;
         *" -f "*)
             status=0
@@ -254,6 +255,7 @@ def session(page: str, blocks: list[Block], folder: Path, *, bash: str) -> Itera
         coordinator = Coordinator(folder / "coordinator", env={**env, "STRATA_LAUNCHER": "local"}).start()
         stack.callback(coordinator.stop)
         env |= {"STRATA_API_URL": coordinator.url, "TEST_COORDINATOR": coordinator.address}
+        env |= {"STRATA_DATA_DIR": str(coordinator.data_dir)}
         running = Session(work, env=env, coordinator=coordinator, bash=bash)
         stack.callback(running.stop_tasks)
         stack.callback(running.end)

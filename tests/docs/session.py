@@ -18,10 +18,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from strata.stores import open_store
 from tests.docs.blocks import ROOT, Block
 from tests.support import Coordinator
+from tests.support_programs import program
 from tests.support_seaweed import seaweed
 
 BLOCK_S = 400.0
@@ -78,17 +80,8 @@ class BlockFailed(AssertionError):
 class Process:
     """A shell or an interpreter that takes one block after the other."""
 
-    def __init__(self, command: list[str], *, cwd: Path, env: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=cwd,
-            env=env,
-            start_new_session=True,
-        )
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -134,11 +127,18 @@ class Process:
 
 
 class Session:
-    def __init__(self, folder: Path, *, env: dict[str, str], coordinator: Coordinator, bash: str) -> None:
+    def __init__(self, folder: Path, *, env: dict[str, str], coordinator: Coordinator) -> None:
         self._folder = folder
-        self._env = env
+        self._options: Any = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "cwd": folder,
+            "env": env,
+            "start_new_session": True,
+        }
         self._coordinator = coordinator
-        self._bash = bash
         self._shell: Process | None = None
         self._python: Process | None = None
         self._count = 0
@@ -162,12 +162,12 @@ class Session:
 
     def python(self, text: str, *, where: str) -> None:
         if self._python is None:
-            self._python = Process([sys.executable, "-u", "-c", RUNNER], cwd=self._folder, env=self._env)
+            self._python = Process(subprocess.Popen([sys.executable, "-u", "-c", RUNNER], **self._options))
         self.printed += self._python.execute(f"{self._written(text)}\t{where}", where=where)
 
     def shell(self, text: str, *, where: str) -> None:
         if self._shell is None:
-            self._shell = Process([self._bash], cwd=self._folder, env=self._env)
+            self._shell = Process(subprocess.Popen([program("bash")], **self._options))
             self._shell.execute(f"source {self._written(PRELUDE)}; echo; echo {DONE} 0", where="the shell")
         path = self._written(text)
         self.printed += self._shell.execute(f"source {path}; echo; echo {DONE} 0", where=where)
@@ -229,7 +229,7 @@ def console(text: str) -> tuple[str, list[str]]:
 
 
 @contextlib.contextmanager
-def session(page: str, blocks: list[Block], folder: Path, *, bash: str) -> Iterator[Session]:
+def session(page: str, blocks: list[Block], folder: Path) -> Iterator[Session]:
     work = folder / "page"
     work.mkdir()
     for name in LINKED:
@@ -256,7 +256,7 @@ def session(page: str, blocks: list[Block], folder: Path, *, bash: str) -> Itera
         stack.callback(coordinator.stop)
         env |= {"STRATA_API_URL": coordinator.url, "TEST_COORDINATOR": coordinator.address}
         env |= {"STRATA_DATA_DIR": str(coordinator.data_dir)}
-        running = Session(work, env=env, coordinator=coordinator, bash=bash)
+        running = Session(work, env=env, coordinator=coordinator)
         stack.callback(running.stop_tasks)
         stack.callback(running.end)
         setup = (

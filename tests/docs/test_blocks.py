@@ -49,7 +49,7 @@ def test_a_page_can_be_followed_from_top_to_bottom(page: Path, tmp_path: Path, p
         program("curl")
     if any("s3" in block.text for block in runs):
         program("weed")
-    with session(page.relative_to(ROOT).as_posix(), runs, tmp_path, bash=program("bash")) as running:
+    with session(page.relative_to(ROOT).as_posix(), runs, tmp_path) as running:
         for block in found:
             if block.name == "file":
                 running.write(block)

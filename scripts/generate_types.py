@@ -3,7 +3,7 @@
     python scripts/generate_types.py            write them
     python scripts/generate_types.py --check    only say whether they are current; exit status 1 if not
 
-`dashboard/src/api/generated.ts` holds every type the dashboard reads or sends; `docs/events.schema.json` is the JSON
+`dashboard/src/api/generated.ts` holds every type the dashboard reads or sends; `docs/reference/events.schema.json` is the JSON
 Schema of an event, for readers in any language. Both are committed, and a test fails when they are stale.
 """
 
@@ -28,7 +28,7 @@ from strata.core.cluster import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
 TYPESCRIPT = ROOT / "dashboard" / "src" / "api" / "generated.ts"
-EVENTS_SCHEMA = ROOT / "docs" / "events.schema.json"
+EVENTS_SCHEMA = ROOT / "docs" / "reference" / "events.schema.json"
 EVENT = "StreamEvent"
 REFERENCE = "#/components/schemas/"
 PLAIN = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean", "null": "null"}

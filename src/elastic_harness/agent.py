@@ -60,6 +60,22 @@ class ElasticTrainingConfig:
             }
         ).raise_if_invalid()
 
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> ElasticTrainingConfig:
+        """What `NNODES`, `NPROC_PER_NODE`, `RDZV_BACKEND`, `RDZV_ENDPOINT` and `RDZV_ID` say, and the defaults."""
+        environ = os.environ if environ is None else environ
+        given: dict[str, Any] = {
+            name.lower(): environ[name]
+            for name in ("RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID")
+            if environ.get(name)
+        }
+        if nodes := environ.get("NNODES"):
+            low, _, high = nodes.partition(":")
+            given["min_nodes"], given["max_nodes"] = _count("NNODES", low), _count("NNODES", high or low)
+        if workers := environ.get("NPROC_PER_NODE"):
+            given["nproc_per_node"] = int(workers) if workers.isdecimal() else workers
+        return cls(**given)
+
     def to_torchrun_args(self) -> list[str]:
         """The options for `torchrun`, to be followed by the script and its own arguments."""
         return [
@@ -234,6 +250,10 @@ def _env_int(name: str, *, default: int | None = None) -> int:
     text = os.environ.get(name, "")
     if not text and default is not None:
         return default
+    return _count(name, text)
+
+
+def _count(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:

@@ -2,7 +2,8 @@
 
 Errors are settings that cannot work; warnings are settings that work but probably not as meant, among them
 unknown keys, with the nearest known one. Each names its key path. Nothing is changed, nothing is contacted
-unless `validate_s3` asks for it. The tables below are the one list of keys the harness knows.
+unless `validate_s3` asks for it. The tables below are the one list of keys the trainer knows, and of what other
+programs call them.
 """
 
 from __future__ import annotations
@@ -174,6 +175,109 @@ SECTIONS: dict[str, dict[str, Key]] = {
 }
 
 
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    "": {
+        "optimizer": "training",
+        "optim": "training",
+        "train": "training",
+        "dataset": "data",
+        "checkpoints": "checkpoint",
+        "checkpointing": "checkpoint",
+        "distributed": "elastic",
+        "launch": "elastic",
+    },
+    "model": {
+        "d_model": "n_embd",
+        "dim": "n_embd",
+        "hidden_dim": "n_embd",
+        "hidden_size": "n_embd",
+        "embed_dim": "n_embd",
+        "embedding_dim": "n_embd",
+        "num_layers": "n_layer",
+        "num_hidden_layers": "n_layer",
+        "depth": "n_layer",
+        "num_heads": "n_head",
+        "num_attention_heads": "n_head",
+        "block_size": "seq_length",
+        "context_length": "seq_length",
+        "max_seq_len": "seq_length",
+        "max_position_embeddings": "seq_length",
+        "vocabulary_size": "vocab_size",
+        "activation_checkpointing": "gradient_checkpointing",
+    },
+    "training": {
+        "grad_clip": "max_norm",
+        "gradient_clip": "max_norm",
+        "clip_grad_norm": "max_norm",
+        "max_grad_norm": "max_norm",
+        "steps": "max_steps",
+        "total_steps": "max_steps",
+        "num_steps": "max_steps",
+        "num_epochs": "epochs",
+        "micro_batch_size": "batch_size",
+        "local_batch_size": "batch_size",
+        "dtype": "precision",
+        "mixed_precision": "precision",
+        "logging_steps": "log_interval",
+        "log_every": "log_interval",
+    },
+    "data": {
+        "path": "files",
+        "paths": "files",
+        "data_path": "files",
+        "train_path": "files",
+        "train_files": "files",
+        "index": "index_file",
+        "index_path": "index_file",
+        "text_column": "text_key",
+        "text_field": "text_key",
+        "workers": "num_workers",
+        "max_length": "seq_length",
+    },
+    "checkpoint": {
+        "dir": "nvme_path",
+        "path": "nvme_path",
+        "checkpoint_dir": "nvme_path",
+        "save_dir": "nvme_path",
+        "local_path": "nvme_path",
+        "interval": "checkpoint_interval",
+        "save_interval": "checkpoint_interval",
+        "save_every": "checkpoint_interval",
+        "snapshot_interval": "memory_snapshot_interval",
+        "bucket": "s3_bucket",
+        "prefix": "s3_prefix",
+        "region": "s3_region",
+        "keep": "keep_last_n",
+        "keep_count": "keep_last_n",
+        "max_to_keep": "keep_last_n",
+    },
+    "scaling": {
+        "rule": "scaling_rule",
+        "lr_scaling": "scaling_rule",
+        "global_batch_size": "target_global_batch_size",
+        "target_batch_size": "target_global_batch_size",
+        "lr": "base_lr",
+        "rounding": "rounding_mode",
+    },
+    "elastic": {
+        "nproc": "nproc_per_node",
+        "gpus_per_node": "nproc_per_node",
+        "backend": "rdzv_backend",
+        "endpoint": "rdzv_endpoint",
+        "etcd_endpoint": "rdzv_endpoint",
+        "rendezvous_endpoint": "rdzv_endpoint",
+        "rendezvous_backend": "rdzv_backend",
+        "id": "rdzv_id",
+        "run_id": "rdzv_id",
+        "coordinator_url": "coordinator",
+        "coordinator_addr": "coordinator",
+        "job": "job_id",
+    },
+    "chaos": {"kill_interval": "interval", "rto": "rto_threshold", "report": "output"},
+}
+"""What people write from habit, by section (sections themselves under ""), where spelling alone does not show it."""
+
+
 def validate_config(config: Mapping[str, Any], validate_s3: bool = False) -> ValidationResult:
     """Check a whole configuration. `validate_s3` also tries the bucket, with the credentials of this process."""
     check = _Check(config)
@@ -187,9 +291,23 @@ def validate_config(config: Mapping[str, Any], validate_s3: bool = False) -> Val
     return check.result()
 
 
-def validate_elastic_config(elastic: Mapping[str, Any]) -> ValidationResult:
-    """Check the `elastic` section alone."""
-    check = _Check({"elastic": elastic})
+def validate_training_config(config: Mapping[str, Any], validate_s3: bool = False) -> ValidationResult:
+    """`validate_config`, and what a training cannot do without: what passes here the trainer begins with."""
+    result = validate_config(config, validate_s3)
+    check = _Check(config)
+    if not (check.value_of("data.files") or check.value_of("data.data_files")):
+        check.error("data.files", "files must name the training data")
+    if check.value_of("training.max_steps") is None and check.value_of("training.epochs") is None:
+        check.error("training.max_steps", "max_steps must say when training ends (or epochs)")
+    known = {error.path for error in result.errors}
+    errors = result.errors + [error for error in check.errors if error.path not in known]
+    return ValidationResult(valid=not errors, errors=errors, warnings=result.warnings)
+
+
+def validate_elastic_config(config: Mapping[str, Any]) -> ValidationResult:
+    """Check the `elastic` section alone: of a whole configuration, or given by itself."""
+    is_whole = isinstance(config, Mapping) and not SECTIONS.keys().isdisjoint(config)
+    check = _Check({"elastic": config.get("elastic") if is_whole else config})
     check.sections()
     _check_elastic(check)
     return check.result()
@@ -244,7 +362,7 @@ class _Check:
             return
         for name, section in self.config.items():
             if name not in SECTIONS:
-                self.warn(str(name), "unknown section" + _nearest(name, SECTIONS))
+                self.warn(str(name), "unknown section" + _nearest(name, SECTIONS, OTHER_NAMES[""]))
             elif section is not None:
                 self.section(str(name), section)
 
@@ -256,7 +374,7 @@ class _Check:
         for key, value in section.items():
             path = f"{name}.{key}"
             if key not in keys:
-                self.warn(path, "unknown key" + _nearest(key, keys))
+                self.warn(path, "unknown key, it changes nothing" + _nearest(key, keys, OTHER_NAMES[name]))
             elif not (isinstance(value, str) and value.startswith("${")):  # Resolved later, by OmegaConf.
                 self.value(path, str(key), keys[key], value)
 
@@ -406,7 +524,7 @@ def _check_checkpoint(check: _Check) -> None:
 
 
 def _check_model(check: _Check) -> None:
-    width, heads = check.number("model.n_embd"), check.number("model.n_head")
+    width, heads = check.number("model.n_embd", 128), check.number("model.n_head", 4)
     if width is not None and heads is not None and width % heads:
         check.error("model.n_embd", f"n_embd ({width}) must be a multiple of n_head ({heads})")
 
@@ -422,8 +540,9 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _nearest(name: object, known: Mapping[str, Any]) -> str:
-    matches = get_close_matches(str(name), known, n=1, cutoff=0.6)
+def _nearest(name: object, known: Mapping[str, Any], other_names: Mapping[str, str]) -> str:
+    lowered = str(name).lower().replace("-", "_")
+    matches = [other_names[lowered]] if lowered in other_names else get_close_matches(lowered, known, n=1)
     return f" (did you mean '{matches[0]}'?)" if matches else f"; known are {', '.join(known)}"
 
 

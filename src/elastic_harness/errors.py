@@ -2,7 +2,8 @@
 
 Every error takes its facts as keyword fields and builds its own text: `message` is one line that names what
 happened, `suggestions` says what to do about it, `str(error)` is both. The first positional argument is always
-the reason, so an error survives pickling and PyTorch's re-raise from a data loader process. Nothing here
+the reason, so an error survives pickling and PyTorch's re-raise from a data loader process; `message` is another
+name for it, as `config_key`, `file_path` and `checkpoint_path` are for what their errors are about. Nothing here
 imports torch.
 """
 
@@ -35,12 +36,24 @@ class ConfigurationError(ElasticTrainingError):
     usual_suggestions = ("Check the whole file at once: strata validate config.yaml",)
 
     def __init__(
-        self, reason: str, *, section: str | None = None, suggestions: Iterable[str] | None = None
+        self,
+        reason: str = "",
+        *,
+        section: str | None = None,
+        suggestions: Iterable[str] | None = None,
+        message: str = "",
+        config_key: str | None = None,
     ) -> None:
-        self.reason = reason
-        self.section = section
-        message = reason if section is None else f"Configuration error in '{section}': {reason}"
-        super().__init__(message, suggestions=suggestions)
+        self.reason = reason = reason or message
+        self.section = section = config_key if section is None else section
+        super().__init__(
+            reason if section is None else f"Configuration error in '{section}': {reason}",
+            suggestions=suggestions,
+        )
+
+    @property
+    def config_key(self) -> str | None:
+        return self.section
 
 
 class DistributedSetupError(ElasticTrainingError, RuntimeError):
@@ -125,6 +138,11 @@ class CheckpointError(ElasticTrainingError):
     """Base of what can go wrong with a checkpoint."""
 
     code = "checkpoint"
+    path: str | None = None
+
+    @property
+    def checkpoint_path(self) -> str | None:
+        return self.path
 
 
 class CheckpointSaveError(CheckpointError):
@@ -134,15 +152,17 @@ class CheckpointSaveError(CheckpointError):
 
     def __init__(
         self,
-        reason: str,
+        reason: str = "",
         *,
         tier: str | None = None,
         path: str | None = None,
         suggestions: Iterable[str] | None = None,
+        message: str = "",
+        checkpoint_path: str | None = None,
     ) -> None:
-        self.reason = reason
+        self.reason = reason = reason or message
         self.tier = None if tier is None else tier.upper()
-        self.path = path
+        self.path = path = checkpoint_path if path is None else path
         prefix = "" if self.tier is None else f"[{self.tier}] "
         where = "" if path is None else f" to '{path}'"
         # With neither fact given the reason is already the whole text (see the module's note on pickling).
@@ -167,12 +187,20 @@ class CheckpointLoadError(CheckpointError):
     )
 
     def __init__(
-        self, reason: str, *, path: str | None = None, suggestions: Iterable[str] | None = None
+        self,
+        reason: str = "",
+        *,
+        path: str | None = None,
+        suggestions: Iterable[str] | None = None,
+        message: str = "",
+        checkpoint_path: str | None = None,
     ) -> None:
-        self.reason = reason
-        self.path = path
-        message = reason if path is None else f"Failed to load checkpoint from '{path}': {reason}"
-        super().__init__(message, suggestions=suggestions)
+        self.reason = reason = reason or message
+        self.path = path = checkpoint_path if path is None else path
+        super().__init__(
+            reason if path is None else f"Failed to load checkpoint from '{path}': {reason}",
+            suggestions=suggestions,
+        )
 
     @classmethod
     def missing_keys(cls, path: str, keys: Iterable[str]) -> CheckpointLoadError:
@@ -187,12 +215,31 @@ class CheckpointValidationError(CheckpointError):
     usual_suggestions = ("Restore an older one, or another tier's copy of it.",)
 
     def __init__(
-        self, reason: str, *, path: str | None = None, suggestions: Iterable[str] | None = None
+        self,
+        reason: str = "",
+        *,
+        path: str | None = None,
+        suggestions: Iterable[str] | None = None,
+        message: str = "",
+        checkpoint_path: str | None = None,
     ) -> None:
-        self.reason = reason
-        self.path = path
-        message = reason if path is None else f"Checkpoint '{path}' is not valid: {reason}"
-        super().__init__(message, suggestions=suggestions)
+        self.reason = reason = reason or message
+        self.path = path = checkpoint_path if path is None else path
+        super().__init__(
+            reason if path is None else f"Checkpoint '{path}' is not valid: {reason}", suggestions=suggestions
+        )
+
+    @classmethod
+    def missing_state(cls, of: str, *names: str, found: Iterable[str] = ()) -> CheckpointValidationError:
+        """A saved state that lacks what cannot be done without."""
+        there = ", ".join(sorted(map(str, found))) or "nothing"
+        return cls(
+            f"The saved state of {of} has no {', '.join(map(repr, names))}; it has {there}",
+            suggestions=(
+                "Add what is missing to the state before loading it, if you know it.",
+                "Or leave this part out: the weights do not depend on it.",
+            ),
+        )
 
 
 class MemoryLimitExceeded(CheckpointError):
@@ -226,13 +273,14 @@ class TopologyChangeError(ElasticTrainingError):
 
     def __init__(
         self,
-        reason: str,
+        reason: str = "",
         *,
         old_world_size: int | None = None,
         new_world_size: int | None = None,
         suggestions: Iterable[str] | None = None,
+        message: str = "",
     ) -> None:
-        self.reason = reason
+        self.reason = reason = reason or message
         self.old_world_size = old_world_size
         self.new_world_size = new_world_size
         known = old_world_size is not None and new_world_size is not None
@@ -275,14 +323,24 @@ class DataLoadingError(ElasticTrainingError):
     code = "data_loading"
 
     def __init__(
-        self, reason: str, *, source: str | None = None, suggestions: Iterable[str] | None = None
+        self,
+        reason: str = "",
+        *,
+        source: str | None = None,
+        suggestions: Iterable[str] | None = None,
+        message: str = "",
+        file_path: str | None = None,
     ) -> None:
-        self.reason = reason
-        self.source = source
+        self.reason = reason = reason or message
+        self.source = source = file_path if source is None else source
         super().__init__(
             reason if source is None else f"Failed to load data from '{source}': {reason}",
             suggestions=suggestions,
         )
+
+    @property
+    def file_path(self) -> str | None:
+        return self.source
 
     @classmethod
     def index_not_found(cls, source: str, *, index: str) -> DataLoadingError:

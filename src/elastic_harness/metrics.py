@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_harness.errors import CheckpointValidationError
+
 RECENT = 512
 
 
@@ -104,6 +106,11 @@ class RecoveryMetrics:
         self.total_s.record(sum(phases_s.values()))
         self.lost_steps.record(lost_steps)
 
+    def record_recovery(self, duration_s: float, *, lost_steps: int = 0) -> None:
+        """A recovery whose phases nobody has measured."""
+        self.total_s.record(duration_s)
+        self.lost_steps.record(lost_steps)
+
     @property
     def count(self) -> int:
         return self.total_s.count
@@ -125,6 +132,8 @@ class GradientMetrics:
         if max_norm is not None and norm > max_norm:
             self.clipped += 1
 
+    record_norm = record_gradient_norm = record
+
 
 @dataclass(slots=True)
 class LRMetrics:
@@ -135,6 +144,8 @@ class LRMetrics:
 
     def record(self, lr: float) -> None:
         self.lr.record(lr)
+
+    record_lr = record
 
     def record_topology_change(self) -> None:
         self.topology_changes += 1
@@ -169,6 +180,26 @@ class TrainingMetrics:
         self.samples += samples
         if loss is not None:
             self.loss.record(loss)
+
+    def record_checkpoint_save(
+        self, duration_s: float, *, size_bytes: int = 0, tier: str = "", stall_s: float = 0.0
+    ) -> None:
+        self.checkpoint.record_save(duration_s, size_bytes=size_bytes, tier=tier, stall_s=stall_s)
+
+    def record_checkpoint_load(self, duration_s: float) -> None:
+        self.checkpoint.record_load(duration_s)
+
+    def record_recovery(self, duration_s: float, *, lost_steps: int = 0) -> None:
+        self.recovery.record_recovery(duration_s, lost_steps=lost_steps)
+
+    def record_gradient_norm(self, norm: float, *, max_norm: float | None = None) -> None:
+        self.gradient.record(norm, max_norm=max_norm)
+
+    def record_lr(self, lr: float) -> None:
+        self.lr.record(lr)
+
+    def record_topology_change(self) -> None:
+        self.lr.record_topology_change()
 
     @property
     def steps(self) -> int:
@@ -250,7 +281,12 @@ class TrainingMetrics:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, away_s: float = 0.0) -> None:
-        """Continue an earlier run's totals. `away_s` is the time between its last record and this start."""
+        """Continue an earlier run's totals. `away_s` is the time between its last record and this start. Raises
+        `CheckpointValidationError`, and changes nothing, for a state that lacks some of them."""
+        missing = [name for name in self.state_dict() if name not in state]
+        missing += [f"series.{name}" for name in self._series() if name not in state.get("series", {})]
+        if missing:
+            raise CheckpointValidationError.missing_state("the metrics", *missing, found=state)
         for name, series in self._series().items():
             series.load_state_dict(state["series"][name])
         self.recovery.phases_s = {}

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from elastic_harness.errors import ConfigurationError
+from elastic_harness.errors import CheckpointValidationError, ConfigurationError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -24,10 +24,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("variable_batch", "constant_batch")
-ROUNDING_MODES = ("ceil", "floor", "nearest")
-
 Strategy = Literal["variable_batch", "constant_batch"]
-RoundingMode = Literal["ceil", "floor", "nearest"]
+
+
+class RoundingMode(StrEnum):
+    """What becomes of a global batch that the workers cannot share evenly. Each equals its own text."""
+
+    CEIL = "ceil"
+    FLOOR = "floor"
+    NEAREST = "nearest"
+
+
+ROUNDING_MODES = tuple(mode.value for mode in RoundingMode)
 
 
 class HasParamGroups(Protocol):
@@ -88,6 +96,9 @@ def scaled_lr(config: ScalingConfig, world_size: int, batch_size: int | None = N
     return min(max(config.base_lr * factor, config.min_lr), config.max_lr)
 
 
+get_scaled_lr = scaled_lr
+
+
 class WarmupScheduler:
     """A straight ramp from one rate to another. Each value is computed from the step number, so nothing adds
     up, and the last one is exactly `target_lr`."""
@@ -104,10 +115,12 @@ class WarmupScheduler:
     def is_complete(self) -> bool:
         return self.current_step >= self.warmup_steps
 
-    def get_lr(self) -> float:
-        if self.is_complete:
+    def get_lr(self, step: int | None = None) -> float:
+        """The rate at `step` of the ramp; without one, where the ramp is now."""
+        step = self.current_step if step is None else max(0, step)
+        if step >= self.warmup_steps:
             return self.target_lr
-        return self.start_lr + (self.target_lr - self.start_lr) * (self.current_step / self.warmup_steps)
+        return self.start_lr + (self.target_lr - self.start_lr) * (step / self.warmup_steps)
 
     def step(self) -> float:
         """Advance by one step; the rate from here on."""
@@ -151,6 +164,12 @@ class LRScalingManager:
     def is_warming_up(self) -> bool:
         return self._warmup is not None
 
+    def get_scaled_lr(self, world_size: int | None = None, batch_size: int | None = None) -> float:
+        """The rate a world would settle at; by default the present one. Changes nothing."""
+        if world_size is None:
+            return scaled_lr(self.config, self.world_size, batch_size or self.batch_size)
+        return scaled_lr(self.config, world_size, batch_size)
+
     def on_topology_change(self, new_world_size: int, batch_size: int | None = None) -> float:
         """Aim at the rate of the new world, and return it. The way there takes `warmup_steps` steps."""
         before = self.current_lr
@@ -190,18 +209,21 @@ class LRScalingManager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        ratios = [float(ratio) for ratio in state["group_ratios"]]
+        """Raises `CheckpointValidationError` for a state without a world; what else an older one lacks is at rest."""
+        world_size = int(_saved(state, "world_size", "current_world_size", of="the learning rate"))
+        batch_size = int(state.get("batch_size") or self.config.base_batch_size)
+        ratios = [float(ratio) for ratio in state.get("group_ratios", self._group_ratios)]
         if len(ratios) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"saved for {len(ratios)} parameter groups, not {len(self.optimizer.param_groups)}"
             )
-        target = scaled_lr(self.config, int(state["world_size"]), int(state["batch_size"]))
-        self.world_size = int(state["world_size"])
-        self.batch_size = int(state["batch_size"])
-        self._schedule_factor = float(state["schedule_factor"])
+        target = scaled_lr(self.config, world_size, batch_size)
+        self.world_size = world_size
+        self.batch_size = batch_size
+        self._schedule_factor = float(state.get("schedule_factor", 1.0))
         self._group_ratios = ratios
         self._warmup = None
-        if state["warmup"] is not None:
+        if state.get("warmup") is not None:
             start_lr, current_step = state["warmup"]
             self._warmup = WarmupScheduler(float(start_lr), target, self.config.warmup_steps)
             self._warmup.current_step = int(current_step)
@@ -215,7 +237,7 @@ class GradAccumulationConfig:
     target_global_batch_size: int
     local_batch_size: int
     base_world_size: int
-    rounding_mode: RoundingMode = "ceil"
+    rounding_mode: RoundingMode | Literal["ceil", "floor", "nearest"] = RoundingMode.CEIL
 
     def __post_init__(self) -> None:
         _require_counts(
@@ -229,18 +251,19 @@ class GradAccumulationConfig:
                 f"Unknown rounding mode '{self.rounding_mode}'. Valid options: {list(ROUNDING_MODES)}",
                 section="scaling",
             )
+        object.__setattr__(self, "rounding_mode", RoundingMode(self.rounding_mode))
 
 
 def accumulation_steps(config: GradAccumulationConfig, world_size: int) -> int:
     """How many micro-batches each of `world_size` workers takes per optimizer step: at least one."""
     _require_world(world_size)
     target, at_once = config.target_global_batch_size, config.local_batch_size * world_size
-    match config.rounding_mode:
-        case "ceil":
+    match RoundingMode(config.rounding_mode):
+        case RoundingMode.CEIL:
             steps = -(-target // at_once)
-        case "floor":
+        case RoundingMode.FLOOR:
             steps = target // at_once
-        case "nearest":
+        case RoundingMode.NEAREST:
             steps = (2 * target + at_once) // (2 * at_once)  # Halves round up.
     return max(1, steps)
 
@@ -260,8 +283,8 @@ class GradientAccumulationManager:
 
     @property
     def loss_scale_factor(self) -> float:
-        """Multiply each micro-batch's mean loss by this, and the sum is the mean over the whole step."""
-        return 1.0 / self.accumulation_steps
+        """Divide each micro-batch's mean loss by this, and the sum is the mean over the whole step."""
+        return float(self.accumulation_steps)
 
     @property
     def effective_batch_size(self) -> int:
@@ -325,7 +348,8 @@ class ElasticScalingManager:
 
     @property
     def loss_scale_factor(self) -> float:
-        return 1.0 / self.accumulation_steps
+        """What the loss of a micro-batch is divided by."""
+        return float(self.accumulation_steps)
 
     @property
     def effective_batch_size(self) -> int:
@@ -366,8 +390,11 @@ class ElasticScalingManager:
         return {"strategy": self.strategy, "world_size": self.world_size, "lr": self.lr.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.lr.load_state_dict(state["lr"])
-        self.world_size = int(state["world_size"])
+        """Also loads a state of the learning rate alone. Raises `CheckpointValidationError` for one without a world."""
+        rate = state["lr"] if isinstance(state.get("lr"), Mapping) else state
+        world_size = int(_saved({**rate, **state}, "world_size", "current_world_size", of="scaling"))
+        self.lr.load_state_dict({"world_size": world_size, **rate})
+        self.world_size = world_size
         if self.accumulation is not None and self.strategy == "constant_batch":
             self.accumulation.on_topology_change(self.world_size)
 
@@ -383,23 +410,49 @@ def cosine_factor(step: int, *, warmup_steps: int, total_steps: int, min_ratio: 
 
 
 def create_lr_scheduler_with_warmup(
-    optimizer: Optimizer, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.1
+    optimizer: Optimizer,
+    warmup_steps: int,
+    total_steps: int,
+    min_lr: float | None = None,
+    *,
+    min_lr_ratio: float = 0.1,
 ) -> LambdaLR:
-    """`cosine_factor` as a PyTorch scheduler, for loops that use one."""
+    """`cosine_factor` as a PyTorch scheduler, for loops that use one.
+
+    `min_lr` is the rate every parameter group ends at; a group that starts below it keeps its own. Without it each
+    group ends at `min_lr_ratio` of its rate.
+    """
     from torch.optim.lr_scheduler import LambdaLR
 
-    return LambdaLR(
-        optimizer,
-        lambda step: cosine_factor(
-            step, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=min_lr_ratio
-        ),
-    )
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    if min_lr is not None and not 0 <= min_lr <= max(rates):
+        raise ConfigurationError(
+            f"min_lr ({min_lr:g}) must lie between 0 and the learning rate ({max(rates):g})",
+            section="scaling",
+            suggestions=("It is a rate; a share of the learning rate is min_lr_ratio.",),
+        )
+
+    def factor_of(rate: float) -> Callable[[int], float]:
+        ratio = min_lr_ratio if min_lr is None else min(1.0, min_lr / rate) if rate else 1.0
+        return lambda step: cosine_factor(
+            step, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=ratio
+        )
+
+    return LambdaLR(optimizer, [factor_of(rate) for rate in rates])
 
 
 def unknown_strategy(strategy: object) -> ConfigurationError:
     return ConfigurationError(
         f"Unknown scaling strategy '{strategy}'. Valid options: {list(STRATEGIES)}", section="scaling"
     )
+
+
+def _saved(state: Mapping[str, Any], *names: str, of: str) -> Any:
+    """What a saved state holds under one of its names, the present one first."""
+    for name in names:
+        if name in state:
+            return state[name]
+    raise CheckpointValidationError.missing_state(of, names[0], found=state)
 
 
 def _require_world(world_size: int) -> None:

@@ -48,6 +48,7 @@ from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler
 from strata.data.steps import Batch
 from strata.errors import StrataError
+from strata.logs import formatter
 from strata.training.job import ElasticJob, ElasticOptions
 from strata.training.preemption import EXIT_AGAIN
 from strata.training.startup import postpone_the_compiler
@@ -307,14 +308,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 trained to the end or left in good order, 1 training failed, 2 the configuration is wrong, 75 to be
     started again: there were too few workers."""
     parser = argparse.ArgumentParser(prog="elastic_harness.train", description=__doc__)
-    parser.add_argument("--config", required=True, type=Path, help="YAML file")
+    default = os.environ.get("CONFIG_FILE") or None
+    parser.add_argument(
+        "--config", required=default is None, default=default, type=Path, help="YAML file [CONFIG_FILE]"
+    )
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     options = parser.parse_args(arguments)
-    level = os.environ.get("LOGLEVEL", "INFO").upper()
-    logging.basicConfig(
-        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
     try:
+        _log_to_stderr()
         config, warnings = read_train_config(options.config, options.overrides)
     except StrataError as error:
         _complain(error)
@@ -344,6 +345,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         cleanup_distributed()
     return 0
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")))
+    logging.basicConfig(level=os.environ.get("LOGLEVEL", "INFO").upper(), handlers=[handler])
 
 
 def _check_world(config: TrainConfig, world: WorldInfo, tracer: Tracer) -> None:

@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from elastic_harness.config_validator import validate_config
+from elastic_harness.config_validator import validate_training_config
 from elastic_harness.errors import ConfigurationError
+from strata.environment import unread
 
 T = TypeVar("T")
 
@@ -109,15 +110,9 @@ class TrainConfig:
 def read_train_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig, list[str]]:
     """The configuration and its warnings. Raises `ConfigurationError` with everything that is wrong."""
     document = _read(path, overrides)
-    result = validate_config(document)
+    result = validate_training_config(document)
     result.raise_if_invalid()
-    config = _build(document)
-    problems = _missing(config)
-    if problems:
-        raise ConfigurationError(
-            problems[0], suggestions=[f"Fix {problem}" for problem in problems[1:]] or None
-        )
-    return config, [str(warning) for warning in result.warnings]
+    return _build(document), [*(str(warning) for warning in result.warnings), *unread()]
 
 
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -160,6 +155,8 @@ def _build(document: Mapping[str, Any]) -> TrainConfig:
             values.setdefault("lr", values.pop("learning_rate"))
         if name == "data" and "data_files" in values:
             values.setdefault("files", values.pop("data_files"))
+        if name == "checkpoint" and os.environ.get("CHECKPOINT_DIR"):
+            values.setdefault("nvme_path", os.environ["CHECKPOINT_DIR"])
         sections[name] = _section(kind, values)
     seq_length = (document.get("data") or {}).get("seq_length")
     if seq_length and "seq_length" not in (document.get("model") or {}):
@@ -176,22 +173,12 @@ def _section(kind: type[T], values: Mapping[str, Any]) -> T:
     chosen = {}
     for name, value in values.items():
         if name in known and value is not None:
-            wants_tuple = get_origin(hints[name]) is tuple
-            chosen[name] = tuple([value] if isinstance(value, str) else value) if wants_tuple else value
+            if get_origin(hints[name]) is tuple:
+                value = tuple([value] if isinstance(value, str) else value)
+            elif isinstance(value, str) and float in (hints[name], *get_args(hints[name])):
+                value = float(value)  # The validator has found that it is one, and has warned.
+            chosen[name] = value
     return kind(**chosen)
-
-
-def _missing(config: TrainConfig) -> list[str]:
-    problems = []
-    if not config.data.files:
-        problems.append("data.files: name the training data")
-    if config.training.max_steps is None and config.training.epochs is None:
-        problems.append("training.max_steps: say when training ends (or training.epochs)")
-    if config.model.n_embd % config.model.n_head:
-        problems.append(
-            f"model.n_embd ({config.model.n_embd}) must be a multiple of n_head ({config.model.n_head})"
-        )
-    return problems
 
 
 def coordinator_address(config: TrainConfig) -> str | None:

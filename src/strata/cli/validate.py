@@ -17,6 +17,7 @@ from rich.text import Text
 
 from strata.cli.common import AsJson, console, print_json
 from strata.core.words import counted
+from strata.environment import unread
 from strata.errors import MissingDependency, StrataError
 
 VALID, INVALID, UNREADABLE = 0, 1, 2
@@ -99,7 +100,8 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
         yield Problem(severity="error", line=0, path="", message=error.message, hint=error.hint)
         return
     # The harness is built on this package, not the other way round; only this command looks up at it.
-    result = import_module("elastic_harness.config_validator").validate_config(settings, validate_s3=try_s3)
+    validator = import_module("elastic_harness.config_validator")
+    result = validator.validate_training_config(settings, validate_s3=try_s3)
     for severity, findings in (("error", result.errors), ("warning", result.warnings)):
         for finding in findings:
             yield Problem(
@@ -109,6 +111,8 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
                 message=finding.problem,
                 hint=_missing_space(settings, finding.path),
             )
+    for sentence in unread():
+        yield Problem(severity="warning", line=0, path="", message=sentence)
 
 
 def explain_syntax(text: str, error: Any) -> Problem:

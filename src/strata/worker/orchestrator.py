@@ -77,7 +77,7 @@ class TrainingOrchestrator:
 
     def register_worker(
         self,
-        worker_id: str,
+        worker_id: str | None = None,
         hostname: str | None = None,
         port: int = 0,
         gpu_count: int = 0,
@@ -87,7 +87,8 @@ class TrainingOrchestrator:
         run_id: str = "",
         run_generation: int = 0,
     ) -> WorkerConfig:
-        """Join the fleet. The same id again is a new incarnation, and the old one is fenced.
+        """Join the fleet. The same id again is a new incarnation, and the old one is fenced. Without an id it is
+        `WORKER_ID`.
 
         With a `run_id`, the job's name belongs to that run while it is live: a worker of another one is refused, and so
         is one of an earlier generation of the run.
@@ -100,7 +101,7 @@ class TrainingOrchestrator:
 
     async def register_worker_async(
         self,
-        worker_id: str,
+        worker_id: str | None = None,
         hostname: str | None = None,
         port: int = 0,
         gpu_count: int = 0,
@@ -118,7 +119,7 @@ class TrainingOrchestrator:
 
     async def _register(
         self,
-        worker_id: str,
+        worker_id: str | None,
         hostname: str | None,
         port: int,
         gpu_count: int,
@@ -129,7 +130,7 @@ class TrainingOrchestrator:
     ) -> WorkerConfig:
         request = message(
             pb.RegisterWorkerRequest,
-            worker_id=worker_id,
+            worker_id=os.environ.get("WORKER_ID", "") if worker_id is None else worker_id,
             hostname=hostname if hostname is not None else socket.gethostname(),
             port=port,
             gpu_count=gpu_count,

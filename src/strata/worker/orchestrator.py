@@ -185,6 +185,11 @@ class TrainingOrchestrator:
         return self._session.topology
 
     @property
+    def worker_id(self) -> str:
+        """As the coordinator knows this worker; empty before `register_worker`."""
+        return self._session.registration.assigned_id if self._session.registration is not None else ""
+
+    @property
     def is_current(self) -> bool:
         """Whether a worker is registered, and nobody has said that its incarnation is over."""
         return self._session.registration is not None and not self._session.stale_reason
@@ -257,14 +262,20 @@ class TrainingOrchestrator:
         answer: pb.RegisterDatasetResponse = await self._session.call("RegisterDataset", request)
         return answer.total_shards
 
-    def get_shards(self, dataset_id: str, epoch: int = 0) -> list[ShardAssignment]:
-        """Every shard that is this worker's to read in `epoch`."""
-        return self._wait(self._get_shards(dataset_id, epoch))
+    def get_shards(
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+    ) -> list[ShardAssignment]:
+        """Every shard that is this worker's to read in `epoch`; or that of its fellow with this rank."""
+        return self._wait(self._get_shards(dataset_id, epoch, worker_rank))
 
-    async def get_shards_async(self, dataset_id: str, epoch: int = 0) -> list[ShardAssignment]:
-        return await self._await(self._get_shards(dataset_id, epoch))
+    async def get_shards_async(
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+    ) -> list[ShardAssignment]:
+        return await self._await(self._get_shards(dataset_id, epoch, worker_rank))
 
-    async def _get_shards(self, dataset_id: str, epoch: int) -> list[ShardAssignment]:
+    async def _get_shards(
+        self, dataset_id: str, epoch: int, worker_rank: int | None
+    ) -> list[ShardAssignment]:
         me = self._me()
         request = message(
             pb.GetDataShardRequest,
@@ -272,6 +283,7 @@ class TrainingOrchestrator:
             dataset_id=dataset_id,
             epoch=epoch,
             incarnation=me.incarnation,
+            worker_rank=worker_rank,
         )
         answer: pb.GetDataShardResponse = await self._session.call("GetDataShard", request)
         return [shard_assignment(shard) for shard in answer.shards]
@@ -419,6 +431,8 @@ class TrainingOrchestrator:
     def latest_checkpoint(self) -> CheckpointRecord | None:
         """The checkpoint a recovery should use, or None when the job has none."""
         return self._wait(self._latest_checkpoint())
+
+    latest = latest_checkpoint
 
     async def latest_checkpoint_async(self) -> CheckpointRecord | None:
         return await self._await(self._latest_checkpoint())

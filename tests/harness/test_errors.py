@@ -82,7 +82,7 @@ GUIDE = [
     (
         e.DataLoadingError.index_not_found("data/train.jsonl", index="data/train.index"),
         "Failed to load data from 'data/train.jsonl': Token index file not found",
-        "python -m elastic_harness.data.index_builder",
+        "strata index data/train.jsonl",
     ),
     (
         e.DataLoadingError.missing_text_key("text", found=["content"]),

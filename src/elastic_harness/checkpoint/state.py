@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from elastic_harness.errors import CheckpointLoadError, CheckpointValidationError
+from strata.trainer.errors import CheckpointLoadError, CheckpointValidationError
 from strata.training import rng
 from strata.training.state import unwrap
 

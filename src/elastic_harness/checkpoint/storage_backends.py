@@ -24,7 +24,6 @@ from elastic_harness.checkpoint.closing import Closing
 from elastic_harness.checkpoint.config import InvalidCheckpointConfig
 from elastic_harness.checkpoint.pending import Pending
 from elastic_harness.checkpoint.state import CheckpointState, checked_state
-from elastic_harness.checkpoint.told import loading, save_error, saving
 from strata.checkpoint.catalog.listing import Catalog, where
 from strata.checkpoint.catalog.manifest import IMAGE, Manifest, Part
 from strata.checkpoint.catalog.naming import manifest_key, new_id, step_stem
@@ -37,6 +36,7 @@ from strata.checkpoint.image.reading import fetched, open_image
 from strata.errors import StrataError
 from strata.stores import open_store
 from strata.stores.protocol import Store, StoreError
+from strata.trainer.error_translation import loading, save_error, saving
 
 log = logging.getLogger("elastic_harness.checkpoint")
 

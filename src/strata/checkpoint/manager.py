@@ -377,9 +377,9 @@ class CheckpointManager:
         if isinstance(step, SaveHandle):
             step.result()
         if isinstance(step, SaveHandle | CheckpointInfo):
-            step, checkpoint_id = None, step.checkpoint_id
+            checkpoint_id, step = step.checkpoint_id, None
         elif isinstance(step, str):
-            step, checkpoint_id = None, step
+            checkpoint_id, step = step, None
         return self._load(step, checkpoint_id, into, trusted_source, tiers).state
 
     async def load_async(

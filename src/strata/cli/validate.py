@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,6 +63,8 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
     """Syntax first; only a file that can be read as YAML is looked at as a configuration."""
     import yaml
 
+    from strata.trainer.validation import validate_training_config
+
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -99,9 +100,7 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
     except StrataError as error:
         yield Problem(severity="error", line=0, path="", message=error.message, hint=error.hint)
         return
-    # The harness is built on this package, not the other way round; only this command looks up at it.
-    validator = import_module("elastic_harness.config_validator")
-    result = validator.validate_training_config(settings, validate_s3=try_s3)
+    result = validate_training_config(settings, validate_s3=try_s3)
     for severity, findings in (("error", result.errors), ("warning", result.warnings)):
         for finding in findings:
             yield Problem(

@@ -16,6 +16,7 @@ import typer
 from rich.text import Text
 
 from strata.cli.common import console, print_json, print_table
+from strata.cli.extras import need
 from strata.errors import StrataError
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def chaos(
             f"a fault hits {hit} of {workers} workers, which leaves fewer than {min_survivors} untouched"
         )
     wanted = _signal(kill_signal)
+    need("torch", "omegaconf", feature="The job that is hurt", extra="harness")
 
     def say(text: str) -> None:
         if not json:

@@ -28,6 +28,7 @@ from strata.data.sampler import ElasticSampler
 from strata.data.steps import Batch
 from strata.errors import StrataError
 from strata.logs import formatter
+from strata.torch_compat import lazy_dynamo
 from strata.trainer.config import TrainConfig, coordinator_address, read_train_config
 from strata.trainer.data import ResumableDataset
 from strata.trainer.distributed import (
@@ -51,7 +52,6 @@ from strata.trainer.sequences import SequenceDataset, collate
 from strata.trainer.sync import SyncTimer
 from strata.training.job import ElasticJob, ElasticOptions
 from strata.training.preemption import EXIT_AGAIN
-from strata.training.startup import postpone_the_compiler
 from strata.training.trace import Tracer
 
 log = logging.getLogger("strata.trainer")
@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _complain(error)
             return EXIT_AGAIN  # Not a fault of the program: with more workers it will train.
         if not config.model.compile:
-            postpone_the_compiler()
+            lazy_dynamo.install()
         Trainer(config, world, tracer).run()
     except StrataError as error:
         # A save that failed under the policy `fail` is told in the words that the guide explains.
@@ -397,7 +397,7 @@ def _seed_everything(seed: int, *, deterministic: bool) -> None:
     torch.manual_seed(seed)
     if deterministic:
         # `torch.use_deterministic_algorithms` would also load the compiler, to tell it.
-        torch._C._set_deterministic_algorithms(True, warn_only=True)
+        lazy_dynamo.use_deterministic_algorithms()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from strata.core.event_text import describe
 from strata.core.messages import Event
 from strata.core.stragglers import Change
 
-SCHEMA: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "events.schema.json").read_text())
+SCHEMA: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "docs" / "reference" / "events.schema.json").read_text()
+)
 PLAIN = {int: 3, str: "x", float: 0.5, bool: True, bytes: b"b"}
 
 

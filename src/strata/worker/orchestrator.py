@@ -97,7 +97,7 @@ class TrainingOrchestrator:
 
     def register_worker(
         self,
-        worker_id: str,
+        worker_id: str | None = None,
         hostname: str | None = None,
         port: int = 0,
         gpu_count: int = 0,
@@ -107,7 +107,8 @@ class TrainingOrchestrator:
         run_id: str = "",
         run_generation: int = 0,
     ) -> WorkerConfig:
-        """Join the fleet. The same id again is a new incarnation, and the old one is fenced.
+        """Join the fleet. The same id again is a new incarnation, and the old one is fenced. Without an id it is
+        `WORKER_ID`.
 
         With a `run_id`, the job's name belongs to that run while it is live: a worker of another one is refused, and so
         is one of an earlier generation of the run.
@@ -120,7 +121,7 @@ class TrainingOrchestrator:
 
     async def register_worker_async(
         self,
-        worker_id: str,
+        worker_id: str | None = None,
         hostname: str | None = None,
         port: int = 0,
         gpu_count: int = 0,
@@ -138,7 +139,7 @@ class TrainingOrchestrator:
 
     async def _register(
         self,
-        worker_id: str,
+        worker_id: str | None,
         hostname: str | None,
         port: int,
         gpu_count: int,
@@ -149,7 +150,7 @@ class TrainingOrchestrator:
     ) -> WorkerConfig:
         request = message(
             pb.RegisterWorkerRequest,
-            worker_id=worker_id,
+            worker_id=os.environ.get("WORKER_ID", "") if worker_id is None else worker_id,
             hostname=hostname if hostname is not None else socket.gethostname(),
             port=port,
             gpu_count=gpu_count,
@@ -202,6 +203,11 @@ class TrainingOrchestrator:
         if self._session.topology is None:
             raise NotRegistered
         return self._session.topology
+
+    @property
+    def worker_id(self) -> str:
+        """As the coordinator knows this worker; empty before `register_worker`."""
+        return self._session.registration.assigned_id if self._session.registration is not None else ""
 
     @property
     def is_current(self) -> bool:
@@ -276,14 +282,20 @@ class TrainingOrchestrator:
         answer: pb.RegisterDatasetResponse = await self._session.call("RegisterDataset", request)
         return answer.total_shards
 
-    def get_shards(self, dataset_id: str, epoch: int = 0) -> list[ShardAssignment]:
-        """Every shard that is this worker's to read in `epoch`."""
-        return self._wait(self._get_shards(dataset_id, epoch))
+    def get_shards(
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+    ) -> list[ShardAssignment]:
+        """Every shard that is this worker's to read in `epoch`; or that of its fellow with this rank."""
+        return self._wait(self._get_shards(dataset_id, epoch, worker_rank))
 
-    async def get_shards_async(self, dataset_id: str, epoch: int = 0) -> list[ShardAssignment]:
-        return await self._await(self._get_shards(dataset_id, epoch))
+    async def get_shards_async(
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+    ) -> list[ShardAssignment]:
+        return await self._await(self._get_shards(dataset_id, epoch, worker_rank))
 
-    async def _get_shards(self, dataset_id: str, epoch: int) -> list[ShardAssignment]:
+    async def _get_shards(
+        self, dataset_id: str, epoch: int, worker_rank: int | None
+    ) -> list[ShardAssignment]:
         me = self._me()
         request = message(
             pb.GetDataShardRequest,
@@ -291,6 +303,7 @@ class TrainingOrchestrator:
             dataset_id=dataset_id,
             epoch=epoch,
             incarnation=me.incarnation,
+            worker_rank=worker_rank,
         )
         answer: pb.GetDataShardResponse = await self._session.call("GetDataShard", request)
         return [shard_assignment(shard) for shard in answer.shards]
@@ -438,6 +451,8 @@ class TrainingOrchestrator:
     def latest_checkpoint(self) -> CheckpointRecord | None:
         """The checkpoint a recovery should use, or None when the job has none."""
         return self._wait(self._latest_checkpoint())
+
+    latest = latest_checkpoint
 
     async def latest_checkpoint_async(self) -> CheckpointRecord | None:
         return await self._await(self._latest_checkpoint())

@@ -53,6 +53,10 @@ def folder_name(job: str) -> str:
     return f"job-{safe[:90].lstrip('._-')}"
 
 
+PROVEN = "preload"
+"""In a run's folder: what the fork server of the run's next agent here may import (`strata.rendezvous.preload`)."""
+
+
 def run_folder(job: str, *, root: Path | None = None) -> Path:
     """Where the processes of one run on this machine leave their timestamps (`strata.training.trace`)."""
     return memory_root(root) / f"strata-run-{os.getuid()}" / folder_name(job)

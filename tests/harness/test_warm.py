@@ -28,6 +28,7 @@ from strata.rendezvous.preload import preload
 from strata.rendezvous.warm import WarmWorkers
 from strata.shared_memory import make_private, run_folder
 from strata.torch_compat.elastic import let_signals_through
+from strata.training.trace import forget_rendezvous
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -217,6 +218,7 @@ def test_workers_that_replace_others_begin_with_what_those_had_imported(
     assert (first["torch._dynamo"], again["torch._dynamo"]) == (False, True)
     assert old
     assert not any(psutil.pid_exists(pid) for pid in old), "nobody needs the first server any more"
+    forget_rendezvous(run)
     assert not run_folder(run).exists()
 
 
@@ -246,6 +248,24 @@ def take_note(second: preload_module.SecondServer, run: str, names: list[str]) -
     make_private(folder, inside=folder.parent)
     (folder / "imports").write_text(json.dumps(names))
     preload_module.SecondServer._take_note(second, run)
+
+
+def test_an_agent_that_comes_back_to_a_run_imports_what_was_proven_from_the_start() -> None:
+    run = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    folder = run_folder(run)
+    make_private(folder, inside=folder.parent)
+    server: Any = forkserver._forkserver
+    before = server._preload_modules
+    try:
+        preload_module._prove(run, ["torch._dynamo", "sympy"])
+        preload(run)
+        assert server._preload_modules[-2:] == ["torch._dynamo", "sympy"]
+        forget_rendezvous(run)
+        assert not folder.exists()
+        preload(run)
+        assert "sympy" not in server._preload_modules
+    finally:
+        server._preload_modules = before
 
 
 def test_only_installed_modules_are_noted() -> None:

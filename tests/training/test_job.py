@@ -332,6 +332,40 @@ def test_break_evaluate_and_iterate_again_is_exact(tmp_path: Path, undisturbed: 
     assert_exact(tmp_path / "a", undisturbed, loop)
 
 
+def test_an_iterator_that_is_held_counts_what_was_trained(tmp_path: Path, undisturbed: torch.Tensor) -> None:
+    """As `next(iter(job))` does, or a progress bar that keeps what it went over."""
+    loop = Loop(tmp_path / "a")
+    with loop.job as job:
+        batches = iter(job)
+        loop.train(next(batches))
+        loop.train(next(batches))
+    assert steps_in(tmp_path / "a")[0] == 2
+    assert list(batches) == []
+    again = Loop(tmp_path / "a")
+    again.run()
+    assert_exact(tmp_path / "a", undisturbed, again)
+
+
+def test_an_iterator_that_outlives_a_failed_job_is_collected_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noticed: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", noticed.append)
+    loop = Loop(tmp_path / "a")
+    held = []
+
+    def fail() -> None:
+        with loop.job as job:
+            held.append(iter(job))
+            loop.train(next(held[0]))
+            raise Crash
+
+    with pytest.raises(Crash):
+        fail()
+    held.clear()
+    assert noticed == []
+
+
 def test_a_batch_that_was_left_untrained_is_read_again(tmp_path: Path, undisturbed: torch.Tensor) -> None:
     loop = Loop(tmp_path / "a")
     with loop.job as job:

@@ -41,14 +41,14 @@ def main() -> None:
 
 def _run(words: Sequence[str]) -> int:
     # Imported here: each worker reads this module too, as Python's multiprocessing does with its parent's program.
-    from strata.launch.arguments import VARIABLES, may_be_warm
+    from strata.launch.arguments import VARIABLES, may_be_warm, run_named
 
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     if may_be_warm(words):
         from strata.rendezvous.preload import preload
 
-        preload()
+        preload(run_named(words))
         forkserver.ensure_running()
 
     from strata.launch.arguments import launch

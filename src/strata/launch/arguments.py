@@ -49,6 +49,15 @@ def may_be_warm(words: Sequence[str]) -> bool:
     return not any(word.partition("=")[0] in cold and not word.endswith("=forkserver") for word in words)
 
 
+def run_named(words: Sequence[str]) -> str:
+    """The run's id, where the call names it: asked before torch, and with it the parser, is imported."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in ("--rdzv-id", "--rdzv_id"):
+            return value or following
+    return os.environ.get("PET_RDZV_ID") or os.environ.get("RDZV_ID", "")
+
+
 def parse(words: Sequence[str]) -> Namespace:
     """Raises `SystemExit` with a sentence for a call that cannot work."""
     from torch.distributed.run import get_args_parser
@@ -141,7 +150,7 @@ def launch(words: Sequence[str]) -> int:
     from strata.rendezvous.warm import warm_up
 
     args = parse(words)
-    warm_up()
+    warm_up(args.rdzv_id)
     with ExitStack() as cleanup:
         if (
             args.log_dir is None and args.redirects == args.tee == "0"

@@ -174,7 +174,7 @@ def create_cas_handler(
     `unreachable` puts that into words."""
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    warm_up()
+    warm_up(params.run_id)
     wrap_rendezvous(_meet)
 
     def seconds(key: str) -> float:

@@ -98,7 +98,7 @@ def create_local_handler(params: RendezvousParameters) -> LocalRendezvous:
         os.environ.setdefault(name, value)
     # Agents that meet somewhere are one launch if they have one id. This one meets nobody, whoever has its id as well.
     os.environ[LAUNCH_VARIABLE] = f"{params.run_id}:{uuid.uuid4().hex}"
-    warm_up()
+    warm_up(params.run_id)
     return LocalRendezvous(
         params.run_id,
         address=str(params.get("master_addr") or LOOPBACK),

@@ -3,7 +3,8 @@
 The first server imports what every worker needs. A script imports more: what it asks for, and what torch imports behind its
 back, like its compiler when the first optimizer is made, which takes seconds. So a worker notes, at its first optimizer step,
 what it has imported since it was forked, and the agent starts a second server in the background that has imported that too.
-Replacements come from the second one as soon as it is ready.
+Replacements come from the second one as soon as it is ready. What it has imported is left in the run's folder: the first server
+of an agent that comes back to the run imports it from the start, so that no core imports torch a second time beside training.
 
 Only installed packages are imported this way, and Strata itself: a script's own modules may read arguments or change files.
 Importing must leave a process that can be forked. If a module starts a thread or CUDA, that server is given up, its package is
@@ -22,7 +23,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import Any
 
 from strata.files import write_file
 from strata.rendezvous import PRELOAD_VARIABLE
-from strata.shared_memory import make_private, remove_empty, run_folder
+from strata.shared_memory import PROVEN, make_private, remove_empty, run_folder
 
 log = logging.getLogger("strata.rendezvous")
 
@@ -45,6 +46,8 @@ SEEN_VARIABLE = "STRATA_SEEN_IMPORTS"
 """To a second server: the file with the names to import, beside which it puts its outcome."""
 SEEN = "strata.rendezvous.seen"
 MOST_NAMES = 10_000
+MOST_PROVEN_BYTES = 60_000
+"""They travel on the server's command line."""
 FEWEST_NAMES = 30
 """For less, a second server is not worth its memory."""
 ATTEMPTS = 3
@@ -57,9 +60,18 @@ _SERVER_FIELDS = (
 )
 
 
-def preload() -> None:
+def preload(run: str = "") -> None:
     """In the agent, before its fork server runs."""
-    multiprocessing.set_forkserver_preload(_always())
+    multiprocessing.set_forkserver_preload([*_always(), *_proven(run)])
+
+
+def _proven(run: str) -> list[str]:
+    """What a server of an earlier agent of this run has imported on this machine, and could be forked afterwards."""
+    with suppress(OSError, ValueError):
+        if run:
+            names: list[str] = json.loads((run_folder(run) / PROVEN).read_text())
+            return names
+    return []
 
 
 def _always() -> list[str]:
@@ -100,14 +112,16 @@ def import_seen() -> None:
     path = Path(os.environ.pop(SEEN_VARIABLE))
     _die_with_parent(signal.SIGKILL)  # Until it listens, it would not notice that the agent has ended.
     try:
+        imported = []
         for name in json.loads(path.read_text()):
-            # Whatever a module does when it is imported, it has done it in a worker too, which went on.
+            # Whatever a module does when it is imported, it has done it in a worker too, which continued.
             with suppress(Exception, SystemExit):
                 importlib.import_module(name)
+                imported.append(name)
             if spoiled := _spoiled():
-                _leave(path, [name, spoiled])
+                _leave(path, {"spoiled": [name, spoiled]})
                 os._exit(1)
-        _leave(path, [])
+        _leave(path, {"imported": imported})
     except OSError:  # The run has ended, and its folder is gone.
         os._exit(1)
     _die_with_parent(0)
@@ -127,7 +141,7 @@ def _die_with_parent(by: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
-def _leave(path: Path, outcome: list[str]) -> None:
+def _leave(path: Path, outcome: Mapping[str, Sequence[str]]) -> None:
     write_file(_outcome_of(path), json.dumps(outcome), durable=False)
 
 
@@ -157,9 +171,10 @@ class SecondServer:
         if self._server is None or not _outcome_of(self._path).exists():
             return
         outcome = json.loads(_outcome_of(self._path).read_text())
-        if outcome:
-            self._give_up(*outcome)
+        if "spoiled" in outcome:
+            self._give_up(*outcome["spoiled"])
         else:
+            _prove(run, outcome["imported"])
             self._take_over()
 
     def replace_workers(self) -> None:
@@ -236,6 +251,12 @@ class SecondServer:
             with suppress(OSError):
                 path.unlink()
         remove_empty(self._path.parent)
+
+
+def _prove(run: str, names: list[str]) -> None:
+    if len(repr(names)) <= MOST_PROVEN_BYTES:
+        with suppress(OSError):
+            write_file(run_folder(run) / PROVEN, json.dumps(names), durable=False)
 
 
 def _end(server: Any) -> None:

@@ -29,6 +29,7 @@ from strata.rendezvous.agent import CarefulAgent
 from strata.rendezvous.frames import describe, report, script_frames
 from strata.rendezvous.preload import SecondServer, note_imports, preload
 from strata.torch_compat.elastic import WorkerProcesses, use_agent, use_worker_processes
+from strata.torch_compat.stores import join_promptly
 
 
 class WarmWorkers(WorkerProcesses):
@@ -62,6 +63,7 @@ def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
     _note_imports_at_first_step()
     try:
         separate_attempts()
+        join_promptly()
         end_with_trainer()
         return entrypoint(*arguments)
     except SystemExit as end:
@@ -125,8 +127,8 @@ def _run_of(envs: Mapping[int, Mapping[str, str]]) -> str:
 _second = SecondServer()
 
 
-def warm_up() -> None:
-    """In the agent, before it starts its first worker."""
-    preload()
+def warm_up(run: str) -> None:
+    """In the agent of a run, before it starts its first worker."""
+    preload(run)
     use_worker_processes(WarmWorkers)
     use_agent(CarefulAgent)

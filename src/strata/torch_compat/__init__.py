@@ -43,6 +43,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "rendezvous": (
         "torch.distributed.elastic.rendezvous.api:rendezvous_handler_registry._registry",
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._get_world",
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:get_method_name",
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_Action.SYNC",
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_BackendRendezvousStateHolder.sync",
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_DistributedRendezvousOpExecutor.run",

@@ -23,7 +23,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -244,6 +245,8 @@ class ElasticJob:
         self._preemption: Preemption | None = None
         self._footprints: Footprints | None = None
         self._step_hook: Any = None
+        self._batches: weakref.ref[Generator[Batch]] | None = None
+        self._is_closed = False
         self._saving: dict[CheckpointId, SaveHandle] = {}
         """Durable saves under way: rank 0 writes them and tells the others what became of each."""
         self._durable: list[Manifest] = []
@@ -316,6 +319,9 @@ class ElasticJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        batches = self._batches() if self._batches is not None else None
+        if kind is None and batches is not None:  # Somebody holds it, so that it was not closed by `break`.
+            batches.close()
         if kind is None and not self._has_finished:  # The loop ended by `break`, or was never begun.
             try:
                 self._finish()
@@ -327,6 +333,7 @@ class ElasticJob:
     def _close(self, *, failed: bool, left: bool = False) -> None:
         """Let go of everything. After a failure nothing is waited for: this process will be started again, and finds
         its newest snapshot in memory."""
+        self._is_closed = True
         if self._step_hook is not None:
             self._step_hook.remove()
         if self._watchdog is not None:
@@ -651,6 +658,13 @@ class ElasticJob:
     # --- training -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
+        batches = self._iterate()
+        self._batches = weakref.ref(
+            batches
+        )  # No more: a loop that is left by `break` lets go of it, and so must we.
+        return batches
+
+    def _iterate(self) -> Generator[Batch]:
         self._drop_uncommitted()
         self._has_finished = False
         self._step_began_s = time.monotonic()
@@ -660,10 +674,11 @@ class ElasticJob:
                 self._account.enter_step(self.step)
                 try:
                     yield batch
-                except (
-                    GeneratorExit
-                ):  # The loop was left: a batch that the optimizer has stepped on is trained.
-                    self._take(batch)
+                except GeneratorExit:
+                    # The loop was left: a batch that the optimizer has stepped on is trained. Unless the job itself was left
+                    # before, and this iterator is collected only now.
+                    if not self._is_closed:
+                        self._take(batch)
                     raise
                 if self._take(batch):
                     self._after_step(batch.step.batch_stop - batch.step.batch_start)

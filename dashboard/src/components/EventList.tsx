@@ -4,19 +4,19 @@ import { Link } from "@tanstack/react-router";
 import { CircleAlert, CircleCheck, CircleX, Dot, type LucideIcon } from "lucide-react";
 
 import { folded } from "../state/facts";
-import type { Happening } from "../state/types";
+import type { EventLine } from "../state/types";
 import { Empty } from "./states";
 import { Time } from "./values";
 
-const LOOKS: Record<Happening["level"], { icon: LucideIcon; tone: string; word: string }> = {
+const LOOKS: Record<EventLine["level"], { icon: LucideIcon; tone: string; word: string }> = {
   info: { icon: Dot, tone: "text-idle", word: "" },
-  good: { icon: CircleCheck, tone: "text-good", word: "good: " },
+  good: { icon: CircleCheck, tone: "text-good", word: "success: " },
   warn: { icon: CircleAlert, tone: "text-warn", word: "warning: " },
-  bad: { icon: CircleX, tone: "text-bad", word: "failure: " },
+  bad: { icon: CircleX, tone: "text-bad", word: "error: " },
 };
 
-export function Happenings(props: { items: readonly Happening[]; height?: number; onHover?: (at: number | null) => void }) {
-  if (props.items.length === 0) return <Empty title="Nothing has happened yet">Joins, failures, saves and recoveries appear here as they happen.</Empty>;
+export function EventList(props: { items: readonly EventLine[]; height?: number; onHover?: (at: number | null) => void }) {
+  if (props.items.length === 0) return <Empty title="No events yet">Joins, failures, checkpoints and recoveries appear here.</Empty>;
   return (
     <ol className="divide-y divide-line/60 overflow-y-auto border-t" style={{ maxHeight: props.height }} tabIndex={0} aria-label="Events">
       {folded(props.items).map((item) => {

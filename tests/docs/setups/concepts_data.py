@@ -1,7 +1,6 @@
 """A bucket with data, and what the ledger's blocks find in a training script."""
 
 import io
-import multiprocessing
 import os
 import tarfile
 from typing import Any
@@ -42,7 +41,8 @@ rank, world_size, step = 0, 1, 1
 checkpoint_id = "0" * 32
 model = torch.nn.Linear(1, 1)
 state = {"model": model.state_dict()}
-if multiprocessing.parent_process() is None:  # Loader processes need the functions only.
+if "PAGE_IS_SET_UP" not in os.environ:  # Loader processes, which inherit it, need the functions only.
+    os.environ["PAGE_IS_SET_UP"] = "1"
     fill(open_store("s3://bucket"))
     manager = CheckpointManager("s3://bucket/run-7")
     orchestrator = TrainingOrchestrator(f"http://{os.environ['TEST_COORDINATOR']}")

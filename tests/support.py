@@ -26,15 +26,8 @@ class Coordinator:
     Tasks only wait there, unless `env` names a launcher: most tests are about what is said, not about what runs.
     """
 
-    def __init__(
-        self,
-        data_dir: Path,
-        *arguments: str,
-        env: dict[str, str] | None = None,
-        python: str | Path = sys.executable,
-    ) -> None:
+    def __init__(self, data_dir: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.data_dir = data_dir
-        self._python = str(python)
         self._arguments = arguments
         self._env = {**os.environ, "STRATA_TOKEN": "", "STRATA_LAUNCHER": "none", **(env or {})}
         self.grpc_port = 0
@@ -46,7 +39,7 @@ class Coordinator:
 
     def start(self) -> Coordinator:
         self._hold_ports()
-        command = [self._python, "-m", "strata.cli.main", "serve", "--data-dir", str(self.data_dir)]
+        command = [sys.executable, "-m", "strata.cli.main", "serve", "--data-dir", str(self.data_dir)]
         command += ["--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port), *self._arguments]
         (self.data_dir / "serving.json").unlink(missing_ok=True)
         self.process = subprocess.Popen(

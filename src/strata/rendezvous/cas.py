@@ -16,6 +16,8 @@ from typing import Protocol, TypeVar
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
+from strata.backoff import Backoff
+
 T = TypeVar("T")
 Token = str
 
@@ -117,11 +119,10 @@ class CasStore(Store):
     def _until(timeout: timedelta, what: str) -> Iterator[None]:
         """Yield at growing intervals until the time is over, then raise what torch's callers expect."""
         deadline_s = time.monotonic() + timeout.total_seconds()
-        pause_s = FIRST_POLL_S
+        backoff = Backoff(first_s=FIRST_POLL_S, longest_s=SLOWEST_POLL_S)
         yield
         while (left_s := deadline_s - time.monotonic()) > 0:
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, SLOWEST_POLL_S)
+            time.sleep(min(backoff.pause_s() or 0.0, left_s))  # The last attempt is at the very end.
             yield
         raise DistStoreError(f"Timed out after {timeout.total_seconds():g} s waiting for {what}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ from strata.core.messages import (
     Command,
     DatasetId,
     DeregisterWorker,
+    Event,
     InvalidArgument,
     JobId,
     NameInUse,
@@ -34,6 +35,13 @@ from strata.core.run_registry import RUNS_KEPT, RunRegistry
 from tests.core.builders import Fleet, arrival, instant, limits, notice, shown
 
 A = WorkerId("a")
+
+
+def failed(events: Sequence[Event]) -> list[str]:
+    """Who has failed, and that nothing else has happened."""
+    assert all(isinstance(event, WorkerFailed) for event in events)
+    return [event.worker_id for event in events if isinstance(event, WorkerFailed)]
+
 
 FENCED: dict[str, Any] = {
     type(command).__name__: command
@@ -377,7 +385,7 @@ def test_a_dropped_stream_means_failure_after_the_grace(fleet: Fleet) -> None:
     assert isinstance(failed, WorkerFailed)
     assert (failed.worker_id, failed.reason) == (
         "a",
-        "its connection dropped 0.5 s ago and it did not come back",
+        "connection lost 0.5 s ago, not reconnected",
     )
     assert fleet.ranks() == {"b": 0}
 
@@ -396,10 +404,10 @@ def test_time_in_which_the_coordinator_came_to_nothing_is_held_against_nobody(fl
     fleet.now_s += 9.9
     fleet.cluster.membership.excuse(9.8, fleet.now)
     assert fleet.tick(0.3).events == ()
-    assert [event.worker_id for event in fleet.tick(0.1).events] == ["a"]
+    assert failed(fleet.tick(0.1).events) == ["a"]
     fleet.cluster.membership.excuse(60.0, fleet.now)
     assert fleet.tick(29.9).events == (), "nobody was heard later than now"
-    assert [event.worker_id for event in fleet.tick(0.2).events] == ["b"]
+    assert failed(fleet.tick(0.2).events) == ["b"]
 
 
 def test_the_end_of_an_older_incarnations_stream_says_nothing_about_the_newer(fleet: Fleet) -> None:
@@ -417,7 +425,7 @@ def test_silence_means_failure_after_the_heartbeat_timeout(fleet: Fleet) -> None
     (failed,) = fleet.tick(0.1).events
     assert isinstance(failed, WorkerFailed)
     assert failed.worker_id == "a"
-    assert "silent for 30.0 s" in failed.reason
+    assert "no heartbeat for 30.0 s" in failed.reason
 
 
 def test_everyone_lost_in_one_tick_has_a_generation_of_its_own(fleet: Fleet) -> None:
@@ -504,8 +512,8 @@ def test_every_change_says_why(fleet: Fleet) -> None:
     assert told == [
         "'a' is new",
         "'a' registered again; incarnation 1 is fenced",
-        "its connection dropped 0.5 s ago and it did not come back",
-        "'a' came back after it had failed (its connection dropped 0.5 s ago and it did not come back)",
+        "connection lost 0.5 s ago, not reconnected",
+        "'a' rejoined after a failure (connection lost 0.5 s ago, not reconnected)",
         "done",
     ]
 

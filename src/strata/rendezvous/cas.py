@@ -2,7 +2,7 @@
 
 `CasClient` is compare-and-swap on named values. `CasStore` is what torchrun's agents use next to the rendezvous
 itself, to agree on ranks and addresses and to leave together. Its keys live under the incarnation of the
-rendezvous, so what an earlier run left behind is never read. Waiting polls, at most four times a second; a
+rendezvous, so what an earlier run left behind is never read. Waiting polls, soon only four to eight times a second; a
 server that is away is waited for until the store's time-out.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from strata.backoff import Backoff
+from strata.torch_compat.stores import Store
 
 T = TypeVar("T")
 Token = str

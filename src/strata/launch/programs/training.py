@@ -1,4 +1,4 @@
-"""The recipe `training`: the harness's trainer on a registered dataset, with the task's settings.
+"""The recipe `training`: the built-in trainer on a registered dataset, with the task's settings.
 
 The first worker that gets there prepares (text, index, configuration), once for all attempts; the others wait for it.
 """
@@ -6,7 +6,6 @@ The first worker that gets there prepares (text, index, configuration), once for
 from __future__ import annotations
 
 import fcntl
-import importlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from strata.errors import StrataError
 from strata.files import write_file
 from strata.launch.context import TaskContext, current_task
 
-TRAINER = "elastic_harness.train"
 SAMPLE = "sample-text"
 SAMPLE_BYTES = 400_000
 SAMPLE_STEPS = 200
@@ -28,8 +26,9 @@ def main() -> None:
     except StrataError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    sys.argv = [TRAINER, "--config", str(config)]
-    sys.exit(importlib.import_module(TRAINER).main())
+    from strata.trainer.train import main as train
+
+    sys.exit(train(["--config", str(config)]))
 
 
 def prepare(task: TaskContext) -> Path:

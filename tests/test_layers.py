@@ -39,8 +39,10 @@ PURE = {
 ASKS_THE_CLOCK = re.compile(r"\.(now|today|utcnow)\(")
 
 GROUND_FLOOR = (
+    "strata.backoff",
     "strata.errors",
     "strata.files",
+    "strata.locks",
     "strata.processes",
     "strata.shared_memory",
 )

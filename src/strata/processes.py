@@ -65,6 +65,17 @@ def parent_process() -> Process:
     return _process(os.getppid() or os.getpid())
 
 
+def live_process(pid: int) -> Process:
+    """The process that has this number now. Raises `ProcessLookupError` where there is none, or it has ended."""
+    try:
+        found = Process(machine=machine_token(), pid=pid, started_ticks=_started_ticks(pid))
+    except FileNotFoundError:
+        found = None
+    if found is None or found.started_ticks < 0:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return found
+
+
 @functools.lru_cache(maxsize=2)
 def _process(pid: int) -> Process:
     return Process(machine=machine_token(), pid=pid, started_ticks=_started_ticks(pid))

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from strata.files import write_file
+from strata.processes import Process, parent_process, this_process
 
 _TRIES = 1_000
 _RUN_NAME = "run"
@@ -83,6 +84,24 @@ def make_private(folder: Path, *, inside: Path) -> None:
                     raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(each))
             return
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+
+
+def job_owner() -> Process:
+    """Whose end is the end of this process's job: the launcher's under torchrun, else its own."""
+    return parent_process() if "TORCHELASTIC_RUN_ID" in os.environ else this_process()
+
+
+def owner_lives(token: str) -> bool:
+    """Whether a process may still be there, by its token; one that cannot be seen from here may. False for what is no token."""
+    try:
+        return not Process.parse(token).is_gone()
+    except ValueError:
+        return False
+
+
+def touched_s(folder: Path) -> float:
+    """When anything in a folder was changed last. Raises `FileNotFoundError` where others are changing it now."""
+    return max(path.lstat().st_mtime for path in [folder, *folder.rglob("*")])
 
 
 def remove_empty(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,42 @@ def test_damage_is_told_by_its_type_and_no_target_is_torn_unless_it_may_be(
         other = "NVME" if tier == "MEMORY" else "MEMORY"
         manager.restore(checkpoint_id=info.checkpoint_id, into=into, tiers=[other], tear_ok=True)
     assert_same(into["model"], large_state(4)["model"])
+
+
+@pytest.mark.parametrize(
+    ("into", "name"),
+    [
+        ({"rows": [torch.zeros(2), torch.zeros(2), torch.zeros(2)]}, "rows.2"),
+        ({"rows": [torch.zeros(2), torch.zeros(2), {"deep": torch.zeros(2)}]}, "rows.2.deep"),
+        ({"rows": {"0": torch.zeros(2)}}, "rows.0"),
+        ({"one": [torch.zeros(2)]}, "one.0"),
+        ({"number": (torch.zeros(2),)}, "number.0"),
+        ({"missing": torch.zeros(2)}, "missing"),
+    ],
+)
+@pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
+def test_no_target_stays_as_it_is_without_a_word(
+    folder: Path, memory: Memory, into: dict[str, Any], name: str, tier: str
+) -> None:
+    state = {"rows": [torch.ones(2), torch.ones(2)], "one": torch.ones(2), "number": 5}
+    into = {"one": torch.zeros(2), **copy.deepcopy(into)}
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(state, step=1).result(60)
+        with pytest.raises(StateMismatch, match=f"'{name}' is not in the checkpoint"):
+            manager.restore(into=into, tiers=[tier])
+
+
+def test_targets_may_be_fewer_than_what_was_saved(folder: Path, memory: Memory) -> None:
+    """And an entry that nobody saved, such as an optimizer's before its first step, leaves its targets alone."""
+    state = {"rows": [torch.ones(2), torch.ones(2)], "optimizer": {"state": {}}}
+    into = {"rows": [torch.zeros(2)], "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}
+    with CheckpointManager(folder, memory=memory) as manager:
+        manager.save(state, step=1).result(60)
+        restored = manager.restore(into=into).state
+    assert into["rows"][0].tolist() == [1, 1]
+    assert restored["rows"][0] is into["rows"][0]
+    assert restored["rows"][1].tolist() == [1, 1]
+    assert restored["optimizer"] == {"state": {}}
 
 
 def test_a_payload_that_is_gone_or_cut_short_is_damaged(folder: Path, memory: Memory) -> None:

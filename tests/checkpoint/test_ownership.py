@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from strata import locks
 from strata.checkpoint import CheckpointManager, Memory, SaveFailed
-from strata.checkpoint.copying import locks, staging
-from strata.checkpoint.copying.locks import LOCK_NAME
+from strata.checkpoint.copying import staging
 from strata.checkpoint.copying.staging import Staging, find_snapshots, job_folder, remove_dead_jobs
 from strata.checkpoint.errors import Superseded
+from strata.locks import LOCK_NAME
 from strata.processes import Process, this_process
 from tests.checkpoint.states import assert_is_step, small_state
 from tests.support_programs import program

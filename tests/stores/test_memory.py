@@ -9,10 +9,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from strata.processes import Process
 from strata.stores import AccessDenied, NoSpace
 from strata.stores.memory import MemoryStore, reclaim_orphans
 from tests.stores import actor
@@ -204,8 +206,8 @@ def test_another_process_with_the_same_number_is_not_the_owner(shm: Path) -> Non
     store = MemoryStore("job", shm=shm)
     owners = store.root / ".strata/owners"
     (owner,) = owners.iterdir()
-    pid, start_ticks, namespace = owner.name.split("-")
-    owner.rename(owners / f"{pid}-{int(start_ticks) - 1}-{namespace}")
+    earlier = replace(Process.parse(owner.name), started_ticks=1)
+    owner.rename(owners / earlier.token)
     assert reclaim_orphans(shm=shm, grace_s=0) == ["job"]
 
 
@@ -213,7 +215,8 @@ def test_an_owner_in_another_container_counts_as_alive(shm: Path) -> None:
     store = MemoryStore("job", shm=shm)
     owners = store.root / ".strata/owners"
     (owner,) = owners.iterdir()
-    owner.rename(owners / "1-1-1")
+    elsewhere = replace(Process.parse(owner.name), machine="000000")
+    owner.rename(owners / elsewhere.token)
     assert reclaim_orphans(shm=shm, grace_s=0) == []
 
 

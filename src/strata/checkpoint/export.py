@@ -252,36 +252,30 @@ def _subtree(state: Any, key: str | None) -> Any:
     raise InvalidExport(f"The state has no '{key}'.", hint=f"There is: {known}.")
 
 
-def _leaves(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(node, list | tuple):
-        for number, value in enumerate(node):
-            yield from _leaves(value, f"{name}.{number}" if name else str(number))
-    else:
-        yield name or "state", node
-
-
 def _named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     import numpy as np
     import torch
 
-    for name, leaf in _leaves(state):
+    from strata.checkpoint.image.nested import dotted, leaves
+
+    for path, leaf in leaves(state):
         if isinstance(leaf, torch.Tensor):
-            yield name, leaf
+            yield dotted(path), leaf
         elif isinstance(leaf, np.ndarray):
-            yield name, torch.from_numpy(np.ascontiguousarray(leaf))
+            yield dotted(path), torch.from_numpy(np.ascontiguousarray(leaf))
 
 
 def _other_values(state: Any) -> tuple[dict[str, Any], list[str]]:
     """What is no tensor: as JSON where that can hold it, by name where not."""
     import numpy as np
 
+    from strata.checkpoint.image.nested import dotted, leaves
+
     tensors = {name for name, _ in _named_tensors(state)}
     values: dict[str, Any] = {}
     left_out = []
-    for name, leaf in _leaves(state):
+    for path, leaf in leaves(state):
+        name = dotted(path)
         if name in tensors:
             continue
         try:

@@ -2,7 +2,7 @@
 
 `CasClient` is compare-and-swap on named values. `CasStore` is what torchrun's agents use next to the rendezvous
 itself, to agree on ranks and addresses and to leave together. Its keys live under the incarnation of the
-rendezvous, so what an earlier run left behind is never read. Waiting polls, at most four times a second; a
+rendezvous, so what an earlier run left behind is never read. Waiting polls, soon only four to eight times a second; a
 server that is away is waited for until the store's time-out.
 """
 
@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from torch.distributed import DistStoreError
 
+from strata.backoff import Backoff
 from strata.torch_compat.stores import Store
 
 T = TypeVar("T")
@@ -118,11 +119,10 @@ class CasStore(Store):
     def _until(timeout: timedelta, what: str) -> Iterator[None]:
         """Yield at growing intervals until the time is over, then raise what torch's callers expect."""
         deadline_s = time.monotonic() + timeout.total_seconds()
-        pause_s = FIRST_POLL_S
+        backoff = Backoff(first_s=FIRST_POLL_S, longest_s=SLOWEST_POLL_S)
         yield
         while (left_s := deadline_s - time.monotonic()) > 0:
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, SLOWEST_POLL_S)
+            time.sleep(min(backoff.pause_s() or 0.0, left_s))  # The last attempt is at the very end.
             yield
         raise DistStoreError(f"Timed out after {timeout.total_seconds():g} s waiting for {what}")
 

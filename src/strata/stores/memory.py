@@ -6,7 +6,8 @@ and `reclaim_orphans` those whose owners are all gone, so memory is not lost to 
 Opening a store reclaims as well. A limit in bytes counts everything in the namespace, unfinished writes
 included, over all processes; replacing a value needs room for both until the old one is gone.
 
-An owner in another PID namespace (a container sharing /dev/shm) cannot be judged from here and counts as alive.
+An owner in another PID namespace (a container sharing /dev/shm) cannot be judged from here and counts as alive. Owners,
+private folders and locks are those of the images of checkpoints (`strata.shared_memory`, `strata.locks`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import logging
 import os
 import re
 import shutil
-import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
+from strata import locks
+from strata.processes import Process, live_process
+from strata.shared_memory import job_owner, owner_lives, touched_s
 from strata.stores.files import FileStore
 from strata.stores.keys import RESERVED
 from strata.stores.oserrors import store_error
@@ -35,6 +38,8 @@ SHM = "/dev/shm"
 ORPHAN_GRACE_S = 600.0
 """How long a namespace without owners waits for its job to come back."""
 
+LOCK_NAME = ".lock"
+_DOOMED = ".doomed-"
 _JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
@@ -69,8 +74,10 @@ class MemoryStore(FileStore):
         self.limit_bytes = limit_bytes
         self._shm = Path(shm)
         reclaim_orphans(shm=shm, spare=job)
-        super().__init__(_home(self._shm) / job)
-        self._take_ownership(_default_owner() if owner_pid is None else owner_pid)
+        owner = job_owner() if owner_pid is None else _process(owner_pid)
+        with self._opening(), _held_still(self._shm):
+            super().__init__(_home(self._shm) / job)
+            self._add_owner(owner)
 
     @property
     def url(self) -> str:
@@ -79,9 +86,7 @@ class MemoryStore(FileStore):
     def release(self) -> None:
         """The job has ended: give all of its memory back, whoever wrote it."""
         try:
-            with _locked(self._shm) as home:
-                if home is not None:
-                    _remove(home, self.job)
+            _remove(self._shm, lambda job: job == self.job)
         except OSError as error:
             raise store_error(error, tier=self.tier, key="", doing=f"release {self.url}") from error
 
@@ -115,20 +120,33 @@ class MemoryStore(FileStore):
                         sizes_bytes[found.st_ino] = found.st_size
         return sum(sizes_bytes.values())
 
-    def _take_ownership(self, pid: int) -> None:
+    @contextlib.contextmanager
+    def _opening(self) -> Iterator[None]:
         try:
-            with _locked(self._shm, create=True) as home:
-                assert home is not None
-                owners = home / self.job / RESERVED / "owners"
-                self._make_folder(owners)
-                for owner in owners.iterdir():
-                    if not _alive(owner.name):
-                        owner.unlink(missing_ok=True)
-                (owners / _identity(pid)).touch(mode=self.file_mode)
+            yield
+        except PermissionError as error:
+            if error.filename != str(_home(self._shm)):
+                raise self._not_opened(error) from error
+            raise AccessDenied(
+                f"{error.filename} belongs to somebody else.",
+                tier=self.tier,
+                key="",
+                hint="Have its owner or an administrator remove it.",
+            ) from None
         except OSError as error:
-            raise store_error(
-                error, tier=self.tier, key="", doing=f"open {self.url} in {self._shm}"
-            ) from error
+            raise self._not_opened(error) from error
+
+    def _not_opened(self, error: OSError) -> StoreError:
+        return store_error(error, tier=self.tier, key="", doing=f"open {self.url} in {self._shm}")
+
+    def _add_owner(self, owner: Process) -> None:
+        """Called while nobody else looks at the namespaces."""
+        owners = self.root / RESERVED / "owners"
+        self._make_folder(owners)
+        for each in owners.iterdir():
+            if not owner_lives(each.name):
+                each.unlink(missing_ok=True)
+        (owners / owner.token).touch(mode=self.file_mode)
 
 
 def reclaim_orphans(
@@ -136,111 +154,65 @@ def reclaim_orphans(
 ) -> list[str]:
     """Remove the namespaces of this user whose owners are gone and which nobody touched for `grace_s`; their
     names."""
-    removed = []
-    with contextlib.suppress(OSError), _locked(Path(shm)) as home:
-        if home is not None:
-            for job in sorted(os.listdir(home)):
-                if job != spare and _orphaned(home / job, grace_s):
-                    _remove(home, job)
-                    removed.append(job)
-                    log.info("memory://%s: reclaimed, its owners are gone", job)
+    home = _home(Path(shm))
+    removed: list[str] = []
+    with contextlib.suppress(OSError):
+        removed = _remove(Path(shm), lambda job: job != spare and _orphaned(home / job, grace_s))
+    for job in removed:
+        log.info("memory://%s: reclaimed, its owners are gone", job)
     return removed
 
 
 def _home(shm: Path) -> Path:
-    """Where this user's namespaces are. Checked, since anybody may create names in /dev/shm."""
-    home = shm / f"strata-{os.geteuid()}"
-    with contextlib.suppress(FileNotFoundError):
-        found = os.lstat(home)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise AccessDenied(
-                f"{home} belongs to somebody else.",
-                tier=MemoryStore.tier,
-                key="",
-                hint="Have its owner or an administrator remove it.",
-            )
-    return home
+    """Where this user's namespaces are. It goes when it is left empty."""
+    return shm / f"strata-{os.geteuid()}"
 
 
 @contextlib.contextmanager
-def _locked(shm: Path, *, create: bool = False) -> Iterator[Path | None]:
-    """This user's directory of namespaces, held still; None if there is none. It goes when it is left empty."""
+def _held_still(shm: Path) -> Iterator[None]:
+    """Nobody else adds or removes a namespace of this user meanwhile."""
     home = _home(shm)
-    while True:
-        if create:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(home, MemoryStore.dir_mode)
+    lock = home / LOCK_NAME
+    with locks.exclusively_inside(lock, inside=home):
         try:
-            fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            if create:
-                continue
-            yield None
-            return
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if not _is(fd, home):
-                continue  # It was left empty and removed while this process waited for the lock.
-            yield home
-            with contextlib.suppress(OSError):
-                os.rmdir(home)
-            return
+            yield
         finally:
-            os.close(fd)
+            lock.unlink(missing_ok=True)  # Whoever waits for it makes another.
+            with contextlib.suppress(OSError):
+                home.rmdir()
 
 
-def _is(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _remove(home: Path, job: str) -> None:
-    """Take the namespace away in one rename, then free it, so that no one can open half of it."""
-    doomed = home / f".doomed-{uuid.uuid4().hex}"
-    try:
-        os.rename(home / job, doomed)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(doomed, ignore_errors=True)
+def _remove(shm: Path, is_chosen: Callable[[str], bool]) -> list[str]:
+    """Take the chosen namespaces away, each in one rename, so that no one can open half of it; then free them. Also what
+    somebody who was killed had begun to remove. The names of the chosen."""
+    home, doomed = _home(shm), []
+    if not home.exists():
+        return []
+    chosen = []
+    with _held_still(shm):
+        for job in sorted(os.listdir(home)):
+            if job.startswith(_DOOMED):
+                doomed.append(home / job)
+            elif job != LOCK_NAME and is_chosen(job):
+                chosen.append(job)
+                doomed.append(home / f"{_DOOMED}{uuid.uuid4().hex}")
+                (home / job).rename(doomed[-1])
+        for each in doomed:
+            shutil.rmtree(each, ignore_errors=True)
+    return chosen
 
 
 def _orphaned(namespace: Path, grace_s: float) -> bool:
-    if namespace.name.startswith(".doomed-"):
-        return True  # Its remover was killed half-way.
     try:
-        if any(_alive(owner) for owner in os.listdir(namespace / RESERVED / "owners")):
+        if any(map(owner_lives, os.listdir(namespace / RESERVED / "owners"))):
             return False
     except FileNotFoundError:
         pass
-    touched_s = max((path.lstat().st_mtime for path in (namespace, *namespace.rglob("*"))), default=0.0)
-    return time.time() - touched_s >= grace_s
+    return time.time() - touched_s(namespace) >= grace_s
 
 
-def _default_owner() -> int:
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-
-
-def _identity(pid: int) -> str:
-    """A process, told apart from any later one with the same number: PID, start time, PID namespace."""
-    return f"{pid}-{_start_ticks(pid)}-{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _alive(identity: str) -> bool:
+def _process(pid: int) -> Process:
     try:
-        pid, start_ticks, pid_namespace = (int(part) for part in identity.split("-"))
-        return pid_namespace != os.stat("/proc/self/ns/pid").st_ino or _start_ticks(pid) == start_ticks
-    except (ValueError, StoreError):
-        return False
-
-
-def _start_ticks(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        raise ValueError(f"there is no process {pid}") from None
-    if fields[0] in "ZX":
-        raise ValueError(f"process {pid} has ended")
-    return int(fields[19])
+        return live_process(pid)
+    except ProcessLookupError as error:
+        raise ValueError(str(error)) from None

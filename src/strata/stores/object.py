@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,15 @@ from typing import Any
 
 import numpy as np
 
+from strata.backoff import Backoff
 from strata.stores.keys import RESERVED, check_key, check_prefix
-from strata.stores.object_clients import PROVIDERS, ClientSettings, make_client
+from strata.stores.object_clients import (
+    FIRST_DELAY_S,
+    LONGEST_DELAY_S,
+    PROVIDERS,
+    ClientSettings,
+    make_client,
+)
 from strata.stores.object_errors import explain
 from strata.stores.object_writers import GatheringWriter, StreamWriter
 from strata.stores.protocol import (
@@ -39,7 +47,6 @@ from strata.stores.protocol import (
     Truncated,
     Unavailable,
 )
-from strata.stores.retry import RetryBudget
 
 log = logging.getLogger("strata.stores")
 
@@ -261,7 +268,7 @@ class ObjectStore:
                 explained = self._explained(failure, key, "write")
                 if not isinstance(explained, Unavailable):
                     raise explained from failure
-            if not budget.wait(f"writing '{key}' to {self.url}", failure):
+            if not self._wait(budget, f"writing '{key}' to {self.url}", failure):
                 self._settle(failure, key, path, mark)
                 return
 
@@ -384,8 +391,8 @@ class ObjectStore:
                 failure = error
             # The client retries whole requests; an answer that breaks off in its middle is retried here.
             explained = self._explained(failure, key, "read")
-            if not isinstance(explained, Unavailable) or not budget.wait(
-                f"reading '{key}' from {self.url}", failure
+            if not isinstance(explained, Unavailable) or not self._wait(
+                budget, f"reading '{key}' from {self.url}", failure
             ):
                 raise explained from failure
 
@@ -395,8 +402,21 @@ class ObjectStore:
         check_key(key, tier=self.tier)
         return f"{self._prefix}/{key}" if self._prefix else key
 
-    def _budget(self) -> RetryBudget:
-        return RetryBudget(max_retries=self._settings.max_retries, budget_s=self._settings.retry_budget_s)
+    def _budget(self) -> Backoff:
+        return Backoff(
+            first_s=FIRST_DELAY_S,
+            longest_s=LONGEST_DELAY_S,
+            retries=self._settings.max_retries,
+            budget_s=self._settings.retry_budget_s,
+        )
+
+    def _wait(self, budget: Backoff, doing: str, failure: Exception) -> bool:
+        """Pause before another attempt; False, at once, if there is to be none."""
+        if (pause_s := budget.pause_s()) is None:
+            return False
+        log.warning("%s failed (%s), trying again in %.1f s", doing, type(failure).__name__, pause_s)
+        time.sleep(pause_s)
+        return True
 
     def _explained(self, error: BaseException, key: str, operation: str) -> StoreError:
         return explain(error, provider=self._provider, bucket=self._bucket, key=key, operation=operation)

@@ -66,6 +66,9 @@ AZURE = Provider(
     credentials_hint="Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or attach a managed identity.",
 )
 
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
+"""Between two attempts, the client's and the store's own."""
+
 PROVIDERS = {"s3": S3, "s3a": S3, "gs": GCS, "gcs": GCS, "az": AZURE, "azure": AZURE}
 
 
@@ -112,8 +115,8 @@ def make_client(settings: ClientSettings) -> Any:
                 "max_retries": settings.max_retries,
                 "retry_timeout": timedelta(seconds=settings.retry_budget_s),
                 "backoff": {
-                    "init_backoff": timedelta(seconds=0.1),
-                    "max_backoff": timedelta(seconds=5),
+                    "init_backoff": timedelta(seconds=FIRST_DELAY_S),
+                    "max_backoff": timedelta(seconds=LONGEST_DELAY_S),
                     "base": 2.0,
                 },
             },

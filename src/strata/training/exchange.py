@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from strata.checkpoint.image.in_place import Binding, paired
+from strata.checkpoint.image.nested import Path, leaves, mapped
 from strata.checkpoint.image.pickling import TensorRecipe
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ def broadcast_state(state: Any, *, source: int, into: Binding | None = None) -> 
     tensors: list[torch.Tensor] = []
     skeleton = [_strip(state, tensors)] if rank == source else [None]
     distributed.broadcast_object_list(skeleton, src=source)
-    slots = list(_slots(skeleton[0]))
+    slots = _slots(skeleton[0])
     if rank != source:
         targets = _targets(skeleton[0], into)
         tensors = [
@@ -93,26 +94,20 @@ class _Slot:
         return _Slot, (self.shape, self.dtype)
 
 
-def _strip(node: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(node, torch.Tensor):
-        tensors.append(node)
-        return _Slot(tuple(node.shape), node.dtype)
-    if isinstance(node, dict):
-        return {key: _strip(value, tensors) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return type(node)(_strip(value, tensors) for value in node)
-    return node
+def _strip(state: Any, tensors: list[torch.Tensor]) -> Any:
+    """The skeleton of a state; its tensors, in the order of their slots, are added to `tensors`."""
+
+    def slot(_: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Slot(tuple(leaf.shape), leaf.dtype)
+
+    return mapped(state, slot, leaf=torch.Tensor)
 
 
-def _slots(node: Any) -> Iterator[_Slot]:
-    if isinstance(node, _Slot):
-        yield node
-    elif isinstance(node, dict):
-        for value in node.values():
-            yield from _slots(value)
-    elif isinstance(node, list | tuple):
-        for value in node:
-            yield from _slots(value)
+def _slots(skeleton: Any) -> list[_Slot]:
+    return [leaf for _, leaf in leaves(skeleton, once=True) if isinstance(leaf, _Slot)]
 
 
 def _targets(skeleton: Any, into: Binding | None) -> dict[int, torch.Tensor]:
@@ -125,35 +120,28 @@ def _targets(skeleton: Any, into: Binding | None) -> dict[int, torch.Tensor]:
     return {id(of_recipe[id(recipe)]): target for target, recipe in pairs}
 
 
-def _outline(node: Any, of_recipe: dict[int, _Slot]) -> Any:
-    if isinstance(node, _Slot):
+def _outline(skeleton: Any, of_recipe: dict[int, _Slot]) -> Any:
+    def described(_: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, _Slot):
+            return leaf
         recipe = TensorRecipe(
             record=-1,
-            record_bytes=node.nbytes,
-            dtype=node.dtype,
+            record_bytes=leaf.nbytes,
+            dtype=leaf.dtype,
             offset=0,
-            shape=node.shape,
-            stride=torch.empty(node.shape, device="meta").stride(),
+            shape=leaf.shape,
+            stride=torch.empty(leaf.shape, device="meta").stride(),
             requires_grad=False,
             is_parameter=False,
         )
-        of_recipe[id(recipe)] = node
+        of_recipe[id(recipe)] = leaf
         return recipe
-    if isinstance(node, dict):
-        return {key: _outline(value, of_recipe) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_outline(value, of_recipe) for value in node]
-    return node
+
+    return mapped(skeleton, described)
 
 
-def _fill(node: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if isinstance(node, _Slot):
-        return next(tensors)
-    if isinstance(node, dict):
-        return {key: _fill(value, tensors) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return type(node)(_fill(value, tensors) for value in node)
-    return node
+def _fill(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    return mapped(skeleton, lambda _, leaf: next(tensors) if isinstance(leaf, _Slot) else leaf)
 
 
 def _chunks(slots: Sequence[_Slot]) -> Iterator[list[int]]:

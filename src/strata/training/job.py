@@ -32,6 +32,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from strata.backoff import Backoff
 from strata.checkpoint import Author, CheckpointManager, Memory, Policy, SaveHandle
 from strata.checkpoint.catalog.manifest import Manifest
 from strata.checkpoint.catalog.naming import Stem, new_id, unique_stem
@@ -403,21 +404,20 @@ class ElasticJob:
 
     def _patiently(self, attempt: Callable[[], Any]) -> Any:
         """Ask a destination that does not answer again, for as long as the options allow."""
-        delay_s, deadline_s = 0.5, time.monotonic() + self.options.unreachable_timeout_s
+        backoff = Backoff(first_s=0.5, longest_s=8.0, budget_s=self.options.unreachable_timeout_s)
         while True:
             try:
                 return attempt()
             except NoSpace:
                 raise  # It has answered.
             except StoreError as error:
-                if time.monotonic() + delay_s > deadline_s:
+                if (pause_s := backoff.pause_s()) is None:
                     raise _unreachable([str(error.message)]) from error
                 _announce(
                     logging.WARNING,
-                    f"a destination does not answer, asking again in {delay_s:g} s: {error.message}",
+                    f"a destination does not answer, asking again in {pause_s:.1f} s: {error.message}",
                 )
-            time.sleep(delay_s)
-            delay_s = min(2 * delay_s, 8.0)
+            time.sleep(pause_s)
 
     def _identity_in_memory(self) -> str:
         """A run that keeps its state in memory alone is known by the name it was given, else by its launch's, else by what

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import random
 import socket
 import threading
 import time
@@ -24,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+from strata.backoff import Backoff
 from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
 from strata.data.sampler import ElasticSampler
@@ -85,7 +85,7 @@ class CoordinatorLink:
         self._describe: Callable[[], None] | None = None
         self._registered_s: float | None = None
         self._must_register = True
-        self._pause_s = 0.0
+        self._backoff = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
         self._is_away = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="strata-notices", daemon=True)
@@ -258,9 +258,8 @@ class CoordinatorLink:
         if self._orchestrator.is_current and not self._must_register:
             return
         if self._registered_s is None or time.monotonic() - self._registered_s > SETTLED_S:
-            self._pause_s = 0.0
-        self._closing.wait(self._pause_s * random.uniform(0.5, 1.0))
-        self._pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
+            self._backoff.worked()
+        self._closing.wait(self._backoff.pause_s() or 0.0)
         self._orchestrator.register_worker(
             self.worker_id,
             socket.gethostname(),

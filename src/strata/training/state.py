@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from strata.checkpoint.errors import StateMismatch
+from strata.checkpoint.image.nested import Path, leaves, mapped
 from strata.checkpoint.image.pickling import TensorRecipe
 from strata.torch_compat.modules import is_plain_module, is_plain_optimizer
 from strata.training import rng
@@ -52,13 +53,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 def tensor_bytes(state: Any) -> int:
     """What a state's tensors take, which is nearly all of it."""
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
-    if isinstance(state, Mapping):
-        return sum(tensor_bytes(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return sum(tensor_bytes(value) for value in state)
-    return 0
+    return sum(leaf.nbytes for _, leaf in leaves(state, leaf=torch.Tensor) if isinstance(leaf, torch.Tensor))
 
 
 def _is_wrapper(model: torch.nn.Module) -> bool:
@@ -245,9 +240,14 @@ def _optimizer_targets(optimizer: torch.optim.Optimizer, saved: Any, name: str) 
     if not isinstance(entries, Mapping):
         raise StateMismatch(f"'{name}.state' is not in the checkpoint.")
 
-    def target(key: object, leaf: Any, owner: _Owner, live: Any) -> Any:
-        if isinstance(leaf, TensorRecipe):
-            dtype, device = owner.home(key, leaf.dtype)
+    def targets(entry: Any, owner: _Owner) -> Any:
+        lives = dict(leaves(optimizer.state.get(owner.parameter), leaf=torch.Tensor))
+
+        def target(path: Path, leaf: Any) -> torch.Tensor | None:
+            if not isinstance(leaf, TensorRecipe):
+                return None
+            live = lives.get(path)
+            dtype, device = owner.home(path[-1] if path else None, leaf.dtype)
             if (
                 type(live) is torch.Tensor
                 and (live.dtype, live.device, tuple(live.shape)) == (dtype, device, leaf.shape)
@@ -256,19 +256,11 @@ def _optimizer_targets(optimizer: torch.optim.Optimizer, saved: Any, name: str) 
                 taken.add(live.data_ptr())
                 return live
             return torch.empty_strided(leaf.shape, _dense(leaf), dtype=dtype, device=device)
-        if isinstance(leaf, Mapping):
-            inner = live if isinstance(live, Mapping) else {}
-            return {k: target(k, value, owner, inner.get(k)) for k, value in leaf.items()}
-        if isinstance(leaf, list | tuple):
-            return [target(None, value, owner, None) for value in leaf]
-        return None
+
+        return mapped(entry, target, leaf=TensorRecipe)
 
     taken: set[int] = set()
-    return {
-        number: target(None, entry, owners[number], optimizer.state.get(owners[number].parameter))
-        for number, entry in entries.items()
-        if number in owners
-    }
+    return {number: targets(entry, owners[number]) for number, entry in entries.items() if number in owners}
 
 
 def _dense(leaf: TensorRecipe) -> tuple[int, ...]:
@@ -285,17 +277,17 @@ def _adopt_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any])
     """What `Optimizer.load_state_dict` does, but in time that grows with the parameters, not with their square."""
     owners = dict(_owners(optimizer, saved, OPTIMIZER))
 
-    def placed(key: object, value: Any, owner: _Owner) -> Any:
-        if isinstance(value, torch.Tensor):
-            dtype, device = owner.home(key, value.dtype)
+    def placed(entry: Any, owner: _Owner) -> Any:
+        def place(path: Path, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = path[-1] if path else None
+            dtype, device = owner.home(key, leaf.dtype)
             if key == "step" and not owner.steps_on_device:
-                return value
-            return value.to(dtype=dtype, device=device)
-        if isinstance(value, dict):
-            return {k: placed(k, inner, owner) for k, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(placed(None, inner, owner) for inner in value)
-        return value
+                return leaf
+            return leaf.to(dtype=dtype, device=device)
+
+        return mapped(entry, place, leaf=torch.Tensor)
 
     state: defaultdict[Any, Any] = defaultdict(dict)
     for number, entry in saved["state"].items():
@@ -303,7 +295,7 @@ def _adopt_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any])
         if owner is None:
             state[number] = entry
         else:
-            state[owner.parameter] = placed(None, entry, owner)
+            state[owner.parameter] = placed(entry, owner)
     groups = deepcopy(saved["param_groups"])
     for group, live in zip(groups, optimizer.param_groups, strict=True):
         group["params"] = live["params"]

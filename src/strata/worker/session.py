@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import secrets
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from strata.backoff import Backoff
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc
 from strata.worker.errors import (
@@ -179,8 +179,9 @@ class SessionThread:
 
     async def call(self, method: str, request: Any, *, timeout_s: float | None = None) -> Any:
         """A unary call, retried while nobody answers. Every call of the contract may be repeated safely."""
-        deadline_s = time.monotonic() + (timeout_s if timeout_s is not None else self.call_timeout_s)
-        pause_s = FIRST_RETRY_S
+        budget_s = timeout_s if timeout_s is not None else self.call_timeout_s
+        deadline_s = time.monotonic() + budget_s
+        backoff = Backoff(first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S, budget_s=budget_s)
         while True:
             remaining_s = max(0.05, deadline_s - time.monotonic())
             try:
@@ -191,10 +192,10 @@ class SessionThread:
                 failure = from_rpc(error, self.address)
                 if not isinstance(failure, CoordinatorUnavailable):
                     raise failure from None
-                if time.monotonic() + pause_s >= deadline_s:
+                pause_s = backoff.pause_s()
+                if pause_s is None:
                     raise failure from None
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(LONGEST_RETRY_S, pause_s * 2)
+            await asyncio.sleep(pause_s)
 
     async def wait_barrier(self, request: pb.WaitBarrierRequest) -> pb.WaitBarrierResponse:
         """Arrive, and wait until the barrier ends, over as many connections as it takes."""
@@ -223,7 +224,8 @@ class SessionThread:
     # --- the session ----------------------------------------------------------------------------------------
 
     async def _keep_session(self, registration: pb.RegisterWorkerResponse) -> None:
-        pause_s = 0.0
+        backoff = Backoff(first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S)
+        backoff.worked()
         while not self.stale_reason:
             began_s = time.monotonic()
             try:
@@ -249,9 +251,8 @@ class SessionThread:
             finally:
                 self.connected.clear()
             if time.monotonic() - began_s > 5.0:
-                pause_s = 0.0  # It worked for a while: the first retry is immediate again.
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(LONGEST_RETRY_S, max(FIRST_RETRY_S, pause_s * 2))
+                backoff.worked()
+            await asyncio.sleep(backoff.pause_s() or 0.0)
 
     async def _run_session(self, registration: pb.RegisterWorkerResponse) -> None:
         # Ready as soon as the channel is: a second back-off on top of the channel's would double the silence.

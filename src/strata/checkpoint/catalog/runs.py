@@ -84,14 +84,6 @@ def open_run(stores: Sequence[Store], *, name: str = "") -> RunRecord:
     return wanted
 
 
-def read_run(store: Store) -> RunRecord | None:
-    """The run that a destination belongs to, if any."""
-    try:
-        return _read_record(store)
-    except RunMismatch:
-        return None
-
-
 class RunClaim:
     """The right of one start of a run to publish, until a newer start takes over."""
 

@@ -3,7 +3,7 @@
 An image is a file below the memory root, allocated, mapped and faulted in once, because the first touch of a fresh page
 costs ten times the copy into it. A save removes the image's mark, copies, and writes the mark (the manifest) last: an
 image is a checkpoint of the memory tier exactly while its mark is there. The images belong to a job's name and to
-the process that holds their folder, told by a lock (`strata.checkpoint.copying.locks`), so that processes of other containers
+the process that holds their folder, told by a lock (`strata.locks`), so that processes of other containers
 that share the memory can tell as well. When that process is gone, the next one of the same job takes them over; when
 the job is gone as well, any Strata process removes them after a grace. A clean close removes them at once.
 
@@ -37,17 +37,26 @@ from pathlib import Path
 
 import torch
 
+from strata import locks
 from strata.checkpoint.catalog.manifest import CheckpointId, Manifest, TensorEntry, decode
-from strata.checkpoint.copying import locks
 from strata.checkpoint.copying.cuda import page_lock, page_unlock
 from strata.checkpoint.copying.digest import Digest, digest_of, helping_threads
 from strata.checkpoint.copying.engine import Copier, Copying, Destination
-from strata.checkpoint.copying.locks import FolderLock
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded, Superseded
 from strata.checkpoint.image.layout import FILE_NAME, Placement, Plan, Prepared
 from strata.files import write_file
-from strata.processes import Process, parent_process, this_process
-from strata.shared_memory import ROOT_VARIABLE, images_folder, make_private, memory_roots, remove_empty
+from strata.locks import FolderLock
+from strata.processes import Process, this_process
+from strata.shared_memory import (
+    ROOT_VARIABLE,
+    images_folder,
+    job_owner,
+    make_private,
+    memory_roots,
+    owner_lives,
+    remove_empty,
+    touched_s,
+)
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -583,7 +592,7 @@ class Staging:
             "host": socket.gethostname(),
             "launch": self._launch,
         }
-        (folder / OWNER_NAME).write_text(f"{_owner().token}\n{json.dumps(mine)}\n")
+        (folder / OWNER_NAME).write_text(f"{job_owner().token}\n{json.dumps(mine)}\n")
 
     def _make_folder(self, folder: Path, root: Path) -> None:
         try:
@@ -775,25 +784,13 @@ class Fence:
             return 0
 
     def record(self, generation: int) -> None:
-        with self._open() as file:
+        folder = self._path.parent
+        with locks.exclusively_inside(self._path, inside=folder.parent) as file:
             newest = _number_in(os.pread(file, 64, 0))
             if newest > generation:
                 raise self._superseded(generation, newest)
             os.pwrite(file, b"%020d\n" % generation, 0)
         self._mine = generation
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[int]:
-        for _ in range(_ATTEMPTS):
-            make_private(self._path.parent, inside=self._path.parent.parent)
-            with contextlib.ExitStack() as stack:
-                try:
-                    file = stack.enter_context(locks.exclusively(self._path))
-                except FileNotFoundError:  # The folder was removed as empty by somebody who left just now.
-                    continue
-                yield file
-                return
-        raise CheckpointError(f"{self._path.parent} is removed again and again by another process.")
 
     def refuse(self) -> None:
         """Raise `Superseded` if a newer generation than this process's has started."""
@@ -880,26 +877,20 @@ def _remove_held(folder: Path) -> None:
     remove_tree(folder)
 
 
-def _owner() -> Process:
-    """Whose end is the end of the job: the launcher's under torchrun, else this process's."""
-    return parent_process() if "TORCHELASTIC_RUN_ID" in os.environ else this_process()
-
-
 def _job_is_dead(job: Path, grace_s: float) -> bool:
     """Whether nobody will come back for a job's images: its processes are gone and so are their owners, or they are
     long gone although an owner lives (the rank they belonged to is on another machine now)."""
     folders = _folders_in(job)
     if not all(_is_left(folder) for folder in folders):
         return False
-    newest_s = max(path.stat().st_mtime for path in [job, *job.rglob("*")])
     is_owned = any(_owner_lives(folder) for folder in folders)
-    return time.time() - newest_s > (LONG_GRACE_S if is_owned else grace_s)
+    return time.time() - touched_s(job) > (LONG_GRACE_S if is_owned else grace_s)
 
 
 def _owner_lives(folder: Path) -> bool:
     try:
-        return not Process.parse(_lines(folder / OWNER_NAME)[0]).is_gone()
-    except (OSError, ValueError):
+        return owner_lives(_lines(folder / OWNER_NAME)[0])
+    except OSError:
         return False
 
 
@@ -933,8 +924,7 @@ def _is_left(folder: Path) -> bool:
         return True
     if process.is_elsewhere():
         with contextlib.suppress(OSError):
-            newest_s = max(path.stat().st_mtime for path in [folder, *folder.rglob("*")])
-            return time.time() - newest_s > UNKNOWN_GRACE_S
+            return time.time() - touched_s(folder) > UNKNOWN_GRACE_S
         return False
     return process.is_gone()
 

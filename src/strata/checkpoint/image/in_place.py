@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -31,6 +31,8 @@ from strata.checkpoint.catalog.manifest import Manifest, Part, TensorEntry, no_c
 from strata.checkpoint.copying.cuda import SpareMemory, any_on_cuda, on_this_device
 from strata.checkpoint.copying.sweeping import THREADS, Sweep, copy_bytes, copy_each
 from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
+from strata.checkpoint.image import nested
+from strata.checkpoint.image.nested import Missing
 from strata.checkpoint.image.pickling import TensorRecipe
 from strata.checkpoint.image.reading import damage, open_tensors, verify
 from strata.checkpoint.image.state import NUMPY, TENSOR, rebuild, restore_kind, scan
@@ -80,22 +82,22 @@ def targets_for(into: Any, state: Any) -> Any:
 
 def outline_of(state: Any) -> Any:
     """A state with a description in the place of each tensor; the state stays as it is."""
-    if isinstance(state, torch.Tensor):
+
+    def described(_: nested.Path, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
         return TensorRecipe(
             record=-1,
-            record_bytes=state.nbytes,
-            dtype=state.dtype,
+            record_bytes=leaf.nbytes,
+            dtype=leaf.dtype,
             offset=0,
-            shape=tuple(state.shape),
-            stride=tuple(state.stride()),
-            requires_grad=state.requires_grad,
-            is_parameter=isinstance(state, torch.nn.Parameter),
+            shape=tuple(leaf.shape),
+            stride=tuple(leaf.stride()),
+            requires_grad=leaf.requires_grad,
+            is_parameter=isinstance(leaf, torch.nn.Parameter),
         )
-    if isinstance(state, Mapping):
-        return {key: outline_of(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [outline_of(value) for value in state]
-    return state
+
+    return nested.mapped(state, described, leaf=torch.Tensor)
 
 
 class InPlace:
@@ -339,28 +341,30 @@ def check_head(read: Callable[[int, int], memoryview | bytes], manifest: Manifes
             raise damage(part, manifest, [number], path=path)
 
 
-def paired(loaded: Any, into: Any, name: str = "") -> Iterator[tuple[torch.Tensor, Any]]:
-    """Each tensor to be filled, and the leaf of the loaded state, or of its outline, that belongs there."""
-    if isinstance(into, torch.Tensor):
-        if not isinstance(loaded, torch.Tensor | TensorRecipe) or loaded.shape != into.shape:
-            is_tensor = isinstance(loaded, torch.Tensor | TensorRecipe)
-            found = tuple(loaded.shape) if is_tensor else type(loaded).__name__
-            raise StateMismatch(
-                f"'{name}' is {found} in the checkpoint, but {tuple(into.shape)} in the target."
-            )
-        yield into, loaded
-    elif isinstance(into, Mapping) and isinstance(loaded, Mapping):
-        for key, target in into.items():
-            inner = f"{name}.{key}" if name else str(key)
-            if key in loaded:
-                yield from paired(loaded[key], target, inner)
-            elif isinstance(target, torch.Tensor):
-                raise StateMismatch(f"'{inner}' is not in the checkpoint.")
-    elif isinstance(into, list | tuple) and isinstance(loaded, list | tuple):
-        if isinstance(loaded, TensorRecipe):
-            return
-        for number, (source, target) in enumerate(zip(loaded, into, strict=False)):
-            yield from paired(source, target, f"{name}.{number}" if name else str(number))
+def paired(loaded: Any, into: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Each tensor to be filled, and the leaf of the loaded state, or of its outline, that belongs there. Raises `StateMismatch`
+    for a tensor that would stay as it is; only an entry of a mapping that was not saved may be missing with all that is in
+    it, such as the state of an optimizer that had not stepped."""
+    for path, target, leaf in nested.beside(into, loaded, leaf=_TENSORS):
+        if isinstance(target, torch.Tensor):
+            if not isinstance(leaf, _TENSORS) or leaf.shape != target.shape:
+                raise _mismatch(path, target, leaf)
+            yield target, leaf
+        elif leaf is Missing.UNLIKE:
+            for inner, tensor in nested.leaves(target, leaf=torch.Tensor):
+                if isinstance(tensor, torch.Tensor):
+                    raise _mismatch((*path, *inner), tensor, leaf)
+
+
+_TENSORS = (torch.Tensor, TensorRecipe)
+
+
+def _mismatch(path: nested.Path, target: torch.Tensor, leaf: Any) -> StateMismatch:
+    name = nested.dotted(path)
+    if isinstance(leaf, Missing):
+        return StateMismatch(f"'{name}' is not in the checkpoint.")
+    found = tuple(leaf.shape) if isinstance(leaf, _TENSORS) else type(leaf).__name__
+    return StateMismatch(f"'{name}' is {found} in the checkpoint, but {tuple(target.shape)} in the target.")
 
 
 def is_plain(target: torch.Tensor) -> bool:

@@ -7,9 +7,8 @@ order comes out of a loaded state, which is how `rebuild` knows which tensor had
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,10 @@ import numpy as np
 import torch
 
 from strata.checkpoint.errors import UnsupportedState
+from strata.checkpoint.image.nested import PLAIN, Leaf, dotted, leaves, nodes, replaced
 
 TENSOR, NUMPY, NUMPY_SCALAR, JAX = "tensor", "numpy", "numpy_scalar", "jax"
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 _ALL, _NONE = "all", "none"  # In a trace: which nodes of a container are leaves.
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 # What NumPy itself has no number type for; the bytes are the same under another name.
@@ -55,17 +54,17 @@ def scan(state: object) -> Scan:
             found.extend(nodes)
             trace.append(_ALL)
             return
-        if kinds <= _PLAIN:
+        if kinds <= PLAIN:
             trace.append(_NONE)
             return
         for position, node in enumerate(nodes):
             kind = type(node)
-            if kind in _PLAIN:
+            if kind in PLAIN:
                 continue
             trace.append(position)
             if kind in _TENSORS:
                 found.append(node)
-            elif isinstance(node, dict):
+            elif isinstance(node, Mapping):
                 if enter(node):
                     trace.extend(node)
                     visit(node.values())
@@ -110,78 +109,24 @@ def leaf_kind(node: object) -> str | None:
 def named_leaves(state: object) -> Iterator[tuple[str, object]]:
     """The leaves in `scan`'s order, each with a dotted name a person can find in the state."""
     seen: set[int] = set()
-
-    def visit(node: Any, name: str) -> Iterator[tuple[str, object]]:
-        if type(node) in _PLAIN or id(node) in seen:
-            return
-        if isinstance(node, dict):
+    for path, node in leaves(state, leaf=(torch.Tensor, np.ndarray), once=True):
+        if type(node) not in PLAIN and leaf_kind(node) is not None and id(node) not in seen:
             seen.add(id(node))
-            for key, value in node.items():
-                yield from visit(value, f"{name}.{key}" if name else str(key))
-        elif isinstance(node, list | tuple):
-            seen.add(id(node))
-            for number, value in enumerate(node):
-                yield from visit(value, f"{name}.{number}" if name else str(number))
-        elif leaf_kind(node) is not None:
-            seen.add(id(node))
-            yield name or "state", node
-
-    return visit(state, "")
+            yield dotted(path), node
 
 
 def name_of(state: object, wanted: object) -> str:
-    """Where in the state an object is, for an error message."""
-
-    def visit(node: Any, name: str, depth: int) -> str | None:
-        if node is wanted:
-            return name or "state"
-        if depth > 50:
-            return None
-        pairs: Iterator[tuple[object, Any]] = iter(())
-        if isinstance(node, dict):
-            pairs = iter(node.items())
-        elif isinstance(node, list | tuple | set | frozenset):
-            pairs = iter(enumerate(node))
-        for key, value in pairs:
-            inner = visit(value, f"{name}.{key}" if name else str(key), depth + 1)
-            if inner is not None:
-                return inner
-        return None
-
-    return visit(state, "", 0) or "…"
+    """Where in the state an object is, for an error message; one in a set is where the set is."""
+    for path, node in nodes(state, once=True):
+        if node is wanted or (isinstance(node, set | frozenset) and any(each is wanted for each in node)):
+            return dotted(path)
+    return "…"
 
 
-def rebuild(
-    state: Any, replace: Callable[[int, Any], object], *, leaf: type | tuple[type, ...] = torch.Tensor
-) -> Any:
+def rebuild(state: Any, replace: Callable[[int, Any], object], *, leaf: Leaf = torch.Tensor) -> Any:
     """The loaded state with leaf number n (a tensor, or what stands for one) replaced by `replace(n, leaf)`; containers are
     changed in place where they can be."""
-    done: dict[int, Any] = {}
-    keep: list[object] = []  # Ids stay unique while their objects live.
-    numbers = itertools.count()
-
-    def visit(node: Any) -> Any:
-        if type(node) in _PLAIN:
-            return node
-        if id(node) in done:
-            return done[id(node)]
-        keep.append(node)
-        if isinstance(node, leaf):
-            done[id(node)] = replace(next(numbers), node)
-        elif isinstance(node, dict):
-            done[id(node)] = node
-            for key in node:
-                node[key] = visit(node[key])
-        elif isinstance(node, list):
-            done[id(node)] = node
-            node[:] = [visit(value) for value in node]
-        elif isinstance(node, tuple):
-            done[id(node)] = tuple(visit(value) for value in node)
-        else:
-            return node
-        return done[id(node)]
-
-    return visit(state)
+    return replaced(state, replace, leaf=leaf)
 
 
 def restore_kind(tensor: torch.Tensor, kind: str) -> object:

@@ -6,11 +6,13 @@ dropped when its process closes any descriptor of the file, so whoever opens a l
 process holds it; nobody else may open one.
 
 A folder is created with its lock held already, and may be renamed while it is held. Folders of version 0.1 have no lock.
+Needs nothing but Python.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -18,7 +20,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from strata.shared_memory import make_private
+
 LOCK_NAME = "lock"
+_ATTEMPTS = 1_000
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 _held: dict[tuple[int, int], int] = {}
@@ -112,6 +117,22 @@ def exclusively(path: Path) -> Iterator[int]:
             yield fd
         finally:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def exclusively_inside(path: Path, *, inside: Path) -> Iterator[int]:
+    """The same for a file in a folder of this user alone, below `inside` or that folder itself. Folders are made where there
+    are none, and others may remove them as soon as they are empty. A `PermissionError` names what somebody else made first."""
+    for _ in range(_ATTEMPTS):
+        make_private(path.parent, inside=inside)
+        with contextlib.ExitStack() as stack:
+            try:
+                fd = stack.enter_context(exclusively(path))
+            except FileNotFoundError:  # The folder was removed as empty by somebody who left just now.
+                continue
+            yield fd
+            return
+    raise FileNotFoundError(errno.ENOENT, "removed again and again by another process", str(path.parent))
 
 
 def _open_locked(path: Path) -> int:

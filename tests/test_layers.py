@@ -38,6 +38,14 @@ PURE = {
 
 ASKS_THE_CLOCK = re.compile(r"\.(now|today|utcnow)\(")
 
+GROUND_FLOOR = (
+    "strata.errors",
+    "strata.files",
+    "strata.processes",
+    "strata.shared_memory",
+)
+"""What everybody may use."""
+
 OPTIONAL = ("torch", "fastapi", "uvloop", "obstore", "omegaconf", "pyarrow", "tokenizers", "aetcd", "ray")
 HEAVY = (*OPTIONAL, "grpc", "numpy", "pydantic")
 
@@ -103,9 +111,15 @@ def test_the_core_is_pure_and_knows_nobody() -> None:
     assert not asking
 
 
-def test_stores_know_only_the_errors() -> None:
+def test_stores_know_only_the_ground_floor() -> None:
     others = {".".join(module.split(".")[:2]) for module in MODULES if module.startswith("strata.")}
-    assert offenders(("strata.stores",), tuple(others - {"strata.stores", "strata.errors"})) == []
+    assert offenders(("strata.stores",), tuple(others - {"strata.stores", *GROUND_FLOOR})) == []
+
+
+def test_the_ground_floor_needs_nothing_but_python() -> None:
+    for module in GROUND_FLOOR:
+        others = {target.split(".")[0] for target in MODULES[module] if target not in GROUND_FLOOR}
+        assert others <= sys.stdlib_module_names, module
 
 
 BUILT_ON_STRATA = ("elastic_harness", "dtruntime")

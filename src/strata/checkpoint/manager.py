@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from strata.checkpoint.catalog.lineage import place_next, placed, read_lineage
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
@@ -118,6 +118,23 @@ class _Staged:
     """Gives it a place, which may have to be waited for, and a way to fill that."""
     by_device: bool = False
     """A device does the copying, beside the computation."""
+
+
+class SaveOptions(TypedDict, total=False):
+    """What `save` takes by name alone."""
+
+    position: Json
+    tiers: Sequence[str] | None
+    placement: Placement | None
+    must_arrive: bool
+
+
+class LoadOptions(TypedDict, total=False):
+    """What `load` takes by name alone."""
+
+    into: Any
+    trusted_source: bool
+    tiers: Sequence[str] | None
 
 
 class CheckpointManager:
@@ -247,7 +264,7 @@ class CheckpointManager:
         step: int,
         epoch: int = 0,
         metadata: Mapping[str, Json] | None = None,
-        **options: Any,
+        **options: Unpack[SaveOptions],
     ) -> CheckpointInfo:
         """`save`, awaited until every tier has it."""
         handle = await asyncio.to_thread(self.save, data, step, epoch, metadata, **options)
@@ -386,8 +403,9 @@ class CheckpointManager:
         self,
         step: int | str | SaveHandle | CheckpointInfo | None = None,
         checkpoint_id: str | None = None,
-        **options: Any,
+        **options: Unpack[LoadOptions],
     ) -> Any:
+        """`load`, awaited."""
         return await asyncio.to_thread(self.load, step, checkpoint_id, **options)
 
     def restore(

@@ -330,7 +330,7 @@ def _describe(missing: list[WorkerId], membership: Membership, now: Instant) -> 
             words.append(f"{worker_id} (left)")
         elif member.present:
             silent_s = now.mono_s - membership.pulses[worker_id].heard_mono_s
-            words.append(f"{worker_id} (last heard {silent_s:.1f} s ago)")
+            words.append(f"{worker_id} (last heartbeat {silent_s:.1f} s ago)")
         else:
             words.append(f"{worker_id} (failed: {member.reason})")
     more = len(missing) - NAMED_AT_MOST

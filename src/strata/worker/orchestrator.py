@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.tls import channel_credentials
@@ -40,6 +40,26 @@ LONGEST_WAIT_S = 7 * 86_400.0
 RECONCILE_ATTEMPTS = 20  # Each fails only if another checkpoint was told of between two calls.
 
 CheckpointState = Literal["in_progress", "completed", "failed", "removed"]
+
+
+class CheckpointFacts(TypedDict, total=False):
+    """What `notify_checkpoint` takes besides id, step and epoch."""
+
+    path: str
+    size_bytes: int
+    status: CheckpointState
+    tiers: Sequence[str]
+    digest: str
+    duration_s: float
+    parent_id: str
+    data: Mapping[str, Any] | None
+    reason: str
+    metadata: Mapping[str, str] | None
+    generation: int
+    run_id: str
+    run_generation: int
+    saved_generation: int | None
+    succeeded_by: str
 
 
 class TrainingOrchestrator:
@@ -423,7 +443,7 @@ class TrainingOrchestrator:
         raise CoordinatorUnavailable(self._session.address, why)
 
     async def notify_checkpoint_async(
-        self, checkpoint_id: str, step: int, epoch: int = 0, **facts: Any
+        self, checkpoint_id: str, step: int, epoch: int = 0, **facts: Unpack[CheckpointFacts]
     ) -> None:
         """`notify_checkpoint` for those who await; takes the same arguments."""
         await asyncio.to_thread(self.notify_checkpoint, checkpoint_id, step, epoch, **facts)

@@ -18,6 +18,7 @@ import strata
 from strata.coordinator.auth import Gatekeeper
 from strata.coordinator.http.dashboard import Dashboard
 from strata.coordinator.http.docs_page import install_docs_page
+from strata.coordinator.http.event_models import StreamEvent
 from strata.coordinator.http.logs import install_log_routes
 from strata.coordinator.http.metrics import install_metric_routes
 from strata.coordinator.http.middleware import Door, ErrorBody, install_error_handlers, json_response
@@ -56,13 +57,6 @@ class RegisterDatasetBody(BaseModel):
     metadata: dict[str, str] = Field(default={}, max_length=checks.PAIRS_LIMIT)
 
 
-class RecentEventBody(BaseModel):
-    id: str
-    event: str
-    at: float
-    data: dict[str, Any]
-
-
 class HealthBody(BaseModel):
     status: Literal["ok"] = "ok"
 
@@ -79,6 +73,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "Too much to do; try again",
     }.items()
 }
+_STREAM_EVENT = f"#/components/schemas/{StreamEvent.__name__}"
 _CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {"model": ErrorBody, "description": "It exists already, and differs"}
 }
@@ -238,7 +233,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
     @app.get(
         "/api/events",
         response_class=StreamingResponse,
-        responses={200: {"content": {"text/event-stream": {}}}},
+        responses={200: {"content": {"text/event-stream": {"schema": {"$ref": _STREAM_EVENT}}}}},
         tags=["coordinator"],
     )
     async def events(request: Request) -> StreamingResponse:
@@ -247,7 +242,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(runtime.feed.follow(last), media_type="text/event-stream", headers=headers)
 
-    @app.get("/api/events/recent", response_model=list[RecentEventBody], tags=["coordinator"])
+    @app.get("/api/events/recent", response_model=list[StreamEvent], tags=["coordinator"])
     async def recent_events() -> Response:
         """What happened lately, oldest first, with the ids the stream gave it: joins, losses, saves, recoveries, tasks."""
         return Response(

@@ -123,7 +123,7 @@ def install_task_routes(app: FastAPI, runtime: Runtime) -> None:
         ] = 0,
     ) -> TaskAnswer:
         """Workers make a final checkpoint and leave; those that do not are killed. Stopping twice is no error."""
-        await engine.submit(StopTask(task_id=TaskId(task_id), reason="asked to stop over the API"))
+        await engine.submit(StopTask(task_id=TaskId(task_id), reason="stop requested over the API"))
         return await answer(task_id, wait)
 
     @app.post("/api/tasks/{task_id}/restart", responses={**NOT_FOUND, **_CONFLICT}, tags=["tasks"])
@@ -131,8 +131,8 @@ def install_task_routes(app: FastAPI, runtime: Runtime) -> None:
         """Run a task that has failed or was stopped again, from its latest good checkpoint."""
         cluster = await engine.settled()
         saved = cluster.checkpoints.latest(JobId(task_id))
-        begins = f"step {saved.step}" if saved is not None else "the beginning: it has no checkpoint"
-        reason = f"asked to run again; it will go on from {begins}"
+        begins = f"step {saved.step}" if saved is not None else "step 0: no checkpoint"
+        reason = f"restart requested; resumes at {begins}"
         await engine.submit(RestartTask(task_id=TaskId(task_id), reason=reason))
         return await answer(task_id, 0)
 

@@ -6,13 +6,13 @@ The first worker that gets there prepares (text, index, configuration), once for
 from __future__ import annotations
 
 import fcntl
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from strata.errors import StrataError
+from strata.files import write_file
 from strata.launch.context import TaskContext, current_task
 
 SAMPLE = "sample-text"
@@ -110,7 +110,7 @@ def _files(task: TaskContext, folder: Path) -> list[str]:
     from strata.launch.sample_job import standard_library
 
     text = folder / f"{SAMPLE}.txt"
-    _write_bytes(text, b"".join(standard_library(SAMPLE_BYTES)))
+    write_file(text, b"".join(standard_library(SAMPLE_BYTES)), durable=False)
     return [str(text)]
 
 
@@ -125,13 +125,7 @@ def _build_index(task: TaskContext, files: list[str], index: Path) -> None:
 def _write(path: Path, document: Mapping[str, Any]) -> None:
     import yaml
 
-    _write_bytes(path, yaml.safe_dump(document).encode())
-
-
-def _write_bytes(path: Path, body: bytes) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_bytes(body)
-    fresh.rename(path)
+    write_file(path, yaml.safe_dump(document), durable=False)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strata.checkpoint import CheckpointInfo, CheckpointManager, SaveHandle
 from strata.data.registry import DatasetRegistry
-from strata.data.shards import Shard
+from strata.data.shards import Shard, ShardInfo
 from strata.worker.orchestrator import TrainingOrchestrator
 from strata.worker.values import BarrierResult, CheckpointRecord, ShardAssignment, WorkerConfig
 
@@ -17,6 +17,7 @@ __all__ = [
     "SaveHandle",
     "Shard",
     "ShardAssignment",
+    "ShardInfo",
     "TrainingOrchestrator",
     "WorkerConfig",
 ]

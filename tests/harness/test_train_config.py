@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_harness.errors import ConfigurationError
+from elastic_harness.train import main
 from elastic_harness.train_config import read_train_config
 
 GOOD = "training: {max_steps: 10}\ndata: {files: [a.jsonl]}\n"
@@ -102,3 +103,16 @@ def test_overrides_and_older_names_are_taken(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="There is no file"):
         read_train_config(tmp_path / "absent.yaml")
+
+
+def test_the_environment_names_the_configuration_where_no_flag_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "from-env.yaml"))
+    assert main([]) == 2
+    assert "from-env.yaml" in capsys.readouterr().err
+    assert main(["--config", str(tmp_path / "flag.yaml")]) == 2
+    assert "flag.yaml" in capsys.readouterr().err
+    monkeypatch.setenv("LOG_FORMAT", "xml")
+    assert main([]) == 2
+    assert "LOG_FORMAT must be text or json" in capsys.readouterr().err

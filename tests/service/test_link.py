@@ -326,3 +326,23 @@ def test_a_client_without_a_run_id_is_as_free_as_ever(shared: Coordinator, links
         status, code, _, hint = refusal(calls.RegisterWorker, other, timeout=PATIENCE_S)
         assert (status.name, code) == ("ALREADY_EXISTS", "name_in_use")
         assert "job=" in hint
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({}, "named-rank0"),
+        ({"WORKER_ID": "node-7"}, "node-7"),
+        ({"WORKER_ID": "node-7", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "node-7"),
+        ({"WORKER_ID": "node-7", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "node-7-1"),
+        ({"WORKER_ID": "node-7", "STRATA_TASK_ID": "t1"}, "named-rank0"),
+    ],
+)
+def test_a_worker_has_the_name_it_was_given(
+    links: Links, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], name: str
+) -> None:
+    for variable in ("WORKER_ID", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "STRATA_TASK_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    assert links(job="named").worker_id == name

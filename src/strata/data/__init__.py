@@ -24,6 +24,7 @@ _HOMES = {
     "ElasticLoader": "strata.data.loader",
     "ElasticSampler": "strata.data.sampler",
     "Shard": "strata.data.shards",
+    "ShardInfo": "strata.data.shards",
     "ShardManager": "strata.data.shards",
     "ShardStream": "strata.data.shard_stream",
     "StateMismatch": "strata.data.errors",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from strata.data.sampler import ElasticSampler as ElasticSampler
     from strata.data.shard_stream import ShardStream as ShardStream
     from strata.data.shards import Shard as Shard
+    from strata.data.shards import ShardInfo as ShardInfo
     from strata.data.shards import ShardManager as ShardManager
     from strata.data.steps import Batch as Batch
     from strata.data.steps import Step as Step

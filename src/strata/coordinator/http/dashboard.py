@@ -16,7 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-BUILT = Path(__file__).resolve().parent.parent / "dashboard"
+import strata
+
+BUILT = Path(strata.__file__).resolve().parent / "dashboard"
 """Where `scripts/build_dashboard.py` puts the application; part of the wheel, absent from a fresh checkout."""
 
 VIEWS = ("runs", "workers", "data", "checkpoints", "barriers", "tasks", "logs", "settings")

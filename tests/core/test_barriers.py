@@ -196,7 +196,7 @@ def test_time_out_names_the_silent_ones(fleet: Fleet) -> None:
     end = broken(fleet.tick(0.1))
     assert end.missing == ("a", "c")
     assert end.reason == (
-        "1 of 3 arrived and it timed out after 5.0 s; missing: a (last heard 5.0 s ago), c (last heard 5.0 s ago)"
+        "1 of 3 arrived and it timed out after 5.0 s; missing: a (last heartbeat 5.0 s ago), c (last heartbeat 5.0 s ago)"
     )
 
 
@@ -243,7 +243,7 @@ def test_many_missing_are_counted_and_the_first_named() -> None:
     fleet.arrive("w000", timeout_s=1.0)
     end = broken(fleet.tick(1.0))
     assert len(end.missing) == 99
-    assert end.reason.endswith("w008 (last heard 1.0 s ago) and 91 more")
+    assert end.reason.endswith("w008 (last heartbeat 1.0 s ago) and 91 more")
 
 
 # --- bad values and limits ----------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def test_time_out_names_the_missing_and_how_long_they_are_silent(shared: Coordin
             here.barrier("b", 7, timeout_s=0.5)
         assert 0.4 < time.monotonic() - began_s < 30.0
     assert broken.value.missing == ("elsewhere",)
-    for words in ("'b' at step 7", "1 of 2 arrived", "timed out", "elsewhere (last heard"):
+    for words in ("'b' at step 7", "1 of 2 arrived", "timed out", "elsewhere (last heartbeat"):
         assert words in str(broken.value)
 
 

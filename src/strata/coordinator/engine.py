@@ -1,9 +1,11 @@
-"""The one writer: commands in, facts made durable, only then answers out.
+"""The one writer: commands in, events made durable, only then answers out.
 
-Commands wait in one bounded queue. A batch is decided and applied, journaled with a single commit, and only
-after that are its callers answered and its listeners told. While a commit is under way `settled` holds readers
-back, so nobody ever sees a fact that a crash could take back. A failed commit ends the process: the journal is
-the truth, and a restart replays it.
+Nothing else in the coordinator changes the cluster: hard state through `submit` and `post`, soft state through `observe`.
+
+Commands wait in one bounded queue. A batch is decided and applied (`Cluster.handle`), journaled with a single commit,
+and only after that are its callers answered and its listeners notified. While a commit is under way `settled` holds
+readers back, so nobody ever sees an event that a crash could take back. A failed commit ends the process: the journal is
+the truth, and a restart replays it. Observations (`Cluster.observe`) count at once and are journaled nowhere.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from strata.coordinator.journal.sqlite import Journal, JournalError
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     SOFT_EVENTS,
+    ClockResumed,
     Command,
     Event,
     Instant,
+    LoopStalled,
+    Observation,
     Rebalance,
     Refused,
     Reply,
@@ -104,9 +109,13 @@ class Engine:
                     hint="Restore it from a copy, or start with another --data-dir.",
                 ) from error
             count += 1
-        self.cluster.resume_clock(self.clock.now())
+        self.observe(ClockResumed())
         self._since_snapshot = count
         return count
+
+    def observe(self, observation: Observation) -> None:
+        """Take soft state in, now. A refusal may rest on state that is not durable yet: wait for `settled` to tell it."""
+        self.cluster.observe(observation, self.clock.now())
 
     def post(self, command: Command, answered: Answered) -> None:
         """Take a command in, without waiting for its answer."""
@@ -160,11 +169,11 @@ class Engine:
             # Whoever stops has closed every connection itself: that is no reason to fail anybody.
             tick = not self._stopping and time.monotonic() >= next_tick_s
             if tick:
-                # While the disk was at work we listened; for the rest of a delay we may not have.
-                deaf_s = time.monotonic() - next_tick_s - self._at_disk_s if next_tick_s else 0.0
+                # While the disk was at work messages were read; for the rest of a delay they may not have been.
+                stall_s = time.monotonic() - next_tick_s - self._at_disk_s if next_tick_s else 0.0
                 self._at_disk_s = 0.0
-                if deaf_s > TICK_S:
-                    self.cluster.membership.excuse(deaf_s, self.clock.now())
+                if stall_s > TICK_S:
+                    self.observe(LoopStalled(stall_s=stall_s))
                 next_tick_s = time.monotonic() + TICK_S
             if batch or tick:
                 await self._commit(batch, tick=tick)

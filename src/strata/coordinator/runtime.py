@@ -17,6 +17,8 @@ from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.http.feed import Feed
 from strata.coordinator.http.pages import Pages
+from strata.coordinator.inspection.checkpoints import Verifications
+from strata.coordinator.inspection.datasets import Previews
 from strata.coordinator.journal.sqlite import Journal
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
@@ -54,6 +56,8 @@ class Runtime:
     recipes: Recipes
     tasks: TaskRunner | None = None
     """Once it runs; none where tasks are only kept."""
+    previews: Previews = field(default_factory=Previews)
+    verifications: Verifications = field(default_factory=Verifications)
     address: str = ""
     _fresh_logs: list[LogView] = field(default_factory=list)
 
@@ -72,7 +76,7 @@ class Runtime:
             feed=feed,
             metrics=metrics,
             pages=Pages(engine),
-            watch=Watch(cluster, metrics, logs, feed.publish, lambda: fleet_figures(cluster, metrics)),
+            watch=Watch(engine, metrics, logs, feed.publish, lambda: fleet_figures(cluster, metrics)),
             started_at_s=time.time(),
             recipes=Recipes(recipes),
         )

@@ -329,8 +329,8 @@ def _describe(missing: list[WorkerId], membership: Membership, now: Instant) -> 
         if member is None:
             words.append(f"{worker_id} (left)")
         elif member.present:
-            silent_s = now.mono_s - membership.pulses[worker_id].heard_mono_s
-            words.append(f"{worker_id} (last heard {silent_s:.1f} s ago)")
+            silent_s = now.mono_s - membership.pulses[worker_id].last_heartbeat_mono_s
+            words.append(f"{worker_id} (last heartbeat {silent_s:.1f} s ago)")
         else:
             words.append(f"{worker_id} (failed: {member.reason})")
     more = len(missing) - NAMED_AT_MOST

@@ -9,12 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from strata.core.messages import DatasetSpec, InvalidArgument, WorkerSpec, shorten
-
-if TYPE_CHECKING:
-    from strata.core.membership import Report, Resources
+from strata.core.messages import DatasetSpec, InvalidArgument, Report, Resources, WorkerSpec, shorten
 
 NAME_LIMIT = 256
 TEXT_LIMIT = 4096

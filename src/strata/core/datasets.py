@@ -31,6 +31,7 @@ from strata.core.messages import (
     Instant,
     JobId,
     Overloaded,
+    ProgressReported,
     RegisterDataset,
     ShardsMoved,
     Unknown,
@@ -41,6 +42,7 @@ from strata.core.sharding import Moves, ShardPlan, apply_moves, first_plan, move
 
 EPOCHS_KEPT = 3
 MAX_DATASETS = 1_000
+SHARDS_PER_PROGRESS = 10_000
 DATASET_HINT = "Register it first: POST /api/datasets, or DatasetRegistry(...).register(...)."
 
 PlanKey = tuple[JobId, DatasetId, int]
@@ -223,8 +225,19 @@ class Datasets:
     def _nobody(self, dataset_id: DatasetId) -> ShardPlan:
         return first_plan([], self.specs[dataset_id].shard_count, salt=dataset_id)
 
-    def report(self, key: PlanKey, shard_id: int, done: int) -> None:
-        """A reader's progress: shown at once, counted only when a checkpoint commits it."""
+    # --- observations ---------------------------------------------------------------------------------------
+
+    def take_progress(self, progress: ProgressReported, membership: Membership) -> None:
+        """Shown at once, counted only when a checkpoint commits it."""
+        member = membership.admit(progress.worker_id, incarnation=progress.incarnation)
+        job = member.spec.job_id
+        if progress.generation and progress.generation != membership.job_generations[job]:
+            return  # Of a generation that is over; its reader is being notified.
+        checks.between("shards in one progress message", len(progress.shards), 0, SHARDS_PER_PROGRESS)
+        for shard in progress.shards:
+            self._report((job, shard.dataset_id, shard.epoch), shard.shard_id, shard.samples_done)
+
+    def _report(self, key: PlanKey, shard_id: int, done: int) -> None:
         if key in self.plans and 0 <= shard_id < self.plans[key].plan.shard_count:
             size = shard_at(self.specs[key[1]], shard_id, 0)
             self.reported.setdefault(key, {})[shard_id] = min(max(done, 0), size.stop - size.start)

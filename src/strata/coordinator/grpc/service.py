@@ -15,9 +15,9 @@ import grpc
 import grpc.aio
 
 from strata.coordinator.engine import Engine
-from strata.coordinator.grpc.refusals import Context, barrier_text, refuse, unreadable
+from strata.coordinator.grpc.middleware import Context, barrier_text, refuse, unreadable
 from strata.coordinator.grpc.sessions import Sessions
-from strata.coordinator.grpc.streams import Streams, take_heartbeat
+from strata.coordinator.grpc.streams import Streams
 from strata.coordinator.grpc.waits import Outcome
 from strata.coordinator.inspection.datasets import count_samples
 from strata.coordinator.logs.store import LogStore
@@ -113,7 +113,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         # It counts now, and is answered when everything that the answer shows is durable.
         try:
-            job = take_heartbeat(self.engine, request)
+            self.engine.observe(wire.heartbeat(request))
+            job = self.engine.cluster.membership.members[WorkerId(request.worker_id)].spec.job_id
         finally:
             membership = (await self.engine.settled()).membership
         generation = membership.job_generations[job]

@@ -26,6 +26,8 @@ from strata.core.messages import (
     Event,
     JobId,
     ShardsMoved,
+    WorkerConnected,
+    WorkerDisconnected,
     WorkerFailed,
     WorkerId,
     WorkerJoined,
@@ -90,7 +92,6 @@ class Sessions:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cluster = engine.cluster
-        self._clock = engine.clock
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self.waits = Waits()
         self._changed_jobs: dict[JobId, str] = {}
@@ -110,7 +111,7 @@ class Sessions:
             older.end("a newer stream of the same worker replaced it")
         job = self._cluster.membership.members[worker_id].spec.job_id
         session = self._sessions[worker_id] = WorkerSession(worker_id, incarnation, job)
-        self._cluster.membership.connected(worker_id, self._clock.now())
+        self._engine.observe(WorkerConnected(worker_id=worker_id, incarnation=incarnation))
         session.tell(TOPOLOGY, pb.CoordinatorMessage(topology=self._topology(session, "connected")))
         return session
 
@@ -120,8 +121,9 @@ class Sessions:
         self.waits.close_all(session.worker_id, owner=session)
         if self._sessions.get(session.worker_id) is session:
             del self._sessions[session.worker_id]
-            now = self._clock.now()
-            self._cluster.membership.dropped(session.worker_id, session.incarnation, now)
+            self._engine.observe(
+                WorkerDisconnected(worker_id=session.worker_id, incarnation=session.incarnation)
+            )
 
     def end_all(self, why: str) -> None:
         for session in self._sessions.values():

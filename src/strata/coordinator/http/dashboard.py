@@ -84,7 +84,7 @@ class File:
 
 
 class Dashboard:
-    """Answers for the files of one build, before the API and its door are asked. Without a build, `/` says how to make one."""
+    """Answers for the files of one build, before the API is asked. Without a build, `/` says how to make one."""
 
     def __init__(self, api: ASGIApp, folder: Path = BUILT) -> None:
         self._api = api

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from strata.coordinator.engine import Engine
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.history import History
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core import views
-from strata.core.cluster import Cluster
 from strata.core.goodput import Goodput
-from strata.core.membership import Report
-from strata.core.messages import JobId, WorkerId
+from strata.core.messages import JobId, Report, StragglersMarked, WorkerId
 from strata.core.stragglers import Change, Pace, Stragglers
 
 log = logging.getLogger("strata.coordinator.watch")
@@ -56,7 +55,7 @@ class JobFigures:
 class Watch:
     def __init__(
         self,
-        cluster: Cluster,
+        engine: Engine,
         metrics: CoordinatorMetrics,
         logs: LogStore,
         publish: Callable[[str, Any], None],
@@ -66,13 +65,12 @@ class Watch:
         self.goodput = Goodput()
         self.figures: dict[JobId, JobFigures] = {}
         self.loop_lag_s = 0.0
-        self._cluster = cluster
+        self._engine = engine
         self._metrics = metrics
         self._logs = logs
         self._publish = publish
         self._fleet_figures = fleet_figures
         self._stragglers = Stragglers()
-        cluster.membership.slow = self._stragglers.slow
         self._next_look_mono_s = 0.0
         self._next_keep_mono_s = 0.0
         self._due_mono_s: float | None = None
@@ -96,7 +94,7 @@ class Watch:
     # --- jobs -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        membership = self._cluster.membership
+        membership = self._engine.cluster.membership
         by_job: dict[JobId, list[tuple[WorkerId, Report]]] = {}
         for member in membership.members.values():
             worker_id = member.spec.worker_id
@@ -105,9 +103,14 @@ class Watch:
                 by_job.setdefault(member.spec.job_id, []).append((worker_id, report))
                 self.goodput.take(member.spec.job_id, worker_id, report.metrics)
         self._stragglers.keep_only(by_job)
-        for job, reports in by_job.items():
-            for change in self._stragglers.judge(job, _paces(reports)):
-                self._tell(change)
+        changes = [
+            change
+            for job, reports in by_job.items()
+            for change in self._stragglers.judge(job, _paces(reports))
+        ]
+        self._engine.observe(StragglersMarked(reasons=dict(self._stragglers.slow)))
+        for change in changes:
+            self._publish_change(change)
         self.figures = {job: self._figures(reports) for job, reports in by_job.items()}
 
     def _figures(self, reports: list[tuple[WorkerId, Report]]) -> JobFigures:
@@ -138,7 +141,7 @@ class Watch:
             "goodput": self.goodput.view(job).goodput,
         }
 
-    def _tell(self, change: Change) -> None:
+    def _publish_change(self, change: Change) -> None:
         """A reason on the worker, an event for everyone who watches, and a line in the log."""
         level = logging.WARNING if change.slow else logging.INFO
         log.log(

@@ -20,8 +20,6 @@ _LEVELS = {
 
 
 _ALIASES = {"storage": "stores"}  # As users know it.
-_PACKAGES = {"storage": "stores"}
-"""Components that are packages of another name."""
 
 
 def parse_levels(text: str) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +38,7 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from strata.validation import nearest
 
 DEFAULT_DATA_DIR = Path.home() / ".strata"
 STYLES = {
@@ -60,9 +60,9 @@ def replay(
     """Print what happened, as the coordinator's journal has it. Safe beside a running coordinator."""
     for name in kind or ():
         if name not in codec.KINDS:
-            near = get_close_matches(name, codec.KINDS, n=1)
-            known = f"did you mean '{near[0]}'?" if near else f"known kinds: {', '.join(sorted(codec.KINDS))}"
-            raise typer.BadParameter(f"'{name}' is not a kind of event; {known}", param_hint="--kind")
+            raise typer.BadParameter(
+                f"'{name}' is not a kind of event; {nearest(name, codec.KINDS)}", param_hint="--kind"
+            )
     entries = [e for e in read_story(data_dir) if _wanted(codec.kind_of(e.event), kind)]
     for entry in entries[-last:] if last else entries:
         name = codec.kind_of(entry.event)

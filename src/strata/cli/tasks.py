@@ -32,7 +32,7 @@ from strata.cli.common import (
 from strata.cli.logs import show_entry
 from strata.client import ENDED, Client, Unreachable
 from strata.errors import StrataError
-from strata.launch.schema import nearest
+from strata.validation import nearest
 
 FOLLOW_S = 0.3
 STOP_S = 15.0

@@ -9,7 +9,6 @@ passed in, and the caller says when waiting for more has lasted long enough.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -155,15 +154,6 @@ class LineAssembler:
                 LogLine(self._held_at_s, self._level, "\n".join(self._held), self._source, self._task_id)
             )
         self._held, self._held_characters, self._inside = [], 0, ""
-
-
-def entries_from_lines(
-    lines: Iterable[str], *, at_s: float, source: str = "stdout", task_id: str = ""
-) -> list[LogLine]:
-    """The entries of a text that is there as a whole."""
-    assembler = LineAssembler(source=source, task_id=task_id)
-    entries = [entry for line in lines for entry in assembler.feed_line(line, at_s)]
-    return entries + assembler.close(at_s)
 
 
 def _text(raw: bytes) -> str:

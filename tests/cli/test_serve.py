@@ -73,7 +73,7 @@ def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path) -> Non
         "4 problems",
         "did you mean 'heartbeat_timeout'?",
         "--grpc-port: must be between 0 and 65,535",
-        "STRATA_HTTP_PORT: must be a number",
+        "STRATA_HTTP_PORT: must be a whole number",
         "set a token (STRATA_TOKEN) or mutual TLS",
     ):
         assert words in said

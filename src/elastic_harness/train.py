@@ -48,9 +48,9 @@ from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler
 from strata.data.steps import Batch
 from strata.errors import StrataError
+from strata.torch_compat import lazy_dynamo
 from strata.training.job import ElasticJob, ElasticOptions
 from strata.training.preemption import EXIT_AGAIN
-from strata.training.startup import postpone_the_compiler
 from strata.training.trace import Tracer
 
 log = logging.getLogger("elastic_harness.train")
@@ -333,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _complain(error)
             return EXIT_AGAIN  # Not a fault of the program: with more workers it will train.
         if not config.model.compile:
-            postpone_the_compiler()
+            lazy_dynamo.install()
         Trainer(config, world, tracer).run()
     except StrataError as error:
         # A save that failed under the policy `fail` is told in the words that the guide explains.
@@ -390,7 +390,7 @@ def _seed_everything(seed: int, *, deterministic: bool) -> None:
     torch.manual_seed(seed)
     if deterministic:
         # `torch.use_deterministic_algorithms` would also load the compiler, to tell it.
-        torch._C._set_deterministic_algorithms(True, warn_only=True)
+        lazy_dynamo.use_deterministic_algorithms()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.errors import StrataError
 from strata.validation import Schema, check, nearest
 

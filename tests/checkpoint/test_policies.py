@@ -468,6 +468,7 @@ def test_a_slow_far_tier_gets_the_newest_and_skips_the_rest_with_a_reason(
         assert skipped.skipped == (reason,)
         assert skipped.failures == ()
         assert skipped.tiers == ("MEMORY", "NVME")
+        assert handles[500].result(60).skipped  # So 600 waits for the store before anything else may pass.
         far.let(10)
         assert manager.wait_pending(60)
         assert handles[600].result(0).skipped == ()
@@ -486,10 +487,13 @@ def test_a_save_that_must_arrive_is_never_overtaken(tmp_path: Path, far: Gate, m
         observer=seen,
     ) as manager:
         for step in range(1, 6):
-            manager.save(small_state(step), step=step, must_arrive=step == 2)
+            handle = manager.save(small_state(step), step=step, must_arrive=step == 2)
             seen.until(step, "NVME")
             if step == 1:
                 far.began.get(timeout=60)
+            if step == 4:
+                overtaken = handle
+        assert overtaken.result(60).skipped  # So 5 waits for the store before anything else may pass.
         far.let(10)
         assert manager.wait_pending(60)
     assert steps_in(tmp_path / "far") == [1, 2, 5]

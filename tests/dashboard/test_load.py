@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from strata.bench.chromium import PATIENCE_S, Chromium
-from strata.bench.dashboard import USEFUL, Load, run, say
+from benchmarks.chromium import PATIENCE_S, Chromium
+from benchmarks.dashboard import USEFUL, Load, run, say
 from strata.bench.fleet import Fleet
 from strata.bench.serving import HOST, served_coordinator
 from tests.support_programs import program

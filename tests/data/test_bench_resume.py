@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.resume_peers import torchdata, verdict
 from strata.bench.data_resume import SCHEDULES, strata_run
-from strata.bench.resume_peers import torchdata, verdict
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from strata.coordinator.journal import codec
 from strata.core.cluster import Cluster
 from strata.core.messages import SOFT_EVENTS, Instant, Swapped, SwapValue
-from strata.rendezvous import RENDEZVOUS_BACKENDS, SECONDS_NOT_MINUTES, rdzv_conf
+from strata.rendezvous import FAST_RECOVERY, RENDEZVOUS_BACKENDS, rdzv_conf
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasStore
 from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
@@ -410,7 +410,7 @@ def test_a_node_that_waits_looks_as_often_as_the_server_can_bear(
     handler = handler_with(
         server, run_id, keep_alive_interval=PATIENCE_S
     )  # A slow machine loses nobody here.
-    monkeypatch.setattr("strata.rendezvous.handler.time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr("strata.torch_compat.rendezvous.time", SimpleNamespace(sleep=pause))
     handler._op_executor.run(look, deadline=0.0)
     assert seen == [0, 1, 2, 3], "each look is at what stands there now"
     assert paused_s == [pause_s] * 3
@@ -426,4 +426,4 @@ def test_defaults_are_seconds_and_every_backend_has_a_name(run_id: str) -> None:
     assert {"etcd", "strata"} < set(RENDEZVOUS_BACKENDS)
     with pytest.raises(ValueError, match="must be positive"):
         handler_with(DictCasClient(), run_id, keep_alive_interval=0)
-    assert SECONDS_NOT_MINUTES["keep_alive_max_attempt"] == 3
+    assert FAST_RECOVERY["keep_alive_max_attempt"] == 3

@@ -24,8 +24,9 @@ from torch.distributed.elastic.multiprocessing import api as torch_api
 from strata.rendezvous import preload as preload_module
 from strata.rendezvous import warm
 from strata.rendezvous.preload import preload
-from strata.rendezvous.warm import WarmWorkers, _let_signals_through
+from strata.rendezvous.warm import WarmWorkers
 from strata.shared_memory import make_private, run_folder
+from strata.torch_compat.elastic import let_signals_through
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,7 +255,7 @@ def test_only_installed_modules_are_noted() -> None:
 
 
 def test_an_agent_that_is_asked_to_leave_while_it_logs_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.Handler, "handleError", _let_signals_through)
+    monkeypatch.setattr(logging.Handler, "handleError", let_signals_through)
 
     class Interrupted(io.StringIO):
         def write(self, text: str) -> int:

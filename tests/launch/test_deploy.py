@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from elastic_harness.train_config import read_train_config
-from strata.rendezvous import SECONDS_NOT_MINUTES
+from strata.rendezvous import FAST_RECOVERY
 
 ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "deploy" / "docker"
@@ -197,7 +197,7 @@ def test_agents_are_started_as_torchrun_wants_it(where: str) -> None:
     assert options.module
     assert options.training_script == "elastic_harness.train"
     conf = dict(pair.split("=") for pair in options.rdzv_conf.split(","))
-    assert conf == {key: str(value) for key, value in SECONDS_NOT_MINUTES.items()}
+    assert conf == {key: str(value) for key, value in FAST_RECOVERY.items()}
 
 
 def test_the_configurations_are_ones_the_trainer_takes(tmp_path: Path) -> None:

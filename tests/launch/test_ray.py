@@ -132,7 +132,7 @@ def test_a_task_outlives_coordinator_and_driver_and_a_failing_one_says_why(tmp_p
         try:
             created = server.post("/api/tasks", {**TASK, "worker_count": 2})[1]
             eventually(lambda: task(server)["step"] >= 10, within_s=120, what="steps are made", every_s=0.2)
-            keepers = kept(cluster.nodes)
+            supervisors = kept(cluster.nodes)
 
             server.kill()
             server.start()
@@ -148,7 +148,7 @@ def test_a_task_outlives_coordinator_and_driver_and_a_failing_one_says_why(tmp_p
             eventually(
                 lambda: task(server)["step"] > before + 10, within_s=120, what="and again", every_s=0.2
             )
-            assert kept(cluster.nodes) == keepers, "no process was started anew"
+            assert kept(cluster.nodes) == supervisors, "no process was started anew"
             assert task(server)["attempts"] == 1
             stop(server, created["task_id"])
             assert with_mark(created["task_id"]) == []

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import strata
-from strata.training.startup import postpone_the_compiler
+from strata.torch_compat import lazy_dynamo
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int)
@@ -18,7 +18,7 @@ parser.add_argument("--slow", help="the file")
 options = parser.parse_args()
 
 distributed.init_process_group("gloo")
-postpone_the_compiler()
+lazy_dynamo.install()
 torch.manual_seed(0)
 inputs = torch.randn(1_000, 8)
 model = DistributedDataParallel(nn.Linear(8, 1))

@@ -14,7 +14,7 @@ from strata.launch.output import OutputFile, OutputReader, Place
 
 
 class Story:
-    """A run as the keeper hears of it."""
+    """A run as the supervisor hears of it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -187,8 +187,8 @@ def test_an_agent_that_goes_on_after_it_was_given_up_is_told_again(tmp_path: Pat
         "print(said)\n"
         "sys.exit(1)\n"
     )
-    keeper = [sys.executable, "-m", "strata.launch.keeper", str(tmp_path)]
-    subprocess.run([*keeper, sys.executable, str(agent)], timeout=120, check=True)
+    supervisor = [sys.executable, "-m", "strata.launch.supervisor", str(tmp_path)]
+    subprocess.run([*supervisor, sys.executable, str(agent)], timeout=120, check=True)
     cause = json.loads((tmp_path / "ended.json").read_text())["cause"]
     assert (cause["message"], cause["may_retry"]) == ("rank 0 ended with status 1 (3 times in a row)", False)
     said = [line.text for line in OutputReader(tmp_path, Place()).read(1 << 20).lines]

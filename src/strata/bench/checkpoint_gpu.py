@@ -29,6 +29,7 @@ from strata.bench.large_job import build
 from strata.bench.table import Row
 from strata.checkpoint import CheckpointManager, Memory
 from strata.checkpoint.image.state import scan
+from strata.torch_compat.images import copy_all
 from strata.training.state import TrainingState
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _bare_copy_s(state: dict[str, Any]) -> float:
     for _ in range(3):
         _cuda.synchronize()
         begun_s = time.perf_counter()
-        torch._foreach_copy_(targets, sources, True)
+        copy_all(targets, sources)
         _cuda.synchronize()
         taken.append(time.perf_counter() - begun_s)
     return median(taken)

@@ -1,20 +1,13 @@
 """Resuming data measured: samples lost and repeated when the world changes mid-epoch, and what resuming costs.
 
-    python -m strata.bench.data_resume [--json] [--peers]
-
-The same schedules of world sizes go through Strata and through the samplers of other projects, each driven as its
-documentation says. torchdata is installed; with `--peers`, DLRover and MosaicML Streaming are installed into
-environments of their own in the cache directory. Strata's numbers are counted from the samples its ranks were given,
-and must agree with its audit.
+Schedules of world sizes go through Strata, and through whatever the caller compares with. Strata's numbers are counted from
+the samples its ranks were given, and must agree with its audit.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,9 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from strata.bench.environments import environment
-from strata.bench.resume_peers import BATCH, Numbers, phases
-from strata.bench.table import Row, report
+from strata.bench.table import Row
 from strata.core.audit import Commit, audit
 from strata.core.ledger import DataCommit
 from strata.core.order import EpochOrder
@@ -35,16 +26,16 @@ from strata.data.sources import LocalSource
 
 SCHEDULES = ([4, 3], [4, 3, 2], [2, 4, 2], [8, 6, 8], [4, 7])
 TOTAL = 1_003
-REQUIREMENTS = {"dlrover": "dlrover==0.6.1", "streaming": "mosaicml-streaming==0.13.0"}
-NAMES = {"torchdata": "torchdata", "dlrover": "DLRover", "streaming": "MosaicML Streaming"}
+STEPS = 6
+"""In each world but the last, which continues to the end of the epoch."""
+BATCH = 5
+"""Of one rank."""
 
 
-def run(*, peers: bool = False) -> Iterator[Row]:
-    pythons = {"torchdata": Path(sys.executable)}
-    if peers:
-        pythons |= {name: environment(name, [needed]) for name, needed in REQUIREMENTS.items()}
+def run(*, compare: Callable[[list[int]], str] | None = None) -> Iterator[Row]:
+    """`compare` says what others make of a schedule."""
     for schedule in SCHEDULES:
-        yield _schedule(schedule, pythons)
+        yield _schedule(schedule, compare)
     yield _resume_cost()
     yield _order()
     yield _find_lines()
@@ -53,20 +44,22 @@ def run(*, peers: bool = False) -> Iterator[Row]:
 # Lost and repeated ----------------------------------------------------------------------------------------
 
 
-def _schedule(schedule: list[int], pythons: dict[str, Path]) -> Row:
+def _schedule(schedule: list[int], compare: Callable[[list[int]], str] | None) -> Row:
     wrong = [strata_run(TOTAL, schedule, constant=constant) for constant in (True, False)]
-    others = ", ".join(
-        f"{NAMES[peer]} {_told(_peer(peer, python, schedule))}" for peer, python in pythons.items()
-    )
     return Row(
         name=f"{'→'.join(map(str, schedule))} workers",
         measured=max(lost + repeated for lost, repeated in wrong),
         unit=f"of {TOTAL:,} lost or repeated",
         target=0,
         better="lower",
-        peer=others,
+        peer=compare(schedule) if compare else "",
         note="the worse of a constant global batch and a constant batch per rank; the audit agrees",
     )
+
+
+def phases(schedule: Sequence[int]) -> list[tuple[int, int | None]]:
+    """Each world size with its steps."""
+    return [*((world, STEPS) for world in schedule[:-1]), (schedule[-1], None)]
 
 
 def strata_run(total: int, schedule: Sequence[int], *, constant: bool) -> tuple[int, int]:
@@ -76,7 +69,7 @@ def strata_run(total: int, schedule: Sequence[int], *, constant: bool) -> tuple[
     commits: list[Commit] = []
     data = DataCommit()
     state: dict[str, Any] | None = None
-    for number, (world, steps) in enumerate(phases(list(schedule))):
+    for number, (world, steps) in enumerate(phases(schedule)):
         ranks = [ElasticSampler(total, rank=rank, world_size=world, seed=1, **batch) for rank in range(world)]  # type: ignore[arg-type]
         for sampler in ranks:
             if state is not None:
@@ -95,24 +88,6 @@ def strata_run(total: int, schedule: Sequence[int], *, constant: bool) -> tuple[
         "the audit disagrees with the count"
     )
     return lost, repeated
-
-
-def _peer(peer: str, python: Path, schedule: list[int]) -> dict[str, Any]:
-    script = Path(__file__).with_name("resume_peers.py")
-    question = json.dumps({"total": TOTAL, "schedule": schedule})
-    done = subprocess.run(
-        [str(python), str(script), peer, question], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1:] or ["no reason given"]}
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
-def _told(answer: dict[str, Any]) -> str:
-    if "lost" in answer:
-        return f"{answer['lost']} lost + {answer['repeated']} repeated"
-    return "refuses" if "refused" in answer else f"does not run ({answer['failed'][0]})"
 
 
 # Costs ----------------------------------------------------------------------------------------------------
@@ -147,8 +122,8 @@ def _torchdata_resume(total: int) -> tuple[float, float]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def loader() -> Any:
-        sampler: Any = DistributedSampler(Numbers(total), num_replicas=1, rank=0, seed=1)  # type: ignore[arg-type]
-        return StatefulDataLoader(Numbers(total), batch_size=256, sampler=sampler)
+        sampler: Any = DistributedSampler(range(total), num_replicas=1, rank=0, seed=1)  # type: ignore[arg-type]
+        return StatefulDataLoader(range(total), batch_size=256, sampler=sampler)
 
     def resume(state: dict[str, Any]) -> None:
         again = loader()
@@ -216,17 +191,3 @@ def _interleaved(*works: Callable[[], object], rounds: int = 15) -> list[float]:
             work()
             seconds.append(time.perf_counter() - began_s)
     return [statistics.median(seconds) for seconds in times]
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m strata.bench.data_resume", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument(
-        "--peers", action="store_true", help="also install and run DLRover and MosaicML Streaming"
-    )
-    arguments = parser.parse_args(argv)
-    report("Resuming data", run(peers=arguments.peers), as_json=arguments.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from strata.bench.kills import kill_worker
-from strata.bench.recovery_others import other_projects
 from strata.bench.table import Row, report
 from strata.chaos.run import ChaosRun
 from strata.launch.coordinator import CoordinatorProcess
@@ -27,7 +26,7 @@ from strata.training.trace import clear_run, footprints
 PATIENCE_S = 180.0
 
 
-def run(*, quick: bool = False, peers: bool = False) -> Iterator[Row]:
+def run(*, quick: bool = False) -> Iterator[Row]:
     kills, peace_s = (3, 3.0) if quick else (15, 4.0)
     with tempfile.TemporaryDirectory(prefix="strata-bench-") as name:
         folder = Path(name)
@@ -38,8 +37,6 @@ def run(*, quick: bool = False, peers: bool = False) -> Iterator[Row]:
             if not quick:
                 yield from _kill_a_minute(folder, coordinator)
             yield from _plain_torchrun(folder, 1 if quick else 4)
-            if peers:
-                yield from other_projects(folder, 1 if quick else 4)
             yield from _overhead(4 if quick else 30)
         finally:
             coordinator.stop()
@@ -211,5 +208,5 @@ def _until_world(run: ChaosRun, workers: int) -> None:
         time.sleep(0.02)
 
 
-def main(*, as_json: bool = False, quick: bool = False, peers: bool = False) -> None:
-    report("Recovery", run(quick=quick, peers=peers), as_json=as_json)
+def main(*, as_json: bool = False, quick: bool = False) -> None:
+    report("Recovery", run(quick=quick), as_json=as_json)

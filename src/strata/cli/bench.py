@@ -1,4 +1,4 @@
-"""`strata bench`: each figure beside its target and its peers, measured here and now."""
+"""`strata bench`: each figure beside its target, and beside the limits of this machine. Other projects: `benchmarks/`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ Quick = Annotated[
 
 Gpu = Annotated[bool, typer.Option("--gpu", help="With state on a CUDA device, instead of on the CPU.")]
 
+
 Peers = Annotated[
-    bool, typer.Option("--peers", help="Also install other projects, each into an environment of its own.")
+    bool, typer.Option("--peers", hidden=True, help="Moved: see `python -m benchmarks` in a checkout.")
 ]
 
 
@@ -37,11 +38,12 @@ def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
 @app.command()
 def data(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) -> None:
     """Token indices and their reading, and what a resumed epoch loses or repeats."""
+    _check_moved("--peers" if peers else "", "benchmarks.data")
     from strata.bench import data_resume, data_tokens
     from strata.bench.table import report
 
     tokens = data_tokens.run(tokens=5_000_000, text_mb=2) if quick else data_tokens.run()
-    report("Data", chain(tokens, data_resume.run(peers=peers)), as_json=as_json)
+    report("Data", chain(tokens, data_resume.run()), as_json=as_json)
 
 
 @app.command()
@@ -56,6 +58,7 @@ def checkpoint(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) 
 @app.command()
 def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False, gpu: Gpu = False) -> None:
     """From the loss of a process or a node to the first step after it, beside plain torchrun."""
+    _check_moved("--peers" if peers else "", "benchmarks.recovery")
     if gpu:
         from strata.bench import recovery_gpu
 
@@ -64,15 +67,21 @@ def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False
         return
     from strata.bench import recovery
 
-    recovery.main(as_json=as_json, quick=quick, peers=peers)
+    recovery.main(as_json=as_json, quick=quick)
 
 
-@app.command()
+@app.command(hidden=True)
 def dashboard(as_json: AsJson = False, quick: Quick = False) -> None:
-    """First paint, sizes, how soon an event is seen, and what many watchers cost. Needs Chromium."""
-    from strata.bench import dashboard
+    """Moved: what the dashboard costs is measured in a browser, from a checkout."""
+    _check_moved("strata bench dashboard", "benchmarks.dashboard")
 
-    dashboard.main(json=as_json, quick=quick)
+
+def _check_moved(asked: str, module: str) -> None:
+    """What needs other projects or a browser is not in the package."""
+    if asked:
+        raise typer.BadParameter(
+            f"This is measured from a checkout of Strata: python -m {module}", param_hint=asked
+        )
 
 
 def _check_device(gpu: bool) -> None:

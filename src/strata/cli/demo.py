@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strata.cli.common import ago, console, duration, get, size, styled
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.errors import StrataError
 from strata.launch.coordinator import CoordinatorProcess, free_or_any
 from strata.launch.sample_job import DATASET, SampleJob

@@ -202,7 +202,7 @@ def _continue(client: Client, request: dict[str, Any]) -> str | None:
 
 
 def _end_at_once(data_dir: Path, task_id: str) -> None:
-    from strata.launch.leftovers import end_processes
+    from strata.launch.cleanup import end_processes
 
     for folder in (data_dir / "tasks" / task_id).glob("run-*"):
         end_processes(f"{task_id}-{folder.name.removeprefix('run-')}")

@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from strata.cli.common import AsJson, console, print_json
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.errors import MissingDependency, StrataError
 
 VALID, INVALID, UNREADABLE = 0, 1, 2

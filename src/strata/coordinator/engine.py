@@ -53,13 +53,13 @@ class SystemClock:
 
 
 class Listener(Protocol):
-    """Told of the facts of every batch, but for the soft ones, after they are durable. Must not block."""
+    """Called with the events of every batch, but for the soft ones, after they are durable. Must not block."""
 
     def __call__(self, events: Sequence[Event]) -> None: ...
 
 
 class Unavailable(StrataError):
-    """Not now: the command was not looked at, and the same one may be right in a second."""
+    """Not now: the command was not looked at, and may be retried in a second."""
 
     code = "unavailable"
 
@@ -70,8 +70,8 @@ class InternalError(StrataError):
     code = "internal"
 
 
-Answered = Callable[[Reply | StrataError], None]
-"""Told the durable answer of one command, before any listener hears of the batch's events."""
+OnReply = Callable[[Reply | StrataError], None]
+"""Called with the durable reply to one command, before any listener is notified of the batch's events."""
 
 
 class Engine:
@@ -82,10 +82,10 @@ class Engine:
         self.revision = 0
         """Grows with every durable batch: what readers compare to know that their copy is old."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
-        self.on_facts: Callable[[int], None] = lambda count: None
-        """Told how many a batch had, soft ones among them."""
+        self.on_events: Callable[[int], None] = lambda count: None
+        """Called with how many a batch had, soft ones among them."""
         self._journal = journal
-        self._queue: deque[tuple[Command, Answered]] = deque()
+        self._queue: deque[tuple[Command, OnReply]] = deque()
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -104,7 +104,7 @@ class Engine:
                 self.cluster.apply(event, epoch)
             except (LookupError, ValueError, AssertionError) as error:
                 raise JournalError(
-                    f"The journal {self._journal} tells of a {type(event).__name__} that does not follow from "
+                    f"The journal {self._journal} has a {type(event).__name__} that does not follow from "
                     f"what came before it ({error!r}).",
                     hint="Restore it from a copy, or start with another --data-dir.",
                 ) from error
@@ -117,16 +117,16 @@ class Engine:
         """Take soft state in, now. A refusal may rest on state that is not durable yet: wait for `settled` to tell it."""
         self.cluster.observe(observation, self.clock.now())
 
-    def post(self, command: Command, answered: Answered) -> None:
+    def post(self, command: Command, answered: OnReply) -> None:
         """Take a command in, without waiting for its answer."""
         if len(self._queue) >= MAX_QUEUED or self._stopping:
             what = "is stopping" if self._stopping else "has too much to do"
-            raise Unavailable(f"The coordinator {what}.", hint="Try again in a second.")
+            raise Unavailable(f"The coordinator {what}.", hint="Retry in a second.")
         self._queue.append((command, answered))
         self._wake.set()
 
     async def submit(self, command: Command, *, then: Callable[[Reply], None] | None = None) -> Reply:
-        """The durable answer. `then` runs with it before any listener hears of the batch's events."""
+        """The durable reply. `then` runs with it before any listener is notified of the batch's events."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
         def answered(answer: Reply | StrataError) -> None:
@@ -144,7 +144,7 @@ class Engine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all of the state is durable now. If not, listeners are told as soon as it is."""
+        """Whether all of the state is durable now. If not, listeners are notified as soon as it is."""
         return self._settled.is_set()
 
     async def settled(self) -> Cluster:
@@ -190,10 +190,10 @@ class Engine:
 
     # --- one batch ------------------------------------------------------------------------------------------
 
-    async def _commit(self, batch: list[tuple[Command, Answered]], *, tick: bool) -> None:
+    async def _commit(self, batch: list[tuple[Command, OnReply]], *, tick: bool) -> None:
         now = self.clock.now()
         events: list[Event] = []
-        answers: list[tuple[Answered, Reply | StrataError]] = []
+        answers: list[tuple[OnReply, Reply | StrataError]] = []
         for command, answered in batch:
             try:
                 decision = self.cluster.handle(command, now)
@@ -207,16 +207,16 @@ class Engine:
         if tick:
             events.extend(self.cluster.handle(Tick(), now).events)
         if self.cluster.plans_are_stale:
-            began_s = time.perf_counter()
+            started_s = time.perf_counter()
             moved = self.cluster.handle(Rebalance(), now).events
             if moved:
-                self.on_plan(time.perf_counter() - began_s)
+                self.on_plan(time.perf_counter() - started_s)
             events.extend(moved)
         hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
         await self._make_durable(hard)
         if events:
             self.revision += 1
-            self.on_facts(len(events))
+            self.on_events(len(events))
         for answered, answer in answers:
             answered(answer)
         if hard:
@@ -242,6 +242,6 @@ class Engine:
         self._settled.set()
 
     async def _in_background(self, work: Callable[..., None], argument: Sequence[Event]) -> None:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         await asyncio.get_running_loop().run_in_executor(self._disk, work, argument)
-        self._at_disk_s += time.monotonic() - began_s
+        self._at_disk_s += time.monotonic() - started_s

@@ -88,7 +88,7 @@ class Runtime:
         metrics.registry.register(LogCollector(logs))
         metrics.registry.register(JobCollector(runtime.watch, cluster.checkpoints))
         engine.on_plan = runtime.metrics.planned
-        engine.on_facts = runtime.metrics.decided
+        engine.on_events = runtime.metrics.decided
         runtime.logs.on_entries = runtime._publish_logs
         runtime._define_pages()
         return runtime

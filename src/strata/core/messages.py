@@ -50,7 +50,7 @@ from strata.core.refusals import (
     UnknownWorker,
     shorten,
 )
-from strata.core.terms import (
+from strata.core.types import (
     DEFAULT_JOB,
     CheckpointId,
     CheckpointStatus,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.core.words import counted
+from strata.core.text import counted
 
 UNOWNED = -1
 STRANGER = -2  # A name that is not in the list it was looked for in.

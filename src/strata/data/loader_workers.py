@@ -13,9 +13,8 @@ import signal
 import threading
 from typing import Any
 
-from torch.utils.data._utils import worker as torch_worker
-
 from strata.processes import end_with_parent, let_fork_server_end
+from strata.torch_compat.loaders import current_loop, torch_loop, use_loop
 
 
 class _WorkerLoop:
@@ -36,11 +35,10 @@ class _WorkerLoop:
                 os._exit(1)  # It was gone before.
             if not self._is_forked:
                 let_fork_server_end()
-        _torch_loop(*arguments, **options)
+        torch_loop(*arguments, **options)
 
 
 _MAIN_THREAD = type(threading.main_thread())
-_torch_loop = torch_worker._worker_loop
 
 
 def _started_otherwise() -> _WorkerLoop:
@@ -49,5 +47,5 @@ def _started_otherwise() -> _WorkerLoop:
 
 def end_with_trainer() -> None:
     """For every `DataLoader` of this process from now on."""
-    if not isinstance(torch_worker._worker_loop, _WorkerLoop):
-        torch_worker._worker_loop = _WorkerLoop()
+    if not isinstance(current_loop(), _WorkerLoop):
+        use_loop(_WorkerLoop())

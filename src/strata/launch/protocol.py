@@ -126,7 +126,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The run is over, nothing of it is left, and how it ended is not known: a machine or its keeper vanished."""
+    """The run is over, nothing of it is left, and how it ended is not known: a machine or its supervisor vanished."""
 
     run_id: str
     task_id: TaskId

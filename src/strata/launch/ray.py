@@ -44,7 +44,7 @@ from strata.launch.ray_messages import (
     Stop,
     Wish,
 )
-from strata.launch.trouble import Trouble
+from strata.logs import OutageLog
 
 log = logging.getLogger("strata.launch.ray")
 
@@ -74,7 +74,7 @@ class RayLauncher:
         self._driver: _Driver | None = None
         self._again: asyncio.TimerHandle | None = None
         self._try_at_s = 0.0
-        self._trouble = Trouble(log, over=f"the Ray cluster at '{options.address}' is back")
+        self._outage = OutageLog(log, over=f"the Ray cluster at '{options.address}' is back")
         self._closed = False
 
     def capacity(self) -> Capacity:
@@ -160,7 +160,7 @@ class RayLauncher:
             if not self._adopted.done():
                 self._adopted.set_exception(LaunchFailed("The Ray driver ended before it was connected."))
             return
-        self._trouble.begins(
+        self._outage.start(
             f"lost the Ray cluster at '{self._options.address}'; trying again every {AGAIN_S:g} s"
         )
         self._again = self._loop.call_later(AGAIN_S, self._connect)
@@ -170,12 +170,12 @@ class RayLauncher:
             case CapacitySeen():
                 self._capacity = message.capacity
             case Adopted():
-                self._trouble.ended()
+                self._outage.ended()
                 if self._adopted is not None and not self._adopted.done():
                     self._adopted.set_result(None)
             case DriverFailed():
                 if self._adopted is None:
-                    self._trouble.met(message.reason)
+                    self._outage.met(message.reason)
                 elif not self._adopted.done():
                     self._adopted.set_exception(LaunchFailed(message.reason, hint=message.hint))
             case Started() | Output():

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from strata.core.messages import ExitCause
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.launch.protocol import (
     Exited,
     LaunchFailed,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from strata.launch.leftovers import is_tracker
+from strata.launch.cleanup import is_tracker
 from strata.rendezvous import LOOPBACK, PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, rdzv_conf
 
 LEAVE_S = 40.0

@@ -10,9 +10,7 @@ Elsewhere `warning` says in one line what to do.
 
 from __future__ import annotations
 
-import importlib
 import os
-from typing import Any
 
 _separated = False
 
@@ -22,20 +20,13 @@ def separate_attempts() -> None:
     global _separated
     if _separated or not _shares_store() or not _attempt() or not _all_know_the_attempt():
         return
-    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed import is_initialized
+
+    from strata.torch_compat.stores import prefix_worker_stores
 
     if is_initialized():
         return
-    rendezvous: Any = importlib.import_module(
-        "torch.distributed.rendezvous"
-    )  # Also the name of a function there.
-    create, prefix = rendezvous._create_c10d_store, f"attempt-{_attempt()}"
-
-    def create_for_this_attempt(*arguments: Any, **options: Any) -> Any:
-        return PrefixStore(prefix, create(*arguments, **options))
-
-    rendezvous._create_c10d_store = create_for_this_attempt
+    prefix_worker_stores(f"attempt-{_attempt()}")
     _separated = True
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RENDEZVOUS_BACKENDS = ("etcd", "etcd-v2", "c10d", "static", "strata")
 """The names `--rdzv-backend` takes: torch's own, with `etcd` replaced and `strata` added."""
 
-SECONDS_NOT_MINUTES: Mapping[str, int] = MappingProxyType(
+FAST_RECOVERY: Mapping[str, int] = MappingProxyType(
     {
         # A node counts as lost after interval x attempts; torch waits 15 s by default.
         "keep_alive_interval": 1,
@@ -46,8 +46,8 @@ ones."""
 
 
 def rdzv_conf(overrides: Mapping[str, object] | None = None) -> str:
-    """`SECONDS_NOT_MINUTES`, changed by `overrides`, as torchrun's `--rdzv-conf` takes it."""
-    return ",".join(f"{key}={value}" for key, value in {**SECONDS_NOT_MINUTES, **(overrides or {})}.items())
+    """`FAST_RECOVERY`, changed by `overrides`, as torchrun's `--rdzv-conf` takes it."""
+    return ",".join(f"{key}={value}" for key, value in {**FAST_RECOVERY, **(overrides or {})}.items())
 
 
 def etcd_plugin() -> HandlerCreator:
@@ -56,9 +56,9 @@ def etcd_plugin() -> HandlerCreator:
     Torch registers its own `etcd` first (the v2 API, which current etcd servers no longer have) and refuses a
     second creator under one name, so the first one is replaced here before torch registers what is returned.
     """
-    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+    from strata.torch_compat.rendezvous import replace_backend
 
-    rendezvous_handler_registry._registry["etcd"] = _create_etcd_handler
+    replace_backend("etcd", _create_etcd_handler)
     return _create_etcd_handler
 
 
@@ -89,10 +89,10 @@ def _create_strata_handler(parameters: RendezvousParameters) -> RendezvousHandle
 
 
 __all__ = [
+    "FAST_RECOVERY",
     "LOOPBACK",
     "PRELOAD_VARIABLE",
     "RENDEZVOUS_BACKENDS",
-    "SECONDS_NOT_MINUTES",
     "TORCHRUN_ENVIRONMENT",
     "etcd_plugin",
     "rdzv_conf",

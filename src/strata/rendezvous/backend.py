@@ -30,7 +30,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from strata.rendezvous.cas import CasClient, Token
-from strata.rendezvous.state import Node, SharedState, from_torch
+from strata.rendezvous.state import SharedState
+from strata.torch_compat.rendezvous import Node, unpack_state
 
 ROOT = "/torch/elastic"
 POLL_S = 0.1
@@ -93,7 +94,7 @@ class CasRendezvousBackend(RendezvousBackend):
         return self._for_torch(state), token
 
     def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Token, bool] | None:
-        mine = from_torch(state)
+        mine = unpack_state(state)
         if token is None:
             self._incarnation = uuid.uuid4().hex
         now_s = time.monotonic()

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
+
+from strata.torch_compat.stores import Store
 
 T = TypeVar("T")
 Token = str

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -24,20 +23,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-    _Action,
-    _BackendRendezvousStateHolder,
-    _DistributedRendezvousOpExecutor,
-    _RendezvousContext,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
-from strata.rendezvous import SECONDS_NOT_MINUTES, TORCHRUN_ENVIRONMENT
+from strata.rendezvous import FAST_RECOVERY, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasClient, CasStore
-from strata.rendezvous.state import Node
 from strata.rendezvous.warm import warm_up
+from strata.torch_compat.elastic import wrap_rendezvous
+from strata.torch_compat.rendezvous import DynamicHandler, Node
 from strata.training.trace import forget_rendezvous, note_rendezvous
 
 logger = logging.getLogger(__name__)
@@ -45,43 +38,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
-OFTEN_S, SELDOM_S = 0.1, 1.0
-"""Between two looks of a node that waits for others: when there are few, and at most."""
-LOOKS_PER_S = 200
-"""Of all nodes together, where they are too many for each to look that often."""
 
 
 class RoundLost(Exception):
     """The round that this node has joined is no more: a member of it is gone, or was taken for gone."""
 
 
-class OftenLooking(_DistributedRendezvousOpExecutor):
-    """Looks at the shared state while it waits for others. Torch's own looks once a second, which is long enough to miss
-    a round and a large part of the time that a recovery takes."""
-
-    _state_holder: _BackendRendezvousStateHolder
-
-    def run(
-        self,
-        state_handler: Callable[[_RendezvousContext, float], _Action],
-        deadline: float,
-        update_deadline: Callable[[timedelta], float] | None = None,
-    ) -> None:
-        def looking(context: _RendezvousContext, until: float) -> _Action:
-            while (action := state_handler(context, until)) == _Action.SYNC:
-                state = context.state
-                look_s = (len(state.participants) + len(state.wait_list)) / LOOKS_PER_S
-                time.sleep(min(max(look_s, OFTEN_S), SELDOM_S))
-                self._state_holder._last_sync_time = -1  # Not the state of a moment ago.
-                self._state_holder.sync()
-                self._state = self._state_holder.state
-                context = _RendezvousContext(self._node, self._state, self._settings)
-            return action
-
-        super().run(looking, deadline, update_deadline)
-
-
-class CasRendezvousHandler(DynamicRendezvousHandler):
+class CasRendezvousHandler(DynamicHandler):
     """Made by `create_cas_handler`."""
 
     backend: CasRendezvousBackend
@@ -124,7 +87,7 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
         closed = super().shutdown()
         forget_rendezvous(self.settings.run_id)
         try:
-            self.backend.leave(self._this_node)
+            self.backend.leave(self.this_node)
         except RendezvousError as error:
             logger.warning("left the rendezvous '%s' without saying so: %s", self.settings.run_id, error)
         return closed
@@ -147,19 +110,17 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
                 raise RoundLost(f"Round {self._round} of '{self.settings.run_id}' was lost")
 
     def _look_around(self) -> tuple[int, frozenset[Node]]:
-        with self._heartbeat_lock:
-            self._state_holder.sync()
-            state = self._state_holder.state
-            return state.round, frozenset(state.participants)
+        state = self.sync_state()
+        return state.round, frozenset(state.participants)
 
-    def _get_world(self) -> tuple[int, int]:
+    def world(self) -> tuple[int, int]:
         """This node's rank and how many there are, the same number for all who have joined. Torch leaves out whom it has
         not heard of for a while, each node by its own watch, so that their worlds may differ."""
         known = self.backend.known
-        if known is None or not known.complete or self._this_node not in known.participants:
+        if known is None or not known.complete or self.this_node not in known.participants:
             raise RoundLost(f"A round of '{self.settings.run_id}' went on without this node")
         self._round, self._members = known.round, frozenset(known.participants)
-        return known.participants[self._this_node], len(known.participants)
+        return known.participants[self.this_node], len(known.participants)
 
     def _tolerating_outage(self, ask: Callable[[], T], *, meanwhile: T) -> T:
         try:
@@ -180,9 +141,9 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
             )
 
     def _timeout_text(self) -> str:
-        settings, state = self.settings, self._state_holder.state
+        settings, state = self.settings, self.last_state
         present = sorted(
-            {str(node) for node in (*state.participants, *state.wait_list)} - {str(self._this_node)}
+            {str(node) for node in (*state.participants, *state.wait_list)} - {str(self.this_node)}
         )
         others = f"besides this node there was {', '.join(present)}" if present else "no other node came"
         return (
@@ -192,19 +153,15 @@ class CasRendezvousHandler(DynamicRendezvousHandler):
         )
 
 
-_torch_rendezvous = SimpleElasticAgent._rendezvous
-
-
-def _rendezvous(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
-    """In the agent, in place of torch's, which waits five minutes for the rank of a member that is gone."""
-    handler = group.spec.rdzv_handler
+def _meet(meet: Callable[[], None], handler: object) -> None:
+    """In the agent, in place of torch's way, which waits five minutes for the rank of a member that is gone."""
     if not isinstance(handler, CasRendezvousHandler):
-        _torch_rendezvous(agent, group)
+        meet()
         return
     while True:
         try:
             with handler.agreeing():
-                _torch_rendezvous(agent, group)
+                meet()
             return
         except RoundLost as lost:
             logger.warning("%s before all ranks were known; meeting again", lost)
@@ -218,10 +175,10 @@ def create_cas_handler(
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warm_up()
-    SimpleElasticAgent._rendezvous = _rendezvous  # type: ignore[method-assign]
+    wrap_rendezvous(_meet)
 
     def seconds(key: str) -> float:
-        value = float(params.get(key, SECONDS_NOT_MINUTES[key]))
+        value = float(params.get(key, FAST_RECOVERY[key]))
         if value <= 0:
             raise ValueError(f"The rendezvous option '{key}' must be positive, not {value:g}.")
         return value
@@ -257,6 +214,6 @@ def create_cas_handler(
         keep_alive_max_attempt=attempts,
     )
     handler.backend = backend
-    handler._op_executor = OftenLooking(handler._this_node, handler._state_holder, handler.settings)
+    handler.poll_fast()
     store.while_waiting = handler.check_round
     return handler

@@ -15,7 +15,6 @@ import time
 import uuid
 from datetime import timedelta
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -28,6 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from strata.processes import LAUNCH_VARIABLE
 from strata.rendezvous import LOOPBACK, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.warm import warm_up
+from strata.torch_compat.stores import HashStore, PrefixStore, Store, TCPStore
 from strata.training.trace import forget_rendezvous, note_rendezvous
 
 STORE_TIMEOUT = timedelta(seconds=300)

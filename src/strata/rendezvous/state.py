@@ -10,28 +10,16 @@ A node's heartbeat is a counter on the server and a local time in the process: s
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from strata.torch_compat.rendezvous import Node, pack_state
 
 FORMAT = 1
-FIELDS = {
-    "round",
-    "complete",
-    "deadline",
-    "closed",
-    "participants",
-    "wait_list",
-    "redundancy_list",
-    "last_heartbeats",
-}
-
-Node = _NodeDesc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,32 +82,15 @@ class SharedState:
 
     def to_torch(self, last_heartbeats: Mapping[Node, datetime]) -> bytes:
         """As torch unpickles it."""
-        state = _RendezvousState()
-        _require_known_fields(vars(state))
-        state.round = self.round
-        state.complete = self.complete
-        state.closed = self.closed
-        state.deadline = self.deadline
-        state.participants = dict(self.participants)
-        state.wait_list = set(self.wait_list)
-        state.redundancy_list = set(self.redundancy_list)
-        state.last_heartbeats = dict(last_heartbeats)
-        return pickle.dumps(state)
-
-
-def from_torch(data: bytes) -> _RendezvousState:
-    """What torch has just pickled in this very process; bytes from anywhere else must never come here."""
-    state = pickle.loads(data)  # noqa: S301
-    assert isinstance(state, _RendezvousState)
-    _require_known_fields(vars(state))
-    return state
-
-
-def _require_known_fields(fields: Mapping[str, Any]) -> None:
-    if set(fields) != FIELDS:
-        raise RendezvousStateError(
-            f"This version of torch keeps rendezvous state that Strata does not know: {sorted(set(fields) ^ FIELDS)}. "
-            "Use --rdzv-backend=c10d until Strata supports it."
+        return pack_state(
+            round=self.round,
+            complete=self.complete,
+            closed=self.closed,
+            deadline=self.deadline,
+            participants=self.participants,
+            wait_list=self.wait_list,
+            redundancy_list=self.redundancy_list,
+            last_heartbeats=last_heartbeats,
         )
 
 

@@ -12,34 +12,27 @@ from __future__ import annotations
 
 import atexit
 import io
-import logging
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic import multiprocessing as workers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from strata.data.loader_workers import end_with_trainer
 from strata.launch.torchrun_trap import separate_attempts
 from strata.processes import end_with_parent, let_fork_server_end
-from strata.rendezvous import agent
+from strata.rendezvous.agent import CarefulAgent
 from strata.rendezvous.frames import describe, report, script_frames
 from strata.rendezvous.preload import SecondServer, note_imports, preload
-
-TRIES = 10
-TOLD_S = 1.0
-"""More than enough to tell workers that their results were read."""
+from strata.torch_compat.elastic import WorkerProcesses, use_agent, use_worker_processes
 
 
-class WarmWorkers(workers.MultiprocessContext):
-    """Torch's way of running such workers, less what would end the agent, or keep it waiting, when one dies."""
+class WarmWorkers(WorkerProcesses):
+    """Workers that behave as programs, from the server that has imported most of what they need."""
 
     def __init__(
         self,
@@ -55,49 +48,12 @@ class WarmWorkers(workers.MultiprocessContext):
         super().__init__(name=name, entrypoint=as_a_program, args=called, envs=envs, **more)
         self._run = _run_of(envs)
 
-    def _start(self) -> None:
+    def before_start(self) -> None:
         _second.replace_workers()
-        for _ in range(TRIES - 1):
-            try:
-                super()._start()  # type: ignore[no-untyped-call]
-                return
-            except (EOFError, ConnectionError):  # One was killed before it could say who it is.
-                for process in multiprocessing.active_children():
-                    process.kill()
-                    process.join()
-        super()._start()  # type: ignore[no-untyped-call]
 
-    def _poll(self) -> workers.RunProcsResult | None:
-        assert self._pc is not None
+    def before_poll(self) -> None:
         if self._run:
             _second.look(self._run)
-        codes = [process.exitcode for process in self._pc.processes]
-        if any(codes):
-            self._release_finished()
-            # Torch names the first it finds; one that was killed is why others have failed, and never the reverse.
-            self._pc.sentinels = dict(
-                sorted(self._pc.sentinels.items(), key=lambda one: (codes[one[1]] or 0) >= 0)
-            )
-        for rank, code in enumerate(codes):
-            # Torch waits for a result of each: one that left by sys.exit() or os._exit(0) has sent none.
-            if code == 0 and rank not in self._return_values and self._ret_vals[rank].empty():
-                self._ret_vals[rank].put(None)
-        return super()._poll()
-
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        self._release_finished()
-        super()._close(death_sig, timeout)
-        for path in self._pc.error_files if self._pc else ():
-            Path(path).unlink(missing_ok=True)
-
-    def _release_finished(self) -> None:
-        """A worker that has finished waits to be told that its result was read, and would until it is killed.
-
-        Python waits for each of them to wake up, so in vain for one that was killed meanwhile.
-        """
-        telling = threading.Thread(target=self._worker_finished_event.set, daemon=True)
-        telling.start()
-        telling.join(TOLD_S)
 
 
 def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
@@ -169,29 +125,8 @@ def _run_of(envs: Mapping[int, Mapping[str, str]]) -> str:
 _second = SecondServer()
 
 
-def _brief(record: logging.LogRecord) -> bool:
-    """Of a lost worker, log who it was and how it ended: what went wrong it has said itself. For a whole stack of the
-    agent, torch would import its compiler."""
-    record.exc_info = None
-    return True
-
-
-def _let_signals_through(handler: logging.Handler, record: logging.LogRecord) -> None:
-    """Torch makes an exception of SIGTERM. One that is raised while a line is logged would be taken for a fault of the
-    log, and the agent would go on as if nobody had asked it to leave."""
-    error = sys.exc_info()[1]
-    if isinstance(error, workers.api.SignalException):
-        raise error
-    _handle_error(handler, record)
-
-
-_handle_error = logging.Handler.handleError
-
-
 def warm_up() -> None:
     """In the agent, before it starts its first worker."""
     preload()
-    logging.Handler.handleError = _let_signals_through  # type: ignore[assignment]
-    workers.MultiprocessContext = WarmWorkers  # type: ignore[assignment,misc]
-    logging.getLogger(workers.api.__name__).addFilter(_brief)
-    agent.install()
+    use_worker_processes(WarmWorkers)
+    use_agent(CarefulAgent)

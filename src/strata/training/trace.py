@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
 
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.shared_memory import make_private, remove_empty, run_folder
 
 KEPT_S = 86_400.0

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from strata.torch_compat.images import compile_kernel
+
 _cuda: Any = torch.cuda  # Its module is not typed.
 _IN_STREAM_ORDER = 1
 Result = TypeVar("Result")
@@ -149,7 +151,7 @@ def _copy_kernel(device: int) -> Any | None:
     """For one device; None where this Torch cannot make it."""
     try:
         with _cuda.device(device):
-            return _cuda._compile_kernel(_COPY_KERNEL, "copy_each")
+            return compile_kernel(_COPY_KERNEL, "copy_each")
     except (AttributeError, ImportError, OSError, RuntimeError):
         return None
 

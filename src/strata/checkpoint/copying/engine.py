@@ -45,6 +45,7 @@ from strata.checkpoint.copying.filling import Filling, Windows
 from strata.checkpoint.copying.sweeping import THREADS, Pieces, Sweep
 from strata.checkpoint.errors import CheckpointError
 from strata.checkpoint.image.layout import Placement, Plan, Prepared
+from strata.torch_compat.images import copy_all
 
 _cuda: Any = torch.cuda  # Its module is not typed.
 Events: TypeAlias = dict[int, Any]
@@ -340,7 +341,7 @@ class _Copies:
             return
         tensors = self.prepared.plan.sources(self.prepared.tensors)
         with _cuda.stream(stream), torch.no_grad():
-            torch._foreach_copy_([to.targets[n] for n in numbers], [tensors[n] for n in numbers], True)
+            copy_all([to.targets[n] for n in numbers], [tensors[n] for n in numbers])
 
     def _tensor(self, number: int) -> torch.Tensor:
         return self.prepared.tensors[self.prepared.plan.first_tensors[number]]

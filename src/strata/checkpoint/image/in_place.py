@@ -44,6 +44,7 @@ from strata.checkpoint.image.unpickling import (
     read_outline,
 )
 from strata.stores.protocol import NotFound, PartReader, Store, Truncated
+from strata.torch_compat.images import copy_all
 
 WINDOW_BYTES = 1 << 20
 """Stays in a core's caches between being hashed and being copied."""
@@ -534,9 +535,7 @@ def load_into(
     try:
         if to_device:
             with torch.no_grad():
-                torch._foreach_copy_(
-                    [target for target, _ in to_device], [source for _, source in to_device], True
-                )
+                copy_all([target for target, _ in to_device], [source for _, source in to_device])
         if meanwhile is not None:
             meanwhile()
         if plain:

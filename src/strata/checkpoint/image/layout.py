@@ -28,6 +28,7 @@ from strata.checkpoint.copying.cuda import any_on_cuda
 from strata.checkpoint.errors import UnsupportedState
 from strata.checkpoint.image.pickling import Prefix, TensorRecipe, body_for, prefix_for
 from strata.checkpoint.image.state import Scan, leaf_kind, named_leaves, scan
+from strata.torch_compat.images import file_reader, file_writer, guard
 
 ALIGNMENT_BYTES = 4096
 FILE_NAME = "archive.pt"  # Torch puts the file's name into the file: a constant one keeps images comparable.
@@ -77,8 +78,7 @@ class Plan:
     def lay_out(self, path: str) -> Placement:
         """Write the file at `path` with everything but tensor bytes and pickle body."""
         assert os.path.basename(path) == FILE_NAME
-        # Typed Any: the stubs know neither records without bytes nor offsets.
-        writer: Any = torch._C.PyTorchFileWriter(path, False, ALIGNMENT_BYTES)
+        writer = file_writer(path, alignment_bytes=ALIGNMENT_BYTES)
         pickle = self.prefix.program.ljust(self.pickle_room_bytes, b"\0")
         writer.write_record("data.pkl", pickle, len(pickle))
         for name, value in (
@@ -90,7 +90,7 @@ class Plan:
         for number, slot in enumerate(self.slots):
             writer.write_record_metadata(f"data/{number}", slot.size_bytes)
         writer.write_end_of_file()
-        reader: Any = torch._C.PyTorchFileReader(path)
+        reader = file_reader(path)
         return Placement(
             size_bytes=os.path.getsize(path),
             body_offset_bytes=reader.get_record_offset("data.pkl") + len(self.prefix.program),
@@ -257,19 +257,6 @@ def _geometry(tensors: Sequence[torch.Tensor]) -> Facts:
     )
 
 
-def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """One call that compares type, number type, device, shape, strides, gradient and lazy bits of every tensor."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        with torch.enable_grad():
-            guard: Any = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except (ImportError, TypeError):  # Another version of torch may have no such thing.
-        return lambda *_: False
-    check: Callable[..., bool] = guard.check
-    return check
-
-
 def make_plan(state: object, found: Scan, addresses: list[int]) -> tuple[Plan, bytes]:
     names = [name for name, _ in named_leaves(state)]
     for name, tensor in zip(names, found.tensors, strict=True):
@@ -300,7 +287,7 @@ def make_plan(state: object, found: Scan, addresses: list[int]) -> tuple[Plan, b
     plan = Plan(
         outline=_outline(found, addresses),
         geometry=_geometry(found.tensors),
-        guard=_guard(found.tensors),
+        guard=guard(found.tensors),
         slots=tuple(slots),
         first_tensors=tuple(slot.tensors[0] for slot in slots),
         recipes=tuple(made),

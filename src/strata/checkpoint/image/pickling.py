@@ -20,10 +20,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 
 from strata.checkpoint.errors import UnsupportedState
 from strata.checkpoint.image.state import name_of
+from strata.torch_compat.images import (
+    REBUILD_PARAMETER,
+    REBUILD_TENSOR,
+    REBUILD_WITH_ATTRIBUTES,
+    allowed_globals,
+    globals_allowed_by_user,
+)
 
 PROTOCOL = 2  # The one torch.save writes and the safe unpickler knows.
 _HEAD = b"\x80\x02"
@@ -118,19 +124,18 @@ class _BodyPickler(pickle.Pickler):
 
 
 def _is_safe(obj: object) -> bool:
-    allowed_by_user: dict[str, object] = _get_user_allowed_globals()  # type: ignore[no-untyped-call]
-    return id(obj) in _safe_ids() or any(obj is known for known in allowed_by_user.values())
+    return id(obj) in _safe_ids() or any(obj is known for known in globals_allowed_by_user().values())
 
 
 @functools.cache
 def _safe_ids() -> frozenset[int]:
     tensors_apart = (torch.Tensor, torch.nn.Parameter)  # Those have to be found by the scan.
-    return frozenset(id(known) for known in _get_allowed_globals().values() if known not in tensors_apart)
+    return frozenset(id(known) for known in allowed_globals().values() if known not in tensors_apart)
 
 
 def _tensor(recipe: TensorRecipe, names: _Globals) -> bytes:
     """The opcodes that leave one tensor on the stack."""
-    rebuild = names.get("torch._utils", "_rebuild_tensor_v3")
+    rebuild = names.get(*REBUILD_TENSOR)
     storage = _tuple(
         _string("storage"),
         names.get("torch.storage", "UntypedStorage"),
@@ -148,12 +153,12 @@ def _tensor(recipe: TensorRecipe, names: _Globals) -> bytes:
         names.get("torch", str(recipe.dtype).removeprefix("torch.")),
     )
     if recipe.is_parameter:
-        wrap = names.get("torch._utils", "_rebuild_parameter")
+        wrap = names.get(*REBUILD_PARAMETER)
         wants_grad = _TRUE if recipe.requires_grad else _FALSE
         return wrap + _tuple(rebuild + facts + b"R", wants_grad, _NO_HOOKS) + b"R"
     if recipe.requires_grad:
         # The rebuild function itself fails for these, so the mark is set afterwards.
-        wrap = names.get("torch._tensor", "_rebuild_from_type_v2")
+        wrap = names.get(*REBUILD_WITH_ATTRIBUTES)
         mark = b"}" + _string("requires_grad") + _TRUE + b"s"
         return wrap + _tuple(rebuild, names.get("torch", "Tensor"), facts, mark) + b"R"
     return rebuild + facts + b"R"

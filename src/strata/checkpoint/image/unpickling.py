@@ -31,6 +31,7 @@ import torch
 from strata.checkpoint.catalog.manifest import TensorEntry, no_collection
 from strata.checkpoint.image.pickling import TensorRecipe
 from strata.checkpoint.image.state import rebuild
+from strata.torch_compat.images import REBUILD_PARAMETER, REBUILD_TENSOR, REBUILD_WITH_ATTRIBUTES
 
 _HEADER = struct.Struct("<4s22xHH")
 """What a zip file begins with: a signature, and how long the first record's name and the field after it are."""
@@ -226,9 +227,9 @@ class _Encode(_Word):
 
 
 _WORDS: dict[tuple[str, str], object] = {
-    ("torch._utils", "_rebuild_tensor_v3"): _RebuildTensor(),
-    ("torch._utils", "_rebuild_parameter"): _RebuildParameter(),
-    ("torch._tensor", "_rebuild_from_type_v2"): _RebuildWithMark(),
+    REBUILD_TENSOR: _RebuildTensor(),
+    REBUILD_PARAMETER: _RebuildParameter(),
+    REBUILD_WITH_ATTRIBUTES: _RebuildWithMark(),
     ("torch.storage", "UntypedStorage"): _StorageType(),
     ("torch", "Tensor"): _TensorType(),
     ("_codecs", "encode"): _Encode(),

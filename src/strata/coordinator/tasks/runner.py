@@ -48,7 +48,7 @@ from strata.launch.protocol import (
     Output,
     Started,
 )
-from strata.launch.trouble import Trouble
+from strata.logs import OutageLog
 
 log = logging.getLogger("strata.coordinator.tasks")
 
@@ -95,7 +95,7 @@ class TaskRunner:
     async def run(self) -> None:
         """Until cancelled; the launched processes go on."""
         adopted = False
-        trouble = Trouble(log, over="tasks are looked after again")
+        outage = OutageLog(log, over="tasks are looked after again")
         try:
             while True:
                 try:
@@ -103,14 +103,14 @@ class TaskRunner:
                         await self._adopt()
                         adopted = True
                     await self._look()
-                    trouble.ended()
+                    outage.ended()
                 except Unavailable:
                     pass  # The coordinator is stopping, or has too much to do for a moment.
                 except StrataError as error:
-                    trouble.met(f"tasks cannot be looked after now: {error}", level=logging.ERROR)
+                    outage.met(f"tasks cannot be looked after now: {error}", level=logging.ERROR)
                 except Exception as error:  # A mistake here must not take the coordinator down.
                     text = f"tasks could not be looked after; trying again: {error!r}"
-                    trouble.met(text, level=logging.ERROR, traceback=True)
+                    outage.met(text, level=logging.ERROR, traceback=True)
                 try:
                     async with asyncio.timeout(LOOK_S):
                         await self._wake.wait()

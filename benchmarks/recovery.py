@@ -1,16 +1,20 @@
 """torchft and Ray Train killed as our own job is killed: from the signal to the next step that is new.
 
+    python -m benchmarks.recovery [--json] [--quick]
+
 Both may go on with the survivor, so a step counts that is beyond the one in flight at the signal, whoever makes it;
 how long it took until the lost worker was back is in the note.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,8 +22,9 @@ from pathlib import Path
 import psutil
 
 import strata
-from strata.bench.environments import environment
-from strata.bench.table import Row
+from benchmarks.environments import environment
+from strata.bench import recovery
+from strata.bench.table import Row, report
 from strata.training.trace import clear_run, footprints
 
 REQUIREMENTS = {"torchft": ["torchft==0.2.0"], "ray": ["ray[train]==2.60.0"]}
@@ -148,3 +153,22 @@ def _until(happened: Callable[[], bool], deadline_s: float, folder: Path) -> Non
             tail = (folder / "log").read_text(errors="replace")[-2_000:]
             raise TimeoutError(f"The peer made no step within {PATIENCE_S:.0f} s. Its log ends:\n{tail}")
         time.sleep(0.01)
+
+
+def run(*, quick: bool = False) -> Iterator[Row]:
+    """Ours, and then the others, on the same machine in the same quarter of an hour."""
+    yield from recovery.run(quick=quick)
+    with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
+        yield from other_projects(Path(folder), 1 if quick else 4)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--quick", action="store_true", help="small and fast: shows that it runs")
+    arguments = parser.parse_args(argv)
+    report("Recovery", run(quick=arguments.quick), as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import median
 
+from benchmarks.chromium import Chromium
 from strata.bench.browsers import Browser
-from strata.bench.chromium import Chromium
 from strata.bench.fleet import Fleet
 from strata.bench.serving import HOST, Served, served_coordinator
 from strata.bench.table import Row, report

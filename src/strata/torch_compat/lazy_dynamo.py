@@ -1,8 +1,8 @@
-"""Starting quickly, because every recovery starts processes.
+"""The compiler, imported when it is used: every recovery starts processes, and this is half of what their start costs.
 
 The first optimizer or DDP model a process makes imports PyTorch's compiler. That takes as long as `import torch` itself
 (1.4 to 1.7 s of CPU time per worker), only to mark functions as not to be compiled, to break graphs that nobody traces
-and to read a setting. `postpone_the_compiler` answers these itself; whoever wants more of the compiler gets it.
+and to read a setting. `install` answers these itself; whoever wants more of the compiler gets it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from strata.torch_compat import require
+
+require("lazy_dynamo")
 
 NAME = "torch._dynamo"
 
@@ -36,19 +40,24 @@ class _Postponed(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":  # Asked for when a submodule is imported.
             raise AttributeError(name)
-        return getattr(load_the_compiler(), name)
+        return getattr(load(), name)
 
 
-def postpone_the_compiler() -> None:
+def install() -> None:
     """Let `torch._dynamo` be imported when it is needed, not when it is mentioned. Does nothing where it is loaded."""
     if NAME in sys.modules:
         return
     sys.modules[NAME] = torch._dynamo = _Postponed()
 
 
-def load_the_compiler() -> ModuleType:
+def load() -> ModuleType:
     """The real `torch._dynamo`."""
     if isinstance(sys.modules.get(NAME), _Postponed):
         del sys.modules[NAME]
         vars(torch).pop("_dynamo", None)
     return importlib.import_module(NAME)
+
+
+def use_deterministic_algorithms() -> None:
+    """As `torch.use_deterministic_algorithms(True, warn_only=True)`, which imports the compiler to tell it so."""
+    torch._C._set_deterministic_algorithms(True, warn_only=True)

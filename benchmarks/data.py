@@ -1,0 +1,61 @@
+"""Samples lost and repeated when the world changes mid-epoch, beside the samplers of other projects.
+
+    python -m benchmarks.data [--json]
+
+Each is driven as its own documentation says. torchdata is installed with the tests' packages; DLRover and MosaicML Streaming are
+installed into environments of their own in the cache directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import environment
+from strata.bench import data_resume
+from strata.bench.data_resume import TOTAL
+from strata.bench.table import report
+
+REQUIREMENTS = {"dlrover": "dlrover==0.6.1", "streaming": "mosaicml-streaming==0.13.0"}
+NAMES = {"torchdata": "torchdata", "dlrover": "DLRover", "streaming": "MosaicML Streaming"}
+
+
+def _peer(peer: str, python: Path, schedule: list[int]) -> dict[str, Any]:
+    script = Path(__file__).with_name("resume_peers.py")
+    question = json.dumps({"total": TOTAL, "schedule": schedule})
+    done = subprocess.run(
+        [str(python), str(script), peer, question], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1:] or ["no reason given"]}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _in_words(answer: dict[str, Any]) -> str:
+    if "lost" in answer:
+        return f"{answer['lost']} lost + {answer['repeated']} repeated"
+    return "refuses" if "refused" in answer else f"does not run ({answer['failed'][0]})"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    arguments = parser.parse_args(argv)
+    pythons = {"torchdata": Path(sys.executable)}
+    pythons |= {name: environment(name, [needed]) for name, needed in REQUIREMENTS.items()}
+
+    def compare(schedule: list[int]) -> str:
+        return ", ".join(
+            f"{NAMES[peer]} {_in_words(_peer(peer, python, schedule))}" for peer, python in pythons.items()
+        )
+
+    report("Resuming data", data_resume.run(compare=compare), as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

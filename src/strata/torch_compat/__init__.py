@@ -1,0 +1,123 @@
+"""Every private name of torch that Strata uses, in one place, checked once against the torch that is installed.
+
+    elastic.py       torch's agent and its worker processes, with hooks that have public names
+    rendezvous.py    its dynamic rendezvous: the shared state, the handler, how often it polls
+    stores.py        its key-value stores
+    images.py        the parts of `torch.save` and `torch.load` that lay out and check a `.pt` file
+    modules.py       whether a module or optimizer loads its state in torch's own way
+    loaders.py       the processes of a `DataLoader`
+    lazy_dynamo.py   the compiler, imported when it is used
+
+A module here calls `require` when it is imported, so a torch that has renamed something gives one error that says what is
+missing, instead of an `AttributeError` in the middle of a recovery. Importing this package itself needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+from strata.errors import StrataError
+
+OLDEST: Final = "2.7"
+NEWEST: Final = "2.15"
+"""The torch versions that Strata is tested with; those between them have the names below as well."""
+
+_HOOKS = (
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
+
+NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "elastic": (
+        "torch.distributed.launcher.api:LocalElasticAgent._initialize_workers",
+        "torch.distributed.launcher.api:LocalElasticAgent._monitor_workers",
+        "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._rendezvous",
+        "torch.distributed.elastic.multiprocessing:MultiprocessContext._start",
+        "torch.distributed.elastic.multiprocessing:MultiprocessContext._poll",
+        "torch.distributed.elastic.multiprocessing:MultiprocessContext._close",
+        "torch.distributed.elastic.multiprocessing.api:SignalException",
+    ),
+    "rendezvous": (
+        "torch.distributed.elastic.rendezvous.api:rendezvous_handler_registry._registry",
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._get_world",
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_Action.SYNC",
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_BackendRendezvousStateHolder.sync",
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_DistributedRendezvousOpExecutor.run",
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_NodeDesc",
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_RendezvousContext",
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_RendezvousState",
+    ),
+    "stores": (
+        "torch._C._distributed_c10d:HashStore",
+        "torch._C._distributed_c10d:PrefixStore",
+        "torch._C._distributed_c10d:Store",
+        "torch._C._distributed_c10d:TCPStore",
+        "torch.distributed.rendezvous:_create_c10d_store",
+    ),
+    "images": (
+        "torch:_foreach_copy_",
+        "torch._C:PyTorchFileReader.get_record_offset",
+        "torch._C:PyTorchFileWriter.write_record_metadata",
+        "torch._tensor:_rebuild_from_type_v2",
+        "torch._utils:_rebuild_parameter",
+        "torch._utils:_rebuild_tensor_v3",
+        "torch._weights_only_unpickler:_get_allowed_globals",
+        "torch._weights_only_unpickler:_get_user_allowed_globals",
+    ),
+    "modules": (
+        "torch.nn:Module._load_from_state_dict",
+        "torch.nn:Module._save_to_state_dict",
+        *(f"torch.nn:Module.{name}" for name in _HOOKS),
+        "torch.optim:Optimizer._process_value_according_to_param_policy",
+        *(f"torch.optim:Optimizer._optimizer{name}" for name in _HOOKS[:2]),
+        "torch.optim:Optimizer._optimizer_state_dict_pre_hooks",
+        "torch.optim:Optimizer._optimizer_state_dict_post_hooks",
+    ),
+    "lazy_dynamo": ("torch._C:_set_deterministic_algorithms",),
+    "loaders": ("torch.utils.data._utils.worker:_worker_loop",),
+}
+"""By the module that uses them: `module:name`, or `module:class.name`."""
+
+
+class UnsupportedTorch(StrataError):
+    """This torch does not have what Strata stands on."""
+
+    code = "unsupported_torch"
+
+    def __init__(self, *, version: str, missing: tuple[str, ...]) -> None:
+        super().__init__(
+            f"torch {version} does not have what this version of Strata uses: {', '.join(missing)}.",
+            hint=f"Strata is tested with torch {OLDEST} to {NEWEST}: install one of these, or a newer Strata.",
+        )
+        self.version = version
+        self.missing = missing
+
+
+def missing(area: str) -> tuple[str, ...]:
+    """What the installed torch lacks of one area."""
+    return tuple(name for name in NAMES[area] if not _is_there(name))
+
+
+def require(area: str) -> None:
+    """Raises `UnsupportedTorch` where something of an area is missing."""
+    lacking = missing(area)
+    if lacking:
+        import torch
+
+        raise UnsupportedTorch(version=torch.__version__, missing=lacking)
+
+
+def _is_there(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        owner: Any = importlib.import_module(module)
+    except ImportError:
+        return False
+    *parents, last = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    # What each object gets only when it is made, its class at least announces.
+    return hasattr(owner, last) or last in getattr(owner, "__annotations__", {})

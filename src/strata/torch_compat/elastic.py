@@ -1,0 +1,159 @@
+"""Torch's elastic agent and the processes it runs, with hooks that have public names.
+
+`Agent` and `WorkerProcesses` do what torch's own do, less what would repeat a hopeless attempt, end the agent, or keep it
+waiting. What they decide beyond that is their subclasses' business; `use_agent` and `use_worker_processes` put those in place
+of torch's, in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from strata.torch_compat import require
+
+require("elastic")
+
+from torch.distributed import launcher  # noqa: E402
+from torch.distributed.elastic import multiprocessing as workers  # noqa: E402
+from torch.distributed.elastic.agent.server.api import (  # noqa: E402
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: E402
+
+START_ATTEMPTS = 10
+RELEASE_S = 1.0
+"""More than enough to tell workers that their results were read."""
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent of one machine, with hooks for subclasses."""
+
+    def starting(self) -> None:
+        """Called before each attempt."""
+
+    def failed(self, result: RunResult, error_files: Sequence[str]) -> None:
+        """Called after an attempt that failed, before torch decides whether to restart."""
+
+    @property
+    def has_restarts(self) -> bool:
+        return bool(self._remaining_restarts > 0)
+
+    def give_up(self) -> None:
+        """End as after the last restart."""
+        self._remaining_restarts = 0
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        self.starting()
+        super()._initialize_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            self.failed(result, tuple(self._pcontext.error_files.values()) if self._pcontext else ())
+        return result
+
+
+def use_agent(kind: type[Agent]) -> None:
+    """In the agent's process, before torch creates its agent."""
+    launcher.api.LocalElasticAgent = kind  # type: ignore[attr-defined]
+
+
+def wrap_rendezvous(wrapper: Callable[[Callable[[], None], Any], None]) -> None:
+    """Agents of this process meet by `wrapper(meet, handler)` instead of by `meet()`, which is torch's."""
+
+    def rendezvous(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
+        wrapper(lambda: _torch_rendezvous(agent, group), group.spec.rdzv_handler)
+
+    SimpleElasticAgent._rendezvous = rendezvous  # type: ignore[method-assign]
+
+
+_torch_rendezvous = SimpleElasticAgent._rendezvous
+
+
+class WorkerProcesses(workers.MultiprocessContext):
+    """Torch's way of running workers as functions, less what would end the agent, or keep it waiting, when one dies."""
+
+    def before_start(self) -> None:
+        """Called before the processes of an attempt are started."""
+
+    def before_poll(self) -> None:
+        """Called whenever the agent is about to look after them."""
+
+    def _start(self) -> None:
+        self.before_start()
+        for _ in range(START_ATTEMPTS - 1):
+            try:
+                super()._start()  # type: ignore[no-untyped-call]
+                return
+            except (EOFError, ConnectionError):  # One was killed before it could say who it is.
+                for process in multiprocessing.active_children():
+                    process.kill()
+                    process.join()
+        super()._start()  # type: ignore[no-untyped-call]
+
+    def _poll(self) -> workers.RunProcsResult | None:
+        assert self._pc is not None
+        self.before_poll()
+        codes = [process.exitcode for process in self._pc.processes]
+        if any(codes):
+            self._release_finished()
+            # Torch names the first it finds; one that was killed is why others have failed, and never the reverse.
+            self._pc.sentinels = dict(
+                sorted(self._pc.sentinels.items(), key=lambda one: (codes[one[1]] or 0) >= 0)
+            )
+        for rank, code in enumerate(codes):
+            # Torch waits for a result of each: one that left by sys.exit() or os._exit(0) has sent none.
+            if code == 0 and rank not in self._return_values and self._ret_vals[rank].empty():
+                self._ret_vals[rank].put(None)
+        return super()._poll()
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self._release_finished()
+        super()._close(death_sig, timeout)
+        for path in self._pc.error_files if self._pc else ():
+            Path(path).unlink(missing_ok=True)
+
+    def _release_finished(self) -> None:
+        """A worker that has finished waits to be told that its result was read, and would until it is killed.
+
+        Python waits for each of them to wake up, so in vain for one that was killed meanwhile.
+        """
+        releasing = threading.Thread(target=self._worker_finished_event.set, daemon=True)
+        releasing.start()
+        releasing.join(RELEASE_S)
+
+
+def use_worker_processes(kind: type[WorkerProcesses]) -> None:
+    """In the agent's process, before it starts its first worker."""
+    logging.Handler.handleError = let_signals_through  # type: ignore[assignment]
+    workers.MultiprocessContext = kind  # type: ignore[misc]
+    logging.getLogger(workers.api.__name__).addFilter(_brief)
+
+
+def _brief(record: logging.LogRecord) -> bool:
+    """Of a lost worker, log who it was and how it ended: what went wrong it has said itself. For a whole stack of the
+    agent, torch would import its compiler."""
+    record.exc_info = None
+    return True
+
+
+def let_signals_through(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Torch makes an exception of SIGTERM. One that is raised while a line is logged would be taken for a fault of the
+    log, and the agent would continue as if nobody had asked it to leave."""
+    error = sys.exc_info()[1]
+    if isinstance(error, workers.api.SignalException):
+        raise error
+    _handle_error(handler, record)
+
+
+_handle_error = logging.Handler.handleError

@@ -1,0 +1,132 @@
+"""Torch's dynamic rendezvous: its handler with public names, its shared state field by field, and how often it polls."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Mapping, Set
+from datetime import datetime, timedelta
+
+from strata.torch_compat import UnsupportedTorch, require
+
+require("rendezvous")
+
+import torch  # noqa: E402
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic  # noqa: E402
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry  # noqa: E402
+
+STATE_FIELDS = {
+    "round",
+    "complete",
+    "deadline",
+    "closed",
+    "participants",
+    "wait_list",
+    "redundancy_list",
+    "last_heartbeats",
+}
+OFTEN_S, SELDOM_S = 0.1, 1.0
+"""Between two polls of a node that waits for others: when there are few, and at most."""
+POLLS_PER_S = 200
+"""Of all nodes together, where they are too many for each to poll that often."""
+
+Node = dynamic._NodeDesc
+State = dynamic._RendezvousState
+
+_unknown = set(vars(State())) ^ STATE_FIELDS
+if _unknown:
+    raise UnsupportedTorch(
+        version=torch.__version__,
+        missing=tuple(
+            f"a rendezvous state with exactly the known fields, not {name}" for name in sorted(_unknown)
+        ),
+    )
+
+
+def pack_state(
+    *,
+    round: int,
+    complete: bool,
+    closed: bool,
+    deadline: datetime | None,
+    participants: Mapping[Node, int],
+    wait_list: Set[Node],
+    redundancy_list: Set[Node],
+    last_heartbeats: Mapping[Node, datetime],
+) -> bytes:
+    """As torch unpickles it."""
+    state = State()
+    state.round = round
+    state.complete = complete
+    state.closed = closed
+    state.deadline = deadline
+    state.participants = dict(participants)
+    state.wait_list = set(wait_list)
+    state.redundancy_list = set(redundancy_list)
+    state.last_heartbeats = dict(last_heartbeats)
+    return pickle.dumps(state)
+
+
+def unpack_state(data: bytes) -> State:
+    """What torch has just pickled in this very process; bytes from anywhere else must never come here."""
+    state = pickle.loads(data)  # noqa: S301
+    assert isinstance(state, State)
+    return state
+
+
+class FastPolling(dynamic._DistributedRendezvousOpExecutor):
+    """Polls the shared state while it waits for others. Torch's own polls once a second, which is long enough to miss a round
+    and a large part of the time that a recovery takes."""
+
+    _state_holder: dynamic._BackendRendezvousStateHolder
+
+    def run(
+        self,
+        state_handler: Callable[[dynamic._RendezvousContext, float], dynamic._Action],
+        deadline: float,
+        update_deadline: Callable[[timedelta], float] | None = None,
+    ) -> None:
+        def polling(context: dynamic._RendezvousContext, until: float) -> dynamic._Action:
+            while (action := state_handler(context, until)) == dynamic._Action.SYNC:
+                state = context.state
+                poll_s = (len(state.participants) + len(state.wait_list)) / POLLS_PER_S
+                time.sleep(min(max(poll_s, OFTEN_S), SELDOM_S))
+                self._state_holder._last_sync_time = -1  # Not the state of a moment ago.
+                self._state_holder.sync()
+                self._state = self._state_holder.state
+                context = dynamic._RendezvousContext(self._node, self._state, self._settings)
+            return action
+
+        super().run(polling, deadline, update_deadline)
+
+
+class DynamicHandler(dynamic.DynamicRendezvousHandler):
+    """Torch's handler, polling fast. `world` may be overridden: this node's rank, and how many there are."""
+
+    def poll_fast(self) -> None:
+        self._op_executor = FastPolling(self._this_node, self._state_holder, self.settings)
+
+    def world(self) -> tuple[int, int]:
+        return super()._get_world()
+
+    @property
+    def this_node(self) -> Node:
+        return self._this_node
+
+    @property
+    def last_state(self) -> State:
+        """As this node last read it."""
+        return self._state_holder.state
+
+    def sync_state(self) -> State:
+        with self._heartbeat_lock:
+            self._state_holder.sync()
+            return self._state_holder.state
+
+    def _get_world(self) -> tuple[int, int]:
+        return self.world()
+
+
+def replace_backend(name: str, create: Callable[..., object]) -> None:
+    """Under a name that torch has given to a back end of its own, which it would not let anybody take."""
+    rendezvous_handler_registry._registry[name] = create  # type: ignore[assignment]

@@ -236,9 +236,11 @@ class Fleet:
             incarnation = self.cluster.membership.members[WorkerId(worker_id)].incarnation
         self.observe(WorkerDisconnected(worker_id=WorkerId(worker_id), incarnation=incarnation))
 
-    def beat(self, *worker_ids: str, report: Report = NOTHING_TO_REPORT) -> None:
-        for worker_id in worker_ids:
-            self.observe(Heartbeat(worker_id=WorkerId(worker_id), incarnation=0, report=report))
+    def beat(self, *worker_ids: str, report: Report | None = None) -> None:
+        """They are alive, and report this, or what they reported last."""
+        for worker in map(WorkerId, worker_ids):
+            said = report or self.cluster.membership.reports.get(worker, NOTHING_TO_REPORT)
+            self.observe(Heartbeat(worker_id=worker, incarnation=0, report=said))
 
     def stall(self, stall_s: float) -> None:
         self.observe(LoopStalled(stall_s=stall_s))

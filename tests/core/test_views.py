@@ -232,7 +232,7 @@ def test_a_recovery_shows_the_sum_of_its_phases(fleet: Fleet) -> None:
         )
     )
     view = views.recovery(fleet.cluster.recoveries.records[-1])
-    assert (view.total_s, view.resumed_step, view.reason) == (2.5, 40, "training went on at step 40")
+    assert (view.total_s, view.resumed_step, view.reason) == (2.5, 40, "training resumed at step 40")
 
 
 def test_everything_shown_is_plain_json(fleet: Fleet) -> None:

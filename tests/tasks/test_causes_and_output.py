@@ -33,11 +33,11 @@ class Story:
         kind, _, message = text.partition(": ")
         trace = f"Traceback (most recent call last):\n  File x\n{text}\n"
         error = WorkerError(type=kind, message=message, where=("x:1",), step=step, traceback=trace)
-        self.failures.told(rank, {**error.to_dict(), "exit_code": 1})
+        self.failures.reported(rank, {**error.to_dict(), "exit_code": 1})
 
     def exited(self, rank: int, code: int) -> None:
         error = WorkerError(type="SystemExit", message=f"ended with status {code}")
-        self.failures.told(rank, {**error.to_dict(), "exit_code": code})
+        self.failures.reported(rank, {**error.to_dict(), "exit_code": code})
 
 
 def test_an_exception_is_told_with_its_traceback_and_by_its_first_rank() -> None:

@@ -1,4 +1,4 @@
-"""`strata replay`: the story a journal tells."""
+"""`strata replay`: the history a journal holds."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def replay(
                 (f"{entry.seq:>7} ", "dim"),
                 (f"{moment}  ", "dim"),
                 (f"{name:20}", STYLES.get(name, "bold")),
-                f" {tell(entry.event)}",
+                f" {describe(entry.event)}",
             ),
             soft_wrap=True,
         )
@@ -87,7 +87,7 @@ def _wanted(name: str, kinds: list[str] | None) -> bool:
     return name in kinds if kinds else name not in ("ValueSwapped", "ValueDropped", "VersionsReserved")
 
 
-def tell(event: Event) -> str:
+def describe(event: Event) -> str:
     """One event in a sentence."""
     match event:
         case WorkerJoined():

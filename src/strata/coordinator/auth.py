@@ -74,7 +74,7 @@ class Gatekeeper:
             return None
         given = token.strip().encode()
         found = None
-        for known, role in self._secrets:  # Every token is compared, so that timing tells nothing.
+        for known, role in self._secrets:  # Every token is compared, so that timing reveals nothing.
             if hmac.compare_digest(known, given):
                 found = role
         return found

@@ -114,7 +114,7 @@ class Engine:
         return count
 
     def observe(self, observation: Observation) -> None:
-        """Take soft state in, now. A refusal may rest on state that is not durable yet: wait for `settled` to tell it."""
+        """Take soft state in, now. A refusal may rest on state that is not durable yet: wait for `settled` before answering it."""
         self.cluster.observe(observation, self.clock.now())
 
     def post(self, command: Command, answered: OnReply) -> None:

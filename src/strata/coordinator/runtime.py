@@ -40,7 +40,7 @@ LOGS_SHOWN = 100
 TASKS_SHOWN = 500
 LOGS_EVERY_S = 0.1
 LOGS_AT_ONCE = 500
-"""Of a flood, browsers are told the newest lines and how many there were besides."""
+"""Of a flood, browsers are sent the newest lines and how many there were besides."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Runtime:
             feed=feed,
             metrics=metrics,
             pages=Pages(engine),
-            watch=Watch(engine, metrics, logs, feed.publish, lambda: fleet_figures(cluster, metrics)),
+            watch=Watch(engine, metrics, logs, feed.publish, lambda: fleet_metrics(cluster, metrics)),
             started_at_s=time.time(),
             recipes=Recipes(recipes),
         )
@@ -126,10 +126,10 @@ class Runtime:
         if not self.feed.readers:
             return
         if not self._fresh_logs:
-            asyncio.get_running_loop().call_later(LOGS_EVERY_S, self._tell_logs)
+            asyncio.get_running_loop().call_later(LOGS_EVERY_S, self._send_logs)
         self._fresh_logs += entries
 
-    def _tell_logs(self) -> None:
+    def _send_logs(self) -> None:
         fresh, self._fresh_logs = self._fresh_logs, []
         skipped = len(fresh) - LOGS_AT_ONCE
         if skipped > 0:
@@ -176,7 +176,7 @@ class Runtime:
         return [views.recovery(record) for record in reversed(cluster.recoveries.records)]
 
     def _metrics(self, cluster: Cluster) -> views.MetricsView:
-        return fleet_figures(cluster, self.metrics)
+        return fleet_metrics(cluster, self.metrics)
 
     def _tasks(self, cluster: Cluster) -> list[TaskView]:
         newest = list(reversed(cluster.tasks.tasks.values()))[:TASKS_SHOWN]
@@ -195,7 +195,7 @@ class Runtime:
         )
 
 
-def fleet_figures(cluster: Cluster, metrics: CoordinatorMetrics) -> views.MetricsView:
+def fleet_metrics(cluster: Cluster, metrics: CoordinatorMetrics) -> views.MetricsView:
     return views.MetricsView(
         checkpoint_throughput=metrics.checkpoint_mb_s(),
         coordinator_rps=metrics.requests_per_second(),

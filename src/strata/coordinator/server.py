@@ -270,7 +270,7 @@ async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None
 
 
 def run(settings: CoordinatorSettings) -> None:
-    """`serve` on the fastest event loop there is. Raises `StrataError` for what a user can mend."""
+    """`serve` on the fastest event loop there is. Raises `StrataError` for what a user can fix."""
     _allow_many_connections()
     try:
         import uvloop
@@ -300,7 +300,7 @@ def _otel_export(settings: CoordinatorSettings, runtime: Runtime) -> OtelExport 
 
 
 def _own_loggers() -> list[logging.Logger]:
-    """Where a handler hears each record once: everything, and Strata's own where that keeps to itself."""
+    """Where a handler gets each record once: everything, and Strata's own where that keeps to itself."""
     ours = logging.getLogger("strata")
     return [logging.getLogger()] if ours.propagate else [logging.getLogger(), ours]
 

@@ -197,7 +197,7 @@ class Cluster:
             replaced = self.membership.members[command.spec.worker_id] if joined.superseded else None
             fact(joined)
             broken = self.barriers.decide_change(
-                joined.spec.job_id, joined.reason, self.membership, now, gone=replaced
+                joined.spec.job_id, joined.reason, self.membership, now, lost=replaced
             )
             _each(fact, broken)
         return Registered(worker_id=command.spec.worker_id, incarnation=joined.incarnation)
@@ -205,7 +205,7 @@ class Cluster:
     def _lose(self, loss: WorkerFailed | WorkerLeft, now: Instant, fact: Callable[[Event], None]) -> None:
         lost = self.membership.members[loss.worker_id]
         fact(loss)
-        broken = self.barriers.decide_change(loss.job_id, loss.reason, self.membership, now, gone=lost)
+        broken = self.barriers.decide_change(loss.job_id, loss.reason, self.membership, now, lost=lost)
         _each(fact, broken)
 
     def _value(self, key: str, *, made: bool) -> Swapped:

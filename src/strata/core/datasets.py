@@ -159,23 +159,23 @@ class Datasets:
         for job in sorted(self.dirty_jobs):
             planned = {dataset_id for j, dataset_id, _ in self.plans if j == job}
             keys = [key for key in self.plans if key[0] == job]
-            begun = self._begun(job)
-            keys += [(job, name, begun.get(name, 0)) for name in self.specs if name not in planned]
+            started = self._started(job)
+            keys += [(job, name, started.get(name, 0)) for name in self.specs if name not in planned]
             for key in keys:
                 moved = self.decide_plan(key, membership, now)
                 if moved is not None:
                     yield moved
 
     def decide_epochs(self, job: JobId, membership: Membership, now: Instant) -> Iterator[ShardsMoved]:
-        """Plans for epochs that training has begun without asking for shards: who reads by position never does."""
-        for dataset_id, epoch in self._begun(job).items():
+        """Plans for epochs that training has started without asking for shards: who reads by position never does."""
+        for dataset_id, epoch in self._started(job).items():
             key = (job, dataset_id, epoch)
             if key not in self.plans and epoch > max(self.epochs(job, dataset_id), default=epoch):
                 moved = self.decide_plan(key, membership, now)
                 if moved is not None:
                     yield moved
 
-    def _begun(self, job: JobId) -> dict[DatasetId, int]:
+    def _started(self, job: JobId) -> dict[DatasetId, int]:
         """The newest epoch of each dataset that the checkpoint a recovery would use was trained on."""
         commit = self._commits.get(job)
         newest: dict[DatasetId, int] = {}

@@ -69,7 +69,7 @@ class Member:
     registration_id: str
     incarnation: int
     generation: int
-    """The one its registration began."""
+    """The one its registration started."""
     seat: int
     """Order of joining within the coordinator: ranks follow it."""
     joined_at_s: float
@@ -179,7 +179,7 @@ class Membership:
         if known is None and len(self.members) >= self.limits.max_workers:
             raise Overloaded(
                 f"{len(self.members):,} workers are known already, which is the limit.",
-                hint="Raise max_workers, or deregister workers that are gone.",
+                hint="Raise max_workers, or deregister workers that have left.",
             )
         superseded = known.incarnation if known is not None and known.present else 0
         return WorkerJoined(

@@ -218,7 +218,7 @@ class NotifyCheckpoint:
     saved_generation: int | None = None
     """The run's generation that saved it, where that was an earlier one than the one that says so."""
     succeeded_by: str = ""
-    """A newer checkpoint, where this one is told of late, from its manifest; else it is the newest."""
+    """A newer checkpoint, where this one is reported late, from its manifest; else it is the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

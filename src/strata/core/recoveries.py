@@ -1,4 +1,4 @@
-"""The recoveries a job has made: how long each phase took, and what was lost. Pure; newest kept, oldest dropped."""
+"""The recoveries a job has made: the duration of each phase, and what was lost. Pure; newest kept, oldest dropped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Recoveries:
             tier=command.tier,
             world_before=command.world_before,
             world_after=command.world_after,
-            reason=command.reason or f"training went on at step {command.resumed_step}",
+            reason=command.reason or f"training resumed at step {command.resumed_step}",
             at_s=now.wall_s,
         )
 

@@ -2,7 +2,7 @@
 
 A task runs in attempts, numbered once and never again. An attempt that fails sends the task back to the queue until its
 retries are used up; whatever speaks for an earlier attempt is ignored. A running task that is asked to stop is `stopping`
-until its processes are gone, and only then stopped.
+until its processes have exited, and only then stopped.
 
 Pure. What a task runs, and where, is a launcher's business; this module only says what may follow what.
 """
@@ -196,7 +196,7 @@ class Tasks:
             return _changed(task, at_s, status="completed", cause=None, reason=reason)
         left = task.spec.max_retries - task.failures
         if cause.may_retry and left > 0:
-            what = f"attempt {task.attempt} failed ({cause.message[:1000]}); waiting to try again, "
+            what = f"attempt {task.attempt} failed ({cause.message[:1000]}); waiting to retry, "
             reason = what + (f"{left} more times" if left > 1 else "for the last time")
             failures = task.failures + 1
             return _changed(task, at_s, status="pending", failures=failures, cause=cause, reason=reason)

@@ -1,4 +1,4 @@
-"""The nouns that commands and events share: identifiers, moments, and what a worker, dataset or task is.
+"""The nouns that commands and events share: identifiers, timestamps, and what a worker, dataset or task is.
 
 Frozen and plain, so that any of it can be written down, compared and replayed.
 """
@@ -24,7 +24,7 @@ CauseKind = Literal["exit", "signal", "exception", "oom", "lost", "launch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """A moment on both clocks: `mono_s` decides, `wall_s` is shown."""
+    """A point in time on both clocks: `mono_s` decides, `wall_s` is shown."""
 
     mono_s: float
     wall_s: float
@@ -84,7 +84,7 @@ class TaskSpec:
     config_json: str
     gpus_per_worker: int = 0
     max_retries: int = 3
-    """How many attempts may fail before the task has; each goes on from the latest good checkpoint."""
+    """How many attempts may fail before the task has; each continues from the latest good checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

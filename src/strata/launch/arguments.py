@@ -166,7 +166,7 @@ def _launch(args: Namespace) -> int:
         print(f"strata torchrun: error: {error}", file=sys.stderr)
         return 1
     finally:
-        forget_rendezvous(args.rdzv_id)  # Torch does not tell the handler of a run that a signal has ended.
+        forget_rendezvous(args.rdzv_id)  # Torch does not notify the handler of a run that a signal has ended.
     return 0
 
 

@@ -1,8 +1,8 @@
 """Tasks on this machine: one torchrun agent for each run, kept by a process that outlives the coordinator.
 
 Everything about a run is in its folder (see `strata.launch.supervisor`), so that a new coordinator takes it up where the old
-one was killed: a run whose supervisor lives is watched on, one that has ended is told, one that nobody wants is ended. Output
-goes on from a place a few seconds before the last that was told, so some lines are told twice and none is lost.
+one was killed: a run whose supervisor lives is watched on, one that has ended is reported, one that nobody wants is ended. Output
+resumes at a position a few seconds before the last that was reported, so some lines are reported twice and none is lost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BREATH_S = 0.01
 """Between two pieces of what a flood has left: others have the event loop too."""
 PLACE_S = 1.0
 SAFE_S = 5.0
-"""After so long, what was told is on the listener's disk too."""
+"""After so long, what was reported is on the listener's disk too."""
 APPEAR_S = 30.0
 LEAVE_S = 10.0
 """What is left of a run whose supervisor was killed has this long to save and leave."""
@@ -202,11 +202,7 @@ class LocalLauncher:
             await asyncio.to_thread(run.child.wait)
         del self._runs[plan.run_id]
         if ended is None:
-            reason = (
-                "the process that kept it is gone"
-                if run.supervisor is not None
-                else _last_words(plan.run_dir)
-            )
+            reason = "its supervisor was lost" if run.supervisor is not None else _last_words(plan.run_dir)
             self._tell(Lost(run_id=plan.run_id, task_id=plan.task_id, reason=reason))
         else:
             cause = ExitCause(**ended["cause"]) if ended["cause"] is not None else None
@@ -222,7 +218,7 @@ class LocalLauncher:
         return Process.parse(facts["process"])
 
     def _has_died(self, run: _Run) -> bool:
-        """Before it said who it is. An adopted run that has no supervisor and no process never began."""
+        """Before it said who it is. An adopted run that has no supervisor and no process never started."""
         if run.child is not None:
             return run.child.poll() is not None
         return not processes_of(run.plan.run_id)
@@ -243,7 +239,7 @@ class LocalLauncher:
         return bool(piece.lines)
 
     def _note_place(self, run: _Run) -> None:
-        """What was told long enough ago is safe with whoever was told: the next reader begins after it."""
+        """What was reported long enough ago is safe with the listener: the next reader starts after it."""
         now_s = time.monotonic()
         if not run.places or now_s - run.places[-1][0] > PLACE_S:
             run.places.append((now_s, replace(run.reader.place)))
@@ -258,7 +254,7 @@ class LocalLauncher:
 
     def _write_place(self, run: _Run, place: Place) -> None:
         fresh = run.plan.run_dir / ".told.json"
-        with suppress(OSError):  # At worst some lines are told twice.
+        with suppress(OSError):  # At worst some lines are reported twice.
             fresh.write_text(json.dumps(asdict(place)))
             fresh.rename(run.plan.run_dir / "told.json")
 

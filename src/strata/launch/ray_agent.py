@@ -69,12 +69,12 @@ class RayAgent:
     def where(self) -> str:
         return self._node
 
-    def take(self, wait_s: float, heard: str) -> AgentReport:
-        """What is new; without news, after `wait_s`. `heard` names the report that arrived last: if another one did
+    def take(self, wait_s: float, received: str) -> AgentReport:
+        """What is new; without news, after `wait_s`. `received` names the report that arrived last: if another one did
         not, it is given again, also to a new driver."""
         deadline_s = time.monotonic() + wait_s
         with self._reading:
-            while self._report.name in ("", heard):
+            while self._report.name in ("", received):
                 ended = self._supervisor.poll() is not None  # Before reading: then nothing can come after it.
                 piece = self._reader.read(PIECE_BYTES)
                 over = ended and not piece.lines
@@ -88,7 +88,7 @@ class RayAgent:
                         cause=self._cause() if over else None,
                     )
                 elif time.monotonic() > deadline_s:
-                    return replace(self._report, name=heard, lines=(), dropped=0)
+                    return replace(self._report, name=received, lines=(), dropped=0)
                 else:
                     time.sleep(LOOK_EVERY_S)
             return self._report
@@ -105,7 +105,7 @@ class RayAgent:
             )  # The supervisor writes down how it ended.
 
     def clear(self, snapshots: bool) -> None:
-        """Nothing of this agent is left on its node afterwards; of the task, only snapshots that it may go on from."""
+        """Nothing of this agent is left on its node afterwards; of the task, only snapshots that it may continue from."""
         self._kill()
         if snapshots:
             forget_jobs(self._agent.plan.task_id, self._agent.plan.run_id)

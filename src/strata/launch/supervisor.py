@@ -30,8 +30,8 @@ from strata.launch.output import LINE_LIMIT_BYTES, OutputFile
 from strata.processes import end_with_parent, this_process
 
 DRAIN_S = 1.0
-TELL_AGAIN_S = 3.0
-"""A signal may be lost in whatever the agent does: one that still starts workers after this time is told again."""
+SIGNAL_AGAIN_S = 3.0
+"""A signal may be lost in whatever the agent does: one that still starts workers after this time is signalled again."""
 CHUNK_BYTES = 64 * 1024
 
 
@@ -44,7 +44,7 @@ class Supervisor:
         self._readers: set[asyncio.Task[None]] = set()
         self._asked_to_stop = False
         self._given_up = False
-        self._tell_again_s = 0.0
+        self._signal_again_s = 0.0
         self._agent: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:
@@ -100,9 +100,9 @@ class Supervisor:
         if not self._given_up:
             self._given_up = True
             self._say(f"given up: {cause.message}")
-        elif time.monotonic() < self._tell_again_s:
+        elif time.monotonic() < self._signal_again_s:
             return
-        self._tell_again_s = time.monotonic() + TELL_AGAIN_S
+        self._signal_again_s = time.monotonic() + SIGNAL_AGAIN_S
         with suppress(ProcessLookupError):
             self._agent.terminate()
 
@@ -113,7 +113,7 @@ class Supervisor:
         try:
             header = json.loads(await reader.readline())
             if "failure" in header:
-                self._failures.told(header["rank"], header["failure"])
+                self._failures.reported(header["rank"], header["failure"])
                 self._give_up_if_hopeless()
             else:
                 await self._read(reader, header["stream"], header["rank"])

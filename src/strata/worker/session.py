@@ -172,7 +172,7 @@ class SessionThread:
                 await self.call("DeregisterWorker", request, timeout_s=GOODBYE_S)
         except CoordinatorRefused as refusal:
             if refusal.reason_code not in ("not_found", "stale"):
-                raise  # Those mean that the goodbye was heard after all.
+                raise  # Those mean that the goodbye arrived after all.
         finally:
             self.registration = None
             await self._end_session()
@@ -225,7 +225,7 @@ class SessionThread:
     async def _keep_session(self, registration: pb.RegisterWorkerResponse) -> None:
         pause_s = 0.0
         while not self.stale_reason:
-            began_s = time.monotonic()
+            started_s = time.monotonic()
             try:
                 await self._run_session(registration)
                 if self._has_left:
@@ -248,7 +248,7 @@ class SessionThread:
                 log.debug("session cancelled by the coordinator")
             finally:
                 self.connected.clear()
-            if time.monotonic() - began_s > 5.0:
+            if time.monotonic() - started_s > 5.0:
                 pause_s = 0.0  # It worked for a while: the first retry is immediate again.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(LONGEST_RETRY_S, max(FIRST_RETRY_S, pause_s * 2))
@@ -368,7 +368,7 @@ class SessionThread:
 
     def _become_stale(self, stale: StaleWorker) -> None:
         if self._goodbye is not None:
-            self._has_left = True  # It was heard, and its answer was lost on the way.
+            self._has_left = True  # It arrived, and its answer was lost on the way.
             return
         self.stale_cause = stale.cause
         self.stale_reason = stale.message

@@ -187,7 +187,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         entry = datasets.plans.get(key)
         if entry is None:
             raise Overloaded(
-                f"The plan of epoch {request.epoch} made room for other epochs meanwhile.", hint="Ask again."
+                f"The plan of epoch {request.epoch} was dropped for those of other epochs meanwhile.",
+                hint="Ask again.",
             )
         plan = entry.plan
         generation = cluster.membership.job_generations[member.spec.job_id]

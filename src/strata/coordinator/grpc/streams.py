@@ -39,7 +39,7 @@ MESSAGES_PER_SECOND = 2_000
 LOG_LINES_PER_BATCH = 2_000
 ITEMS_PER_MESSAGE = 20
 """So many log lines or shards in one message weigh as much as a message."""
-LAST_WORDS_S = 1.0
+FLUSH_S = 1.0
 """How long a session that is over may take to read why."""
 
 _END: object = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ class Streams:
         finally:
             reader.cancel()
             self._sessions.close(session)
-            await asyncio.wait({writer}, timeout=LAST_WORDS_S)
+            await asyncio.wait({writer}, timeout=FLUSH_S)
             writer.cancel()
             failed, _ = await asyncio.gather(reader, writer, return_exceptions=True)
         if isinstance(failed, StrataError):
@@ -169,7 +169,7 @@ class Streams:
         return 1
 
     def _leave(self, session: WorkerSession, reason: str) -> None:
-        """Answered, and the session ended, once it is durable; one that is refused hears why."""
+        """Answered, and the session ended, once it is durable; one that is refused is sent the reason."""
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, StrataError):
@@ -225,6 +225,6 @@ class Streams:
 
 
 def _look_at(task: asyncio.Task[None]) -> None:
-    """gRPC's errors on a stream that is gone are no news, also when nobody is left to hear of them."""
+    """gRPC's errors on a stream that has ended are no news, also when nobody is left to read them."""
     if not task.cancelled():
         task.exception()

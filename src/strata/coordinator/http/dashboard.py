@@ -1,6 +1,6 @@
 """The dashboard's files: a built single-page application, served from memory as it was when the coordinator started.
 
-Only the application's own views fall back to its index page; everything else that is not a file goes on to the API.
+Only the application's own views fall back to its index page; everything else that is not a file is passed to the API.
 Nothing here needs a token: the files are the same for everyone and hold no data. No inline script runs, nothing is
 loaded from elsewhere, and no foreign page may frame it.
 """

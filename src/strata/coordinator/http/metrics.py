@@ -69,7 +69,7 @@ async def history(
     track = runtime.watch.history.fleet if job_id is None else runtime.watch.history.jobs.get(job_id)
     if track is None:
         raise Unknown(
-            "history of job", job_id or "", hint="It begins when a worker of the job reports figures."
+            "history of job", job_id or "", hint="It starts when a worker of the job reports metrics."
         )
     by_minutes = step == "60" or (step is None and since is not None and now_s - since > SECONDS)
     if since is None:
@@ -90,7 +90,7 @@ async def goodput(runtime: TheRuntime) -> Response:
 @router.get("/api/jobs/{job_id}/goodput", response_model=GoodputView, responses=NOT_FOUND)
 async def job_goodput(runtime: TheRuntime, job_id: NameInPath) -> Response:
     if JobId(job_id) not in runtime.watch.goodput.jobs():
-        raise Unknown("job", job_id, hint="A job is known here once one of its workers reports figures.")
+        raise Unknown("job", job_id, hint="A job is known here once one of its workers reports metrics.")
     tasks = (await runtime.engine.settled()).tasks.tasks
     return json_response(goodput_view(runtime, JobId(job_id), tasks.get(TaskId(job_id))))
 

@@ -100,7 +100,7 @@ class AccessMiddleware:
 
 
 async def _discard(receive: Receive) -> None:
-    """Take the rest of a body that is too large, within bounds: whoever is still sending would not hear the answer."""
+    """Take the rest of a body that is too large, within bounds: whoever is still sending would not read the answer."""
     taken = 0
     until_s = asyncio.get_running_loop().time() + DISCARD_S
     with suppress(TimeoutError):

@@ -150,7 +150,7 @@ async def restart_task(runtime: TheRuntime, task_id: NameInPath) -> TaskAnswer:
     cluster = await runtime.engine.settled()
     saved = cluster.checkpoints.latest(JobId(task_id))
     begins = f"step {saved.step}" if saved is not None else "the beginning: it has no checkpoint"
-    reason = f"asked to run again; it will go on from {begins}"
+    reason = f"asked to run again; it will continue from {begins}"
     await runtime.engine.submit(RestartTask(task_id=TaskId(task_id), reason=reason))
     return await _answer(runtime, task_id, 0)
 

@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test lint check bench clean
+.PHONY: help setup setup-test demo test test-slow lint style types fast-tests check bench images clean
 
 help:
 	@echo "make demo    set up, train a small model with real workers on this machine, show it live"
 	@echo "make test    set up and run every test"
-	@echo "make check   style, types and the fast tests, in under a minute"
+	@echo "make check   style, types, layers, core and simulator, in under a minute"
+	@echo "make test-slow  the tests that take long or want a quiet machine"
 	@echo "make bench   measure every figure beside its peers (ARGS=coordinator for one of them)"
+	@echo "make images  build the container images without an engine, and run the coordinator's (needs root and buildah)"
 	@echo "make setup   only make the virtual environment"
 
 setup:
@@ -26,16 +28,31 @@ demo: setup
 test: setup-test
 	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(BIN)/python scripts/run_tests.py)
 
-lint: setup
+test-slow: setup-test
+	@$(BIN)/python scripts/run_tests.py --slow
+
+lint: setup style types
+
+style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/mypy
 
-check: lint
-	$(BIN)/python -m pytest -q tests/core tests/test_tidy.py
+# What needs no server, no disk and no other process: layers, core and simulators.
+fast-tests:
+	$(BIN)/python -m pytest -q tests/core tests/sim tests/test_layers.py tests/test_tidy.py
+
+# Side by side: types take one core and tests the other. What one of them prints is shown when it has ended.
+check: setup
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target style types fast-tests
 
 bench: setup
 	@for part in $(or $(ARGS),coordinator data checkpoint recovery dashboard); do $(BIN)/strata bench $$part || exit 1; done
+
+images:
+	@$(PYTHON) scripts/build_images.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

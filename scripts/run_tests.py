@@ -1,13 +1,14 @@
-"""Run every test, area by area, each in a process of its own, and add up the results.
+"""Run every test, area by area, each in a process of its own, and add up the results:  run_tests.py [--slow] [AREA...]
 
 Areas use gRPC, object storage and shared memory, whose threads do not survive a fork; tests of loaders fork. In
 processes of their own they cannot disturb each other. Much of a test is waiting, so two areas run at a time; what one of
 them prints is shown when it has ended. Ends with what was left out and why, what failed, once more, and one line: N passed,
-N failed, N skipped.
+N failed, N skipped. `--slow` runs the tests that are otherwise left out, instead of the others.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +71,19 @@ class Result:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("areas", nargs="*", metavar="AREA", help="such as tests/data; all when left out")
+    parser.add_argument("--slow", action="store_true", help="the tests that are marked as slow")
+    arguments = parser.parse_args()
+    try:
+        chosen = areas(arguments.areas)
+    except ValueError as error:
+        parser.error(str(error))
     began_s = time.monotonic()
     showing = threading.Lock()
 
     def run(area: list[str]) -> Result:
-        result = run_area(area)
+        result = run_area([*area, "-m", "slow"] if arguments.slow else area)
         with showing:
             print(
                 f"\n=== {result.area}, {result.took_s:.0f} s, status {result.status}\n{result.output}",
@@ -82,7 +92,7 @@ def main() -> int:
         return result
 
     with ThreadPoolExecutor(AT_A_TIME) as lanes:
-        results = list(lanes.map(run, areas()))
+        results = list(lanes.map(run, chosen))
     broken = [result for result in results if result.is_broken]
     for result in broken:
         print(f"\n=== failed in {result.area}, status {result.status}\n{result.closing()}")
@@ -97,14 +107,19 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def areas() -> list[list[str]]:
+def areas(names: Sequence[str] = ()) -> list[list[str]]:
+    """The arguments of pytest for each area: of all of them, or of those that are named."""
     folders = sorted(p for p in (ROOT / "tests").iterdir() if p.is_dir() and list(p.rglob("test_*.py")))
     found = [[str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_*.py"))]]
     for folder in folders:
         inside = [apart for apart in APART if (ROOT / apart).is_relative_to(folder)]
         found.append([str(folder.relative_to(ROOT)), *(f"--ignore={apart}" for apart in inside)])
         found += [[str(apart)] for apart in inside]
-    return sorted(found, key=lambda area: LONGEST.index(area[0]) if area[0] in LONGEST else len(LONGEST))
+    if unknown := {name.rstrip("/") for name in names} - {area[0] for area in found}:
+        known = ", ".join(sorted(area[0] for area in found))
+        raise ValueError(f"there is no area {', '.join(sorted(unknown))}; there are: {known}")
+    chosen = [area for area in found if not names or area[0] in {name.rstrip("/") for name in names}]
+    return sorted(chosen, key=lambda area: LONGEST.index(area[0]) if area[0] in LONGEST else len(LONGEST))
 
 
 def run_area(area: list[str]) -> Result:

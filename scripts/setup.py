@@ -145,7 +145,14 @@ def pip(*arguments: str, step: progress.Step) -> None:
         elif line.startswith("Successfully installed"):
             step.state = f"{len(line.split()) - 2} installed"
 
-    command = [BIN / "python", "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off"]
+    command: list[str | Path] = [
+        BIN / "python",
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--progress-bar=off",
+    ]
     try:
         progress.run([*command, *arguments], log=LOG, watch=watch, cwd=ROOT)
     except progress.ToolFailed as failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import glob
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A process that tests leave behind fails the run. What is new in shared memory is only told: it may belong to a
     job that runs beside the tests, and what dead jobs left goes by itself."""
     remove_empty(images_folder() / "job")  # A test that removes a job's folder leaves the one around it.
-    segments = sorted(_segments() - session.config.stash[_SEGMENTS])
+    known: set[str] = session.config.stash[_SEGMENTS]
+    segments = sorted(_segments() - known)
     if segments:
         print(f"\nnew in shared memory: {', '.join(segments)}")
     left = _processes_left()
@@ -46,6 +48,7 @@ def _segments() -> set[str]:
 
 
 def _processes_left() -> list[str]:
+    gc.collect()  # A data loader in a cycle ends its processes when it is collected.
     helpers = ("resource_tracker", "forkserver")  # Python's own; they end with us.
     deadline_s = time.monotonic() + 30.0  # Those that are ending may take a while on a busy machine.
     while True:

@@ -26,8 +26,15 @@ class Coordinator:
     Tasks only wait there, unless `env` names a launcher: most tests are about what is said, not about what runs.
     """
 
-    def __init__(self, data_dir: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        python: str | Path = sys.executable,
+    ) -> None:
         self.data_dir = data_dir
+        self._python = str(python)
         self._arguments = arguments
         self._env = {**os.environ, "STRATA_TOKEN": "", "STRATA_LAUNCHER": "none", **(env or {})}
         self.grpc_port = 0
@@ -39,7 +46,7 @@ class Coordinator:
 
     def start(self) -> Coordinator:
         self._hold_ports()
-        command = [sys.executable, "-m", "strata.cli.main", "serve", "--data-dir", str(self.data_dir)]
+        command = [self._python, "-m", "strata.cli.main", "serve", "--data-dir", str(self.data_dir)]
         command += ["--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port), *self._arguments]
         (self.data_dir / "serving.json").unlink(missing_ok=True)
         self.process = subprocess.Popen(

@@ -193,17 +193,17 @@ class Starts(ast.NodeVisitor):
                 return set().union(*(self._programs(value, seen) for value in values))
             case ast.Call(func=ast.Name(id="str"), args=[inner]):
                 return self._programs(inner, seen)
-            case ast.Call(func=ast.Name() | ast.Attribute() as func, args=[name, *_]) if (
+            case ast.Call(func=ast.Name() | ast.Attribute() as func, args=[asked_for, *_]) if (
                 ast.unparse(func) in ASKS
             ):
-                return {(program, True) for program, _ in self._programs(name, seen)}
+                return {(program, True) for program, _ in self._programs(asked_for, seen)}
             case ast.Name() | ast.Attribute():
                 name = ast.unparse(node)
                 if name == PYTHON:
                     return {("python", True)}
-                values = next((scope[name] for scope in reversed(self._scopes) if name in scope), None)
-                if values and name not in seen:
-                    return set().union(*(self._programs(value, {*seen, name}) for value in values))
+                known = next((scope[name] for scope in reversed(self._scopes) if name in scope), None)
+                if known and name not in seen:
+                    return set().union(*(self._programs(value, {*seen, name}) for value in known))
         return {(ANY, False)}
 
 

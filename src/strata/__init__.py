@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from strata.launch.torchrun_trap import separate_attempts
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+"""The one place that says it: the package, the API and the command line take it from here."""
 
 _HOMES = {
     "StrataError": "strata.errors",

@@ -17,6 +17,7 @@ import os
 import random
 import tempfile
 import warnings
+from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -187,7 +188,9 @@ def act(rank: int, world: int, action: str, folder: str, **options: Any) -> dict
         writer = StrataStorageWriter(store, step=step, generation=options.get("generation", 0))
         try:
             if options.get("asynchronous"):
-                dcp.async_save(sharded.state(), storage_writer=writer).result()
+                saving = dcp.async_save(sharded.state(), storage_writer=writer)
+                assert isinstance(saving, Future)
+                saving.result()
             else:
                 dcp.save(sharded.state(), storage_writer=writer)
         except CheckpointException:

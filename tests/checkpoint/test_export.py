@@ -33,7 +33,7 @@ def _quiet() -> Iterator[None]:
 
 def training_state() -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 4))
-    model[1].weight = torch.nn.Parameter(model[0].weight.t().contiguous())
+    model[1].weight = torch.nn.Parameter(model.get_parameter("0.weight").t().contiguous())
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4)).sum().backward()
     optimizer.step()

@@ -298,7 +298,7 @@ def test_a_model_and_its_optimizer_resume_from_an_image(image: Image) -> None:
     loaded = image.load()
     assert_same(loaded, state)
     assert isinstance(loaded["model"], OrderedDict)
-    assert loaded["model"]._metadata == state["model"]._metadata
+    assert vars(loaded["model"])["_metadata"] == vars(state["model"])["_metadata"]
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
 

@@ -40,10 +40,11 @@ from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import IMAGE, CheckpointId, Manifest, Part
 from strata.checkpoint.catalog.naming import manifest_key, step_stem
 from strata.checkpoint.copying.digest import digest_of
-from strata.checkpoint.copying.staging import FILE_NAME, MARK_NAME, job_folder, remove_tree
+from strata.checkpoint.copying.staging import MARK_NAME, job_folder, remove_tree
 from strata.checkpoint.dcp import StrataStorageReader, StrataStorageWriter
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed
 from strata.checkpoint.export import export
+from strata.checkpoint.image.layout import FILE_NAME
 from strata.cli.checkpoint import app
 from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler
@@ -249,7 +250,7 @@ def trainer(folder: Path, job: str) -> ElasticJob:
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data=ElasticLoader(
-            [torch.ones(2)] * 8,  # type: ignore[arg-type]
+            [torch.ones(2)] * 8,
             ElasticSampler(8, global_batch_size=4, rank=0, world_size=1),
             commit="explicit",
         ),
@@ -333,7 +334,7 @@ def test_metadata_of_a_sharded_checkpoint_is_data(canary: Path, tmp_path: Path) 
         {"format": pickled},
         {"format": "image"},
     ):
-        store.put(entry.key, replace(entry.manifest, **change).encode())  # type: ignore[arg-type]
+        store.put(entry.key, replace(entry.manifest, **change).encode())
         with contextlib.suppress(StrataError, CheckpointException):
             dcp.load({"weight": torch.zeros(4)}, storage_reader=StrataStorageReader(tmp_path / "s"))
         with Engine(tmp_path / "s", memory=Memory(job=f"test-{uuid.uuid4().hex}")) as engine:

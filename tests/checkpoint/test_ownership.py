@@ -87,7 +87,7 @@ class Trainer:
 
 @pytest.fixture(params=["same namespace", "another namespace"])
 def isolated(request: pytest.FixtureRequest) -> bool:
-    is_isolated = request.param == "another namespace"
+    is_isolated: bool = request.param == "another namespace"
     if is_isolated and not can_isolate():
         pytest.skip("process namespaces cannot be made here (are you root?)")
     return is_isolated

@@ -212,7 +212,7 @@ def slow(folder: Path) -> Iterator[SlowStore]:
 def test_a_full_pipeline_skips_with_a_reason_when_told_to(
     slow: SlowStore, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CheckpointManager(slow, memory=memory, policy=Policy(when_full="skip")) as manager:  # type: ignore[arg-type]
+    with CheckpointManager(slow, memory=memory, policy=Policy(when_full="skip")) as manager:
         for step in (1, 2):
             manager.save(small_state(step), step=step, must_arrive=True)
         with pytest.raises(SaveSkipped, match="still being written"):
@@ -355,7 +355,7 @@ def test_policies_are_checked() -> None:
 def test_a_slow_far_tier_keeps_no_image_from_the_next_save(tmp_path: Path, memory: Memory) -> None:
     far = SlowStore(open_store(tmp_path / "far"))
     near = CheckpointManager(
-        [open_store(tmp_path / "near"), far],  # type: ignore[list-item]
+        [open_store(tmp_path / "near"), far],
         memory=memory,
         policy=Policy(when_full="skip"),
     )
@@ -449,7 +449,7 @@ def test_a_slow_far_tier_gets_the_newest_and_skips_the_rest_with_a_reason(
     seen = Arrivals()
     policy = Policy(on_error=on_error, when_full=when_full)
     with CheckpointManager(
-        [tmp_path / "near", far],  # type: ignore[list-item]
+        [tmp_path / "near", far],
         10,
         memory=memory,
         policy=policy,
@@ -481,7 +481,7 @@ def test_a_slow_far_tier_gets_the_newest_and_skips_the_rest_with_a_reason(
 def test_a_save_that_must_arrive_is_never_overtaken(tmp_path: Path, far: Gate, memory: Memory) -> None:
     seen = Arrivals()
     with CheckpointManager(
-        [tmp_path / "near", far],  # type: ignore[list-item]
+        [tmp_path / "near", far],
         10,
         memory=memory,
         observer=seen,
@@ -502,7 +502,7 @@ def test_a_save_that_must_arrive_is_never_overtaken(tmp_path: Path, far: Gate, m
 def test_a_save_that_must_arrive_waits_for_an_image_whatever_the_policy_says(
     far: Gate, tmp_path: Path, memory: Memory
 ) -> None:
-    with CheckpointManager(far, memory=memory, policy=Policy(when_full="skip")) as manager:  # type: ignore[arg-type]
+    with CheckpointManager(far, memory=memory, policy=Policy(when_full="skip")) as manager:
         first = manager.save(small_state(1), step=1, must_arrive=True)
         far.began.get(timeout=60)
         second = manager.save(small_state(2), step=2, must_arrive=True)
@@ -527,7 +527,7 @@ def test_with_one_slow_store_the_newest_save_overtakes_the_one_that_waits(
 ) -> None:
     seen = Arrivals()
     with CheckpointManager(
-        far,  # type: ignore[arg-type]
+        far,
         memory=memory,
         policy=Policy(when_full="skip"),
         observer=seen,
@@ -549,7 +549,7 @@ def test_with_one_slow_store_the_newest_save_overtakes_the_one_that_waits(
 def test_snapshots_go_on_while_a_slow_store_is_busy_with_an_image(
     far: Gate, job: str, memory: Memory
 ) -> None:
-    with CheckpointManager(far, memory=memory, policy=Policy(when_full="skip")) as manager:  # type: ignore[arg-type]
+    with CheckpointManager(far, memory=memory, policy=Policy(when_full="skip")) as manager:
         manager.save(small_state(1), step=1)
         far.began.get(timeout=60)
         for step in range(2, 6):
@@ -562,7 +562,7 @@ def test_a_close_that_has_to_end_gives_up_what_is_left_and_publishes_none_of_it(
     far: Gate, tmp_path: Path, memory: Memory
 ) -> None:
     seen = Recorder()
-    manager = CheckpointManager(far, memory=memory, observer=seen)  # type: ignore[arg-type]
+    manager = CheckpointManager(far, memory=memory, observer=seen)
     handles = [manager.save(small_state(step), step=step) for step in (1, 2)]
     far.began.get(timeout=60)
     began_s = time.monotonic()
@@ -579,7 +579,7 @@ def test_a_close_that_has_to_end_gives_up_what_is_left_and_publishes_none_of_it(
 
 
 def test_a_close_without_a_time_limit_finishes_everything(far: Gate, tmp_path: Path, memory: Memory) -> None:
-    manager = CheckpointManager(far, memory=memory)  # type: ignore[arg-type]
+    manager = CheckpointManager(far, memory=memory)
     for step in (1, 2):
         manager.save(small_state(step), step=step)
     threading.Timer(0.2, far.let, [10]).start()
@@ -590,7 +590,7 @@ def test_a_close_without_a_time_limit_finishes_everything(far: Gate, tmp_path: P
 def test_abandoned_saves_wait_for_nothing_and_leave_their_snapshots(
     far: Gate, tmp_path: Path, job: str, memory: Memory
 ) -> None:
-    manager = CheckpointManager(far, memory=memory)  # type: ignore[arg-type]
+    manager = CheckpointManager(far, memory=memory)
     seen = manager.save(small_state(1), step=1)
     far.began.get(timeout=60)
     eventually(lambda: [info.step for info in manager.snapshots()] == [1], within_s=60)

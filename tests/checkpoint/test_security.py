@@ -13,7 +13,8 @@ from strata.checkpoint import CheckpointManager, LoadFailed, Memory
 from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import IMAGE, CheckpointId, Manifest, Part
 from strata.checkpoint.copying.digest import digest_of
-from strata.checkpoint.copying.staging import FILE_NAME, MARK_NAME, job_folder
+from strata.checkpoint.copying.staging import MARK_NAME, job_folder
+from strata.checkpoint.image.layout import FILE_NAME
 from strata.checkpoint.image.reading import open_image
 from tests.checkpoint.malicious import payloads, torch_file
 
@@ -67,7 +68,7 @@ def test_no_payload_runs_from_a_store_or_from_memory(
 ) -> None:
     for name, pickled in payloads(canary).items():
         data = torch_file(pickled)
-        for into in (None, {}):
+        for into in (None, dict[str, Any]()):
             with CheckpointManager(folder, memory=memory) as manager:
                 store = manager._catalogs[0].store
                 store.put("evil.pt", data)

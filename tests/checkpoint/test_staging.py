@@ -248,7 +248,7 @@ def test_a_job_that_goes_while_the_dead_are_looked_for_does_not_end_the_search(
 ) -> None:
     for name in ("one", "other"):
         job_folder(name, root=tmp_path).mkdir(parents=True)
-    look, seen = staging._job_is_dead, []
+    look, seen = staging._job_is_dead, list[str]()
 
     def look_too_late(job: Path, grace_s: float) -> bool:
         if not seen:

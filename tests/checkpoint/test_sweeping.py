@@ -74,7 +74,7 @@ def test_an_image_gets_its_slots_keeps_the_rest_and_is_hashed_on_the_way(tail: i
         filling.copy(chunk)
     assert torch.equal(image, wanted)
     assert filling.end_of(filling.chunks) == len(image)
-    assert filling.digest() == digest_of(memoryview(wanted.numpy()))
+    assert filling.digest() == digest_of(memoryview(wanted.numpy().data))
 
 
 def test_what_is_hashed_is_what_was_written_while_somebody_changes_the_state() -> None:
@@ -93,7 +93,7 @@ def test_what_is_hashed_is_what_was_written_while_somebody_changes_the_state() -
             filling = Filling(windows, [state.data_ptr()])
             for chunk in range(filling.chunks):
                 filling.copy(chunk)
-            assert filling.digest() == digest_of(memoryview(image.numpy()))
+            assert filling.digest() == digest_of(memoryview(image.numpy().data))
     finally:
         is_over.set()
         changing.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_an_empty_checkpoint_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [{"step": -1}, {"step": 1, "epoch": -1}, {"step": 1, "buffer_bytes": 0}]
 )
-def test_impossible_arguments_are_refused(folder: Path, arguments: dict[str, int]) -> None:
+def test_impossible_arguments_are_refused(folder: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidSave):
         AsyncCheckpointWriter(folder, **arguments)
     assert files(folder) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -191,7 +192,7 @@ events = st.one_of(
 faults = st.tuples(st.sampled_from(["repeat", "lose"]), st.integers(1, 4))
 
 
-def play(run: Run, schedule: list[tuple[str, int] | tuple[str, int, int]]) -> None:
+def play(run: Run, schedule: Sequence[tuple[str, int] | tuple[str, int, int]]) -> None:
     for event, value, *more in schedule:
         match event:
             case "train":

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dashboard.browser import ROOT, Browser, build_dashboard, npx
+from tests.dashboard.browser import Browser, build_dashboard, npx
+from tests.support_programs import ROOT
 
 import build_backend  # isort: skip  # Beside build_dashboard, which makes its folder known.
 
@@ -157,9 +158,9 @@ def test_a_wheel_is_built_with_the_dashboard_on_a_machine_without_node(
             shutil.copy(ROOT / name, tmp_path / "checkout" / name)
     tools = tmp_path / "tools"
     tools.mkdir()
-    for program in (*Path("/usr/bin").iterdir(), *Path("/bin").iterdir()):
-        if program.name not in ("node", "nodejs", "npm", "npx") and not (tools / program.name).exists():
-            (tools / program.name).symlink_to(program)
+    for found in (*Path("/usr/bin").iterdir(), *Path("/bin").iterdir()):
+        if found.name not in ("node", "nodejs", "npm", "npx") and not (tools / found.name).exists():
+            (tools / found.name).symlink_to(found)
     command = [
         sys.executable,
         "-m",

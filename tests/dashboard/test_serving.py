@@ -21,9 +21,10 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from strata.coordinator.http.dashboard import BUILT, VIEWS, Dashboard
-from tests.dashboard.browser import ROOT, Browser, build_dashboard
 from tests.dashboard.browser import VIEWS as PATHS
+from tests.dashboard.browser import Browser, build_dashboard
 from tests.support import Coordinator
+from tests.support_programs import ROOT
 
 
 def ask(

@@ -320,11 +320,12 @@ def test_warn_logs_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_fail_raises_with_the_guides_text_and_older_checkpoints_stay(tmp_path: Path) -> None:
-    config = {"async_save_policy": AsyncSavePolicy.FAIL}
     with (
         filled(tmp_path) as folder,
-        CheckpointManager(CheckpointConfig(nvme_path=folder, **config)) as manager,
-    ):  # type: ignore[arg-type]
+        CheckpointManager(
+            CheckpointConfig(nvme_path=folder, async_save_policy=AsyncSavePolicy.FAIL)
+        ) as manager,
+    ):
         save(manager, 1)
         manager.save_checkpoint(state_of(2, elements=LARGE))
         with pytest.raises(CheckpointSaveError) as caught:

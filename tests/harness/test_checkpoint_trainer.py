@@ -32,7 +32,7 @@ def train(folder: Path, *, upto: int) -> tuple[int, torch.nn.Linear]:
         model=model,
         optimizer=optimizer,
         data=ElasticLoader(
-            [torch.ones(2)] * 64,  # type: ignore[arg-type]
+            [torch.ones(2)] * 64,
             ElasticSampler(64, global_batch_size=4, rank=0, world_size=1),
             commit="explicit",
         ),

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,13 +203,14 @@ def test_stale_index_is_refused_with_the_command_that_rebuilds_it(tmp_path: Path
 def test_index_of_something_else_is_refused(tmp_path: Path, data: list[str], index: TokenIndexFile) -> None:
     fake = tmp_path / "fake.index"
     fake.write_text("no index")
-    for arguments, reason in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"index_file": fake}, "bad magic number"),
         ({"data_files": data[:1]}, "built from 2 files"),
         ({"tokenizer": "bytes"}, "tokenized with .*Words, not with bytes"),
         ({"text_key": "body"}, "holds the texts under 'text', not 'body'"),
         ({"data_files": [data[0], str(tmp_path / "none.jsonl")]}, "No such file"),
-    ):
+    ]
+    for arguments, reason in refused:
         with pytest.raises(DataLoadingError, match=reason):
             ResumableDataset(**{"data_files": data, "index_file": index, "tokenizer": Words(), **arguments})
     trusted = ResumableDataset([str(tmp_path / "none.jsonl")], index, None, 4, verify=False)

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch import multiprocessing as torch_multiprocessing
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
@@ -53,7 +54,7 @@ def make(tmp_path: Path, *args: Any, entrypoint: Callable[..., Any] = who_am_i) 
 def test_one_that_is_killed_before_it_can_say_who_it_is_does_not_end_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, lost = torch_api.mp.start_processes, []
+    real, lost = torch_multiprocessing.start_processes, list[int]()
 
     def interrupted(*args: Any, **options: Any) -> Any:
         context = real(*args, **options)
@@ -62,7 +63,7 @@ def test_one_that_is_killed_before_it_can_say_who_it_is_does_not_end_the_agent(
             raise EOFError("unexpected EOF")
         return context
 
-    monkeypatch.setattr(torch_api.mp, "start_processes", interrupted)
+    monkeypatch.setattr(torch_multiprocessing, "start_processes", interrupted)
     context = make(tmp_path, 0.0)
     context.start()
     result = context.wait(timeout=60)
@@ -120,10 +121,12 @@ def test_one_that_is_killed_after_it_has_finished_does_not_keep_the_agent(tmp_pa
     context.start()
     while not all(not queue.empty() for queue in context._ret_vals.values()):
         time.sleep(0.02)
-    asleep = context._worker_finished_event._cond._sleeping_count
+    finished: Any = context._worker_finished_event
+    asleep = finished._cond._sleeping_count
     while asleep.get_value() < 2:
         time.sleep(0.02)
     os.kill(context.pids()[0], signal.SIGKILL)
+    assert context._pc is not None
     while context._pc.processes[0].exitcode is None:
         time.sleep(0.02)
     result = context.wait(timeout=60)
@@ -144,6 +147,7 @@ def test_the_one_that_was_killed_is_named_though_others_have_failed_for_want_of_
     context.start()
     os.kill(context.pids()[1], signal.SIGKILL)
     told.touch()
+    assert context._pc is not None
     while any(process.exitcode is None for process in context._pc.processes):
         time.sleep(0.02)
     result = context.wait(timeout=60)

@@ -31,7 +31,7 @@ def channel(address: str) -> Iterator[grpc.Channel]:
 @contextlib.contextmanager
 def stub(address: str) -> Iterator[Any]:
     with channel(address) as opened:
-        yield coordinator_pb2_grpc.CoordinatorStub(opened)  # type: ignore[no-untyped-call]
+        yield coordinator_pb2_grpc.CoordinatorStub(opened)
 
 
 def trailers_of(error: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class RawSession:
         self.received: list[pb.CoordinatorMessage] = []
         self.error: grpc.RpcError | None = None
         self.ended = threading.Event()
-        calls: Any = coordinator_pb2_grpc.CoordinatorStub(opened)  # type: ignore[no-untyped-call]
+        calls: Any = coordinator_pb2_grpc.CoordinatorStub(opened)
         self._call = calls.Session(self._messages())
         if read:
             threading.Thread(target=self._read, daemon=True).start()

@@ -91,7 +91,7 @@ def main() -> None:
     address, kind = sys.argv[1:]
     small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
     with grpc.insecure_channel(address, options=small_window) as channel:
-        calls: Any = coordinator_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+        calls: Any = coordinator_pb2_grpc.CoordinatorStub(channel)
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="flood", job_id="flood"))
         print("under way", flush=True)
         {"heartbeats": heartbeats, "logs": logs, "unary": unary, "deaf": deaf}[kind](calls)

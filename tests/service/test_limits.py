@@ -199,7 +199,7 @@ def _refused(coordinator: Coordinator, wait: Any, barrier: str) -> bool:
         return any(b["name"] == barrier for b in coordinator.get("/api/barriers"))
 
     eventually(lambda: wait.done() or accepted(), within_s=30)
-    return wait.done() and wait.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    return bool(wait.done() and wait.code() == grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 def _registered(calls: Any, name: str) -> Any:

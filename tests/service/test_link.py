@@ -152,10 +152,12 @@ def test_another_jobs_and_another_runs_checkpoints_are_left_alone(shared: Coordi
     for job, run in (("mine", "run-1"), ("mine", "run-0"), ("yours", "run-1")):
         link = links(job=job, run_id=run)
         save(link, 1 if run == "run-1" else 2, job=f"{job}-{run}")
-        eventually(
-            lambda j=job, r=run: any(c["id"].startswith(f"{j}-{r}") for c in shared.get("/api/checkpoints")),
-            within_s=PATIENCE_S,
-        )  # type: ignore[misc]
+        started = f"{job}-{run}"
+
+        def is_known(started: str = started) -> bool:
+            return any(c["id"].startswith(started) for c in shared.get("/api/checkpoints"))
+
+        eventually(is_known, within_s=PATIENCE_S)
         link.close(leave=True)
     link = links(job="mine", run_id="run-1")
     link.reconcile([])

@@ -90,7 +90,7 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
     running = asyncio.create_task(runtime.engine.run())
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            calls = coordinator_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+            calls = coordinator_pb2_grpc.CoordinatorStub(channel)
             yield Served(engine=runtime.engine, journal=journal, calls=calls)
     finally:
         journal.gate.set()

@@ -59,7 +59,7 @@ class Loop:
 
     def backward(self, batch: Batch, scale: float = 1.0) -> None:
         x, y = batch.data
-        (nn.functional.mse_loss(self.model(x), y) * batch.weight * scale).backward()  # type: ignore[no-untyped-call]
+        (nn.functional.mse_loss(self.model(x), y) * batch.weight * scale).backward()
 
     def train(self, batch: Batch) -> None:
         self.backward(batch)

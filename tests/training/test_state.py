@@ -43,6 +43,8 @@ OPTIMIZERS: dict[str, Make] = {
 class Model(nn.Module):
     """Parameters of two types, one not contiguous, tied weights, and buffers."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)

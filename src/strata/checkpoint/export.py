@@ -223,7 +223,7 @@ def _export_dcp(state: Any, to: str) -> Exported:
         fresh.mkdir(parents=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(fresh), no_dist=True)  # type: ignore[attr-defined]
+            dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(fresh), no_dist=True)
         if target.exists():
             shutil.rmtree(target)
         fresh.rename(target)

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from strata.cli.common import AsJson
+from strata.cli.literal_help import LiteralGroup
 
 app = typer.Typer(
+    cls=LiteralGroup,
     name="bench",
     help="Measure this machine: every figure beside its target, and beside its peers or the hardware's limit.",
     no_args_is_help=True,

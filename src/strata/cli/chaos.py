@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from strata.cli.common import console, print_json, print_table
+from strata.cli.extras import need
 from strata.errors import StrataError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def chaos(
     chosen = _kinds("kill" if single_kill else kinds)
     if workers % agents:
         raise typer.BadParameter(f"{workers} workers cannot be divided among {agents} agents")
+    need("torch", "omegaconf", feature="The job that is hurt", extra="harness")
 
     def say(text: str) -> None:
         if not json:

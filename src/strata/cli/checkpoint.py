@@ -21,6 +21,7 @@ from strata.checkpoint.export import FORMATS, export, find
 from strata.checkpoint.image.plain import plain_files
 from strata.checkpoint.verify import FILE, Verified, verify_file, verify_store
 from strata.cli.common import AsJson, ago, console, print_json, print_table, say_error, size
+from strata.cli.literal_help import LiteralGroup
 from strata.errors import StrataError
 from strata.stores import open_store
 from strata.stores.protocol import Store
@@ -28,7 +29,10 @@ from strata.stores.protocol import Store
 DONE, NO, NO_ANSWER = 0, 1, 2
 
 app = typer.Typer(
-    name="checkpoint", help="Look at checkpoints, verify, export and remove them.", no_args_is_help=True
+    cls=LiteralGroup,
+    name="checkpoint",
+    help="Look at checkpoints, verify, export and remove them.",
+    no_args_is_help=True,
 )
 
 Place = Annotated[

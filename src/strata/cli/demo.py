@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strata.cli.common import ago, console, duration, get, size, styled
+from strata.cli.extras import need
 from strata.core.text import counted
 from strata.errors import StrataError
 from strata.launch.coordinator import CoordinatorProcess, free_or_any
@@ -52,6 +53,7 @@ def demo(
     """Train a small language model with real workers, kill one of them, and watch it recover."""
     from strata.shared_memory import forget_jobs
 
+    need("torch", "omegaconf", feature="The demonstration", extra="harness")
     with tempfile.TemporaryDirectory(prefix="strata-demo-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         coordinator = CoordinatorProcess(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+import strata
 from strata.cli import (
     audit,
     bench,
@@ -30,10 +32,13 @@ from strata.cli import (
     validate,
 )
 from strata.cli.common import Unreachable, adopt_dotenv, say_error
+from strata.cli.extras import missing_extra
+from strata.cli.literal_help import LiteralGroup
 from strata.errors import StrataError
 
 app = typer.Typer(
     name="strata",
+    cls=LiteralGroup,
     help="Training jobs that outlive their machines.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -79,6 +84,22 @@ app.add_typer(checkpoint.app)
 app.add_typer(bench.app)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"strata {strata.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """What can be asked of `strata` itself."""
+
+
 def main() -> None:
     """Entry point: an expected failure is a sentence and an exit code, never a traceback."""
     # Asked to end by a supervisor, a command cleans up behind itself as after Ctrl-C.
@@ -92,6 +113,12 @@ def main() -> None:
     except StrataError as error:
         say_error(error)
         sys.exit(2 if error.code in ("config", "invalid_argument") else 1)
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        say_error(missing)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -29,6 +29,7 @@ from strata.cli.common import (
     print_table,
     styled,
 )
+from strata.cli.extras import need
 from strata.cli.logs import show_entry
 from strata.client import ENDED, Client, Unreachable
 from strata.errors import StrataError
@@ -152,6 +153,7 @@ def run(
     is_script = script.suffix == ".py" or script.is_file()
     if is_script and not script.is_file():
         raise WrongCall(f"There is no script '{program}'.", hint="Give the path of a Python file.")
+    need("torch", feature="Running tasks on this machine", extra="torch" if is_script else "harness")
     count = workers or 1
     with _own_coordinator(data_dir.absolute(), script if is_script else None, words, count) as (api, recipe):
         client = Client(api)

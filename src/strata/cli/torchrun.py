@@ -7,8 +7,11 @@ import sys
 
 import typer
 
+from strata.cli.extras import need
+
 
 def torchrun(context: typer.Context) -> None:
     """Run a script as torchrun does, with every flag of torchrun; on one machine nothing else has to run."""
+    need("torch", feature="torchrun")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "strata.launch.agent", *context.args])

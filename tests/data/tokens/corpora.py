@@ -48,7 +48,7 @@ def build(
 
 def tokens_of(path: Path) -> list[int]:
     with TokenIndex(path) as index:
-        return index.tokens.tolist()
+        return [int(token) for token in index.tokens]
 
 
 def text_of(path: Path) -> str:

@@ -22,6 +22,7 @@ import pytest
 from strata.data.tokens import merge
 from strata.data.tokens.builder import BuildOptions, build_index
 from strata.data.tokens.errors import BuildFailed, SourceUnreadable, WouldOverwrite
+from strata.data.tokens.parts import PartSummary
 from tests.data.tokens.bpe import train
 from tests.data.tokens.corpora import WordTokenizer, build, text_of, texts, write_jsonl
 
@@ -133,7 +134,9 @@ def test_killed_build_continues_and_gives_the_same_bytes(tmp_path: Path, workers
     assert not partial(output).exists()
 
 
-def test_torn_part_and_torn_journal_are_done_again(tmp_path: Path, sources: list[Path], monkeypatch) -> None:
+def test_torn_part_and_torn_journal_are_done_again(
+    tmp_path: Path, sources: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(merge, "COMMIT_BYTES", 1)
     reference = build(tmp_path / "reference.index", sources, chunk_bytes=CHUNK, workers=1).path.read_bytes()
     output = tmp_path / "x.index"
@@ -164,7 +167,7 @@ def interrupted_after(chunks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """As if Ctrl-C were pressed once so many chunks are merged."""
     add = merge.Merge.add
 
-    def counted(self: merge.Merge, part: merge.PartSummary) -> None:
+    def counted(self: merge.Merge, part: PartSummary) -> None:
         add(self, part)
         if self.next_chunk == chunks:
             raise KeyboardInterrupt
@@ -175,7 +178,9 @@ def interrupted_after(chunks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[
             yield
 
 
-def test_other_options_do_not_reuse_what_is_left(tmp_path: Path, sources: list[Path], monkeypatch) -> None:
+def test_other_options_do_not_reuse_what_is_left(
+    tmp_path: Path, sources: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "x.index"
     with interrupted_after(3, monkeypatch):
         build(output, sources, chunk_bytes=CHUNK, workers=1)
@@ -306,7 +311,7 @@ def test_nothing_of_the_users_is_written_over(tmp_path: Path) -> None:
 
 
 def test_progress_adds_up_also_after_an_interruption(
-    tmp_path: Path, sources: list[Path], monkeypatch
+    tmp_path: Path, sources: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Seen:
         def begin(self, *, total_bytes: int, done_bytes: int) -> None:

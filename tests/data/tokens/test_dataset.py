@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ class Numbers:
 
 
 @pytest.fixture(scope="module")
-def numbered(tmp_path_factory) -> Iterator[TokenIndex]:
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenIndex]:
     """Token i of this index is i: a sequence tells where it stands."""
     folder = tmp_path_factory.mktemp("numbered")
     lines = [" ".join(map(str, range(at, min(at + 9, 1003)))) for at in range(0, 1003, 9)]
@@ -50,14 +51,15 @@ def index(tmp_path: Path) -> Iterator[TokenIndex]:
         yield index
 
 
-def firsts(batches) -> list[int]:
+def firsts(batches: Iterable[Mapping[str, Any]]) -> list[int]:
     """The first input token of each sequence, over all batches."""
     return [int(row[0]) for batch in batches for row in torch.atleast_2d(batch["input_ids"])]
 
 
 def undisturbed(index: TokenIndex, seq_length: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
     count = SequenceReader(index, seq_length).count
-    return (EpochOrder(total=count, seed=seed, epoch=epoch)[0:count] * seq_length).tolist()
+    order = EpochOrder(total=count, seed=seed, epoch=epoch)
+    return [int(number) * seq_length for number in order[0:count]]
 
 
 # One sequence --------------------------------------------------------------------------------------------
@@ -90,14 +92,14 @@ class Fleet:
 
     def __init__(self, index: TokenIndex, seq_length: int, *, drop_last: bool = False) -> None:
         self.index = index
-        self.settings = {"seq_length": seq_length, "seed": 5, "drop_last": drop_last}
+        self.settings: dict[str, Any] = {"seq_length": seq_length, "seed": 5, "drop_last": drop_last}
         self.history: list[int] = []
         """What each step trained, rank after rank; cut back when training goes back."""
         self.commits: list[Commit] = []
         self.committed = 0
         self.start(1, None)
 
-    def start(self, world: int, state: object) -> None:
+    def start(self, world: int, state: Mapping[str, Any] | None) -> None:
         self.ranks = [
             TokenDataset(self.index, rank=rank, world_size=world, **self.settings) for rank in range(world)
         ]
@@ -125,7 +127,7 @@ class Fleet:
                     len({None if batch is None else tuple(batch["labels"].shape) for batch in batches}) == 1
                 )
 
-    def save(self) -> object:
+    def save(self) -> dict[str, Any]:
         records = [record for rank in self.ranks for record in rank.records()]
         last = self.commits[-1] if self.commits else None
         data = (last.data if last and last.data else DataCommit()).next(records, world_size=len(self.ranks))
@@ -151,7 +153,7 @@ phase = st.tuples(st.integers(1, 64), st.integers(1, 9), st.integers(0, 12), st.
 @settings(max_examples=40, deadline=None)
 @given(st.lists(phase, max_size=8), st.sampled_from([3, 7, 10, 50]))
 def test_resizes_and_rollbacks_lose_nothing_and_repeat_nothing(
-    numbered: TokenIndex, phases, seq_length: int
+    numbered: TokenIndex, phases: list[Any], seq_length: int
 ) -> None:
     fleet = Fleet(numbered, seq_length)
     state = fleet.save()
@@ -174,7 +176,7 @@ def test_resizes_and_rollbacks_lose_nothing_and_repeat_nothing(
 @settings(max_examples=30, deadline=None)
 @given(st.lists(phase, max_size=5), st.integers(1, 7), st.integers(1, 5))
 def test_drop_last_leaves_out_less_than_one_global_batch(
-    numbered: TokenIndex, phases, world, batch_size
+    numbered: TokenIndex, phases: list[Any], world: int, batch_size: int
 ) -> None:
     fleet = Fleet(numbered, 10, drop_last=True)
     state = fleet.save()
@@ -201,7 +203,7 @@ def test_drop_last_leaves_out_less_than_one_global_batch(
     st.booleans(),
 )
 def test_ranks_share_each_global_batch_between_them(
-    total, start, world, batch_size, drop_last, fill_last
+    total: int, start: int, world: int, batch_size: int, drop_last: bool, fill_last: bool
 ) -> None:
     start = min(start, total)
     order = EpochOrder(total=total, shuffle=False)
@@ -302,7 +304,7 @@ def _saved(path: Path, state: object) -> Path:
 
 
 @pytest.mark.parametrize("change", [{"seq_length": 8}, {"seed": 1}, {"shuffle": False}])
-def test_position_in_another_order_is_refused(index: TokenIndex, change: dict[str, object]) -> None:
+def test_position_in_another_order_is_refused(index: TokenIndex, change: dict[str, Any]) -> None:
     state = TokenDataset(index, seq_length=16).state_dict()
     other = TokenDataset(index, **{"seq_length": 16, **change})
     before = other.state_dict()
@@ -349,7 +351,12 @@ def test_resume_near_the_end_reads_no_more_than_at_the_start(tmp_path: Path) -> 
     dataset.load_state_dict({"total_tokens_processed": dataset.num_sequences * 99 // 100 * 1024})
     touched: list[int] = []
     read = dataset.reader.read
-    dataset.reader.read = lambda numbers: touched.extend(numbers) or read(numbers)  # type: ignore[method-assign]
+
+    def watched(numbers: Any) -> Any:
+        touched.extend(numbers)
+        return read(numbers)
+
+    dataset.reader.read = watched  # type: ignore[method-assign]
     next(iter(dataset))
     assert len(touched) == 1
     dataset.index.close()
@@ -457,7 +464,9 @@ def test_stateful_data_loader_resumes(numbered: TokenIndex, num_workers: int) ->
     assert seen + firsts(second) == whole
 
 
-def test_rank_and_world_come_from_the_environment(numbered: TokenIndex, monkeypatch) -> None:
+def test_rank_and_world_come_from_the_environment(
+    numbered: TokenIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     dataset = TokenDataset(numbered, seq_length=10)
@@ -473,12 +482,13 @@ def test_rank_and_world_come_from_the_environment(numbered: TokenIndex, monkeypa
 
 
 def test_senseless_arguments_are_value_errors(numbered: TokenIndex) -> None:
-    for arguments in (
+    senseless: list[dict[str, Any]] = [
         {"seq_length": 0},
         {"rank": 0},
         {"rank": 2, "world_size": 2},
         {"rank": -1, "world_size": 2},
-    ):
+    ]
+    for arguments in senseless:
         with pytest.raises(ValueError):
             TokenDataset(numbered, **{"seq_length": 4, **arguments})
     with pytest.raises(ValueError, match="batch_size"):

@@ -19,7 +19,16 @@ u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 
 
 @given(u32, u32, u32, u64, u64, u64, u64, st.binary(min_size=16, max_size=16))
-def test_header_survives_its_bytes(width, files, interval, entries, records, tokens, meta, identity) -> None:
+def test_header_survives_its_bytes(
+    width: int,
+    files: int,
+    interval: int,
+    entries: int,
+    records: int,
+    tokens: int,
+    meta: int,
+    identity: bytes,
+) -> None:
     header = IndexHeader(
         token_bytes=width,
         num_files=files,
@@ -35,7 +44,9 @@ def test_header_survives_its_bytes(width, files, interval, entries, records, tok
 
 
 @given(u64, u64, u64, u64)
-def test_entry_survives_its_bytes(file_index, byte_offset, cumulative_tokens, record) -> None:
+def test_entry_survives_its_bytes(
+    file_index: int, byte_offset: int, cumulative_tokens: int, record: int
+) -> None:
     entry = IndexEntry(
         file_index=file_index, byte_offset=byte_offset, cumulative_tokens=cumulative_tokens, record=record
     )
@@ -122,7 +133,7 @@ def test_damaged_metadata_is_refused(index_path: Path) -> None:
     st.integers(1, 40),
 )
 def test_every_token_is_found_where_it_came_from(
-    tmp_path_factory, files: list[list[int]], interval: int
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[int]], interval: int
 ) -> None:
     folder = tmp_path_factory.mktemp("find")
     paths, expected = [], []

@@ -31,7 +31,7 @@ def index(tmp_path: Path, data: Path) -> TokenIndex:
 
 
 @pytest.fixture
-def reads(monkeypatch) -> list[Path]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The sources that were read to the end to compare them."""
     seen: list[Path] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -179,14 +180,14 @@ line = st.one_of(
     st.integers(1, 60),
 )
 def test_chunks_give_together_what_one_reader_gives(
-    tmp_path_factory, lines, ended: bool, chunk_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[bytes, bytes]], ended: bool, chunk_bytes: int
 ) -> None:
     data = b"".join(line + end for line, end in lines)
     data = data if ended else data.rstrip(b"\r\n")
     path = write(tmp_path_factory.getbasetemp() / "chunks.jsonl", data or b"\n")
 
     def read(size: int) -> tuple[list[tuple[str, int]], int]:
-        found, bad = [], 0
+        found, bad = list[tuple[str, int]](), 0
         for chunk in cut_into_chunks(find_sources([path]), chunk_bytes=size):
             reader = ChunkReader(chunk, text_key="text", on_bad="skip", max_record_bytes=1 << 20)
             for some in reader:
@@ -234,7 +235,7 @@ def test_bad_bytes_in_plain_text_are_named_or_skipped(tmp_path: Path) -> None:
     assert (text_of(report.path), report.meta.bad_records) == ("one\nthree\n", 1)
 
 
-def parquet(path: Path, values: list[str | None], *, key: str = "text", rows: int = 3) -> Path:
+def parquet(path: Path, values: Sequence[str | None], *, key: str = "text", rows: int = 3) -> Path:
     table = pa.table({key: pa.array(values, pa.string()), "n": list(range(len(values)))})
     pq.write_table(table, path, row_group_size=rows)
     return path

@@ -52,7 +52,7 @@ def test_file_of_the_tokenizers_library_gives_exactly_its_ids(tmp_path: Path, bp
         == expected
     )
     with TokenIndex(tmp_path / "x.index") as index:
-        assert (index.tokens.dtype, index.meta.tokenizer) == (np.uint16, str(bpe))
+        assert (index.tokens.dtype, index.meta.tokenizer) == (np.dtype(np.uint16), str(bpe))
 
 
 def test_padding_and_truncation_do_not_leak_into_the_index(tmp_path: Path, bpe: Path, data: Path) -> None:
@@ -132,7 +132,9 @@ def test_error_of_a_tokenizer_names_the_file(tmp_path: Path, data: Path) -> None
         build(tmp_path / "x.index", [data], tokenizer=Broken())
 
 
-def test_tokenizer_that_cannot_travel_works_in_this_process(tmp_path: Path, caplog) -> None:
+def test_tokenizer_that_cannot_travel_works_in_this_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Local(WordTokenizer):
         pass
 
@@ -156,7 +158,9 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://does-not-exist.invalid"])
-def test_hub_out_of_reach_says_so_at_once_and_what_to_do(tmp_path: Path, monkeypatch, endpoint: str) -> None:
+def test_hub_out_of_reach_says_so_at_once_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
@@ -167,7 +171,7 @@ def test_hub_out_of_reach_says_so_at_once_and_what_to_do(tmp_path: Path, monkeyp
     assert "tokenizer.json" in str(caught.value)
 
 
-def test_offline_switch_of_the_hub_is_honoured(monkeypatch) -> None:
+def test_offline_switch_of_the_hub_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(TokenizerUnavailable, match="HF_HUB_OFFLINE is set"):
         load_tokenizer("some-org/not-in-any-cache")

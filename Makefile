@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test test-slow lint style types fast-tests check bench images clean
+.PHONY: help setup setup-test demo test test-slow lint style types fast-tests check docs bench images clean
 
 help:
 	@echo "make demo    set up, train a small model with real workers on this machine, show it live"
 	@echo "make test    set up and run every test"
 	@echo "make check   style, types, layers, core and simulator, in under a minute"
 	@echo "make test-slow  the tests that take long or want a quiet machine"
+	@echo "make docs    build the documentation site into build/site; a broken link is an error"
 	@echo "make bench   measure every figure beside its peers (ARGS=coordinator for one of them)"
 	@echo "make images  build the container images without an engine, and run the coordinator's (needs root and buildah)"
 	@echo "make setup   only make the virtual environment"
@@ -47,6 +48,9 @@ fast-tests:
 # Side by side: types take one core and tests the other. What one of them prints is shown when it has ended.
 check: setup
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target style types fast-tests
+
+docs: setup
+	@$(BIN)/python scripts/build_docs.py
 
 bench: setup
 	@for part in $(or $(ARGS),coordinator data checkpoint recovery dashboard); do $(BIN)/strata bench $$part || exit 1; done

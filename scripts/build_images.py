@@ -66,7 +66,9 @@ def main() -> int:
 
 def build_all(images: tuple[str, ...] | list[str], *, storage: Path | None, from_debian: bool) -> None:
     if os.geteuid() != 0:
-        raise CannotBuild("Only root can build images without an engine. With Docker: see docs/deploying.md")
+        raise CannotBuild(
+            "Only root can build images without an engine. With Docker: see docs/operating/deploying.md"
+        )
     buildah = Buildah(storage)
     if from_debian and not buildah.has(BASE):
         with progress.Step("base image from Debian's packages"):

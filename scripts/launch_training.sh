@@ -1,27 +1,29 @@
 #!/usr/bin/env bash
 # Start this machine's part of an elastic training job:  launch_training.sh [options] [-- overrides...]
 #
-#   --config FILE      examples/configs/small.yaml
+#   --config FILE      examples/configs/small.yaml, or $CONFIG_FILE
 #   --script FILE      a script of your own instead of the built-in trainer
-#   --nnodes MIN:MAX   1:1     --nproc N   1     --max-restarts N   100
+#   --nnodes MIN:MAX   1:1 or $NNODES     --nproc N   1 or $NPROC_PER_NODE     --max-restarts N   100
 #   --backend NAME     c10d | strata | etcd | etcd-v2     (c10d)
-#   --endpoint H:P     where the rendezvous is (localhost:29400 for c10d, :50051 for strata, :2379 for etcd)
-#   --id NAME          the same on every node of the job  (strata-training)
+#   --endpoint H:P     where the rendezvous is (localhost:29400 for c10d, :50051 for strata, :2379 for etcd),
+#                      or $RDZV_ENDPOINT
+#   --id NAME          the same on every node of the job  (strata-training, or $RDZV_ID)
 #   --local-addr IP    this machine's address, where its name is not known to the others
 #   --dry-run          print the command and do not run it
 #
 # Sets what torchrun leaves at minutes to seconds, and what makes every restart clean.
 set -euo pipefail
 
-config=examples/configs/small.yaml script='' nnodes=1:1 nproc=1 max_restarts=100
-backend=c10d endpoint='' id=strata-training local_addr='' dry_run=''
+config=${CONFIG_FILE:-examples/configs/small.yaml} script='' nnodes=${NNODES:-1:1} nproc=${NPROC_PER_NODE:-1}
+backend=${RDZV_BACKEND:-c10d} endpoint=${RDZV_ENDPOINT:-} id=${RDZV_ID:-strata-training} max_restarts=100
+local_addr='' dry_run=''
 while (($#)); do
   case $1 in
     --config | --script | --nnodes | --nproc | --max-restarts | --backend | --endpoint | --id | --local-addr)
       [[ $# -ge 2 ]] || { printf 'error: %s needs a value\n' "$1" >&2; exit 2; }
       name=${1#--}; printf -v "${name//-/_}" '%s' "$2"; shift 2 ;;
     --dry-run) dry_run=1; shift ;;
-    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
     --) shift; break ;;
     *) printf 'error: unknown option %s; see %s --help\n' "$1" "$0" >&2; exit 2 ;;
   esac

@@ -1,11 +1,14 @@
-"""Who may know whom: the imports of every module, read from its source, and what an import really loads."""
+"""Who may know whom: the imports of every module, read from its source, the names in its text, and what an import really
+loads."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,14 @@ PURE = {
 
 ASKS_THE_CLOCK = re.compile(r"\.(now|today|utcnow)\(")
 
+GROUND_FLOOR = (
+    "strata.errors",
+    "strata.files",
+    "strata.processes",
+    "strata.shared_memory",
+)
+"""What everybody may use."""
+
 OPTIONAL = ("torch", "fastapi", "uvloop", "obstore", "omegaconf", "pyarrow", "tokenizers", "aetcd", "ray")
 HEAVY = (*OPTIONAL, "grpc", "numpy", "pydantic")
 
@@ -42,6 +53,11 @@ HEAVY = (*OPTIONAL, "grpc", "numpy", "pydantic")
 def module_name(path: Path) -> str:
     parts = path.relative_to(SRC).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def source_of(module: str) -> Path:
+    path = SRC / Path(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def imports(path: Path) -> set[str]:
@@ -95,17 +111,66 @@ def test_the_core_is_pure_and_knows_nobody() -> None:
     assert not asking
 
 
-def test_stores_know_only_the_errors() -> None:
+def test_stores_know_only_the_ground_floor() -> None:
     others = {".".join(module.split(".")[:2]) for module in MODULES if module.startswith("strata.")}
-    assert offenders(("strata.stores",), tuple(others - {"strata.stores", "strata.errors"})) == []
+    assert offenders(("strata.stores",), tuple(others - {"strata.stores", *GROUND_FLOOR})) == []
+
+
+def test_the_ground_floor_needs_nothing_but_python() -> None:
+    for module in GROUND_FLOOR:
+        others = {target.split(".")[0] for target in MODULES[module] if target not in GROUND_FLOOR}
+        assert others <= sys.stdlib_module_names, module
+
+
+BUILT_ON_STRATA = ("elastic_harness", "dtruntime")
 
 
 def test_strata_never_imports_what_is_built_on_it() -> None:
-    assert offenders(("strata",), ("elastic_harness", "dtruntime")) == []
+    assert offenders(("strata",), BUILT_ON_STRATA) == []
+
+
+def test_strata_does_not_name_what_is_built_on_it_either() -> None:
+    """A module named in a string is imported as well: by `import_module`, `python -m`, a recipe, a script it writes."""
+    texts = {path: path.read_bytes() for path in (SRC / "strata").rglob("*") if path.is_file()}
+    assert len(texts) > len(MODULES) / 2
+    found = [
+        f"{path.relative_to(SRC)} names {name}"
+        for path, text in texts.items()
+        if path.suffix != ".pyc"
+        for name in BUILT_ON_STRATA
+        if name.encode() in text
+    ]
+    assert found == []
+
+
+def test_entry_points_lead_into_strata() -> None:
+    """What pip installs commands and plug-ins for, and what torch loads by itself."""
+    project = tomllib.loads((SRC.parent / "pyproject.toml").read_text())["project"]
+    groups = {"scripts": project["scripts"], **project["entry-points"]}
+    targets = {target for group in groups.values() for target in group.values()}
+    assert targets
+    for target in targets:
+        module, _, name = target.partition(":")
+        assert within(module, "strata")
+        assert module in MODULES
+        assert hasattr(importlib.import_module(module), name)
+
+
+def test_the_harness_defines_nothing_that_the_trainer_needs() -> None:
+    """Its modules hand on names of `strata.trainer`; only checkpoints and the index builder are adapted there."""
+    own = [
+        f"{module} defines {node.name}"
+        for module in MODULES
+        if within(module, "elastic_harness")
+        and not within(module, "elastic_harness.checkpoint", "elastic_harness.data")
+        for node in ast.parse(source_of(module).read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
+    assert own == []
 
 
 def test_what_runs_in_a_training_process_knows_no_coordinator() -> None:
-    parts = ("core", "stores", "rpc", "checkpoint", "data", "worker", "training", "rendezvous")
+    parts = ("core", "stores", "rpc", "checkpoint", "data", "worker", "training", "trainer", "rendezvous")
     of = ("elastic_harness", "dtruntime", *(f"strata.{part}" for part in parts))
     assert offenders(of, ("strata.coordinator", "strata.cli", "fastapi", "uvicorn", "starlette")) == []
 
@@ -144,7 +209,15 @@ def loaded_by(statement: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["strata", "strata.checkpoint", "strata.stores", "strata.data", "elastic_harness", "strata.errors"],
+    [
+        "strata",
+        "strata.checkpoint",
+        "strata.stores",
+        "strata.data",
+        "strata.trainer",
+        "elastic_harness",
+        "strata.errors",
+    ],
 )
 def test_importing_a_package_loads_nothing_heavy(module: str) -> None:
     assert loaded_by(f"import {module}") == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from strata.config import ConfigError
-from strata.logs import parse_levels
+from strata.logs import formatter, parse_levels
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,22 @@ def test_storage_is_a_component_people_know() -> None:
     env = {**os.environ, "STRATA_LOG": "storage=debug"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env)
     assert "shown" in done.stderr
+
+
+def test_lines_are_json_objects_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOG_FORMAT", "json")
+    plain = logging.Formatter("%(message)s")
+    record = logging.LogRecord("strata.stores", logging.WARNING, __file__, 1, "step %d\nlate", (3,), None)
+    line = formatter(plain).format(record)
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "timestamp": record.created,
+        "level": "warn",
+        "message": "step 3\nlate",
+        "source": "strata.stores",
+    }
+    monkeypatch.setenv("LOG_FORMAT", "text")
+    assert formatter(plain) is plain
+    monkeypatch.setenv("LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="LOG_FORMAT must be text or json, not 'xml'"):
+        formatter(plain)

@@ -121,7 +121,8 @@ STARTS = re.compile(
 LOOKS_UP = "shutil.which"
 ASKS = ("program", "programs.find")
 PYTHON = "sys.executable"
-OWN_SCRIPTS = {path.name for path in (ROOT / "scripts").iterdir()}
+OWN_SCRIPTS = {*(path.name for path in (ROOT / "scripts").iterdir()), "strata", "python"}
+"""Of this checkout, and of an environment that it was installed into: known by their paths."""
 ANY = "any program"
 """Where the text does not tell what is run: it is in a parameter, or made by a call."""
 

@@ -49,9 +49,9 @@ function Pending() {
 }
 
 function Failed({ error, reset }: ErrorComponentProps) {
-  return <Page title="This view failed"><ErrorNote error={error} onRetry={reset} /></Page>;
+  return <Page title="Something went wrong"><ErrorNote error={error} onRetry={reset} /></Page>;
 }
 
 function NotFound() {
-  return <Page title="Not found"><Empty title="There is no such view">The navigation beside lists them all.</Empty></Page>;
+  return <Page title="Not found"><Empty title="Page not found">Choose a view from the navigation.</Empty></Page>;
 }

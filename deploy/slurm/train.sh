@@ -49,7 +49,7 @@ srun \
   --monitor-interval=0.1 \
   --start-method=spawn \
   -m \
-  elastic_harness.train \
+  strata.trainer.train \
   --config \
   /shared/run-7/config.yaml &
 agents=$!

@@ -1,200 +1,27 @@
-"""The trainer's configuration: one YAML file, `key=value` overrides, every problem reported before anything starts."""
+"""The trainer's configuration. Everything lives in `strata.trainer.config`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from strata.trainer.config import (
+    DataConfig,
+    ElasticSection,
+    ModelConfig,
+    SavingConfig,
+    ScalingSection,
+    TrainConfig,
+    TrainingConfig,
+    coordinator_address,
+    read_train_config,
+)
 
-from elastic_harness.config_validator import validate_config
-from elastic_harness.errors import ConfigurationError
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    vocab_size: int | None = None
-    """None takes the tokenizer's, rounded up to a multiple of 64."""
-    n_layer: int = 2
-    n_head: int = 4
-    n_embd: int = 128
-    seq_length: int = 128
-    dropout: float = 0.0
-    gradient_checkpointing: bool = False
-    compile: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    lr: float = 3e-4
-    batch_size: int = 8
-    """Sequences per worker in one forward pass."""
-    max_steps: int | None = None
-    epochs: int | None = None
-    max_norm: float | None = 1.0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    warmup_steps: int = 100
-    min_lr_ratio: float = 0.1
-    seed: int = 1234
-    precision: str = "fp32"
-    device: str = "auto"
-    backend: str = "auto"
-    log_interval: int = 10
-    deterministic: bool = True
-    """Make results independent of interruptions, bit by bit, at the price of one forward pass at every start."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    files: tuple[str, ...] = ()
-    index_file: str | None = None
-    tokenizer: str = "bytes"
-    text_key: str = "text"
-    num_workers: int = 0
-    shuffle: bool = True
-    seed: int = 1234
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavingConfig:
-    nvme_path: str | None = None
-    s3_bucket: str | None = None
-    s3_prefix: str = ""
-    checkpoint_interval: int = 500
-    memory_snapshot_interval: int = 50
-    keep_last_n: int = 3
-    async_save_policy: str = "warn"
-    async_save_retries: int = 3
-    async_save_retry_delay: float = 5.0
-    max_memory_mb: float | None = None
-    unreachable_timeout: float = 60.0
-    """Seconds that a destination which does not answer is waited for while training starts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingSection:
-    strategy: str = "variable_batch"
-    scaling_rule: str = "linear"
-    base_world_size: int = 1
-    target_global_batch_size: int | None = None
-    warmup_steps: int = 100
-    min_lr: float = 1e-7
-    max_lr: float = 1e-2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticSection:
-    min_nodes: int = 1
-    max_nodes: int = 4
-    hang_timeout: float = 0.0
-    shutdown_timeout: float = 25.0
-    coordinator: str | None = None
-    job_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    checkpoint: SavingConfig = field(default_factory=SavingConfig)
-    scaling: ScalingSection = field(default_factory=ScalingSection)
-    elastic: ElasticSection = field(default_factory=ElasticSection)
-
-
-def read_train_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig, list[str]]:
-    """The configuration and its warnings. Raises `ConfigurationError` with everything that is wrong."""
-    document = _read(path, overrides)
-    result = validate_config(document)
-    result.raise_if_invalid()
-    config = _build(document)
-    problems = _missing(config)
-    if problems:
-        raise ConfigurationError(
-            problems[0], suggestions=[f"Fix {problem}" for problem in problems[1:]] or None
-        )
-    return config, [str(warning) for warning in result.warnings]
-
-
-def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        document = OmegaConf.to_container(merged, resolve=True)
-    except FileNotFoundError:
-        raise ConfigurationError(f"There is no file '{path}'") from None
-    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
-        reason = _syntax_error(path) if isinstance(error, YAMLError) else str(error)
-        raise ConfigurationError(
-            f"'{path}' cannot be read: {reason}", suggestions=[f"Look at it with: strata validate {path}"]
-        ) from error
-    if not isinstance(document, dict):
-        raise ConfigurationError(f"'{path}' must be a mapping of sections")
-    return {str(key): value for key, value in document.items()}
-
-
-def _syntax_error(path: Path) -> str:
-    """What the parser written in Python says, which is what people know and search for; OmegaConf uses the other."""
-    import yaml
-
-    try:
-        yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        return f"{type(error).__module__}.{type(error).__name__}: {error}"
-    return "it is no YAML that OmegaConf accepts"
-
-
-def _build(document: Mapping[str, Any]) -> TrainConfig:
-    sections: dict[str, Any] = {}
-    hints = get_type_hints(TrainConfig)
-    for name, kind in hints.items():
-        values = dict(document.get(name) or {})
-        if name == "training" and "learning_rate" in values:
-            values.setdefault("lr", values.pop("learning_rate"))
-        if name == "data" and "data_files" in values:
-            values.setdefault("files", values.pop("data_files"))
-        sections[name] = _section(kind, values)
-    seq_length = (document.get("data") or {}).get("seq_length")
-    if seq_length and "seq_length" not in (document.get("model") or {}):
-        from dataclasses import replace
-
-        sections["model"] = replace(sections["model"], seq_length=seq_length)
-    return TrainConfig(**sections)
-
-
-def _section(kind: type[T], values: Mapping[str, Any]) -> T:
-    """The known keys of a section; the validator has warned of the others."""
-    hints = get_type_hints(kind)
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    chosen = {}
-    for name, value in values.items():
-        if name in known and value is not None:
-            wants_tuple = get_origin(hints[name]) is tuple
-            chosen[name] = tuple([value] if isinstance(value, str) else value) if wants_tuple else value
-    return kind(**chosen)
-
-
-def _missing(config: TrainConfig) -> list[str]:
-    problems = []
-    if not config.data.files:
-        problems.append("data.files: name the training data")
-    if config.training.max_steps is None and config.training.epochs is None:
-        problems.append("training.max_steps: say when training ends (or training.epochs)")
-    if config.model.n_embd % config.model.n_head:
-        problems.append(
-            f"model.n_embd ({config.model.n_embd}) must be a multiple of n_head ({config.model.n_head})"
-        )
-    return problems
-
-
-def coordinator_address(config: TrainConfig) -> str | None:
-    return (
-        config.elastic.coordinator or os.environ.get("COORDINATOR_ADDR") or os.environ.get("COORDINATOR_URL")
-    )
+__all__ = [
+    "DataConfig",
+    "ElasticSection",
+    "ModelConfig",
+    "SavingConfig",
+    "ScalingSection",
+    "TrainConfig",
+    "TrainingConfig",
+    "coordinator_address",
+    "read_train_config",
+]

@@ -1,10 +1,12 @@
 """How Strata's own logging is set up: one line format, levels per component.
 
 `STRATA_LOG=debug` sets one level for all; `STRATA_LOG=coordinator=debug,checkpoint=info` sets components.
+`LOG_FORMAT=json` makes every line a JSON object with the keys of `GET /api/logs`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 
@@ -40,6 +42,32 @@ def parse_levels(text: str) -> dict[str, int]:
     return levels
 
 
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "timestamp": record.created,
+            "level": record.levelname.lower().replace("warning", "warn"),
+            "message": record.getMessage(),
+            "source": record.name,
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def formatter(text: logging.Formatter) -> logging.Formatter:
+    """What `LOG_FORMAT` asks for; `text` where it says nothing."""
+    match os.environ.get("LOG_FORMAT", "").strip().lower():
+        case "" | "text":
+            return text
+        case "json":
+            return JsonFormatter()
+        case other:
+            raise ConfigError([f"the environment variable LOG_FORMAT must be text or json, not {other!r}"])
+
+
 def configure(text: str | None = None) -> None:
     """Log to stderr at the levels that `STRATA_LOG` (or `text`) asks for; info by default."""
     levels = parse_levels(os.environ.get("STRATA_LOG", "") if text is None else text)
@@ -47,7 +75,9 @@ def configure(text: str | None = None) -> None:
     if not root.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
+            formatter(
+                logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
+            )
         )
         root.addHandler(handler)
         root.propagate = False

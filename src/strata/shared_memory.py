@@ -16,6 +16,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from strata.files import write_file
+
 _TRIES = 1_000
 _RUN_NAME = "run"
 ROOT_VARIABLE = "STRATA_MEMORY_ROOT"
@@ -90,7 +92,7 @@ def note_run(job: str, run: str, *, root: Path | None = None) -> None:
     """Write down under which name a job keeps its images: that of its run, which another launch may continue."""
     folder = run_folder(job, root=root)
     make_private(folder, inside=folder.parent)
-    (folder / _RUN_NAME).write_text(run)
+    write_file(folder / _RUN_NAME, run, durable=False)
 
 
 def forget_jobs(*jobs: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,26 @@ def test_a_target_that_does_not_fit_is_named_and_left_alone(folder: Path, memory
         with pytest.raises(StateMismatch, match=r"'model\.extra' is not in the checkpoint"):
             manager.load(into={"model": {"extra": torch.zeros(1)}})
     assert bool((target["model"]["layer0.weight"] == 0).all())
+
+
+def test_a_checkpoint_is_asked_for_by_step_id_handle_or_what_was_listed(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        handle = manager.save(b"first", step=1)
+        manager.save(b"second", step=2).result()
+        assert manager.load(handle) == manager.load(handle.checkpoint_id) == manager.load(1) == b"first"
+        assert manager.load(manager.list_checkpoints()[-1]) == b"first"
+        assert manager.latest() == manager.get_latest()
+        assert manager.load(manager.latest()) == b"second"
+        assert asyncio.run(manager.load_async(handle)) == b"first"
+        with pytest.raises(CheckpointNotFound):
+            manager.load("no-such-id")
+
+
+def test_checkpoint_dir_names_the_folder_where_nothing_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHECKPOINT_DIR", str(tmp_path / "mine"))
+    monkeypatch.delenv("CHECKPOINT_BUCKET", raising=False)
+    with CheckpointManager() as manager:
+        manager.save(b"x", step=1).result()
+    assert list((tmp_path / "mine").iterdir())

@@ -25,6 +25,11 @@ from strata.checkpoint import (
     SaveSkipped,
     Started,
 )
+from strata.checkpoint.catalog.manifest import BYTES, Manifest
+from strata.checkpoint.catalog.naming import Stem, new_id, step_stem, unique_stem
+from strata.checkpoint.catalog.publish import publish
+from strata.checkpoint.errors import Superseded
+from strata.checkpoint.pipeline import BytesPayload
 from strata.stores import BlobWriter, NoSpace, Store, open_store
 from strata.stores.faulty import Fault, FaultyStore, Operation
 from strata.stores.protocol import Buffer
@@ -177,6 +182,27 @@ def test_a_lost_reply_is_not_a_lost_checkpoint(folder: Path, memory: Memory, suf
         assert [info.step for info in manager.all_checkpoints()] == [1]
         assert_is_step(manager.load(), 1)
     assert len(list(folder.glob("*.pt"))) == len(list(folder.glob("*.manifest.json"))) == 1
+
+
+@pytest.mark.parametrize("stem", [unique_stem, step_stem])
+def test_who_is_superseded_after_the_manifest_does_not_succeed_at_the_next_attempt(
+    folder: Path, stem: Stem
+) -> None:
+    store, asked = open_store(folder), []
+
+    def admit(_: Store) -> None:
+        asked.append(len(list(folder.glob("*.manifest.json"))))
+        if asked[-1]:
+            raise Superseded(where="here", generation=1, newest=2)
+
+    draft = Manifest(checkpoint_id=new_id(1), step=1, epoch=0, created_at=time.time(), format=BYTES, parts=())
+    payload = BytesPayload(b"bytes", lambda: None)
+    for attempt in range(3):
+        with pytest.raises(Superseded):
+            publish(store, draft, payload, payload.digest, stem=stem, again=attempt > 0, admit=admit)
+    assert asked == [0, 1, 1, 1]
+    assert len(list(folder.glob("*.bin"))) == len(list(folder.glob("*.manifest.json"))) == 1
+    assert not list(folder.glob("*.claim"))
 
 
 def test_a_store_that_lies_about_its_writes_is_found_out_on_load(

@@ -119,6 +119,39 @@ def test_a_store_that_fails_leaves_nothing_and_says_so(folder: Path, operation: 
     assert files(folder) == []
 
 
+def losing_the_reply_to_the_manifest(folder: Path, then: Fault | None = None) -> FaultyStore:
+    """A store that keeps the manifest and does not say so; `then` is what becomes of reading it."""
+
+    def choose(found: Operation, chance: object) -> Fault | None:
+        if not found.key.endswith(".manifest.json"):
+            return None
+        return {"commit": Fault.LOST_REPLY, "read": then}.get(found.name)
+
+    return FaultyStore(open_store(folder), choose=choose)
+
+
+def test_a_lost_reply_to_the_manifest_is_no_failure(folder: Path, memory: Memory) -> None:
+    store = losing_the_reply_to_the_manifest(folder)
+    with AsyncCheckpointWriter(store, step=1) as writer:
+        writer.write(b"kept")
+    assert "lost" in store.log[0]
+    assert writer.info is not None
+    with CheckpointManager(folder, memory=memory) as manager:
+        assert manager.load() == b"kept"
+
+
+@pytest.mark.parametrize("then", [Fault.REFUSED, Fault.BIT_FLIP])
+def test_a_payload_stays_as_long_as_its_manifest_may_be_there(
+    folder: Path, memory: Memory, then: Fault
+) -> None:
+    writer = AsyncCheckpointWriter(losing_the_reply_to_the_manifest(folder, then), step=1)
+    writer.write(b"kept")
+    with pytest.raises(SaveFailed, match="the reply was lost"):
+        writer.close()
+    with CheckpointManager(folder, memory=memory) as manager:
+        assert manager.load() == b"kept"
+
+
 def test_it_continues_the_history_of_the_place(folder: Path, memory: Memory) -> None:
     with CheckpointManager(folder, memory=memory) as manager:
         first = manager.save(b"one", step=9).result(30)

@@ -34,13 +34,13 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
 
 
 STORY = [
-    ("WorkerJoined", "'worker-01' is new"),
-    ("DatasetRegistered", "'images' at /data/images: 1,000 samples in 10 shards"),
-    ("ShardsMoved", "'images' epoch 0"),
-    ("CheckpointCompleted", "'c1' (step 5, by 'worker-01'): durable in local"),
-    ("CheckpointFailed", "'c2' (step 6, by 'worker-01'): the disk was full"),
-    ("BarrierReleased", "'epoch' at step 1: all 1 arrived"),
-    ("WorkerLeft", "'worker-01': all done"),
+    ("WorkerJoined", "worker-01 joined on host-a (generation 1)"),
+    ("DatasetRegistered", "dataset images registered: 1,000 samples in 10 shards"),
+    ("ShardsMoved", "shard plan 1 of images, epoch 0"),
+    ("CheckpointCompleted", "checkpoint of step 5 completed: durable in local"),
+    ("CheckpointFailed", "checkpoint of step 6 failed: the disk was full"),
+    ("BarrierReleased", "barrier epoch released at step 1: all 1 arrived"),
+    ("WorkerLeft", "worker-01 left: all done"),
 ]
 
 

@@ -10,8 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from elastic_harness.errors import ConfigurationError
+from elastic_harness.train_config import read_train_config
 from strata.cli.validate import validate
 
+COMPLETE = "training: {max_steps: 10, lr: 1e-4}\ndata: {files: [a.jsonl]}\n"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "configs").glob("*.yaml"))
 app = typer.Typer()
 app.command()(validate)
@@ -58,38 +61,39 @@ def test_what_is_missing_is_told_without_a_line(tmp_path: Path) -> None:
 
 
 def test_quoted_and_glued_colons_in_values_are_fine(tmp_path: Path) -> None:
-    assert run(tmp_path, 'elastic:\n  rdzv_id: "my-job: 123"\n')[0] == 0
-    assert run(tmp_path, "elastic:\n  rdzv_id: my-job:123\n")[0] == 0
+    assert run(tmp_path, COMPLETE + 'elastic:\n  rdzv_id: "my-job: 123"\n')[0] == 0
+    assert run(tmp_path, COMPLETE + "elastic:\n  rdzv_id: my-job:123\n")[0] == 0
 
 
 def test_number_without_a_point_is_a_number(tmp_path: Path) -> None:
-    assert run(tmp_path, "training:\n  lr: 1e-4\n") == (0, "config.yaml can be used\n")
+    intervals = "checkpoint: {checkpoint_interval: 10, memory_snapshot_interval: 5}\n"
+    assert run(tmp_path, COMPLETE + intervals) == (0, "config.yaml can be used\n")
 
 
 def test_all_errors_come_at_once_and_warnings_alone_pass_unless_strict(tmp_path: Path) -> None:
     code, output = run(
-        tmp_path, "elastic: {min_nodes: 0}\ncheckpoint: {checkpoint_interval: 0}\ntraning: {}\n"
+        tmp_path, COMPLETE + "elastic: {min_nodes: 0}\ncheckpoint: {checkpoint_interval: 0}\ntraning: {}\n"
     )
     assert code == 1
     assert "2 errors, 1 warning" in output
-    doubtful = "training:\n  batchsize: 3\n"
+    doubtful = COMPLETE + "model:\n  d_model: 64\n"
     code, output = run(tmp_path, doubtful)
-    assert (code, "did you mean 'batch_size'?" in output) == (0, True)
+    assert (code, "model.d_model: unknown key, it changes nothing (did you mean 'n_embd'?)" in output) == (
+        0,
+        True,
+    )
     assert run(tmp_path, doubtful, "--strict")[0] == 1
 
 
 def test_overrides_are_checked_like_the_file(tmp_path: Path) -> None:
-    assert run(tmp_path, "training:\n  lr: 1e-4\n", "training.lr=0")[0] == 1
-    assert run(tmp_path, "training:\n  lr: 0\n", "training.lr=3e-4")[0] == 0
+    assert run(tmp_path, COMPLETE, "training.lr=0")[0] == 1
+    assert run(tmp_path, COMPLETE.replace("1e-4", "0"), "training.lr=3e-4")[0] == 0
     code, output = run(tmp_path, "training:\n  lr: 1e-4\n", "training.lr")
     assert (code, "Write section.key=value." in output) == (1, True)
 
 
 def test_interpolations_are_resolved_and_broken_ones_named(tmp_path: Path) -> None:
-    assert (
-        run(tmp_path, "training: {batch_size: 8}\nscaling: {base_batch_size: '${training.batch_size}'}\n")[0]
-        == 0
-    )
+    assert run(tmp_path, COMPLETE + "scaling: {base_batch_size: '${training.max_steps}'}\n")[0] == 0
     code, output = run(tmp_path, "training:\n  lr: ${nowhere}\n")
     assert (code, "nowhere" in output) == (1, True)
 
@@ -104,10 +108,10 @@ def test_file_that_cannot_be_read_is_another_exit_code(tmp_path: Path) -> None:
 
 
 def test_json_carries_every_fact(tmp_path: Path) -> None:
-    code, output = run(tmp_path, "elastic:\n  min_nodes: 0\n", "--json")
+    code, output = run(tmp_path, "elastic:\n  min_nodes: 0\n" + COMPLETE, "--json")
     document: dict[str, Any] = json.loads(output)
     assert (code, document["valid"]) == (1, False)
-    assert document["problems"] == [
+    assert [problem for problem in document["problems"] if problem["severity"] == "error"] == [
         {
             "severity": "error",
             "line": 2,
@@ -126,3 +130,33 @@ def test_every_example_is_valid_without_a_warning(path: Path) -> None:
 
 def test_there_are_examples() -> None:
     assert {"small.yaml", "multi_node.yaml"} <= {path.name for path in EXAMPLES}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        COMPLETE,
+        "training: {max_steps: 10}\n",
+        "training: {max_steps: 10}\ndata: {files: []}\n",
+        "training: {max_steps: 10}\ndata: {data_files: a.txt}\n",
+        "data: {files: [a.jsonl]}\n",
+        "data: {files: [a.jsonl]}\ntraining: {epochs: 1}\n",
+        COMPLETE + "model: {n_embd: 30}\n",
+        COMPLETE + "scaling: {strategy: constant_batch}\n",
+    ],
+)
+def test_what_can_be_used_is_what_the_trainer_begins_with(tmp_path: Path, text: str) -> None:
+    usable = run(tmp_path, text)[0] == 0
+    try:
+        read_train_config(tmp_path / "config.yaml")
+    except ConfigurationError:
+        assert not usable
+    else:
+        assert usable
+
+
+def test_variables_that_change_nothing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RDZV_ENDPOINTS", "head:2379")
+    code, output = run(tmp_path, COMPLETE)
+    assert code == 0
+    assert "the environment variable RDZV_ENDPOINTS changes nothing (did you mean RDZV_ENDPOINT?)" in output

@@ -28,7 +28,7 @@ def test_loss_breaks_the_barrier_and_names_the_missing() -> None:
     end = broken(fleet.lose("w7"))
     assert end.arrived == tuple(workers[:6])
     assert end.missing == ("w7", "w6")
-    assert end.reason.startswith("6 of 8 arrived and 'w7' was lost (its connection dropped")
+    assert end.reason.startswith("6 of 8 arrived and 'w7' was lost (connection lost")
     assert "w6 (last heartbeat" in end.reason
     assert waiting(fleet) == []
 

@@ -150,7 +150,7 @@ def test_when_everyone_leaves_unfinished_shards_wait_and_the_next_worker_gets_th
     assert alone.workers == ()
     assert alone.former == ("a",)
     assert [alone.owner_of(s) for s in range(10)].count(None) == 9
-    assert "9 unfinished shards wait for a worker" in alone.reason
+    assert "9 unfinished shards unassigned" in alone.reason
     back = replan(alone, ["c"], finished=finished)
     assert len(back.shards_of("c")) == 9
     assert len(back.shards_of("a")) == 1
@@ -169,7 +169,7 @@ def test_reasons_name_who_came_and_went_and_what_moved() -> None:
     one_sided = np.zeros(96, np.bool_)
     one_sided[plan.shards_of("worker-0")] = True
     assert replan(plan, plan.workers, finished=one_sided).reason == (
-        "uneven progress: 10 unfinished shards moved to even out the rest"
+        "uneven progress: 10 unfinished shards moved to balance the rest"
     )
 
 

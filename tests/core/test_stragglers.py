@@ -22,10 +22,10 @@ def test_slow_rank_is_named_after_several_reports_and_taken_back_after_as_many()
         assert report(judge, step, a=0.10, b=0.11, c=0.20) == []
     (change,) = report(judge, REPORTS, a=0.10, b=0.11, c=0.20)
     assert (change.worker_id, change.slow) == ("c", True)
-    assert change.reason == "slow: 0.200 s of its own for a step, 1.9 times the others' 0.105 s"
+    assert change.reason == "200 ms/step, 1.9× the median of 105 ms"
     assert judge.slow == {"c": change.reason}
     report(judge, 10, a=0.10, b=0.10, c=0.30)
-    assert "3.0 times" in judge.slow[WorkerId("c")], "the reason is of now"
+    assert "3.0× the median" in judge.slow[WorkerId("c")], "the reason is of now"
     for step in range(20, 20 + REPORTS - 1):
         assert report(judge, step, a=0.10, b=0.11, c=0.12) == []
     (change,) = report(judge, 30, a=0.10, b=0.11, c=0.12)

@@ -134,8 +134,8 @@ def test_an_attempt_that_failed_is_tried_again_until_its_retries_are_used_up() -
         fleet.end(cause=LOST)
         reasons.append(the_task(fleet).reason)
     assert "attempt 1 failed (its agent vanished)" in reasons[0]
-    assert reasons[1].endswith("for the last time")
-    assert "no retries are left" in reasons[2]
+    assert reasons[1].endswith("1 retry left")
+    assert "no retries left" in reasons[2]
     assert (the_task(fleet).status, the_task(fleet).cause) == ("failed", LOST)
     fleet.restart_task(reason="try once more")
     fleet.begin()

@@ -65,4 +65,4 @@ def test_every_view_is_reached_by_keyboard(page: Browser) -> None:
     page.press("Escape")
     page.miss(role="dialog")
     page.press("?")
-    page.see(role="dialog", name="Keyboard")
+    page.see(role="dialog", name="Keyboard shortcuts")

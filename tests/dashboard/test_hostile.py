@@ -71,7 +71,7 @@ def test_every_hostile_log_line_is_shown_as_it_is(filled: Coordinator, page: Bro
     for line in LINES:
         words = clean(line)[:200]
         search = next((part for part in words.splitlines() if part.strip()), words)[:60]
-        page.fill("Search in messages", search)
+        page.fill("Search messages", search)
         wanted = shown(clean(line))[:80]
         eventually(
             lambda wanted=wanted: wanted in shown(" ".join(page.texts(css="[role=log] [data-row]"))),  # type: ignore[misc]

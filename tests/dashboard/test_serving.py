@@ -153,7 +153,7 @@ def test_a_page_in_development_shows_and_changes_the_coordinator_it_is_given(
         page.base = next(found[0] for found in said if found)
         page.open("/data?register=1")
         page.see("Live", css="nav *", within_s=60)
-        for label, text in {"Id": "from-development", "Path": "/data/x", "Samples": "10"}.items():
+        for label, text in {"ID": "from-development", "Path": "/data/x", "Samples": "10"}.items():
             page.fill(label, text)
         page.click("button", "Register", exact=True)
         page.miss(role="dialog")

@@ -63,9 +63,9 @@ def test_the_shard_map_follows_training_from_epoch_to_epoch(watched: Coordinator
         worker.notify_checkpoint(f"rounds-{step}", step, epoch, path=f"/ckpt/{step}", data=commit.to_json())
 
     def sees(epoch: int, percent: int) -> None:
-        page.see(f"{percent}.0 % of epoch {epoch} is trained", css="main p")
+        page.see(f"{percent}.0 % of epoch {epoch} trained", css="main p")
         page.see(f"{percent} %", css="[aria-label='Shards by worker'] [role=listitem]")
-        page.see("no sample lost, none repeated", css="main p")
+        page.see("0 samples lost, 0 repeated", css="main p")
 
     with TrainingOrchestrator(watched.address, job_id="rounds") as worker:
         worker.register_worker("rounds-0")
@@ -81,7 +81,7 @@ def test_the_shard_map_follows_training_from_epoch_to_epoch(watched: Coordinator
         train(worker, 1, 400)
         train(worker, 2, 40)
         sees(epoch=2, percent=10)
-        page.see("The same holds for the 2 epochs before it.", css="main p")
+        page.see("So are the previous 2 epochs.", css="main p")
 
 
 def register_a_dataset(page: Browser, file: Path) -> None:
@@ -89,13 +89,13 @@ def register_a_dataset(page: Browser, file: Path) -> None:
         "".join(json.dumps({"text": f"Story {n}: once upon a time."}) + "\n" for n in range(3_000))
     )
     page.open("/data")
-    page.see("No dataset is registered")
-    page.click("button", "Register a dataset")
-    page.see(role="dialog", name="Register a dataset")
-    page.fill("Id", DATASET)
+    page.see("No datasets yet")
+    page.click("button", "Register dataset")
+    page.see(role="dialog", name="Register dataset")
+    page.fill("ID", DATASET)
     page.fill("Path", f"{file}.missing")
     page.choose("Format", "jsonl")
-    page.fill("Samples in a shard", "100")
+    page.fill("Samples per shard", "100")
     page.click("button", "Register", exact=True)
     page.see(css="[role=dialog] [role=alert]")
     page.fill("Path", str(file))
@@ -107,14 +107,14 @@ def register_a_dataset(page: Browser, file: Path) -> None:
 
 def start_a_task(page: Browser, own: Coordinator) -> str:
     page.open("/tasks")
-    page.click("button", "Start a task")
+    page.click("button", "Start task")
     page.fill("Name *", TASK)
     page.choose("Dataset", DATASET)
     page.fill("Workers *", "2")
     for label, value in {"Steps": "1000000", "Batch size": "zero", "Checkpoint interval": "40"}.items():
         page.fill(label, value)
     page.click("button", "Start", exact=True)
-    page.see("This is not a number.")
+    page.see("Must be a number.")
     page.fill("Batch size", "2")
     page.choose("Device", "cpu")
     page.fill("model › N embd", "32")
@@ -134,7 +134,7 @@ def watch_a_checkpoint_complete(page: Browser, task: str) -> None:
     page.click("row", "", css=f"[role=row]:has-text('{task}'):has-text('completed')")
     page.see(role="dialog")
     page.click("button", "Verify")
-    page.see("every byte is what was saved")
+    page.see("checksums match")
     page.press("Escape")
 
 
@@ -147,10 +147,10 @@ def tell_the_readers_apart(page: Browser) -> None:
 def see_a_worker_die_and_recover(page: Browser, own: Coordinator, task: str) -> None:
     """The worker may be back before anybody has opened a page, so what is looked for is what stays."""
     page.open(f"/runs/{task}")
-    page.see("No recovery was needed")
+    page.see("No recoveries")
     victim = next(w for w in own.get("/api/workers") if w["id"] == f"{task}-rank1")
     os.kill(int(victim["metadata"]["pid"]), signal.SIGKILL)
-    page.see("went on at", css="[aria-label=Recoveries] *", within_s=90)
+    page.see("resumed at step", css="[aria-label=Recoveries] *", within_s=90)
     page.open("/workers?view=table")
     page.see(css=f"[role=row]:has-text('{task}'):has-text('rank1'):has-text('training')")
 
@@ -159,7 +159,7 @@ def filter_the_logs(page: Browser, task: str, folder: Path) -> None:
     page.open("/logs")
     page.see(css="[role=log] [data-row]")
     page.choose("Task", task)
-    page.fill("Search in messages", "loss")
+    page.fill("Search messages", "loss")
     page.until(
         "[...document.querySelectorAll('[role=log] [data-row]')].length > 3 &&"
         " [...document.querySelectorAll('[role=log] [data-row]')].every(r => r.textContent.includes('loss'))"
@@ -171,7 +171,7 @@ def filter_the_logs(page: Browser, task: str, folder: Path) -> None:
     page.settle()
     held = page.texts(css="[role=log] [data-row]")
     page.until("/\\d+ new/.test(document.querySelector('header')?.parentElement?.textContent ?? '')")
-    assert page.texts(css="[role=log] [data-row]") == held, "what is paused holds still"
+    assert page.texts(css="[role=log] [data-row]") == held, "what is paused does not change"
     saved = folder / "logs.jsonl"
     page.download(saved, "button", "Export")
     lines = [json.loads(line) for line in saved.read_text().splitlines()]
@@ -183,10 +183,10 @@ def stop_the_task(page: Browser, own: Coordinator, task: str) -> None:
     page.open(f"/tasks?task={task}")
     page.click("button", "Stop", exact=True)
     page.see(role="dialog", name=f"Stop {TASK}?")
-    page.click("button", "Stop the task")
+    page.click("button", "Stop task")
     page.see(css="[role=dialog]:has-text('stopped')", within_s=60)
     assert own.get(f"/api/tasks/{task}")["status"] == "stopped"
-    page.see(role="button", name="Start again")
+    page.see(role="button", name="Restart")
 
 
 def lose_and_regain_the_coordinator(page: Browser, own: Coordinator) -> None:
@@ -196,7 +196,7 @@ def lose_and_regain_the_coordinator(page: Browser, own: Coordinator) -> None:
     page.until("performance.getEntriesByType('resource').some(r => r.name.includes('/assets/demo-'))")
     own.kill()
     page.see("Disconnected.", css="[role=alert]")
-    page.see("Next try in", css="[role=alert]")
+    page.see("Retrying", css="[role=alert]")
     page.see(css="[data-stale]")
     page.see(css="[role=row]", text=DATASET)
     page.click("link", "Barriers", exact=True)

@@ -17,7 +17,7 @@ from strata.core.messages import Conflict, InvalidArgument, Unknown
 from strata.data.errors import DataError
 from strata.data.registry import DatasetRegistry
 from strata.data.shard_stream import ShardStream
-from strata.data.shards import Shard, ShardManager
+from strata.data.shards import Shard, ShardInfo, ShardManager
 from strata.errors import StrataError
 
 
@@ -44,6 +44,12 @@ def test_the_shard_manager_works_as_documented() -> None:
     assert not {s.id for s in other} & {
         s.id for s in manager.get_shard_for_worker("imagenet-1k", "worker-01", 0)
     }
+
+
+def test_shards_have_the_field_names_of_the_messages_too() -> None:
+    shard = ShardInfo(id=3, start=30, stop=40, file_paths=("a",))
+    assert (shard.shard_id, shard.start_index, shard.end_index, shard.num_samples) == (3, 30, 40, 10)
+    assert ShardInfo is Shard
 
 
 def test_the_order_of_shards_follows_seed_and_epoch_only_when_shuffled() -> None:
@@ -190,7 +196,7 @@ class Coordinator:
         self.registered.append((dataset_id, path, format, total_samples, shard_size, shuffle, seed))
         return 4
 
-    def get_shards(self, dataset_id: str, epoch: int = 0) -> Sequence[Any]:
+    def get_shards(self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None) -> Sequence[Any]:
         class Assigned:
             shard_id, start, stop, done, file_paths = 3, 30, 40, 2, ("a", "b")
 
@@ -214,7 +220,7 @@ def test_with_a_coordinator_calls_go_there() -> None:
         with pytest.raises(StrataError, match="alone in its process"):
             call()
     with pytest.raises(TypeError, match="TrainingOrchestrator"):
-        DatasetRegistry("http://localhost:50051")  # type: ignore[arg-type]
+        DatasetRegistry(50051)  # type: ignore[arg-type]
 
 
 class Numbers:

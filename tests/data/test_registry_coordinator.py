@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from strata.core.ledger import DataCommit
+from strata.data.errors import DataError
 from strata.data.reader import DatasetReader
 from strata.data.registry import DatasetRegistry
 from strata.data.shard_stream import ShardStream
+from strata.errors import StrataError
 from strata.worker.orchestrator import TrainingOrchestrator
 from tests.support import Coordinator
 
@@ -64,3 +66,43 @@ def test_a_shard_goes_on_where_the_committed_checkpoint_left_it(
         assert done[first[0].shard.id] == 10
         assert done[first[-1].shard.id] == 4
         assert sum(done.values()) == 14
+
+
+def test_each_rank_has_its_own_files_whoever_asks(coordinator: Coordinator, files: Path) -> None:
+    with TrainingOrchestrator(coordinator.address) as a, TrainingOrchestrator(coordinator.address) as b:
+        a.register_worker("a", "host", 1)
+        b.register_worker("b", "host", 2)
+        mine, yours = DatasetRegistry(a), DatasetRegistry(b)
+        mine.register("d", files, "jsonl", shard_size=25)
+        by_rank = [mine.get_shard("d", worker_rank=rank) for rank in (0, 1)]
+        assert [yours.get_shard("d", worker_rank=rank) for rank in (0, 1)] == by_rank
+        assert [len(found) for found in by_rank] == [2, 2]
+        assert sorted(by_rank[0] + by_rank[1]) == sorted(map(str, files.glob("*.jsonl")))
+        own = {path for shard in yours.get_shards("d") for path in shard.file_paths}
+        assert own == set(by_rank[b.topology.rank])
+        with pytest.raises(StrataError, match="there are 2 workers"):
+            mine.get_shard("d", worker_rank=2)
+
+
+def test_files_are_found_where_only_the_worker_sees_them(coordinator: Coordinator, files: Path) -> None:
+    """Registered with a count, so that the coordinator never looks at the folder."""
+    with TrainingOrchestrator(coordinator.address) as worker:
+        worker.register_worker("a", "host", 1)
+        registry = DatasetRegistry(worker)
+        registry.register("far", files, "jsonl", total_samples=100, shard_size=25)
+        assert sorted(registry.get_shard("far", 0)) == sorted(map(str, files.glob("*.jsonl")))
+        worker.register_dataset("absent", "/only/there", "jsonl", 50, 25)
+        with pytest.raises(DataError, match="has no files here"):
+            registry.get_shard("absent", 0)
+
+
+def test_an_address_is_enough(coordinator: Coordinator, files: Path) -> None:
+    registry = DatasetRegistry(f"http://{coordinator.address}")
+    try:
+        assert registry.register("d", files, "jsonl", shard_size=50) == 2
+        registry.register_worker("solo")
+        assert len(registry.get_shard("d", 0)) == 4
+        assert registry.get_shards("d")[0].dataset_id == "d"
+        registry.remove_worker("solo")
+    finally:
+        registry.close()

@@ -191,14 +191,14 @@ def test_training_under_torchrun_ends_with_the_promised_words(job: SampleJob, tm
     )
     assert done.returncode == 0, done.stderr
     assert "Training complete! 30 steps" in done.stdout
-    assert "INFO elastic_harness" not in done.stderr, "LOGLEVEL decides how much is told"
+    assert "INFO strata.trainer" not in done.stderr, "LOGLEVEL decides how much is told"
     assert (tmp_path / "checkpoints" / "checkpoint_step_00000030.pt").exists()
 
 
 def test_a_missing_index_is_named_with_the_command_that_builds_it(job: SampleJob, tmp_path: Path) -> None:
     train(job, tmp_path, data={"index_file": str(tmp_path / "none.index")}).assert_failed(
         f"DataLoadingError: Failed to load data from '{job.text}': Token index file not found",
-        "elastic_harness.data.index_builder",
+        f"Build it first: strata index {job.text}",
     )
 
 

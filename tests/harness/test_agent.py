@@ -221,3 +221,15 @@ def test_two_processes_under_torchrun_agree(tmp_path: Path) -> None:
         (1, 2, False, 1),
     ]
     assert all(report["got"] == {"from": 1} for report in reports)
+
+
+def test_a_launch_is_described_by_the_common_variables() -> None:
+    config = ElasticTrainingConfig.from_env(
+        {"NNODES": "2:8", "NPROC_PER_NODE": "gpu", "RDZV_ENDPOINT": "head:2379", "RDZV_ID": "mine"}
+    )
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 8, "gpu")
+    assert (config.rdzv_endpoint, config.rdzv_id) == ("head:2379", "mine")
+    assert ElasticTrainingConfig.from_env({"NNODES": "3"}).max_nodes == 3
+    assert ElasticTrainingConfig.from_env({}) == ElasticTrainingConfig()
+    with pytest.raises(DistributedSetupError, match="NNODES must be a whole number, not 'two'"):
+        ElasticTrainingConfig.from_env({"NNODES": "two"})

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier
+from elastic_harness.checkpoint import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointTier,
+    S3Backend,
+    S3Config,
+)
 from elastic_harness.errors import CheckpointSaveError
 from tests.harness.checkpoint_states import assert_is, damage, state_of
 from tests.harness.test_checkpoint_manager import file, save
@@ -104,3 +110,21 @@ def test_missing_credentials_are_told_in_the_guides_words_and_leave_the_disk_usa
         assert any("AWS_ACCESS_KEY_ID" in suggestion for suggestion in caught.value.suggestions)
         save(manager, 2)
         assert_is(manager.load_checkpoint(), 2)
+
+
+def test_options_reach_the_client_under_the_names_of_boto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    endpoint = "http://127.0.0.1:9"
+    options = {"endpoint_url": endpoint, "connect_timeout": 1.0, "read_timeout": 7.0, "max_retries": 2}
+    config = S3Config("bucket", "runs", **options)  # type: ignore[arg-type]
+    for backend in (S3Backend("bucket", "runs", **options), S3Backend(config)):
+        with backend:
+            assert backend.url == backend.store.url == "s3://bucket/runs"
+            settings = backend.store._settings  # type: ignore[attr-defined]
+            assert (settings.connect_timeout_s, settings.request_timeout_s, settings.max_retries) == (
+                1.0,
+                7.0,
+                2,
+            )
+            assert settings.config["endpoint"] == endpoint

@@ -13,6 +13,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_harness.checkpoint import CheckpointState, create_checkpoint_state, load_checkpoint_to_model
+from elastic_harness.errors import CheckpointValidationError
 from tests.harness.checkpoint_states import state_of
 
 
@@ -144,3 +145,15 @@ def test_generators_of_older_files_are_restored_too() -> None:
     expected = torch.rand(3)
     load_checkpoint_to_model(state, model, optimizer)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_optimizer_state_of_another_program_says_what_it_lacks() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = create_checkpoint_state(1, model, optimizer)
+    state.optimizer_state_dict = {"momentum": 0.9}
+    with pytest.raises(
+        CheckpointValidationError, match="the optimizer has no 'param_groups'; it has momentum"
+    ):
+        load_checkpoint_to_model(state, model, optimizer)
+    load_checkpoint_to_model(state, model, optimizer, strict=False)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_harness.config_validator import (
+    OTHER_NAMES,
     SECTIONS,
     validate_config,
     validate_elastic_config,
@@ -141,7 +142,7 @@ def test_each_mistake_has_its_words_and_its_place(changes: dict[str, Any], path:
         ({"scaling__base_lr": 0.1}, "scaling.base_lr", "will be clamped"),
         ({"elastic__heartbeat_timeout": 40}, "elastic.heartbeat_timeout", "one late heartbeat"),
         ({"training__batchsize": 8}, "training.batchsize", "did you mean 'batch_size'?"),
-        ({"training__zzz": 8}, "training.zzz", "unknown key; known are lr, "),
+        ({"training__zzz": 8}, "training.zzz", "unknown key, it changes nothing; known are lr, "),
         ({"training__lr": "1e-4"}, "training.lr", "read as 0.0001"),
     ],
 )
@@ -199,6 +200,41 @@ def test_elastic_section_can_be_checked_alone() -> None:
     assert validate_elastic_config({"min_nodes": 5, "max_nodes": 4}).errors == [
         "elastic.min_nodes: min_nodes (5) cannot exceed max_nodes (4)"
     ]
+
+
+def test_the_elastic_section_of_a_whole_configuration_is_checked() -> None:
+    wrong = config(elastic__min_nodes=5, training__lr=-1)
+    assert validate_elastic_config(wrong).errors == [
+        "elastic.min_nodes: min_nodes (5) cannot exceed max_nodes (4)"
+    ]
+    assert validate_elastic_config({**GOOD, "notes": "of our own"}).valid
+    assert validate_elastic_config({"training": {"lr": 1}}) == validate_elastic_config({})
+    assert not validate_elastic_config({"elastic": "two nodes"}).valid
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("model.d_model", "n_embd"),
+        ("model.num_layers", "n_layer"),
+        ("model.n_heads", "n_head"),
+        ("training.grad_clip", "max_norm"),
+        ("data.train_files", "files"),
+        ("checkpoint.checkpoint_dir", "nvme_path"),
+        ("elastic.nproc", "nproc_per_node"),
+    ],
+)
+def test_keys_of_other_programs_are_named_with_ours(path: str, meant: str) -> None:
+    section, _, key = path.partition(".")
+    result = validate_config({section: {key: 1}})
+    assert f"{path}: unknown key, it changes nothing (did you mean '{meant}'?)" in result.warnings
+
+
+def test_every_other_name_leads_to_a_key_that_exists() -> None:
+    for section, names in OTHER_NAMES.items():
+        known = SECTIONS[section] if section else SECTIONS
+        assert set(names.values()) <= set(known)
+        assert not set(names) & set(known)
 
 
 def test_unreachable_bucket_is_an_error_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,3 +286,9 @@ def test_building_an_index_loads_neither_torch_nor_pyarrow(tmp_path: Path) -> No
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_a_position_of_another_program_says_what_it_lacks(data: list[str], index: TokenIndexFile) -> None:
+    dataset = ResumableDataset(data, index, None, seq_length=8)
+    with pytest.raises(DataLoadingError, match="has no 'total_tokens_processed'; it has epoch, samples_seen"):
+        dataset.load_state_dict({"epoch": 1, "samples_seen": 40})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -81,7 +82,7 @@ GUIDE = [
     (
         e.DataLoadingError.index_not_found("data/train.jsonl", index="data/train.index"),
         "Failed to load data from 'data/train.jsonl': Token index file not found",
-        "python -m elastic_harness.data.index_builder",
+        "strata index data/train.jsonl",
     ),
     (
         e.DataLoadingError.missing_text_key("text", found=["content"]),
@@ -130,3 +131,46 @@ def test_setup_errors_are_runtime_errors_and_checkpoint_errors_share_a_base() ->
 def test_suggestions_can_be_replaced() -> None:
     error = e.CheckpointLoadError("torn", path="a.pt", suggestions=["look elsewhere"])
     assert error.suggestions == ("look elsewhere",)
+
+
+@pytest.mark.parametrize(
+    ("made", "like"),
+    [
+        (
+            lambda: e.ConfigurationError(message="bad", config_key="scaling"),
+            e.ConfigurationError("bad", section="scaling"),
+        ),
+        (
+            lambda: e.DataLoadingError(message="gone", file_path="a.jsonl"),
+            e.DataLoadingError("gone", source="a.jsonl"),
+        ),
+        (
+            lambda: e.CheckpointLoadError(message="torn", checkpoint_path="a.pt"),
+            e.CheckpointLoadError("torn", path="a.pt"),
+        ),
+        (
+            lambda: e.CheckpointSaveError(message="full", tier="nvme", checkpoint_path="a.pt"),
+            e.CheckpointSaveError("full", tier="nvme", path="a.pt"),
+        ),
+        (
+            lambda: e.CheckpointValidationError(message="odd", checkpoint_path="a.pt"),
+            e.CheckpointValidationError("odd", path="a.pt"),
+        ),
+        (
+            lambda: e.TopologyChangeError(message="few", old_world_size=4, new_world_size=1),
+            e.TopologyChangeError("few", old_world_size=4, new_world_size=1),
+        ),
+        (lambda: e.DistributedSetupError(message="no"), e.DistributedSetupError("no")),
+    ],
+)
+def test_keywords_of_earlier_versions_mean_the_same(
+    made: Callable[[], e.ElasticTrainingError], like: e.ElasticTrainingError
+) -> None:
+    error = made()
+    assert (str(error), vars(error)) == (str(like), vars(like))
+
+
+def test_facts_are_readable_under_both_names() -> None:
+    assert e.ConfigurationError("bad", section="scaling").config_key == "scaling"
+    assert e.DataLoadingError("gone", source="a.jsonl").file_path == "a.jsonl"
+    assert e.CheckpointLoadError("torn", path="a.pt").checkpoint_path == "a.pt"

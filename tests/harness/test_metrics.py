@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from elastic_harness.errors import CheckpointValidationError
 from elastic_harness.metrics import RECENT, Series, TrainingMetrics
 
 
@@ -80,3 +81,32 @@ def test_memory_stays_bounded_and_extremes_do_not_forget() -> None:
     assert (series.minimum, series.maximum, series.count) == (0.0, 10 * RECENT - 1, 10 * RECENT)
     assert series.recent_percentile(0) == 9 * RECENT
     assert series.recent_percentile(100) == 10 * RECENT - 1
+
+
+def test_the_run_records_for_its_parts() -> None:
+    clock = Clock()
+    direct, through = TrainingMetrics(clock=clock), TrainingMetrics(clock=clock)
+    direct.checkpoint.record_save(0.5, size_bytes=10, tier="NVME")
+    direct.checkpoint.record_load(0.25)
+    direct.recovery.record_recovery(2.0, lost_steps=3)
+    direct.gradient.record_norm(3.0, max_norm=1.0)
+    direct.lr.record_lr(3e-4)
+    direct.lr.record_topology_change()
+    through.record_checkpoint_save(0.5, size_bytes=10, tier="NVME")
+    through.record_checkpoint_load(0.25)
+    through.record_recovery(2.0, lost_steps=3)
+    through.record_gradient_norm(3.0, max_norm=1.0)
+    through.record_lr(3e-4)
+    through.record_topology_change()
+    assert through.summary() == direct.summary()
+    assert (through.recovery.count, through.lr.current, through.gradient.clipped) == (1, 3e-4, 1)
+
+
+def test_totals_of_an_earlier_version_say_what_they_lack_and_change_nothing() -> None:
+    metrics = trained(Clock())
+    before = metrics.summary()
+    with pytest.raises(
+        CheckpointValidationError, match=r"has no 'training_time_s', 'tokens'.*; it has steps"
+    ):
+        metrics.load_state_dict({"steps": 3})
+    assert metrics.summary() == before

@@ -9,18 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_harness.errors import ConfigurationError
+from elastic_harness.errors import CheckpointValidationError, ConfigurationError
 from elastic_harness.scaling import (
     ElasticScalingManager,
     GradAccumulationConfig,
     GradientAccumulationManager,
     LRScalingManager,
+    RoundingMode,
     ScalingConfig,
     ScalingRule,
     WarmupScheduler,
     accumulation_steps,
     cosine_factor,
     create_lr_scheduler_with_warmup,
+    get_scaled_lr,
     scaled_lr,
 )
 
@@ -204,7 +206,7 @@ def test_rounding_modes_bracket_the_target(target: int, local: int, world: int) 
 def test_should_step_is_true_once_per_window() -> None:
     manager = GradientAccumulationManager(accum_config())
     assert [manager.should_step() for _ in range(16)] == ([False] * 7 + [True]) * 2
-    assert manager.loss_scale_factor == 1 / 8
+    assert manager.loss_scale_factor == 8
     assert manager.effective_batch_size == 1024
 
 
@@ -282,3 +284,76 @@ def test_scheduler_follows_the_same_curve_as_the_pure_function() -> None:
         )
         optim.step()
         scheduler.step()
+
+
+def test_dividing_by_the_loss_scale_factor_gives_the_gradient_of_the_whole_batch() -> None:
+    """The documented loop: `(loss / manager.loss_scale_factor).backward()` for each micro-batch."""
+    manager = GradientAccumulationManager(
+        accum_config(target_global_batch_size=8, local_batch_size=2, base_world_size=1)
+    )
+    samples = torch.arange(8.0)
+    weight = torch.ones(1, requires_grad=True)
+    ((weight * samples) ** 2).mean().backward()
+    whole = weight.grad.clone() if weight.grad is not None else None
+    weight.grad = None
+    for micro_batch in samples.split(2):
+        (((weight * micro_batch) ** 2).mean() / manager.loss_scale_factor).backward()
+    assert manager.loss_scale_factor == manager.accumulation_steps == 4
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, whole)
+
+
+def test_min_lr_is_a_rate_and_every_group_ends_at_it() -> None:
+    optim = optimizer(1e-3, 1e-4, 1e-6)
+    scheduler = create_lr_scheduler_with_warmup(optim, 2, 10, min_lr=1e-5)
+    for _ in range(12):
+        optim.step()
+        scheduler.step()
+    assert [group["lr"] for group in optim.param_groups] == pytest.approx([1e-5, 1e-5, 1e-6])
+    with pytest.raises(ConfigurationError, match=r"min_lr \(0.1\) must lie between 0 and the learning rate"):
+        create_lr_scheduler_with_warmup(optimizer(1e-3), 2, 10, 0.1)
+
+
+def test_without_min_lr_the_ratio_decides() -> None:
+    optim = optimizer(1e-3)
+    scheduler = create_lr_scheduler_with_warmup(optim, 0, 2, min_lr_ratio=0.5)
+    for _ in range(3):
+        optim.step()
+        scheduler.step()
+    assert optim.param_groups[0]["lr"] == pytest.approx(5e-4)
+
+
+def test_a_ramp_can_be_asked_for_any_step_and_does_not_move() -> None:
+    ramp = WarmupScheduler(0.0, 1.0, 10)
+    assert [ramp.get_lr(step) for step in (0, 5, 10, 99)] == [0.0, 0.5, 1.0, 1.0]
+    assert ramp.get_lr() == 0.0
+
+
+def test_scaled_rates_have_both_names() -> None:
+    manager = LRScalingManager(lr_config(), optimizer())
+    assert get_scaled_lr(lr_config(), 8) == manager.get_scaled_lr(8) == scaled_lr(lr_config(), 8) == 2e-3
+    assert manager.get_scaled_lr() == 1e-3
+    assert manager.world_size == 4
+
+
+@pytest.mark.parametrize("mode", RoundingMode)
+def test_rounding_modes_are_named_by_text_or_by_member(mode: RoundingMode) -> None:
+    one, other = accum_config(rounding_mode=mode), accum_config(rounding_mode=mode.value)
+    assert one == other
+    assert accumulation_steps(one, 3) == accumulation_steps(other, 3)
+
+
+def test_states_of_earlier_versions_load() -> None:
+    manager = ElasticScalingManager(lr_config(), accum_config(), optimizer())
+    manager.load_state_dict({"current_world_size": 3})
+    assert (manager.world_size, manager.accumulation_steps) == (3, 11)
+    manager.lr.load_state_dict({"world_size": 2})
+    assert manager.lr.current_lr == 5e-4
+
+
+def test_a_state_without_a_world_says_so_and_changes_nothing() -> None:
+    manager = ElasticScalingManager(lr_config(), accum_config(), optimizer())
+    for load in (manager.load_state_dict, manager.lr.load_state_dict):
+        with pytest.raises(CheckpointValidationError, match="has no 'world_size'; it has step"):
+            load({"step": 3})
+    assert manager.world_size == manager.lr.world_size == 4

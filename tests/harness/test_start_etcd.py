@@ -123,3 +123,25 @@ def test_launcher_prints_seconds_and_a_clean_store() -> None:
         assert part in said
     wrong = subprocess.run([*command, "--backend", "zookeeper"], capture_output=True, text=True, check=False)
     assert (wrong.returncode, "valid options: c10d, strata, etcd, etcd-v2" in wrong.stderr) == (2, True)
+
+
+def test_launcher_takes_the_common_variables_and_its_flags_win() -> None:
+    given = {
+        "NNODES": "2:4",
+        "NPROC_PER_NODE": "8",
+        "RDZV_ENDPOINT": "head:2379",
+        "RDZV_ID": "mine",
+        "CONFIG_FILE": "my.yaml",
+    }
+    command = [str(SCRIPTS / "launch_training.sh"), "--dry-run", "--id", "flag"]
+    said = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **given}
+    ).stdout
+    for part in (
+        "--nnodes=2:4",
+        "--nproc-per-node=8",
+        "--rdzv-endpoint=head:2379",
+        "--rdzv-id=flag",
+        "--config my.yaml",
+    ):
+        assert part in said

@@ -15,7 +15,7 @@ PROGRAM = textwrap.dedent("""
     import torch
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
-    from elastic_harness.sync import SyncTimer
+    from strata.trainer.sync import SyncTimer
 
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()

@@ -58,8 +58,36 @@ def test_each_mistake_of_the_guide_is_refused_in_its_words(tmp_path: Path, overr
 
 def test_what_is_missing_is_said_at_once(tmp_path: Path) -> None:
     told = refused(tmp_path, "model: {n_embd: 64}\n")
-    assert "data.files" in told
+    assert "Configuration error in 'data': files must name the training data" in told
     assert "training.max_steps" in told
+
+
+def test_an_empty_list_of_files_is_refused_like_none(tmp_path: Path) -> None:
+    assert "files must name the training data" in refused(tmp_path, GOOD, "data.files=[]")
+
+
+def test_a_number_in_quotes_is_read_as_the_warning_says(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD + "checkpoint: {max_memory_mb: '1e3'}\nscaling: {max_lr: '1e-3'}\n")
+    config, warnings = read_train_config(path)
+    assert (config.checkpoint.max_memory_mb, config.scaling.max_lr) == (1000.0, 0.001)
+    assert [warning for warning in warnings if "read as 1000" in warning]
+
+
+def test_the_environment_says_where_checkpoints_go_unless_the_file_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHECKPOINT_DIR", "/nvme/mine")
+    monkeypatch.setenv("CHECKPOINT_FOLDER", "/nvme/lost")
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD)
+    config, warnings = read_train_config(path)
+    assert config.checkpoint.nvme_path == "/nvme/mine"
+    assert (
+        "the environment variable CHECKPOINT_FOLDER changes nothing (did you mean CHECKPOINT_DIR?)"
+        in warnings
+    )
+    assert read_train_config(path, ["checkpoint.nvme_path=/else"])[0].checkpoint.nvme_path == "/else"
 
 
 def test_overrides_and_older_names_are_taken(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from strata.launch.arguments import MAX_RESTARTS, parse
+from strata.launch.torchrun import TorchrunSpec
 from tests.support import eventually
 
 
@@ -209,3 +210,32 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_common_variables_count_as_flags_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "NNODES": "1:4",
+        "NPROC_PER_NODE": "2",
+        "RDZV_BACKEND": "etcd",
+        "RDZV_ENDPOINT": "head:2379",
+        "RDZV_ID": "mine",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    args = parse(["train.py"])
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_backend) == ("1:4", "2", "etcd")
+    assert (args.rdzv_endpoint, args.rdzv_id) == ("head:2379", "mine")
+    args = parse(["--nnodes=1", "--rdzv-backend=strata", "--rdzv-endpoint=", "--rdzv-id=other", "train.py"])
+    assert (args.nnodes, args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id) == ("1", "strata", "", "other")
+    monkeypatch.setenv("PET_RDZV_ID", "torchs")
+    assert parse(["train.py"]).rdzv_id == "torchs"
+
+
+def test_an_agent_of_our_own_names_its_rendezvous_whatever_the_variables_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NNODES", "3")
+    monkeypatch.setenv("RDZV_ENDPOINT", "head:2379")
+    spec = TorchrunSpec(run_id="job", arguments=["train.py"], rdzv_endpoint="")
+    args = parse(spec.command()[3:])
+    assert (args.nnodes, args.rdzv_endpoint) == ("1", "")

@@ -53,7 +53,7 @@ def build(kind: str, sources: Path, target: Path, **variables: str) -> Path:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (made,) = (path for path in target.iterdir() if path.suffix in (".whl", ".gz"))
@@ -79,7 +79,7 @@ def install(wheel: Path, target: Path, *, extras: Iterable[str] = ()) -> Path:
         ],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (described,) = metadata.distributions(name="strata-runtime", path=[str(site)])

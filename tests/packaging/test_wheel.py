@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import os
 import re
 import subprocess
@@ -16,7 +18,8 @@ import yaml
 
 import strata
 from tests.packaging.installation import ROOT, build, checkout, install
-from tests.support import Coordinator
+
+pytestmark = pytest.mark.timeout(900)  # The first test of a session builds and installs what the others use.
 
 TRAINING = ("demo", "chaos", "torchrun train.py", "run train.py")
 """Commands that start training processes."""
@@ -55,7 +58,7 @@ def run(programs: Path, words: str, *, cwd: Path) -> subprocess.CompletedProcess
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -153,20 +156,32 @@ def test_an_import_that_fails_in_the_middle_of_a_command_names_the_extra_too(
 
 
 def test_the_coordinator_serves_its_api_and_dashboard_without_torch(bare: Path, tmp_path: Path) -> None:
-    coordinator = Coordinator(tmp_path / "coordinator", python=bare / "python").start()
-    try:
-        assert run(bare, f"status --api {coordinator.url}", cwd=tmp_path).returncode == 0
-        with urllib.request.urlopen(coordinator.url, timeout=10) as page:
-            assert b'<div id="root">' in page.read()
-    finally:
-        coordinator.stop()
+    data_dir = tmp_path / "coordinator"
+    with subprocess.Popen(
+        [str(bare / "strata"), "serve", "--data-dir", str(data_dir), "--grpc-port=0", "--http-port=0"],
+        cwd=tmp_path,
+        env={"PATH": os.defpath, "HOME": str(tmp_path), "LANG": "C.UTF-8"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as coordinator:
+        try:
+            assert coordinator.stdout is not None
+            said = list(itertools.takewhile(lambda line: "Ctrl-C stops" not in line, coordinator.stdout))
+            assert coordinator.poll() is None, "".join(said)
+            url = f"http://127.0.0.1:{json.loads((data_dir / 'serving.json').read_text())['http']}"
+            assert run(bare, f"status --api {url}", cwd=tmp_path).returncode == 0
+            with urllib.request.urlopen(url, timeout=30) as page:
+                assert b'<div id="root">' in page.read()
+        finally:
+            coordinator.terminate()
+    assert coordinator.returncode == 0
 
 
 # --- with extras --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_demonstration_runs_from_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     programs = install(wheel, tmp_path / "environment", extras=["harness"])
     environment = {"PATH": f"{programs}{os.pathsep}{os.defpath}", "HOME": str(tmp_path), "LANG": "C.UTF-8"}
@@ -176,7 +191,7 @@ def test_the_demonstration_runs_from_the_installed_wheel(wheel: Path, tmp_path: 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "What was proved" in done.stdout

@@ -146,7 +146,7 @@ def test_session_that_does_not_read_is_ended_and_its_worker_failed(shared: Coord
             joined = events.wait_for("worker_joined", lambda e: e["spec"]["worker_id"] == "flood")
             number = joined.data["incarnation"]
             failed = events.wait_for("worker_failed", lambda e: e["incarnation"] == number, within_s=60)
-    assert "connection dropped" in failed.data["reason"]
+    assert "connection lost" in failed.data["reason"]
     said = [entry["message"] for entry in shared.get("/api/logs?level=warn")]
     assert "ending the session of 'flood', which does not read its messages" in said
 

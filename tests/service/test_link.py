@@ -145,7 +145,10 @@ def test_a_job_that_starts_tells_what_exists_and_the_rest_is_removed(
     link.reconcile([i.checkpoint_id for i in existing], existing)
     until_completed(shared, "again", {2, 3, 4})
     failed = next(c for c in shared.get("/api/checkpoints") if c["id"] == "again-9")
-    assert (failed["status"], failed["reason"]) == ("failed", "its process ended before it was complete")
+    assert (failed["status"], failed["reason"]) == (
+        "failed",
+        "its process ended before the checkpoint completed",
+    )
 
 
 def test_another_jobs_and_another_runs_checkpoints_are_left_alone(shared: Coordinator, links: Links) -> None:

@@ -48,7 +48,7 @@ def test_killed_worker_fails_within_a_second_and_its_unfinished_shards_move(
     with capsys.disabled():
         print(f"\nfailed {took_s:.2f} s after SIGKILL", end=" ")
     assert took_s < 10.0  # One second is the promise on a quiet machine; silence would take ten minutes.
-    assert "connection dropped" in failed.data["reason"]
+    assert "connection lost" in failed.data["reason"]
     workers = [w for w in coordinator.get("/api/workers") if w["job_id"] == "killed"]
     states = {w["id"]: (w["status"], w["connected"]) for w in workers}
     assert states == {"survivor": ("active", True), "victim": ("failed", False)}
@@ -72,7 +72,7 @@ def test_frozen_worker_fails_after_heartbeat_timeout_and_wakes_up_stale(
         failed = events.wait_for("worker_failed", lambda e: e["worker_id"] == "sleeper")
     silent_s = failed.at_mono_s - frozen_s
     assert 1.0 < silent_s < 20.0, f"heartbeat_timeout is 3 s; it was failed after {silent_s:.2f} s"
-    assert "silent for" in failed.data["reason"]
+    assert "no heartbeat for" in failed.data["reason"]
 
     before = _state(impatient)
     sleeper.thaw()
@@ -208,7 +208,7 @@ def test_frozen_worker_is_not_failed_before_its_heartbeat_timeout(tmp_path: Path
         with EventStream(server.http_port) as events:
             frozen_s = sleeper.freeze()
             failed = events.wait_for("worker_failed", within_s=60)
-        assert "silent for" in failed.data["reason"]
+        assert "no heartbeat for" in failed.data["reason"]
         assert failed.at_mono_s - frozen_s > 20
     finally:
         server.stop()

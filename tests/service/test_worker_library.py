@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc
 import pytest
 
 from strata import TrainingOrchestrator
@@ -322,4 +323,26 @@ def test_shards_are_shown_as_far_as_they_are_in_the_epoch_being_trained(
     assert len(worker.get_shards("rounds", 3)) == 4  # Trained by shards: they are asked for, and reported.
     worker.report_progress("rounds", 3, 1, 7)
     eventually(lambda: shown_plan() == (3, 0, [0] * 4, [0, 7, 0, 0]), within_s=30)
+    worker.deregister()
+
+
+def test_the_latest_checkpoint_of_an_unknown_job_is_an_error_and_not_none(shared: Coordinator) -> None:
+    with TrainingOrchestrator(shared.address, job_id="known-job") as worker, stub(shared.address) as calls:
+        worker.register_worker("knows")
+        ask = calls.GetLatestCheckpoint
+        answer = ask(pb.GetLatestCheckpointRequest(worker_id="knows", job_id="known-job"), timeout=10)
+        assert not answer.has_checkpoint
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(pb.GetLatestCheckpointRequest(worker_id="knows", job_id="unknown-job"), timeout=10)
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        assert "'unknown-job' is not known" in caught.value.details()
+        assert "known-job" in caught.value.details()
+
+
+def test_a_worker_without_a_name_takes_it_from_the_environment(
+    shared: Coordinator, worker: TrainingOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKER_ID", "node-7")
+    assert worker.register_worker().worker_id == worker.worker_id == "node-7"
+    assert worker.latest() == worker.latest_checkpoint()
     worker.deregister()

@@ -17,7 +17,7 @@ async def test_progress_comes_with_its_percentage_and_the_time_left() -> None:
         step=25,
         total_steps=100,
         steps_per_s=5.0,
-        reason="its workers say so",
+        reason="reported by its workers",
         at_s=1.0,
     )
     stream = feed.follow(None)

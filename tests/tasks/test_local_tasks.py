@@ -118,7 +118,7 @@ def test_stop_saves_and_leaves_nothing_and_restart_goes_on_from_there(tasks: Tas
     pids = list(tasks.processes(task_id))
     assert len(pids) >= 4  # Supervisor, agent, two workers.
     answer = client.stop(task_id, wait_s=STOP_S)
-    assert answer == {"task_id": task_id, "status": "stopped", "reason": "asked to stop over the API"}
+    assert answer == {"task_id": task_id, "status": "stopped", "reason": "stop requested over the API"}
     assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
     assert not [c for c in psutil.net_connections("tcp") if c.pid in pids]
     assert client.stop(task_id) == answer  # Stopping twice is no error.

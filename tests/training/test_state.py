@@ -14,7 +14,8 @@ from torch import nn
 
 from strata.checkpoint import CheckpointManager, Memory, StateMismatch
 from strata.checkpoint.image.in_place import Binding
-from strata.training.state import TrainingState, is_plain_module, is_plain_optimizer
+from strata.torch_compat.modules import is_plain_module, is_plain_optimizer
+from strata.training.state import TrainingState
 from tests.checkpoint.states import assert_same
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

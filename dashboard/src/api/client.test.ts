@@ -24,16 +24,16 @@ async function said(answer: (response: ServerResponse) => void): Promise<unknown
   return await get("/workers").catch((error: unknown) => error);
 }
 
-it("takes an answer that breaks off for a lost connection", async () => {
+it("takes a response that breaks off for a lost connection", async () => {
   const error = await said((response) => {
     response.writeHead(200, { "Content-Type": "application/json", "Content-Length": 100 });
     response.write("[1, 2");
     setTimeout(() => response.destroy(), 20);
   });
-  expect(error).toMatchObject({ code: "unreachable", status: 0, message: "The coordinator is out of reach: the connection was lost." });
+  expect(error).toMatchObject({ code: "unreachable", status: 0, message: "Cannot reach the coordinator: the connection was lost." });
 });
 
-it("tells an answer that is whole and not JSON from that", async () => {
+it("tells a complete response that is not JSON from that", async () => {
   const error = await said((response) => response.writeHead(200).end("<html>"));
   expect(error).toMatchObject({ code: "not_json", status: 200 });
 });

@@ -10,12 +10,12 @@ export class ApiError extends Error {
   readonly hint: string;
   readonly details: { field?: string; message?: string }[];
 
-  constructor(message: string, told: { status: number; code: string; hint?: string; details?: { field?: string; message?: string }[] }) {
+  constructor(message: string, about: { status: number; code: string; hint?: string; details?: { field?: string; message?: string }[] }) {
     super(message);
-    this.status = told.status;
-    this.code = told.code;
-    this.hint = told.hint ?? "";
-    this.details = told.details ?? [];
+    this.status = about.status;
+    this.code = about.code;
+    this.hint = about.hint ?? "";
+    this.details = about.details ?? [];
   }
 }
 
@@ -62,7 +62,7 @@ const PATIENCE_MS = 30_000;
 export const httpTransport: Transport = async (path, call) => {
   const patience = AbortSignal.timeout(PATIENCE_MS);
   const signal = call.signal ? AbortSignal.any([call.signal, patience]) : patience;
-  const lost = (how: string) => unreachable(patience.aborted ? `no answer within ${PATIENCE_MS / 1000} s` : how);
+  const lost = (how: string) => unreachable(patience.aborted ? `no response within ${PATIENCE_MS / 1000} s` : how);
   let response: Response;
   try {
     response = await fetch(API_URL + withQuery(path, call.query), {
@@ -86,19 +86,19 @@ export const httpTransport: Transport = async (path, call) => {
   } catch (error) {
     if (call.signal?.aborted) throw error;
     if (!(error instanceof SyntaxError)) throw lost("the connection was lost");
-    throw new ApiError("The answer is not JSON.", {
+    throw new ApiError("The response is not JSON.", {
       status: response.status,
       code: "not_json",
-      hint: `Something other than a coordinator answers at ${API_URL}.`,
+      hint: `The server at ${API_URL} is not a coordinator.`,
     });
   }
 };
 
 export function unreachable(why: string): ApiError {
-  return new ApiError(`The coordinator is out of reach: ${why}.`, {
+  return new ApiError(`Cannot reach the coordinator: ${why}.`, {
     status: 0,
     code: "unreachable",
-    hint: "Check that it runs (strata serve), and that this page may reach it.",
+    hint: "Check that it is running (strata serve) and reachable from this browser.",
   });
 }
 
@@ -110,13 +110,13 @@ export async function refusal(response: Response): Promise<ApiError> {
     // A proxy's page: the status must do.
   }
   if (response.status === 401) {
-    const message = getToken() ? "The coordinator does not accept this token." : "The coordinator asks for a token.";
-    return new ApiError(message, { status: 401, code: body.code ?? "unauthorized", hint: "Enter one in Settings; its operator has it." });
+    const message = getToken() ? "The coordinator rejected this token." : "The coordinator requires a token.";
+    return new ApiError(message, { status: 401, code: body.code ?? "unauthorized", hint: "Enter a token in Settings." });
   }
-  return new ApiError(body.message ?? `The answer was ${response.status} ${response.statusText}.`, {
+  return new ApiError(body.message ?? `The request failed: ${response.status} ${response.statusText}.`, {
     status: response.status,
     code: body.code ?? "http_error",
-    hint: body.hint ?? "Try again; the coordinator's log may say more.",
+    hint: body.hint ?? "Retry, or check the coordinator's log.",
     details: body.details ?? [],
   });
 }

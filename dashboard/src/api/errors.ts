@@ -12,6 +12,6 @@ export function errorOf(error: unknown, field: string): string | undefined {
 export function errorsInside(error: unknown, field: string): Record<string, string> {
   if (!(error instanceof ApiError)) return {};
   const start = `${field}.`;
-  const told = error.details.filter((detail) => detail.field?.startsWith(start));
-  return Object.fromEntries(told.map((detail) => [detail.field!.slice(start.length), detail.message ?? ""]));
+  const inside = error.details.filter((detail) => detail.field?.startsWith(start));
+  return Object.fromEntries(inside.map((detail) => [detail.field!.slice(start.length), detail.message ?? ""]));
 }

@@ -1,35 +1,33 @@
-/** The nouns of the API, under the names the views use. Generated: see `npm run types`. Times are Unix seconds. */
+/** The nouns of the API, under the names the views use. Times are Unix seconds. */
 
-import type { components } from "./schema";
+import type { BarrierView, CheckpointView, TaskView, WorkerView } from "./generated";
 
-type Schemas = components["schemas"];
+export type {
+  AuditView as Audit,
+  BarrierView as Barrier,
+  CheckpointView as Checkpoint,
+  DashboardView as Snapshot,
+  DatasetView as Dataset,
+  ExitCause,
+  GoodputView as Goodput,
+  Gpu,
+  HistoryView as History,
+  LogView as LogEntry,
+  MetricsView as Metrics,
+  PreviewView as Preview,
+  RecipeBody as Recipe,
+  RecoveryView as Recovery,
+  Resources,
+  ShardPlanView as ShardPlan,
+  ShardView as Shard,
+  StatusView as CoordinatorStatus,
+  TaskView as Task,
+  VerificationView as Verification,
+  WorkerView as Worker,
+} from "./generated";
 
-export type Worker = Schemas["WorkerView"];
-export type Resources = Schemas["Resources"];
-export type Gpu = Schemas["Gpu"];
-export type Dataset = Schemas["DatasetView"];
-export type ShardPlan = Schemas["ShardPlanView"];
-export type Shard = Schemas["ShardView"];
-export type Audit = Schemas["AuditView"];
-export type Preview = Schemas["PreviewView"];
-export type Checkpoint = Schemas["CheckpointView"];
-export type Barrier = Schemas["BarrierView"];
-export type Task = Schemas["TaskView"];
-export type Recipe = Schemas["RecipeBody"];
-export type Verification = Schemas["VerificationView"];
-export type ExitCause = Schemas["ExitCause"];
-export type Recovery = Schemas["RecoveryView"];
-export type Metrics = Schemas["MetricsView"];
-export type LogEntry = Schemas["LogView"];
-export type CoordinatorStatus = Schemas["StatusView"];
-export type History = Schemas["HistoryView"];
-export type Goodput = Schemas["GoodputView"];
-export type RecentEvent = Schemas["RecentEventBody"];
-/** The answer of `GET /api/dashboard`. */
-export type Snapshot = Schemas["DashboardView"];
-
-export type WorkerState = Worker["status"];
-export type TaskStatus = Task["status"];
-export type CheckpointStatus = Checkpoint["status"];
-export type BarrierStatus = Barrier["status"];
+export type WorkerState = WorkerView["status"];
+export type TaskStatus = TaskView["status"];
+export type CheckpointStatus = CheckpointView["status"];
+export type BarrierStatus = BarrierView["status"];
 export type LogLevel = "debug" | "info" | "warn" | "error";

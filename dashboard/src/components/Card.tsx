@@ -21,8 +21,8 @@ export function Figure(props: { label: string; value: ReactNode; unit?: string; 
   return (
     <section className="flex min-w-0 flex-col gap-1 rounded-lg border bg-surface px-4 py-3">
       <h2 className="text-sm text-muted">{props.label}</h2>
-      <p className="flex items-baseline gap-1.5">
-        <span className="text-2xl font-semibold tracking-tight">{props.value}</span>
+      <p className="flex flex-wrap items-baseline gap-x-1.5">
+        <span className="text-2xl font-semibold tracking-tight whitespace-nowrap">{props.value}</span>
         {props.unit && <span className="text-sm text-faint">{props.unit}</span>}
       </p>
       {props.hint && <p className="text-sm text-faint">{props.hint}</p>}

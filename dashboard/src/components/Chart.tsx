@@ -148,7 +148,7 @@ export function Chart(props: Props) {
         {cursor !== null && times[cursor] !== undefined && <span className="ml-auto text-faint">{x === "time" ? clock(times[cursor]) : `step ${compact(times[cursor])}`}</span>}
       </figcaption>
       <div ref={host} aria-hidden className={enough ? "" : "invisible"} style={{ height }} />
-      {!enough && <p className="absolute inset-0 grid place-items-center text-sm text-faint">{props.empty ?? "Nothing measured yet"}</p>}
+      {!enough && <p className="absolute inset-0 grid place-items-center text-sm text-faint">{props.empty ?? "No data yet"}</p>}
     </figure>
   );
 }
@@ -176,7 +176,7 @@ function translucent(color: string, alpha: number): string {
 /** A line without axes, for a card. */
 export function Sparkline(props: { values: readonly (number | null)[]; color?: string; label: string }) {
   const known = props.values.filter((v): v is number => v !== null);
-  if (known.length < 2) return <p className="h-7 text-sm text-faint">{known.length === 0 ? "nothing measured yet" : ""}</p>;
+  if (known.length < 2) return <p className="h-7 text-sm text-faint">{known.length === 0 ? "no data yet" : ""}</p>;
   const low = Math.min(...known, 0);
   const high = Math.max(...known);
   const span = high - low || 1;

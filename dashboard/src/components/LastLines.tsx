@@ -20,9 +20,9 @@ export function LastLines(props: { of: { worker_id: string } | { task_id: string
   if (lines.isPending) return <Loading rows={4} />;
   if (lines.isError && !lines.data) return <ErrorNote error={lines.error} onRetry={() => void lines.refetch()} />;
   const entries = lines.data ?? [];
-  if (entries.length === 0) return <p className="text-muted">Nothing has been logged.</p>;
+  if (entries.length === 0) return <p className="text-muted">No log lines.</p>;
   return (
-    <ol className="max-h-80 overflow-auto rounded-md bg-raised p-2 font-mono text-xs leading-relaxed" tabIndex={0} aria-label="Last log lines, newest first">
+    <ol className="max-h-80 overflow-auto rounded-md bg-raised p-2 font-mono text-xs leading-relaxed" tabIndex={0} aria-label="Latest log lines, newest first">
       {entries.map((entry) => (
         <li key={entry.id} className="flex gap-2">
           <span className="shrink-0 text-faint">{clockMs(entry.timestamp)}</span>

@@ -32,7 +32,7 @@ export function ErrorNote(props: { error: unknown; onRetry?: () => void; classNa
         <p className="foreign break-words font-medium">{message}</p>
         {hint && <p className="foreign break-words text-muted">{hint}</p>}
       </div>
-      {props.onRetry && <Button onClick={props.onRetry}>Try again</Button>}
+      {props.onRetry && <Button onClick={props.onRetry}>Retry</Button>}
     </div>
   );
 }
@@ -40,7 +40,7 @@ export function ErrorNote(props: { error: unknown; onRetry?: () => void; classNa
 /** Grey blocks in the shape of what is coming; nothing is while the coordinator is away. */
 export function Loading(props: { rows?: number; height?: number; label?: string }) {
   const away = useStore((state) => state.connection.phase === "disconnected");
-  if (away) return <Empty icon={WifiOff} title="Nothing has been heard yet">It appears here as soon as the coordinator answers.</Empty>;
+  if (away) return <Empty icon={WifiOff} title="No data yet">Waiting for the coordinator.</Empty>;
   return (
     <div role="status" aria-label={props.label ?? "Loading"} className="flex flex-col gap-2 py-1">
       {Array.from({ length: props.rows ?? 3 }, (_, i) => (

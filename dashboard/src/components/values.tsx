@@ -11,7 +11,7 @@ export function Time(props: { at: number | null | undefined }) {
   return <time dateTime={new Date(props.at * 1000).toISOString()} title={fullTime(props.at)} className="whitespace-nowrap">{moment(props.at)}</time>;
 }
 
-/** How long ago a moment was; goes on by itself. */
+/** How long ago a moment was; updates by itself. */
 export function Ago(props: { at: number | null | undefined; bare?: boolean }) {
   const now = useServerNow();
   if (props.at === null || props.at === undefined) return <span className="text-faint">{UNKNOWN}</span>;

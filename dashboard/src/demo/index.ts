@@ -26,7 +26,7 @@ export const demo: Backend = {
     dispatch({ type: "recoveries", recoveries: run.recoveries });
     dispatch({ type: "history", series: structuredClone(run.series) });
     dispatch({ type: "runHistory", jobId: JOB, series: structuredClone(run.runSeries) });
-    dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextTryAtMs: null, heardAtMs: Date.now(), needsToken: false } });
+    dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextAttemptAtMs: null, updatedAtMs: Date.now(), needsToken: false } });
     let turn = 0;
     const timer = setInterval(() => {
       const events = run.advance(Date.now() / 1000);
@@ -34,7 +34,7 @@ export const demo: Backend = {
       turn += 1;
       if (turn % SNAPSHOT_EVERY === 0) {
         dispatch({ type: "snapshot", snapshot: run.snapshot(), atMs: Date.now() });
-        dispatch({ type: "connection", connection: { heardAtMs: Date.now() } });
+        dispatch({ type: "connection", connection: { updatedAtMs: Date.now() } });
       }
     }, EVERY_MS);
     return () => clearInterval(timer);

@@ -9,7 +9,9 @@
 import type {
   Barrier, Checkpoint, Dataset, LogEntry, Metrics, Recovery, Snapshot, Task, Worker, WorkerState,
 } from "../api/types";
-import type { FeedEvent, RunSeries, Series } from "../state/types";
+import type { DataOf, FeedEvent, Kind } from "../api/events";
+import type { DatasetSpec } from "../api/generated";
+import type { RunSeries, Series } from "../state/types";
 import { Random } from "./random";
 import { dealShards, movedShards, type Plan } from "./shards";
 import { newTask, pastTasks, taskSpec } from "./tasks";
@@ -80,9 +82,9 @@ export class Simulation {
     this.random = new Random(options.seed ?? 7);
     this.registerDatasets();
     this.tasks = pastTasks(this.startedAt, DATASET);
-    for (let rank = 0; rank < WORKERS; rank += 1) this.join(rank, "a new worker of the job");
-    this.plan = dealShards(this.datasets.get(DATASET)!, this.names(), null, 1, "the first plan");
-    this.moved("the first plan for 8 workers");
+    for (let rank = 0; rank < WORKERS; rank += 1) this.join(rank, "new worker");
+    this.plan = dealShards(this.datasets.get(DATASET)!, this.names(), null, 1, "first plan");
+    this.moved("first plan: 240 shards over 8 workers");
     this.startTask();
     this.after(1.5, () => this.becomeAll("loading"));
     this.after(3, () => this.becomeAll("training"));
@@ -128,21 +130,22 @@ export class Simulation {
 
   addTask(task: Task): void {
     this.tasks = [task, ...this.tasks];
-    this.publish("task_created", { spec: taskSpec(task), reason: task.reason, at_s: this.now });
+    this.publish("task_created", { spec: taskSpec(task), reason: task.reason, at_s: this.now, severity: "info", text: `task ${task.name} created (${task.id})` });
   }
 
   changeTask(id: string, change: Partial<Task> & { reason: string }): Task | undefined {
     const task = this.tasks.find((each) => each.id === id);
     if (!task) return undefined;
     Object.assign(task, change);
-    const { status, worker_ids, reason } = task;
-    this.publish("task_changed", { task_id: id, status, worker_ids, reason, at_s: this.now });
+    const { status, worker_ids, reason, stopping, attempts: attempt, exit_cause: cause } = task;
+    this.publish("task_changed", { task_id: id, status, worker_ids, reason, stopping, attempt, cause, failures: 0, at_s: this.now, severity: "info", text: `task ${id} ${status}: ${reason}` });
     return task;
   }
 
   addDataset(dataset: Dataset): void {
     this.datasets.set(dataset.id, dataset);
-    this.publish("dataset_registered", { spec: datasetSpec(dataset), reason: "registered", at_s: this.now });
+    const reason = `${dataset.total_samples.toLocaleString("en-US")} samples in ${dataset.shard_count} shards`;
+    this.publish("dataset_registered", { spec: datasetSpec(dataset), reason, at_s: this.now, severity: "info", text: `dataset ${dataset.id} registered: ${reason}` });
   }
 
   after(seconds: number, run: () => void): void {
@@ -295,12 +298,13 @@ export class Simulation {
       id, ip: host, port: 29_500, status: "initializing", gpu_count: 1, last_heartbeat: this.now, assigned_shards: 0,
       current_epoch: 0, current_step: Math.floor(this.step), current_task: TASK, resources: null, metrics: {},
       job_id: JOB, rank, incarnation: this.numbers.incarnation, connected: true, joined_at: this.now,
-      memory_bytes: 137_438_953_472, slow: false, reason, metadata,
+      memory_bytes: 137_438_953_472, slow: false, reason, metadata, run_id: "",
     });
     this.publish("worker_joined", {
-      spec: { worker_id: id, job_id: JOB, hostname: host, port: 29_500, gpu_count: 1, memory_bytes: 137_438_953_472, metadata },
+      spec: { worker_id: id, job_id: JOB, hostname: host, port: 29_500, gpu_count: 1, memory_bytes: 137_438_953_472, metadata, run_id: "", run_generation: 0 },
       registration_id: this.random.hex(12), incarnation: this.numbers.incarnation, generation: this.numbers.generation,
-      superseded, reason, at_s: this.now,
+      superseded, reason, at_s: this.now, former: [], origin: 0, severity: "success",
+      text: `${id} joined${superseded ? " again" : ""} on ${host} (generation ${this.numbers.generation})`,
     });
   }
 
@@ -310,6 +314,7 @@ export class Simulation {
     Object.assign(worker, { status: "failed", reason, connected: false, resources: null, metrics: {} });
     this.publish(kind, {
       worker_id: worker.id, job_id: JOB, incarnation: worker.incarnation, generation: this.numbers.generation, reason, at_s: this.now,
+      ...(kind === "worker_failed" ? { severity: "error", text: `${worker.id} failed: ${reason}` } : { severity: "info", text: `${worker.id} left: ${reason}` }),
     });
     return worker;
   }
@@ -320,18 +325,18 @@ export class Simulation {
   }
 
   private crash(rank: number): void {
-    const worker = this.gone(rank, "worker_failed", "its connection was lost and it did not come back within 0.5 s");
+    const worker = this.gone(rank, "worker_failed", "connection lost 0.5 s ago, not reconnected");
     const lastStep = Math.floor(this.step);
     this.log("error", `Rank ${rank}: CUDA error: uncorrectable ECC error encountered`, worker.id);
     this.log("error", `worker '${worker.id}' failed: ${worker.reason}`, null, "coordinator");
     this.breakBarrier(worker.id);
     this.becomeAll("recovering");
-    this.replan(`'${worker.id}' failed`);
-    this.after(0.75, () => this.join(rank, `a new incarnation after a failure`));
-    this.after(1, () => this.log("warn", "rendezvous: 8 of 8 are here; world size 8", `${JOB}-rank0`));
+    this.replan(`${worker.id} failed`);
+    this.after(0.75, () => this.join(rank, "restarted after a failure"));
+    this.after(1, () => this.log("warn", "rendezvous complete: world size 8", `${JOB}-rank0`));
     this.after(3.25, () => {
       this.becomeAll("loading");
-      this.replan(`'${worker.id}' came back`);
+      this.replan(`${worker.id} rejoined`);
     });
     this.after(3.75, () => this.recover(worker.id, lastStep, 8, 8, "MEMORY", { detect: 0.41, rendezvous: 0.62, spawn: 2.18, load: 0.19, first_step: 0.42 }));
   }
@@ -347,9 +352,10 @@ export class Simulation {
     };
     this.recoveries = [recovery, ...this.recoveries].slice(0, 200);
     const { at, total_s: _total, ...rest } = recovery;
-    this.publish("recovery_recorded", { ...rest, at_s: at });
+    const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${this.safeStep.toLocaleString("en-US")} from ${tier}, ${lost} steps lost`;
+    this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text });
     this.log("info", reason, `${JOB}-rank0`);
-    this.log("info", `data: ${worker} takes up its shards where the checkpoint left them`, worker);
+    this.log("info", `data: ${worker} resumes its shards at the checkpoint's position`, worker);
     this.becomeAll("training");
   }
 
@@ -366,24 +372,24 @@ export class Simulation {
   private leave(rank: number): void {
     const name = `${JOB}-rank${rank}`;
     const lastStep = Math.floor(this.step);
-    this.log("warn", "this machine is to be taken away in 30 s; saving and leaving", name);
-    this.gone(rank, "worker_left", "its machine is taken away; it saved and left");
+    this.log("warn", "preemption notice: 30 s left; saving and leaving", name);
+    this.gone(rank, "worker_left", "preempted; saved and left");
     this.safeStep = lastStep;
     this.becomeAll("recovering");
-    this.replan(`'${name}' left`);
+    this.replan(`${name} left`);
     this.after(2, () => this.recover(`${JOB}-rank0`, lastStep, 8, 7, "MEMORY", { detect: 0.2, rendezvous: 0.58, spawn: 1.02, load: 0.11, first_step: 0.3 }));
     this.after(4, () => {
       this.workers.delete(name);
-      this.publish("worker_forgotten", { worker_id: name, reason: "it left for good", at_s: this.now });
+      this.publish("worker_forgotten", { worker_id: name, reason: "left the job", at_s: this.now, severity: "info", text: `${name} removed: left the job` });
     });
   }
 
   private comeBack(rank: number): void {
     const lastStep = Math.floor(this.step);
     this.safeStep = lastStep;
-    this.join(rank, "a machine was added to the job");
+    this.join(rank, "host added to the job");
     this.becomeAll("recovering");
-    this.replan(`'${JOB}-rank${rank}' joined`);
+    this.replan(`${JOB}-rank${rank} joined`);
     this.after(2.25, () => this.recover(`${JOB}-rank${rank}`, lastStep, 7, 8, "MEMORY", { detect: 0.05, rendezvous: 0.71, spawn: 1.2, load: 0.14, first_step: 0.31 }));
   }
 
@@ -396,12 +402,13 @@ export class Simulation {
     const checkpoint: Checkpoint = {
       id, step, epoch: 0, size: SAVE_BYTES, path: `/nvme/${JOB}/checkpoint_step_${String(step).padStart(8, "0")}.pt`,
       created_at: this.now, completed_at: null, worker_id: `${JOB}-rank0`, job_id: JOB, status: "in_progress", tiers: [],
-      digest: "", throughput_mb_s: null, reason: "a rank began to save", metadata: {},
+      digest: "", throughput_mb_s: null, reason: "saving", metadata: {}, run_id: "", generation: this.numbers.generation,
     };
     this.checkpoints = [checkpoint, ...this.checkpoints].slice(0, 300);
     this.publish("checkpoint_started", {
       checkpoint_id: id, job_id: JOB, worker_id: checkpoint.worker_id, step, epoch: 0, path: checkpoint.path,
-      size_bytes: SAVE_BYTES, reason: checkpoint.reason, at_s: this.now,
+      size_bytes: SAVE_BYTES, reason: checkpoint.reason, at_s: this.now, run_id: "", generation: checkpoint.generation,
+      severity: "debug", text: `checkpoint of step ${step.toLocaleString("en-US")} started by ${checkpoint.worker_id}`,
     });
     const seconds = this.random.between(1.3, 1.9);
     const digest = `xxh3-128:${this.random.hex(32)}`;
@@ -417,19 +424,20 @@ export class Simulation {
     if (!old) return;
     const done: Checkpoint = {
       ...old, status: "completed", tiers: save.tiers, digest: save.digest, completed_at: this.now,
-      throughput_mb_s: SAVE_BYTES / 1e6 / save.seconds, reason: `safe on ${save.tiers.at(-1)}`,
+      throughput_mb_s: SAVE_BYTES / 1e6 / save.seconds, reason: `durable in ${save.tiers.join(", ")}`,
     };
     this.checkpoints = this.checkpoints.map((each) => (each.id === id ? done : each));
     this.publish("checkpoint_completed", {
       checkpoint_id: id, job_id: JOB, worker_id: done.worker_id, step: done.step, epoch: 0, path: done.path, size_bytes: done.size,
-      tiers: done.tiers, digest: done.digest, duration_s: save.seconds, parent_id: save.parent, data_json: "", metadata: {},
-      reason: done.reason, at_s: this.now,
+      tiers: done.tiers, digest: done.digest, duration_s: save.seconds, parent_id: save.parent, metadata: {},
+      reason: done.reason, at_s: this.now, run_id: "", generation: done.generation, told_in: 0, succeeded_by: "",
+      severity: "success", text: `checkpoint of step ${done.step.toLocaleString("en-US")} completed: ${done.reason}`,
     });
   }
 
   private missTier(id: string): void {
     const step = this.checkpoints.find((each) => each.id === id)?.step ?? 0;
-    this.log("warn", `step ${step} is not on S3: 503 Slow Down after 3 tries; it stays on NVME and the next save tries again`, `${JOB}-rank0`);
+    this.log("warn", `step ${step} not uploaded to S3: 503 Slow Down after 3 attempts; kept on NVME, retried with the next checkpoint`, `${JOB}-rank0`);
   }
 
   // --- barriers and shards --------------------------------------------------------------------------------------------
@@ -452,22 +460,24 @@ export class Simulation {
     if (barrier.status !== "waiting") return;
     const waited = seconds ?? this.now - barrier.created_at;
     Object.assign(barrier, {
-      status: "complete", arrived: barrier.total, missing: [], ended_at: barrier.created_at + waited, reason: `all ${barrier.total} have arrived`,
+      status: "complete", arrived: barrier.total, missing: [], ended_at: barrier.created_at + waited, reason: `all ${barrier.total} arrived`,
     });
     this.barrierWaits = [...this.barrierWaits, waited].slice(-1_000);
     this.publish("barrier_released", {
       job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation,
       arrived: barrier.total, opened_at_s: barrier.created_at, waited_s: waited, reason: barrier.reason, at_s: this.now,
+      severity: "debug", text: `barrier ${barrier.name} released at step ${barrier.step}: ${barrier.reason}`,
     });
   }
 
   private breakBarrier(missing: string): void {
     const barrier = this.open("sync", Math.floor(this.step) + 1);
-    const reason = `'${missing}' is gone: its connection was lost 0.5 s ago; ${barrier.total} others had arrived`;
+    const reason = `${barrier.total} of ${barrier.total + 1} arrived, '${missing}' was lost (connection lost 0.5 s ago)`;
     Object.assign(barrier, { status: "broken", arrived: barrier.total, total: barrier.total + 1, missing: [missing], ended_at: this.now, reason });
     this.publish("barrier_broken", {
       job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation, arrived: barrier.arrived,
       missing: [missing], expected: barrier.total, opened_at_s: barrier.created_at, reason, at_s: this.now,
+      severity: "warning", text: `barrier ${barrier.name} broken at step ${barrier.step}: ${reason}`,
     });
   }
 
@@ -481,6 +491,7 @@ export class Simulation {
     this.publish("shards_moved", {
       job_id: JOB, dataset_id: DATASET, epoch: 0, version: this.plan.version, workers: this.names().length,
       moved: movedShards(this.plan), reason, at_s: this.now,
+      severity: "info", text: `shard plan ${this.plan.version} of ${DATASET}, epoch 0: ${reason}`,
     });
   }
 
@@ -515,13 +526,13 @@ export class Simulation {
     this.publish("logs", [entry]);
   }
 
-  private publish(kind: string, data: unknown): void {
+  private publish<K extends Kind>(kind: K, data: DataOf<K>): void {
     this.numbers.event += 1;
-    this.events.push({ id: `demo-${this.numbers.event}`, kind, data });
+    this.events.push({ id: `demo-${this.numbers.event}`, kind, data } as FeedEvent);
   }
 }
 
-function datasetSpec(dataset: Dataset): Record<string, unknown> {
+function datasetSpec(dataset: Dataset): DatasetSpec {
   const { id, name: _name, shard_count: _count, registered_at: _at, ...rest } = dataset;
   return { dataset_id: id, ...rest, files: [] };
 }

@@ -41,12 +41,12 @@ export function transportFor(simulation: () => Simulation): Transport {
       // A copy, as an answer over the network would be.
       if (found) return structuredClone(answer(simulation(), call, ...found.slice(1).map(decodeURIComponent)));
     }
-    throw unknown(`Demo mode has no answer for ${path}.`);
+    throw unknown(`Not available in demo mode: ${path}.`);
   };
 }
 
 function unknown(message: string): ApiError {
-  return new ApiError(message, { status: 404, code: "not_found", hint: "Turn demo mode off to ask a coordinator." });
+  return new ApiError(message, { status: 404, code: "not_found", hint: "Exit demo mode to use a coordinator." });
 }
 
 function logs(simulation: Simulation, call: Call): LogEntry[] {
@@ -68,7 +68,7 @@ function logs(simulation: Simulation, call: Call): LogEntry[] {
 
 function datasetOf(simulation: Simulation, id: string | undefined): Dataset {
   const dataset = simulation.datasets.get(id ?? "");
-  if (!dataset) throw unknown(`There is no dataset '${id}'.`);
+  if (!dataset) throw unknown(`Unknown dataset '${id}'.`);
   return dataset;
 }
 
@@ -111,7 +111,7 @@ function audit(simulation: Simulation, _call: Call, id?: string): unknown {
   return [
     {
       job_id: JOB, dataset_id: id, epoch: 0, exact: true, total: plan.samples, samples, lost: 0, repeated: 0,
-      remaining: plan.samples - samples, commits: simulation.checkpoints.length, reason: "each sample so far exactly once",
+      remaining: plan.samples - samples, commits: simulation.checkpoints.length, reason: "each sample exactly once so far",
     },
   ];
 }
@@ -119,7 +119,7 @@ function audit(simulation: Simulation, _call: Call, id?: string): unknown {
 function registerDataset(simulation: Simulation, call: Call): Dataset {
   const body = call.body as { dataset_id: string; path: string; format: string; total_samples?: number; shard_size?: number; shuffle?: boolean; seed?: number };
   if (simulation.datasets.has(body.dataset_id)) {
-    throw new ApiError(`Dataset '${body.dataset_id}' is registered already.`, { status: 409, code: "conflict", hint: "Choose another id." });
+    throw new ApiError(`Dataset '${body.dataset_id}' is registered already.`, { status: 409, code: "conflict", hint: "Choose another ID." });
   }
   const total = body.total_samples ?? 10_000;
   const size = body.shard_size ?? 10_000;
@@ -153,34 +153,34 @@ function run(simulation: Simulation, id: string): void {
       const task = live();
       if (!task) return;
       task.progress = (part / TASK_S) * 100;
-      if (part === TASK_S) simulation.changeTask(id, { status: "completed", completed_at: simulation.now, reason: "training ended" });
+      if (part === TASK_S) simulation.changeTask(id, { status: "completed", completed_at: simulation.now, reason: "exited successfully" });
     });
   }
 }
 
 function taskOf(simulation: Simulation, id: string | undefined): Task {
   const task = simulation.tasks.find((each) => each.id === id);
-  if (!task) throw unknown(`There is no task '${id}'.`);
+  if (!task) throw unknown(`Unknown task '${id}'.`);
   return task;
 }
 
 function stopTask(simulation: Simulation, _call: Call, id?: string): unknown {
   const task = taskOf(simulation, id);
-  simulation.changeTask(task.id, { status: "stopped", completed_at: simulation.now, reason: "asked to stop; a final checkpoint was made" });
+  simulation.changeTask(task.id, { status: "stopped", completed_at: simulation.now, reason: "stop requested; final checkpoint saved" });
   return { task_id: task.id, status: task.status, reason: task.reason };
 }
 
 function restartTask(simulation: Simulation, _call: Call, id?: string): unknown {
   const task = taskOf(simulation, id);
-  simulation.changeTask(task.id, { status: "pending", completed_at: null, progress: 0, reason: "asked to start again" });
+  simulation.changeTask(task.id, { status: "pending", completed_at: null, progress: 0, reason: "restart requested" });
   run(simulation, task.id);
   return { task_id: task.id, status: task.status, reason: task.reason };
 }
 
 function verify(simulation: Simulation, _call: Call, id?: string): unknown {
   const checkpoint = simulation.checkpoints.find((each) => each.id === id);
-  if (!checkpoint) throw unknown(`There is no checkpoint '${id}'.`);
-  return { checkpoint_id: id, status: "whole", size_bytes: checkpoint.size, damages: [], reason: "every byte is what was saved" };
+  if (!checkpoint) throw unknown(`Unknown checkpoint '${id}'.`);
+  return { checkpoint_id: id, status: "whole", size_bytes: checkpoint.size, damages: [], reason: "checksums match" };
 }
 
 const RECIPES = [

@@ -48,11 +48,11 @@ function Body({ onClose }: { onClose: () => void }) {
     const go = (to: string, search: Record<string, string> = {}) => () => void navigate({ to, search } as never);
     return [
       ...VIEWS.map((v): Item => ({ id: v.to, label: v.label, kind: "view", icon: v.icon, run: go(v.to) })),
-      { id: "start", label: "Start a task", kind: "do", icon: Play, run: go("/tasks", { start: "1" }) },
-      { id: "register", label: "Register a dataset", kind: "do", icon: Database, run: go("/data", { register: "1" }) },
-      { id: "dark", label: "Dark theme", kind: "do", icon: SunMoon, run: () => setTheme("dark") },
-      { id: "light", label: "Light theme", kind: "do", icon: SunMoon, run: () => setTheme("light") },
-      ...(DEMO_ONLY ? [] : [{ id: "mode", label: mode === "demo" ? "Leave demo mode" : "Demo mode", kind: "do", icon: FlaskConical, run: () => setMode(mode === "demo" ? "live" : "demo") }]),
+      { id: "start", label: "Start task", kind: "action", icon: Play, run: go("/tasks", { start: "1" }) },
+      { id: "register", label: "Register dataset", kind: "action", icon: Database, run: go("/data", { register: "1" }) },
+      { id: "dark", label: "Dark theme", kind: "action", icon: SunMoon, run: () => setTheme("dark") },
+      { id: "light", label: "Light theme", kind: "action", icon: SunMoon, run: () => setTheme("light") },
+      ...(DEMO_ONLY ? [] : [{ id: "mode", label: mode === "demo" ? "Exit demo mode" : "Demo mode", kind: "action", icon: FlaskConical, run: () => setMode(mode === "demo" ? "live" : "demo") }]),
       ...runsOf(state).map(({ id: job, name }): Item => ({ id: `run ${job}`, label: name === job ? job : `${name} (${job})`, kind: "run", icon: Activity, run: () => void navigate({ to: "/runs/$job", params: { job } }) })),
       ...[...state.workers.keys()].map((w): Item => ({ id: `worker ${w}`, label: w, kind: "worker", icon: Boxes, run: go("/workers", { worker: w }) })),
       ...state.tasks.map((t): Item => ({ id: `task ${t.id}`, label: t.name === t.id ? t.id : `${t.name} (${t.id})`, kind: "task", icon: ListChecks, run: go("/tasks", { task: t.id }) })),
@@ -81,8 +81,8 @@ function Body({ onClose }: { onClose: () => void }) {
         aria-expanded
         aria-controls={listId}
         aria-activedescendant={found[at] ? `${listId}-${at}` : undefined}
-        aria-label="Find a view, run, worker, task or dataset"
-        placeholder="Find a view, run, worker, task or dataset …"
+        aria-label="Search views, runs, workers, tasks and datasets"
+        placeholder="Search views, runs, workers, tasks, datasets …"
         autoFocus
         value={words}
         onChange={(event) => {
@@ -114,7 +114,7 @@ function Body({ onClose }: { onClose: () => void }) {
             <span className="text-sm text-muted">{item.kind}</span>
           </li>
         ))}
-        {found.length === 0 && <li role="option" aria-selected={false} aria-disabled className="px-3 py-6 text-center text-muted">Nothing has that name</li>}
+        {found.length === 0 && <li role="option" aria-selected={false} aria-disabled className="px-3 py-6 text-center text-muted">No results</li>}
       </ul>
     </>
   );

@@ -67,7 +67,7 @@ export function Shell() {
               title="Command palette"
             >
               <Search aria-hidden className="size-4 shrink-0" />
-              <span className="sr-only flex-1 text-left lg:not-sr-only">Find</span>
+              <span className="sr-only flex-1 text-left lg:not-sr-only">Search</span>
               <span className="hidden lg:inline"><Kbd>Ctrl K</Kbd></span>
             </button>
             <div className="flex flex-col items-center gap-1 px-0.5 lg:flex-row">
@@ -83,7 +83,7 @@ export function Shell() {
         </main>
       </div>
       <Palette open={palette} onClose={() => setPalette(false)} />
-      <Dialog open={help} onClose={() => setHelp(false)} title="Keyboard">
+      <Dialog open={help} onClose={() => setHelp(false)} title="Keyboard shortcuts">
         <dl className="flex flex-col gap-3">
           {KEYS.map(([keys, meaning]) => (
             <div key={meaning} className="flex items-baseline gap-4">
@@ -114,8 +114,8 @@ function DemoBanner() {
   return (
     <aside aria-label="Demo mode" className="flex items-center justify-center gap-3 border-b bg-busy-soft px-4 py-1.5 text-sm">
       <FlaskConical aria-hidden className="size-4 text-busy" />
-      <span><strong className="font-semibold">Simulated data.</strong> This is a demonstration: no cluster is connected, nothing here was measured.</span>
-      {!DEMO_ONLY && <button type="button" className="font-medium underline underline-offset-2" onClick={() => setMode("live")}>Go live</button>}
+      <span><strong className="font-semibold">Simulated data.</strong> Demo mode: not connected to a coordinator.</span>
+      {!DEMO_ONLY && <button type="button" className="font-medium underline underline-offset-2" onClick={() => setMode("live")}>Exit demo</button>}
     </aside>
   );
 }
@@ -124,17 +124,17 @@ function DisconnectedBanner() {
   const connection = useStore((s) => s.connection);
   const now = useNowMs();
   if (connection.phase !== "disconnected") return null;
-  const inS = connection.nextTryAtMs === null ? null : Math.max(0, Math.ceil((connection.nextTryAtMs - now) / 1000));
+  const inS = connection.nextAttemptAtMs === null ? null : Math.max(0, Math.ceil((connection.nextAttemptAtMs - now) / 1000));
   return (
     <div role="alert" className="flex flex-wrap items-center justify-center gap-x-3 gap-y-1 border-b bg-bad-soft px-4 py-1.5 text-sm">
       <WifiOff aria-hidden className="size-4 text-bad" />
       <span>
         <strong className="font-semibold">Disconnected.</strong> {connection.reason} {connection.needsToken ? "" : connection.hint}
-        {connection.heardAtMs !== null && <> The values are {age((now - connection.heardAtMs) / 1000)} old.</>}
+        {connection.updatedAtMs !== null && <> Data is {age((now - connection.updatedAtMs) / 1000)} old.</>}
       </span>
-      {connection.needsToken && <Link to="/settings" className="font-medium underline underline-offset-2">Enter a token</Link>}
-      <span aria-hidden className="text-muted">{inS === null || inS === 0 ? "Trying now …" : `Next try in ${inS} s`}</span>
-      <Button className="h-6 px-2" onClick={retryNow}>Try now</Button>
+      {connection.needsToken && <Link to="/settings" className="font-medium underline underline-offset-2">Enter token</Link>}
+      <span aria-hidden className="text-muted">{inS === null || inS === 0 ? "Retrying …" : `Retrying in ${inS} s`}</span>
+      <Button className="h-6 px-2" onClick={retryNow}>Retry now</Button>
     </div>
   );
 }

@@ -6,14 +6,14 @@ import { useEffect } from "react";
 import { VIEWS } from "./views";
 
 export const KEYS: readonly (readonly [keys: readonly string[], meaning: string])[] = [
-  [["⌘ K", "Ctrl K"], "Command palette: go anywhere, find anything"],
-  [["/"], "Search on this view"],
+  [["⌘ K", "Ctrl K"], "Command palette"],
+  [["/"], "Search this view"],
   [["j", "k"], "Next and previous row"],
-  [["Enter"], "Open the row"],
-  [["Esc"], "Close, or leave the field"],
+  [["Enter"], "Open row"],
+  [["Esc"], "Close, or leave a field"],
   [["g", "letter"], `Go to a view: ${VIEWS.map((v) => `${v.key} ${v.label}`).join(", ")}`],
-  [["t"], "Dark or light"],
-  [["?"], "This list"],
+  [["t"], "Toggle theme"],
+  [["?"], "Keyboard shortcuts"],
 ];
 
 function inField(target: EventTarget | null): boolean {

@@ -126,25 +126,25 @@ it("says why it is disconnected and when it tries again, keeps the last values, 
   const beganMs = Date.now();
   await coordinator.stop();
   await until(() => expect(state.connection.phase).toBe("disconnected"));
-  expect(state.connection.reason).toMatch(/out of reach/);
-  expect(state.connection.nextTryAtMs).toBeGreaterThan(beganMs);
+  expect(state.connection.reason).toMatch(/Cannot reach the coordinator/);
+  expect(state.connection.nextAttemptAtMs).toBeGreaterThan(beganMs);
   expect(state.workers.size).toBe(1);
   await coordinator.start();
   await isLive();
-  expect(state.connection).toMatchObject({ reason: "", nextTryAtMs: null });
+  expect(state.connection).toMatchObject({ reason: "", nextAttemptAtMs: null });
   expect(state.coordinator?.server_time).toBe(NOW);
 });
 
-it("asks for a token, says when one is not accepted, and goes on with one that is", async () => {
+it("asks for a token, says when one is not accepted, and continues with one that is", async () => {
   await isLive();
   let token = "";
   vi.stubGlobal("sessionStorage", { getItem: () => token || null });
   vi.stubGlobal("localStorage", { getItem: () => null });
   coordinator.token = "secret";
   coordinator.cut();
-  await until(() => expect(state.connection).toMatchObject({ phase: "disconnected", needsToken: true, reason: "The coordinator asks for a token." }));
+  await until(() => expect(state.connection).toMatchObject({ phase: "disconnected", needsToken: true, reason: "The coordinator requires a token." }));
   token = "wrong";
-  await until(() => expect(state.connection.reason).toBe("The coordinator does not accept this token."));
+  await until(() => expect(state.connection.reason).toBe("The coordinator rejected this token."));
   token = "secret";
   await isLive();
   expect(state.connection.needsToken).toBe(false);

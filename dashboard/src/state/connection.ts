@@ -4,19 +4,21 @@
  * The event stream brings facts the moment they are durable; a snapshot every few seconds brings what is no fact
  * (heartbeats, progress, who waits). After a break the stream is taken up where it ended; when the coordinator says
  * `resync`, a new snapshot is. Where streams do not get through, snapshots alone do. Nothing is ever thrown away
- * while the coordinator is out of reach: the state says so and when the next try comes.
+ * while the coordinator is out of reach: the state says so and when the next attempt comes.
  */
 
 import { API_URL, ApiError, authorization, get, httpTransport, refusal, unreachable } from "../api/client";
-import type { History, RecentEvent, Recovery, Snapshot } from "../api/types";
+import { received, type FeedEvent } from "../api/events";
+import type { StreamEvent } from "../api/generated";
+import type { History, Recovery, Snapshot } from "../api/types";
 import type { Backend } from "./backend";
 import { fleetHistory } from "./series";
 import { EventParser } from "./sse";
-import type { Action, FeedEvent } from "./types";
+import type { Action } from "./types";
 
 const FIRST_RETRY_MS = 1_000;
 const LAST_RETRY_MS = 10_000;
-/** The coordinator sends its figures every second; this long without a word and the line is dead. */
+/** The coordinator sends metrics every second; this long without data and the connection is dead. */
 const SILENCE_MS = 10_000;
 const POLL_MS = 2_000;
 const HIDDEN_POLL_MS = 10_000;
@@ -27,7 +29,7 @@ const FLEET_SERIES = "coordinator_rps,active_workers,barrier_latency_p99,checkpo
 
 let wake: (() => void) | null = null;
 
-/** Try now instead of at the next time announced. */
+/** Retry now instead of at the time announced. */
 export function retryNow(): void {
   wake?.();
 }
@@ -64,7 +66,7 @@ class Follower {
         await this.follow(() => {
           failures = 0;
         });
-        reason = unreachable("the stream ended");
+        reason = unreachable("the event stream ended");
       } catch (error) {
         reason = error;
       }
@@ -73,7 +75,7 @@ class Follower {
       if (failures > 0 && (await this.pollOnly())) continue;
       const waitMs = failures === 0 ? 250 : Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** (failures - 1));
       failures += 1;
-      // A stream that merely broke is taken up again at once; nobody needs to hear of it.
+      // A stream that merely broke is resumed at once, without a notice.
       if (failures > 1) this.announce(reason, waitMs);
       await this.sleep(waitMs);
     }
@@ -93,16 +95,16 @@ class Follower {
           cache: "no-store",
         });
       } catch {
-        throw unreachable(line.signal.aborted ? `no answer within ${SILENCE_MS / 1000} s` : "the connection was refused or lost");
+        throw unreachable(line.signal.aborted ? `no response within ${SILENCE_MS / 1000} s` : "the connection was refused or lost");
       }
       if (!response.ok) throw await refusal(response);
       if (!response.body || !response.headers.get("content-type")?.startsWith("text/event-stream")) {
-        throw new ApiError("The event stream did not open.", { status: response.status, code: "no_stream", hint: `Something between here and ${API_URL} does not pass streams on.` });
+        throw new ApiError("The event stream could not be opened.", { status: response.status, code: "no_stream", hint: `A proxy in front of ${API_URL} may block event streams.` });
       }
       const resumed = this.lastId !== "";
       await Promise.all([this.snapshot(), resumed ? null : this.past()]);
       onOpen();
-      this.dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextTryAtMs: null, needsToken: false } });
+      this.dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextAttemptAtMs: null, needsToken: false } });
       this.schedulePoll();
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       const parser = new EventParser(this.lastId);
@@ -111,7 +113,7 @@ class Follower {
         try {
           piece = await reader.read();
         } catch {
-          throw unreachable(line.signal.aborted ? `not a word for ${SILENCE_MS / 1000} s` : "the stream broke");
+          throw unreachable(line.signal.aborted ? `no data for ${SILENCE_MS / 1000} s` : "the event stream was interrupted");
         }
         if (piece.done) return;
         clearTimeout(silence);
@@ -130,7 +132,7 @@ class Follower {
     this.since?.push(...events);
     this.dispatch({ type: "events", events, atMs: Date.now() });
     if (events.some((e) => e.kind === "resync")) {
-      void this.snapshot().catch(() => undefined); // The stream itself will tell when the coordinator is gone.
+      void this.snapshot().catch(() => undefined); // The stream itself ends when the coordinator is lost.
       void this.past();
     }
   }
@@ -144,21 +146,21 @@ class Follower {
       this.dispatch({ type: "snapshot", snapshot, since: [...since], atMs: Date.now() });
     } catch (error) {
       if (error instanceof ApiError || this.ended.signal.aborted) throw error;
-      throw unreachable(`no answer within ${SNAPSHOT_PATIENCE_MS / 1000} s`);
+      throw unreachable(`no response within ${SNAPSHOT_PATIENCE_MS / 1000} s`);
     } finally {
       if (this.since === since) this.since = null;
     }
   }
 
-  /** What happened before this page was opened; an older coordinator does not tell. */
+  /** What happened before this page was opened; an older coordinator may not answer. */
   private async past(): Promise<void> {
     const signal = this.ended.signal;
     const [events, recoveries, history] = await Promise.allSettled([
-      get<RecentEvent[]>("/events/recent", undefined, signal),
+      get<StreamEvent[]>("/events/recent", undefined, signal),
       get<Recovery[]>("/recoveries", undefined, signal),
       get<History>("/metrics/history", { series: FLEET_SERIES, since: Math.floor(Date.now() / 1000 - PAST_S) }, signal),
     ]);
-    if (events.status === "fulfilled") this.dispatch({ type: "past", events: events.value.map((e) => ({ id: e.id, kind: e.event, data: e.data, at: e.at })) });
+    if (events.status === "fulfilled") this.dispatch({ type: "past", events: events.value.map((e) => received(e.id, e.event, e.data)).filter((e) => e !== null) });
     if (recoveries.status === "fulfilled") this.dispatch({ type: "recoveries", recoveries: recoveries.value });
     if (history.status === "fulfilled") this.dispatch({ type: "history", series: fleetHistory(history.value) });
   }
@@ -176,14 +178,14 @@ class Follower {
     }, waitMs);
   }
 
-  /** Without a stream: snapshots alone, until it is time to try the stream again. False when they fail too. */
+  /** Without a stream: snapshots alone, until the stream is retried. False when they fail too. */
   private async pollOnly(): Promise<boolean> {
     const untilMs = Date.now() + STREAM_RETRY_MS;
     try {
       await this.snapshot();
       this.dispatch({
         type: "connection",
-        connection: { phase: "polling", reason: "The event stream does not get through; asking every two seconds instead.", hint: "A proxy between here and the coordinator may hold streams back.", nextTryAtMs: null, needsToken: false },
+        connection: { phase: "polling", reason: "The event stream is blocked; polling every 2 s instead.", hint: "A proxy in front of the coordinator may buffer streams.", nextAttemptAtMs: null, needsToken: false },
       });
       while (Date.now() < untilMs && !this.ended.signal.aborted) {
         await this.sleep(POLL_MS);
@@ -203,7 +205,7 @@ class Follower {
         phase: "disconnected",
         reason: error instanceof Error ? error.message : String(error),
         hint: error instanceof ApiError ? error.hint : "",
-        nextTryAtMs: Date.now() + waitMs,
+        nextAttemptAtMs: Date.now() + waitMs,
         needsToken: refused,
       },
     });

@@ -40,7 +40,7 @@ const OVERDUE = 3;
 
 export function assess(state: State, now: number): Health {
   if (state.coordinator === null) {
-    return { level: "unknown", headline: state.connection.phase === "disconnected" ? "Not connected" : "Connecting", reason: state.connection.reason || "Waiting for the coordinator's first answer.", findings: [] };
+    return { level: "unknown", headline: state.connection.phase === "disconnected" ? "Not connected" : "Connecting", reason: state.connection.reason || "Waiting for the coordinator.", findings: [] };
   }
   const runs = runsOf(state);
   const findings = [
@@ -49,21 +49,21 @@ export function assess(state: State, now: number): Health {
     ...ofTasks(state, now),
   ].sort((a, b) => rank(a) - rank(b));
   const live = runs.filter((run) => run.status === "training" || run.status === "recovering" || run.status === "starting");
-  const stale = state.connection.phase === "disconnected" ? "When last heard: " : "";
+  const stale = state.connection.phase === "disconnected" ? "Last known: " : "";
   const worst = findings[0];
   if (worst) return { level: worst.level, headline: stale + worst.title, reason: worst.reason, findings };
   if (live.length === 0) {
     const present = runs.reduce((sum, run) => sum + run.alive, 0);
     return {
       level: "idle",
-      headline: `${stale}Nothing is training`,
-      reason: present > 0 ? `${plural(present, "worker")} connected and idle.` : "No worker is connected. Start a task, or launch a job that names this coordinator.",
+      headline: `${stale}No active runs`,
+      reason: present > 0 ? `${plural(present, "worker")} connected and idle.` : "No workers connected. Start a task, or launch a job with this coordinator's address.",
       findings,
     };
   }
   const first = live[0];
   if (first && live.every((run) => run.status === "starting")) {
-    return { level: "idle", headline: `${stale}${first.name} is starting`, reason: `${plural(first.alive, "worker")} joined; none has made a step yet.`, findings };
+    return { level: "idle", headline: `${stale}${first.name} is starting`, reason: `${plural(first.alive, "worker")} joined, no steps completed yet.`, findings };
   }
   return { level: "good", headline: `${stale}Training is healthy`, reason: wellBeing(live, now), findings };
 }
@@ -77,13 +77,13 @@ function wellBeing(live: readonly Run[], now: number): string {
   const who = live.length === 1 && live[0] ? `${plural(workers, "worker")} on ${live[0].name}` : `${plural(workers, "worker")} on ${plural(live.length, "run")}`;
   const oldest = live.map((run) => run.risk.since).filter((at) => at !== null).sort((a, b) => a - b)[0];
   const unsaved = live.filter((run) => run.risk.safe === null).length;
-  if (unsaved > 0) return `${who}; the first save has not been made yet.`;
-  return oldest === undefined ? `${who}.` : `${who}, last safe state ${age(now - oldest)} ago.`;
+  if (unsaved > 0) return `${who}, no checkpoint yet.`;
+  return oldest === undefined ? `${who}.` : `${who}, last checkpoint ${age(now - oldest)} ago.`;
 }
 
 /** "w1", "w1 and w2", "w1, w2 and 5 more" */
 export function names(ids: readonly string[]): string {
-  if (ids.length <= 1) return ids[0] ?? "nobody";
+  if (ids.length <= 1) return ids[0] ?? "none";
   if (ids.length <= 3) return `${ids.slice(0, -1).join(", ")} and ${ids.at(-1) ?? ""}`;
   return `${ids.slice(0, 2).join(", ")} and ${count(ids.length - 2)} more`;
 }
@@ -93,20 +93,20 @@ function ofWorkers(run: Run, now: number): Finding[] {
   const failed = run.workers.filter((w) => w.status === "failed" && !replaced(w, run));
   const filter = { job: run.id, status: "failed" };
   if (run.status === "failed") {
-    const goneS = now - Math.max(...run.workers.map((w) => w.last_heartbeat));
+    const lostS = now - Math.max(...run.workers.map((w) => w.last_heartbeat));
     const link = { to: "/workers" as const, search: filter };
-    if (goneS < RETURN_S) found.push({ level: "warn", title: `${run.name} is recovering`, reason: `Every worker was lost ${age(goneS)} ago and none is back yet. ${reasonOf(failed)}`, link });
-    else if (goneS < RECENT_S || run.task?.status === "running") found.push({ level: "bad", title: `${run.name} has stopped: every worker is gone`, reason: reasonOf(failed), link });
+    if (lostS < RETURN_S) found.push({ level: "warn", title: `${run.name} is recovering`, reason: `All workers lost ${age(lostS)} ago, none has rejoined yet. ${reasonOf(failed)}`, link });
+    else if (lostS < RECENT_S || run.task?.status === "running") found.push({ level: "bad", title: `${run.name} stopped: all workers lost`, reason: reasonOf(failed), link });
     return found;
   }
   if (run.alive === 0) return found;
   const lost = failed.length === 0 ? "" : `${names(failed.map((w) => w.id))} failed`;
   if (run.status === "recovering") {
     const starting = run.workers.filter(isStarting);
-    const back = `${count(starting.length)} of ${plural(run.alive, "worker")} ${starting.length === 1 ? "is" : "are"} coming back.`;
+    const back = `${count(starting.length)} of ${plural(run.alive, "worker")} restarting.`;
     found.push({ level: "warn", title: `${run.name} is recovering`, reason: lost ? `${lost}. ${reasonOf(failed)} ${back}` : back, link: { to: "/runs", job: run.id } });
   } else if (lost) {
-    found.push({ level: "warn", title: lost, reason: `${run.name} goes on with ${plural(run.alive, "worker")}. ${reasonOf(failed)}`, link: { to: "/workers", search: filter } });
+    found.push({ level: "warn", title: lost, reason: `${run.name} continues with ${plural(run.alive, "worker")}. ${reasonOf(failed)}`, link: { to: "/workers", search: filter } });
   }
   const slow = run.workers.filter((w) => w.slow && w.status !== "failed");
   if (slow.length > 0) {
@@ -115,7 +115,7 @@ function ofWorkers(run: Run, now: number): Finding[] {
   const late = run.workers.filter((w) => w.status !== "failed" && now - w.last_heartbeat > LATE_S);
   if (late.length > 0) {
     const longest = Math.max(...late.map((w) => now - w.last_heartbeat));
-    found.push({ level: "warn", title: `${names(late.map((w) => w.id))} ${late.length === 1 ? "is" : "are"} silent`, reason: `No heartbeat for ${age(longest)}.`, link: { to: "/workers", search: { job: run.id, sort: "heard" } } });
+    found.push({ level: "warn", title: `No heartbeat from ${names(late.map((w) => w.id))}`, reason: `Last heartbeat ${age(longest)} ago.`, link: { to: "/workers", search: { job: run.id, sort: "last_heartbeat" } } });
   }
   return found;
 }
@@ -139,13 +139,13 @@ function ofSaves(run: Run, now: number): Finding[] {
   const last = run.checkpoints.find((c) => c.status !== "in_progress");
   const found: Finding[] = [];
   if (last?.status === "failed" && now - last.created_at < RECENT_S) {
-    found.push({ level: "bad", title: `The last save of ${run.name} failed`, reason: `Step ${count(last.step)}: ${last.reason || "no reason given"}.`, link });
+    found.push({ level: "bad", title: `Last checkpoint of ${run.name} failed`, reason: `Step ${count(last.step)}: ${last.reason || "no reason reported"}.`, link });
   }
   const rhythm = saveRhythm(run);
   if (rhythm !== null && run.risk.since !== null && run.status === "training") {
     const since = now - run.risk.since;
     if (since > Math.max(30, OVERDUE * rhythm)) {
-      found.push({ level: "warn", title: `${run.name} has not saved for ${age(since)}`, reason: `It usually saves every ${duration(Math.round(rhythm))}; ${plural(run.risk.steps, "step")} would be lost now.`, link });
+      found.push({ level: "warn", title: `No checkpoint of ${run.name} for ${age(since)}`, reason: `Usually every ${duration(Math.round(rhythm))}; ${plural(run.risk.steps, "step")} at risk.`, link });
     }
   }
   return found;
@@ -172,22 +172,22 @@ function ofProgress(run: Run, state: State, now: number): Finding[] {
   const stepS = Math.max(0, ...run.workers.map((w) => w.metrics["step_time_s"] ?? 0));
   const limit = Math.max(STALLED_S, 5 * stepS);
   if (since === null || now - since < limit) return [];
-  return [{ level: "warn", title: `${run.name} makes no progress`, reason: `It has been at step ${count(run.step)} for ${age(now - since)}.`, link: { to: "/runs", job: run.id } }];
+  return [{ level: "warn", title: `${run.name} is stalled`, reason: `At step ${count(run.step)} for ${age(now - since)}.`, link: { to: "/runs", job: run.id } }];
 }
 
 function ofBarriers(state: State, now: number): Finding[] {
   const slow = state.barriers.filter((b) => b.status === "waiting" && now - b.created_at > BARRIER_SLOW_S);
   const first = slow[0];
   if (!first) return [];
-  const missing = first.missing.length > 0 ? `${names(first.missing)} ${first.missing.length === 1 ? "is" : "are"} missing` : `${count(first.arrived)} of ${count(first.total)} have arrived`;
-  return [{ level: "warn", title: `Everyone waits at ${first.name}`, reason: `For ${age(now - first.created_at)}: ${missing}.`, link: { to: "/barriers", search: { status: "waiting" } } }];
+  const missing = first.missing.length > 0 ? `missing ${names(first.missing)}` : `${count(first.arrived)} of ${count(first.total)} arrived`;
+  return [{ level: "warn", title: `Workers blocked at barrier ${first.name}`, reason: `Blocked for ${age(now - first.created_at)}, ${missing}.`, link: { to: "/barriers", search: { status: "waiting" } } }];
 }
 
 function ofTasks(state: State, now: number): Finding[] {
   const failed = state.tasks.filter((t) => t.status === "failed" && now - (t.completed_at ?? 0) < RECENT_S);
   const first = failed[0];
   if (!first) return [];
-  return [{ level: "bad", title: `Task ${first.name} failed`, reason: first.reason || "No reason was given.", link: { to: "/tasks", search: { task: first.id } } }];
+  return [{ level: "bad", title: `Task ${first.name} failed`, reason: first.reason || "No reason reported.", link: { to: "/tasks", search: { task: first.id } } }];
 }
 
 // --- what would be lost ---------------------------------------------------------------------------------------------

@@ -5,16 +5,17 @@
  * lists are bounded, so that a page left open for weeks stays as small as one just opened.
  */
 
-import type { Barrier, Checkpoint, LogEntry, Metrics, Recovery, Snapshot, Task, TaskStatus, Worker } from "../api/types";
-import { tell, type Facts } from "./facts";
+import type { DataOf, FeedEvent } from "../api/events";
+import type { Barrier, Checkpoint, LogEntry, Recovery, Snapshot, Task, Worker } from "../api/types";
+import { eventLineOf } from "./facts";
 import { addRunPoints, addSample, emptySeries, mergeRunHistory, mergeSeries } from "./series";
-import type { Action, FeedEvent, Generation, Happening, State } from "./types";
+import type { Action, Generation, EventLine, State } from "./types";
 
-export const LIMITS = { logs: 5_000, happenings: 500, generations: 2_000, checkpoints: 500, barriers: 100, tasks: 500, recoveries: 1_000 };
+export const LIMITS = { logs: 5_000, eventLines: 500, generations: 2_000, checkpoints: 500, barriers: 100, tasks: 500, recoveries: 1_000 };
 
 export function initialState(): State {
   return {
-    connection: { phase: "connecting", reason: "", hint: "", nextTryAtMs: null, heardAtMs: null, needsToken: false },
+    connection: { phase: "connecting", reason: "", hint: "", nextAttemptAtMs: null, updatedAtMs: null, needsToken: false },
     skewS: 0,
     coordinator: null,
     workers: new Map(),
@@ -25,7 +26,7 @@ export function initialState(): State {
     recoveries: [],
     metrics: null,
     logs: [],
-    happenings: [],
+    eventLines: [],
     generations: [],
     series: emptySeries(),
     runSeries: new Map(),
@@ -62,7 +63,7 @@ function applySnapshot(state: State, snapshot: Snapshot, atMs: number): State {
   const workers = new Map(snapshot.workers.map((w) => [w.id, w]));
   return {
     ...state,
-    connection: { ...state.connection, heardAtMs: atMs },
+    connection: { ...state.connection, updatedAtMs: atMs },
     skewS: settle(state, snapshot.coordinator.server_time - atMs / 1000),
     coordinator: snapshot.coordinator,
     workers,
@@ -108,53 +109,52 @@ interface Draft {
 
 function applyEvents(state: State, events: readonly FeedEvent[], atMs: number, again: boolean): State {
   if (events.length === 0) return state;
-  const draft: Draft = { state: { ...state, connection: again ? state.connection : { ...state.connection, heardAtMs: atMs } }, workers: null };
-  const told: Happening[] = [];
+  const draft: Draft = { state: { ...state, connection: again ? state.connection : { ...state.connection, updatedAtMs: atMs } }, workers: null };
+  const eventLines: EventLine[] = [];
   const generations: Generation[] = [];
   const logs: LogEntry[] = [];
   for (const event of events) {
     if (event.kind === "logs") {
-      logs.push(...(event.data as LogEntry[]));
+      logs.push(...event.data);
       continue;
     }
     if (event.kind === "metrics") {
-      const metrics = event.data as Metrics;
-      draft.state.metrics = metrics;
-      if (!again) draft.state.series = addSample(draft.state.series, metrics, draft.state.runSeries, atMs / 1000 + state.skewS);
+      draft.state.metrics = event.data;
+      if (!again) draft.state.series = addSample(draft.state.series, event.data, draft.state.runSeries, atMs / 1000 + state.skewS);
       continue;
     }
     if (event.kind === "logs_skipped") {
-      if (!again) draft.state.logsSkipped += (event.data as { count: number }).count;
+      if (!again) draft.state.logsSkipped += event.data.count;
       continue;
     }
     apply(draft, event);
-    const happening = tell(event, atMs / 1000 + state.skewS);
-    if (happening) told.push(happening);
+    const line = eventLineOf(event);
+    if (line) eventLines.push(line);
     const generation = generationOf(event);
     if (generation) generations.push(generation);
   }
   if (draft.workers) draft.state.workers = draft.workers;
   if (logs.length > 0) draft.state.logs = appendLogs(draft.state.logs, logs);
-  if (told.length > 0) draft.state.happenings = prepend(told.reverse(), draft.state.happenings, LIMITS.happenings);
+  if (eventLines.length > 0) draft.state.eventLines = prepend(eventLines.reverse(), draft.state.eventLines, LIMITS.eventLines);
   if (generations.length > 0) draft.state.generations = addGenerations(draft.state.generations, generations);
   return draft.state;
 }
 
 function applyPast(state: State, events: readonly FeedEvent[]): State {
-  const told = events.map((event) => tell(event, event.at ?? 0)).filter((h) => h !== null).reverse();
+  const eventLines = events.map(eventLineOf).filter((h) => h !== null).reverse();
   const generations = events.map(generationOf).filter((g) => g !== null);
   return {
     ...state,
-    happenings: merged(told, state.happenings),
+    eventLines: merged(eventLines, state.eventLines),
     generations: addGenerations(generations.length > 0 ? generations : state.generations, state.generations.filter((g) => g.number > 0)),
   };
 }
 
 function apply(draft: Draft, event: FeedEvent): void {
   const { state } = draft;
-  switch (event.kind as keyof Facts) {
+  switch (event.kind) {
     case "worker_joined": {
-      const d = event.data as Facts["worker_joined"];
+      const d = event.data;
       const known = workersOf(draft).get(d.spec.worker_id);
       if (known && known.incarnation >= d.incarnation) break;
       workersOf(draft).set(d.spec.worker_id, {
@@ -162,19 +162,20 @@ function apply(draft: Draft, event: FeedEvent): void {
         last_heartbeat: d.at_s, assigned_shards: 0, current_epoch: known?.current_epoch ?? 0, current_step: known?.current_step ?? 0,
         current_task: null, resources: null, metrics: {}, job_id: d.spec.job_id, rank: null, incarnation: d.incarnation,
         connected: false, joined_at: d.at_s, memory_bytes: d.spec.memory_bytes, slow: false, reason: d.reason, metadata: d.spec.metadata,
+        run_id: d.spec.run_id,
       });
       setGeneration(state, d.spec.job_id, d.generation);
       break;
     }
     case "worker_failed": {
-      const d = event.data as Facts["worker_failed"];
+      const d = event.data;
       const known = workersOf(draft).get(d.worker_id);
       if (known && known.incarnation <= d.incarnation) workersOf(draft).set(d.worker_id, { ...known, status: "failed", connected: false, rank: null, reason: d.reason });
       setGeneration(state, d.job_id, d.generation);
       break;
     }
     case "worker_left": {
-      const d = event.data as Facts["worker_left"];
+      const d = event.data;
       const known = workersOf(draft).get(d.worker_id);
       if (known && known.incarnation <= d.incarnation) workersOf(draft).delete(d.worker_id);
       setGeneration(state, d.job_id, d.generation);
@@ -182,17 +183,17 @@ function apply(draft: Draft, event: FeedEvent): void {
     }
     case "worker_slow":
     case "worker_caught_up": {
-      const d = event.data as Facts["worker_slow"];
+      const d = event.data;
       const known = workersOf(draft).get(d.worker_id);
       if (known) workersOf(draft).set(d.worker_id, { ...known, slow: d.slow, reason: d.reason });
       break;
     }
     case "worker_forgotten":
-      workersOf(draft).delete((event.data as Facts["worker_forgotten"]).worker_id);
+      workersOf(draft).delete(event.data.worker_id);
       break;
     case "dataset_registered": {
-      const { spec, at_s } = event.data as Facts["dataset_registered"];
-      const { dataset_id, ...rest } = spec;
+      const { spec, at_s } = event.data;
+      const { dataset_id, files: _files, ...rest } = spec;
       const dataset = { ...rest, id: dataset_id, name: spec.metadata["name"] ?? dataset_id, shard_count: Math.ceil(spec.total_samples / spec.shard_size), registered_at: at_s };
       state.datasets = new Map(state.datasets).set(dataset_id, dataset);
       break;
@@ -201,73 +202,76 @@ function apply(draft: Draft, event: FeedEvent): void {
       state.planRevision += 1;
       break;
     case "barrier_released": {
-      const d = event.data as Facts["barrier_released"];
+      const d = event.data;
       endBarrier(state, { ...barrierOf(d), total: d.arrived, status: "complete", missing: [] });
       break;
     }
     case "barrier_broken": {
-      const d = event.data as Facts["barrier_broken"];
+      const d = event.data;
       endBarrier(state, { ...barrierOf(d), total: d.expected, status: "broken", missing: d.missing });
       break;
     }
     case "checkpoint_started": {
-      const d = event.data as Facts["checkpoint_started"];
+      const d = event.data;
       if (state.checkpoints.some((c) => c.id === d.checkpoint_id)) break;
       putCheckpoint(state, {
         id: d.checkpoint_id, step: d.step, epoch: d.epoch, size: d.size_bytes, path: d.path, created_at: d.at_s, completed_at: null, worker_id: d.worker_id,
         job_id: d.job_id, status: "in_progress", tiers: [], digest: "", throughput_mb_s: null, reason: d.reason, metadata: {},
+        run_id: d.run_id, generation: d.generation,
       });
       break;
     }
     case "checkpoint_completed": {
-      const d = event.data as Facts["checkpoint_completed"];
+      const d = event.data;
       const known = state.checkpoints.find((c) => c.id === d.checkpoint_id);
       putCheckpoint(state, {
         id: d.checkpoint_id, step: d.step, epoch: d.epoch, size: d.size_bytes, path: d.path, created_at: known?.created_at ?? d.at_s - d.duration_s,
         completed_at: known?.completed_at ?? d.at_s, worker_id: d.worker_id, job_id: d.job_id, status: "completed", tiers: d.tiers, digest: d.digest,
         throughput_mb_s: d.duration_s > 0 ? d.size_bytes / 1e6 / d.duration_s : null, reason: d.reason, metadata: d.metadata,
+        run_id: d.run_id, generation: d.generation,
       });
       break;
     }
     case "checkpoint_failed": {
-      const d = event.data as Facts["checkpoint_failed"];
+      const d = event.data;
       const known = state.checkpoints.find((c) => c.id === d.checkpoint_id);
       if (known?.status === "completed") break;
       putCheckpoint(state, {
         id: d.checkpoint_id, step: d.step, epoch: d.epoch, size: known?.size ?? 0, path: d.path, created_at: known?.created_at ?? d.at_s, completed_at: null,
         worker_id: d.worker_id, job_id: d.job_id, status: "failed", tiers: [], digest: "", throughput_mb_s: null, reason: d.reason, metadata: known?.metadata ?? {},
+        run_id: d.run_id, generation: d.generation,
       });
       break;
     }
     case "checkpoint_removed": {
-      const { checkpoint_id } = event.data as Facts["checkpoint_removed"];
+      const { checkpoint_id } = event.data;
       state.checkpoints = state.checkpoints.filter((c) => c.id !== checkpoint_id);
       break;
     }
     case "task_created": {
-      const { spec, reason, at_s } = event.data as Facts["task_created"];
+      const { spec, reason, at_s } = event.data;
       if (state.tasks.some((t) => t.id === spec.task_id)) break;
       const task: Task = {
         id: spec.task_id, name: spec.name, type: spec.type, status: "pending", stopping: false, worker_ids: [], worker_count: spec.worker_count,
-        gpus_per_worker: spec.gpus_per_worker ?? 0, dataset_id: spec.dataset_id, config: parsed(spec.config_json), created_at: at_s, started_at: null,
-        completed_at: null, progress: 0, step: 0, total_steps: null, steps_per_s: null, eta_s: null, attempts: 0, max_retries: spec.max_retries ?? 0,
+        gpus_per_worker: spec.gpus_per_worker, dataset_id: spec.dataset_id, config: parsed(spec.config_json), created_at: at_s, started_at: null,
+        completed_at: null, progress: 0, step: 0, total_steps: null, steps_per_s: null, eta_s: null, attempts: 0, max_retries: spec.max_retries,
         exit_cause: null, reason,
       };
       state.tasks = [task, ...state.tasks].slice(0, LIMITS.tasks);
       break;
     }
     case "task_changed": {
-      const d = event.data as Facts["task_changed"];
+      const d = event.data;
       state.tasks = state.tasks.map((t) => (t.id === d.task_id ? changed(t, d) : t));
       break;
     }
     case "task_progressed": {
-      const d = event.data as Facts["task_progressed"];
+      const d = event.data;
       state.tasks = state.tasks.map((t) => (t.id === d.task_id && d.attempt >= t.attempts ? progressed(t, d) : t));
       break;
     }
     case "recovery_recorded": {
-      const { at_s, ...d } = event.data as Facts["recovery_recorded"];
+      const { at_s, severity: _severity, text: _text, ...d } = event.data;
       const recovery: Recovery = { ...d, at: at_s, total_s: Object.values(d.phases_s).reduce((sum, s) => sum + s, 0) };
       const known = state.recoveries.some((r) => r.at === recovery.at && r.job_id === recovery.job_id && r.worker_id === recovery.worker_id);
       if (!known) state.recoveries = [recovery, ...state.recoveries].slice(0, LIMITS.recoveries);
@@ -287,7 +291,7 @@ function setGeneration(state: State, jobId: string, generation: number): void {
   state.coordinator = { ...known, generation: Math.max(known.generation, generation), jobs: { ...known.jobs, [jobId]: generation } };
 }
 
-function barrierOf(d: { job_id: string; barrier_id: string; step: number; round: number; arrived: number; opened_at_s: number; reason: string; at_s: number }) {
+function barrierOf(d: DataOf<"barrier_released" | "barrier_broken">) {
   return {
     id: `${d.job_id}/${d.barrier_id}@${d.step}#${d.round}`,
     name: d.barrier_id, job_id: d.job_id, step: d.step, arrived: d.arrived, created_at: d.opened_at_s, ended_at: d.at_s, reason: d.reason,
@@ -314,13 +318,13 @@ function putCheckpoint(state: State, checkpoint: Checkpoint): void {
 
 const ENDED: ReadonlySet<string> = new Set(["completed", "failed", "stopped"]);
 
-function changed(task: Task, d: Facts["task_changed"]): Task {
-  const status = d.status as TaskStatus;
+function changed(task: Task, d: DataOf<"task_changed">): Task {
+  const { status } = d;
   return {
     ...task,
     status,
-    stopping: d.stopping ?? false,
-    attempts: Math.max(task.attempts, d.attempt ?? 0),
+    stopping: d.stopping,
+    attempts: Math.max(task.attempts, d.attempt),
     exit_cause: d.cause ?? task.exit_cause,
     eta_s: ENDED.has(status) ? null : task.eta_s,
     worker_ids: d.worker_ids.length > 0 || ENDED.has(status) ? d.worker_ids : task.worker_ids,
@@ -331,8 +335,7 @@ function changed(task: Task, d: Facts["task_changed"]): Task {
   };
 }
 
-function progressed(task: Task, d: Facts["task_progressed"]): Task {
-  const left = d.total_steps > 0 ? Math.max(0, d.total_steps - d.step) : null;
+function progressed(task: Task, d: DataOf<"task_progressed">): Task {
   return {
     ...task,
     attempts: d.attempt,
@@ -340,8 +343,8 @@ function progressed(task: Task, d: Facts["task_progressed"]): Task {
     step: d.step,
     total_steps: d.total_steps || null,
     steps_per_s: d.steps_per_s || null,
-    eta_s: left !== null && d.steps_per_s > 0 ? left / d.steps_per_s : null,
-    progress: d.total_steps > 0 ? Math.min(100, (100 * d.step) / d.total_steps) : task.progress,
+    eta_s: d.eta_s,
+    progress: d.total_steps > 0 ? d.progress : task.progress,
   };
 }
 
@@ -369,26 +372,26 @@ function appendLogs(known: readonly LogEntry[], entries: readonly LogEntry[]): r
   return [...(room === 0 ? [] : known.slice(-room)), ...fresh.slice(-LIMITS.logs)];
 }
 
-function prepend(fresh: readonly Happening[], known: readonly Happening[], limit: number): readonly Happening[] {
+function prepend(fresh: readonly EventLine[], known: readonly EventLine[], limit: number): readonly EventLine[] {
   const ids = new Set(known.map((h) => h.id));
   const news = fresh.filter((h) => !ids.has(h.id));
   return news.length === 0 ? known : [...news, ...known].slice(0, limit);
 }
 
-function merged(past: readonly Happening[], known: readonly Happening[]): readonly Happening[] {
+function merged(past: readonly EventLine[], known: readonly EventLine[]): readonly EventLine[] {
   const ids = new Set(known.map((h) => h.id));
-  return [...known, ...past.filter((h) => !ids.has(h.id))].sort((a, b) => b.at - a.at).slice(0, LIMITS.happenings);
+  return [...known, ...past.filter((h) => !ids.has(h.id))].sort((a, b) => b.at - a.at).slice(0, LIMITS.eventLines);
 }
 
 function generationOf(event: FeedEvent): Generation | null {
   switch (event.kind) {
     case "worker_joined": {
-      const d = event.data as Facts["worker_joined"];
+      const d = event.data;
       return { jobId: d.spec.job_id, number: d.generation, at: d.at_s, kind: "joined", workerId: d.spec.worker_id, reason: d.reason };
     }
     case "worker_failed":
     case "worker_left": {
-      const d = event.data as Facts["worker_failed"];
+      const d = event.data;
       return { jobId: d.job_id, number: d.generation, at: d.at_s, kind: event.kind === "worker_failed" ? "failed" : "left", workerId: d.worker_id, reason: d.reason };
     }
     default:

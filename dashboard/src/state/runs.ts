@@ -35,7 +35,7 @@ export interface Risk {
   safe: Checkpoint | null;
   /** When the safe state was taken; without one, when training began. Null when nothing trains. */
   since: number | null;
-  /** Steps made since. */
+  /** Steps completed since. */
   steps: number;
 }
 
@@ -60,7 +60,7 @@ function runIds(state: State): string[] {
   return [...ids];
 }
 
-/** Every run, those with living workers first, then by how recently something was heard of them. */
+/** Every run, those with living workers first, then by their latest activity. */
 export function runsOf(state: State): Run[] {
   const runs = new Map<string, Run>(runIds(state).map((id) => [id, emptyRun(id, state)]));
   for (const worker of state.workers.values()) runs.get(worker.job_id)?.workers.push(worker);
@@ -69,7 +69,7 @@ export function runsOf(state: State): Run[] {
   const started = new Map<string, number>();
   for (const g of state.generations) if (!started.has(g.jobId)) started.set(g.jobId, g.at);
   const finished = [...runs.values()].map((run) => complete(run, state, started.get(run.id)));
-  return finished.sort((a, b) => Math.sign(b.alive) - Math.sign(a.alive) || lastHeard(b) - lastHeard(a) || a.id.localeCompare(b.id));
+  return finished.sort((a, b) => Math.sign(b.alive) - Math.sign(a.alive) || lastActive(b) - lastActive(a) || a.id.localeCompare(b.id));
 }
 
 function emptyRun(id: string, state: State): Run {
@@ -85,7 +85,7 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
   const point = runPoint(workers);
   const { unit } = throughputOf(state.runSeries.get(run.id));
   const saves = run.checkpoints.map((c) => c.step);
-  // A process that has just started says 0; the run is where it was last heard to be.
+  // A process that has just started says 0; the run is at the last step reported.
   const step = point.step || (lastStep(state.runSeries.get(run.id)) ?? Math.max(0, ...workers.map((w) => w.current_step), ...saves));
   const starts = [firstJoin, ...workers.map((w) => w.joined_at), ...run.checkpoints.map((c) => c.created_at)].filter((at) => at !== undefined);
   const startedAt = starts.length === 0 ? null : Math.min(...starts);
@@ -137,7 +137,7 @@ export function newestSafe(checkpoints: readonly Checkpoint[]): Checkpoint | nul
   return newest;
 }
 
-function lastHeard(run: Run): number {
+function lastActive(run: Run): number {
   return Math.max(0, ...run.workers.map((w) => w.last_heartbeat), run.checkpoints[0]?.created_at ?? 0, run.recoveries[0]?.at ?? 0);
 }
 

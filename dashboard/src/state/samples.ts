@@ -8,14 +8,14 @@ export function worker(change: Partial<Worker> = {}): Worker {
   return {
     id: "w0", ip: "10.0.0.1", port: 0, status: "training", gpu_count: 0, last_heartbeat: NOW - 1, assigned_shards: 0, current_epoch: 0, current_step: 100,
     current_task: null, resources: null, metrics: { loss: 2, tokens_per_second: 1000, step_time_s: 0.5 }, job_id: "job", rank: 0, incarnation: 1, connected: true,
-    joined_at: NOW - 600, memory_bytes: 0, slow: false, reason: "", metadata: {}, ...change,
+    joined_at: NOW - 600, memory_bytes: 0, slow: false, reason: "", metadata: {}, run_id: "", ...change,
   };
 }
 
 export function checkpoint(change: Partial<Checkpoint> = {}): Checkpoint {
   return {
     id: "c1", step: 90, epoch: 0, size: 1_000_000, path: "/c", created_at: NOW - 20, completed_at: NOW - 19, worker_id: "w0", job_id: "job", status: "completed",
-    tiers: ["local"], digest: "", throughput_mb_s: 1, reason: "", metadata: {}, ...change,
+    tiers: ["local"], digest: "", throughput_mb_s: 1, reason: "", metadata: {}, run_id: "", generation: 0, ...change,
   };
 }
 

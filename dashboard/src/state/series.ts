@@ -56,7 +56,7 @@ export function addSample(series: Series, metrics: Metrics, runs: ReadonlyMap<st
   });
 }
 
-/** Of all runs heard from lately. */
+/** Of all runs that reported lately. */
 function totalThroughput(runs: ReadonlyMap<string, RunSeries>, at: number): number | null {
   let total: number | null = null;
   for (const run of runs.values()) {
@@ -114,7 +114,7 @@ export function addRunPoints(known: ReadonlyMap<string, RunSeries>, workers: Ite
   const grown = new Map(known);
   for (const [job, list] of byJob) {
     const series = append(grown.get(job) ?? emptyRunSeries(), at, runPoint(list));
-    grown.delete(job); // The one heard of last comes last.
+    grown.delete(job); // The one that reported last comes last.
     grown.set(job, series);
   }
   for (const job of grown.keys()) {

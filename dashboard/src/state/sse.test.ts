@@ -19,9 +19,10 @@ it("gives the same events in whatever pieces the stream arrives", () => {
   }
 });
 
-it("goes on from where an earlier stream ended, and leaves out what is no JSON", () => {
+it("continues where an earlier stream ended, and leaves out unknown kinds and what is not JSON", () => {
   const parser = new EventParser("b-7");
-  expect(parser.push("event: x\ndata: {nonsense\n\n")).toEqual([]);
+  expect(parser.push("event: resync\ndata: {nonsense\n\n")).toEqual([]);
+  expect(parser.push('event: comet_seen\ndata: {"at_s":1}\n\n')).toEqual([]);
   expect(parser.lastId).toBe("b-7");
-  expect(parser.push("data: 1\ndata: \n\n")).toEqual([{ id: "b-7", kind: "message", data: 1 }]);
+  expect(parser.push('event: resync\ndata: {"reason":\ndata: "r"}\n\n')).toEqual([{ id: "b-7", kind: "resync", data: { reason: "r" } }]);
 });

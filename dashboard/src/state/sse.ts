@@ -1,6 +1,6 @@
 /** Server-sent events from a stream of text, whatever the pieces it arrives in. Pure. */
 
-import type { FeedEvent } from "./types";
+import { received, type FeedEvent } from "../api/events";
 
 export class EventParser {
   private rest = "";
@@ -15,7 +15,7 @@ export class EventParser {
     return this.id;
   }
 
-  /** The events that this piece completes. One that is not JSON is left out: it is no fact. */
+  /** The events that this piece completes. One of an unknown kind, or that is not JSON, is left out. */
   push(piece: string): FeedEvent[] {
     const events: FeedEvent[] = [];
     const blocks = (this.rest + piece).split("\n\n");
@@ -41,7 +41,7 @@ export class EventParser {
     }
     if (data.length === 0) return null;
     try {
-      return { id: this.id, kind, data: JSON.parse(data.join("\n")) as unknown };
+      return received(this.id, kind, JSON.parse(data.join("\n")));
     } catch {
       return null;
     }

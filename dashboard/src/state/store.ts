@@ -65,7 +65,7 @@ function whole(s: State): State {
 function sameStory(a: State, b: State): boolean {
   return (
     a.workers === b.workers && a.checkpoints === b.checkpoints && a.tasks === b.tasks && a.barriers === b.barriers && a.recoveries === b.recoveries &&
-    a.happenings === b.happenings && a.generations === b.generations && a.series === b.series && a.runSeries === b.runSeries && a.metrics === b.metrics &&
+    a.eventLines === b.eventLines && a.generations === b.generations && a.series === b.series && a.runSeries === b.runSeries && a.metrics === b.metrics &&
     a.coordinator === b.coordinator && a.connection.phase === b.connection.phase && a.connection.reason === b.connection.reason
   );
 }
@@ -107,5 +107,5 @@ export function useServerNow(): number {
 
 /** Whether what is shown may be old: disconnected, or connecting again. */
 export function useStale(): boolean {
-  return useStore((s) => s.connection.phase === "disconnected" && s.connection.heardAtMs !== null);
+  return useStore((s) => s.connection.phase === "disconnected" && s.connection.updatedAtMs !== null);
 }

@@ -1,12 +1,13 @@
 /** Everything the dashboard knows. It changes in one place only: `reducer.ts`. */
 
+import type { FeedEvent } from "../api/events";
 import type {
   Barrier, Checkpoint, CoordinatorStatus, Dataset, LogEntry, Metrics, Recovery, Snapshot, Task, Worker,
 } from "../api/types";
 
 /**
- * How we hear from the coordinator.
- * - connecting: never heard from it yet
+ * How the coordinator is connected.
+ * - connecting: no response yet
  * - live: the event stream is open
  * - polling: the stream does not work, but asking does
  * - disconnected: neither; the last values stay, dimmed
@@ -16,25 +17,26 @@ export interface Connection {
   /** Why it is not live, for people; "" when it is. */
   reason: string;
   hint: string;
-  /** Browser clock, ms. When the next try comes, while disconnected. */
-  nextTryAtMs: number | null;
-  /** Browser clock, ms. When anything was last heard; null before the first time. */
-  heardAtMs: number | null;
+  /** Browser clock, ms. When the next attempt is made, while disconnected. */
+  nextAttemptAtMs: number | null;
+  /** Browser clock, ms. When anything last arrived; null before the first time. */
+  updatedAtMs: number | null;
   /** A 401 or 403: trying again does not help, a token does. */
   needsToken: boolean;
 }
 
 /** A fact from the stream, or from before this page was opened. */
-export interface Happening {
+export interface EventLine {
   /** The stream's id, unique and in order within one life of the coordinator. */
   id: string;
   kind: string;
   at: number;
   jobId: string | null;
   workerId: string | null;
+  /** Of the run, where its members changed. */
+  generation: number | null;
   text: string;
   level: "info" | "good" | "warn" | "bad";
-  data: Readonly<Record<string, unknown>>;
 }
 
 /** One sample a second of what changes all the time; arrays are parallel, oldest first. */
@@ -87,7 +89,7 @@ export interface State {
   /** Oldest first, bounded. */
   logs: readonly LogEntry[];
   /** Newest first, bounded. */
-  happenings: readonly Happening[];
+  eventLines: readonly EventLine[];
   /** Oldest first, bounded. */
   generations: readonly Generation[];
   series: Series;
@@ -96,15 +98,6 @@ export interface State {
   planRevision: number;
   /** Lines of a flood that the stream left out; a search still finds them. */
   logsSkipped: number;
-}
-
-/** One server-sent event. */
-export interface FeedEvent {
-  id: string;
-  kind: string;
-  data: unknown;
-  /** When it happened, where the data does not say. */
-  at?: number;
 }
 
 export type Action =

@@ -1,4 +1,4 @@
-/** Who waits for whom, and for how long. Waiting barriers come first, each with those that have not arrived. */
+/** Which barriers block whom, and for how long. Waiting barriers come first, each with its missing workers. */
 
 import { Milestone } from "lucide-react";
 import { useMemo } from "react";
@@ -10,7 +10,7 @@ import { Empty, Loading } from "../components/states";
 import { Status } from "../components/Status";
 import { Table, type Column } from "../components/Table";
 import { Ago, Duration, Name, RunLink, Time, WorkerLink } from "../components/values";
-import { age, count, plural } from "../format";
+import { age, count } from "../format";
 import { useFilters } from "../search";
 import { useServerNow, useStore } from "../state/store";
 
@@ -22,12 +22,12 @@ const COLUMNS: readonly Column<Barrier>[] = [
   { id: "run", header: "Run", value: (barrier) => barrier.job_id, cell: (barrier) => <RunLink id={barrier.job_id} /> },
   { id: "step", header: "Step", value: (barrier) => barrier.step, cell: (barrier) => count(barrier.step), align: "right", width: "90px" },
   { id: "arrived", header: "Arrived", value: (barrier) => barrier.arrived, cell: (barrier) => `${count(barrier.arrived)} of ${count(barrier.total)}`, align: "right", width: "120px" },
-  { id: "took", header: "Took", value: tookS, cell: (barrier) => <Duration seconds={tookS(barrier)} />, align: "right", width: "100px" },
+  { id: "duration", header: "Duration", value: durationS, cell: (barrier) => <Duration seconds={durationS(barrier)} />, align: "right", width: "100px" },
   { id: "ended", header: "Ended", value: (barrier) => barrier.ended_at, cell: (barrier) => <Time at={barrier.ended_at} />, align: "right", width: "130px" },
   { id: "reason", header: "Reason", cell: (barrier) => <Name>{barrier.reason}</Name>, width: "minmax(14rem, 3fr)" },
 ];
 
-function tookS(barrier: Barrier): number | null {
+function durationS(barrier: Barrier): number | null {
   return barrier.ended_at === null ? null : barrier.ended_at - barrier.created_at;
 }
 
@@ -39,13 +39,13 @@ export function Barriers() {
   const ready = useStore((state) => state.coordinator !== null);
   const broken = ended.filter((barrier) => barrier.status === "broken").length;
   return (
-    <Page title="Barriers" fill subtitle={ready && `${count(waiting.length)} waiting, ${count(broken)} of the last ${count(ended.length)} broken`}>
+    <Page title="Barriers" fill subtitle={ready && `${count(waiting.length)} waiting, ${count(broken)} of last ${count(ended.length)} broken`}>
       {waiting.length > 0 && (
         <ul className="grid gap-3 lg:grid-cols-2" aria-label="Waiting barriers">
           {waiting.slice(0, 20).map((barrier) => <li key={barrier.id}><Waiting barrier={barrier} /></li>)}
         </ul>
       )}
-      <Card title="Ended" hint="the last hundred" flush className="min-h-64 flex-1">
+      <Card title="Ended" hint="last 100" flush className="min-h-64 flex-1">
         <div className="flex h-full min-h-0 flex-col">
           {!ready ? (
             <div className="p-4"><Loading rows={6} /></div>
@@ -57,7 +57,7 @@ export function Barriers() {
               rowId={(barrier) => barrier.id}
               sort={search["sort"]}
               onSort={(sort) => setFilters({ sort })}
-              empty={<Empty icon={Milestone} title="No barrier has ended yet">Workers meet where a script calls barrier(); who is missing then stands here.</Empty>}
+              empty={<Empty icon={Milestone} title="No barriers yet">A barrier appears here after a script calls barrier().</Empty>}
             />
           )}
         </div>
@@ -86,10 +86,10 @@ function Waiting(props: { barrier: Barrier }) {
             <ul className="flex flex-col gap-1">
               {barrier.missing.slice(0, MISSING_SHOWN).map((name) => <Missing key={name} name={name} now={now} />)}
             </ul>
-            {barrier.missing.length > MISSING_SHOWN && <p className="mt-1 text-faint">and {plural(barrier.missing.length - MISSING_SHOWN, "other")}</p>}
+            {barrier.missing.length > MISSING_SHOWN && <p className="mt-1 text-faint">and {count(barrier.missing.length - MISSING_SHOWN)} more</p>}
           </div>
         ) : (
-          <p className="text-muted">More workers are expected than have joined; those that are here have all arrived.</p>
+          <p className="text-muted">All joined workers have arrived; more are expected to join.</p>
         )}
       </div>
     </Card>
@@ -104,11 +104,11 @@ function Missing(props: { name: string; now: number }) {
       {worker ? (
         <>
           <span className="text-faint">step {count(worker.current_step)}</span>
-          <span className="text-muted">heard {age(props.now - worker.last_heartbeat)} ago</span>
+          <span className="text-muted">last heartbeat {age(props.now - worker.last_heartbeat)} ago</span>
           <Status value={worker.status} />
         </>
       ) : (
-        <span className="text-faint">not known</span>
+        <span className="text-faint">unknown worker</span>
       )}
     </li>
   );

@@ -1,4 +1,4 @@
-/** What could be gone back to: every checkpoint, where it lies, who made it, and whether its bytes are still the same. */
+/** Every checkpoint: its tiers, who saved it, and whether its checksums still match. */
 
 import { useQuery } from "@tanstack/react-query";
 import { HardDriveDownload } from "lucide-react";
@@ -26,10 +26,10 @@ const COLUMNS: readonly Column<Checkpoint>[] = [
   { id: "status", header: "Status", value: (each) => each.status, cell: (each) => <Status value={each.status} title={each.reason} />, width: "118px" },
   { id: "tiers", header: "Tiers", value: (each) => each.tiers.length, cell: (each) => <Ladder tiers={each.tiers} status={each.status} />, width: "188px" },
   { id: "size", header: "Size", value: (each) => each.size, cell: (each) => <Bytes value={each.size} />, align: "right", width: "88px" },
-  { id: "speed", header: "Speed", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "104px" },
-  { id: "made", header: "Made", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "108px" },
+  { id: "throughput", header: "Throughput", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "112px" },
+  { id: "created", header: "Created", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "108px" },
   { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} />, width: "minmax(9.75rem, 1fr)" },
-  { id: "author", header: "Author", value: (each) => each.worker_id, cell: (each) => <Name whole={each.worker_id}>{shortName(each.worker_id, each.job_id)}</Name>, width: "minmax(4.5rem, 1fr)" },
+  { id: "worker", header: "Worker", value: (each) => each.worker_id, cell: (each) => <Name whole={each.worker_id}>{shortName(each.worker_id, each.job_id)}</Name>, width: "minmax(4.5rem, 1fr)" },
   { id: "path", header: "Path", value: (each) => each.path, cell: (each) => <Path>{each.path}</Path>, width: "minmax(8rem, 2fr)" },
   { id: "digest", header: "Digest", cell: (each) => <Name mono>{each.digest.split(":").at(-1)}</Name>, width: "minmax(5rem, 1fr)" },
 ];
@@ -56,12 +56,12 @@ export function Checkpoints() {
     <Page
       title="Checkpoints"
       fill
-      subtitle={last ? <>step {count(last.step)} is safe, made <Ago at={last.completed_at ?? last.created_at} /></> : "none is complete yet"}
+      subtitle={last ? <>latest: step {count(last.step)}, <Ago at={last.completed_at ?? last.created_at} /></> : "none completed yet"}
       actions={
         <>
-          <Input type="search" data-search aria-label="Search checkpoints" placeholder="Step, run, author, path" value={search["q"] ?? ""} onChange={(event) => setFilters({ q: event.target.value || undefined }, { replace: true })} />
+          <Input type="search" data-search aria-label="Search checkpoints" placeholder="Step, run, worker, path" value={search["q"] ?? ""} onChange={(event) => setFilters({ q: event.target.value || undefined }, { replace: true })} />
           <Select aria-label="Status" value={status} onChange={(event) => setFilters({ status: event.target.value || undefined })}>
-            <option value="">Every status</option>
+            <option value="">All statuses</option>
             <option value="completed">Completed</option>
             <option value="in_progress">In progress</option>
             <option value="failed">Failed</option>
@@ -85,9 +85,9 @@ export function Checkpoints() {
             onOpen={(each) => setFilters({ checkpoint: each.id })}
             empty={
               all.length === 0 ? (
-                <Empty icon={HardDriveDownload} title="No checkpoint yet">The first one appears when a run saves to a disk or a bucket.</Empty>
+                <Empty icon={HardDriveDownload} title="No checkpoints yet">A checkpoint appears when a run saves to disk or object storage.</Empty>
               ) : (
-                <Empty icon={HardDriveDownload} title="None of them matches">There are {plural(all.length, "checkpoint")}; take a filter away.</Empty>
+                <Empty icon={HardDriveDownload} title="No matching checkpoints">{plural(all.length, "checkpoint")} hidden. Clear filters to see them.</Empty>
               )
             }
           />
@@ -116,18 +116,18 @@ function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () =>
           <Facts
             items={[
               ["Run", <RunLink key="run" id={checkpoint.job_id} />],
-              ["Author", <WorkerLink key="author" id={checkpoint.worker_id} />],
+              ["Worker", <WorkerLink key="worker" id={checkpoint.worker_id} />],
               ["Step", count(checkpoint.step)],
               ["Epoch", count(checkpoint.epoch)],
               ["Size", <Bytes key="size" value={checkpoint.size} />],
-              ["Speed", checkpoint.throughput_mb_s === null ? "–" : `${number(checkpoint.throughput_mb_s)} MB/s`],
-              ["Begun", <Time key="begun" at={checkpoint.created_at} />],
-              ["Safe since", <Time key="safe" at={checkpoint.completed_at} />],
+              ["Throughput", checkpoint.throughput_mb_s === null ? "–" : `${number(checkpoint.throughput_mb_s)} MB/s`],
+              ["Started", <Time key="started" at={checkpoint.created_at} />],
+              ["Completed", <Time key="completed" at={checkpoint.completed_at} />],
               ...Object.entries(checkpoint.metadata).map(([name, value]) => [name, value] as const),
             ]}
           />
           <Copyable label="Path" text={checkpoint.path} />
-          <Copyable label="Id" text={checkpoint.id} />
+          <Copyable label="ID" text={checkpoint.id} />
           <Copyable label="Digest" text={checkpoint.digest} />
           {checkpoint.status === "completed" && <Verify key={checkpoint.id} id={checkpoint.id} size={checkpoint.size} />}
         </div>

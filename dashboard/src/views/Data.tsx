@@ -27,7 +27,7 @@ const COLUMNS: readonly Column<Dataset>[] = [
   { id: "format", header: "Format", value: (dataset) => dataset.format, width: "100px" },
   { id: "samples", header: "Samples", value: (dataset) => dataset.total_samples, cell: (dataset) => count(dataset.total_samples), align: "right", width: "130px" },
   { id: "shards", header: "Shards", value: (dataset) => dataset.shard_count, cell: (dataset) => count(dataset.shard_count), align: "right", width: "90px" },
-  { id: "order", header: "Order", value: (dataset) => (dataset.shuffle ? `shuffled, seed ${dataset.seed}` : "as stored"), width: "180px" },
+  { id: "order", header: "Order", value: (dataset) => (dataset.shuffle ? `shuffled, seed ${dataset.seed}` : "sequential"), width: "180px" },
   { id: "registered", header: "Registered", value: (dataset) => dataset.registered_at, cell: (dataset) => <Ago at={dataset.registered_at} />, align: "right", width: "130px" },
   { id: "path", header: "Path", value: (dataset) => dataset.path, cell: (dataset) => <Path>{dataset.path}</Path>, width: "minmax(12rem, 3fr)" },
 ];
@@ -44,7 +44,7 @@ export function Data() {
     <Page
       title="Data"
       subtitle={ready && plural(datasets.length, "dataset")}
-      actions={<Button look="primary" onClick={() => setFilters({ register: "1" })}><Plus aria-hidden className="size-4" />Register a dataset</Button>}
+      actions={<Button look="primary" onClick={() => setFilters({ register: "1" })}><Plus aria-hidden className="size-4" />Register dataset</Button>}
     >
       <section className="flex flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Datasets">
         {!ready ? (
@@ -61,8 +61,8 @@ export function Data() {
             selected={chosen?.id}
             onOpen={(dataset) => setFilters({ dataset: dataset.id, worker: undefined })}
             empty={
-              <Empty icon={Database} title="No dataset is registered" action={<Button onClick={() => setFilters({ register: "1" })}>Register one</Button>}>
-                Training scripts register theirs by themselves; you can also do it here.
+              <Empty icon={Database} title="No datasets yet" action={<Button onClick={() => setFilters({ register: "1" })}>Register dataset</Button>}>
+                Training scripts register their datasets; you can also register one here.
               </Empty>
             }
           />
@@ -110,13 +110,13 @@ function Chosen(props: { dataset: Dataset }) {
     if (moved > 0) void refetch();
   }, [moved, refetch]);
   const proofs = (audit.data ?? []).filter((each) => each.job_id === plan.data?.job_id);
-  // What is proved of an epoch that has just begun is not known here yet.
-  const begun = plan.data?.epoch;
-  const isUnproved = begun !== undefined && proofs.length > 0 && proofs.every((each) => each.epoch < begun);
-  const { refetch: proveAgain } = audit;
+  // What is verified of an epoch that has just started is not known here yet.
+  const started = plan.data?.epoch;
+  const isUnverified = started !== undefined && proofs.length > 0 && proofs.every((each) => each.epoch < started);
+  const { refetch: verifyAgain } = audit;
   useEffect(() => {
-    if (isUnproved) void proveAgain();
-  }, [isUnproved, begun, proveAgain]);
+    if (isUnverified) void verifyAgain();
+  }, [isUnverified, started, verifyAgain]);
 
   return (
     <div className="grid items-start gap-4 xl:grid-cols-[minmax(0,5fr)_minmax(0,3fr)]">
@@ -126,7 +126,7 @@ function Chosen(props: { dataset: Dataset }) {
             <Loading rows={8} />
           ) : plan.isError ? (
             isMissing(plan.error) ? (
-              <Empty icon={Database} title="Nobody reads it yet">Shards are dealt out when a worker joins and asks for them.</Empty>
+              <Empty icon={Database} title="No shards assigned yet">Shards are assigned when a worker requests them.</Empty>
             ) : (
               <ErrorNote error={plan.error} onRetry={() => void plan.refetch()} />
             )
@@ -134,14 +134,14 @@ function Chosen(props: { dataset: Dataset }) {
             <ShardMap plan={plan.data} proofs={proofs} />
           )}
         </Card>
-        <Card title="About it">
+        <Card title="Details">
           <Facts
             columns={2}
             items={[
-              ["Id", dataset.id],
+              ["ID", dataset.id],
               ["Format", dataset.format],
               ["Samples", count(dataset.total_samples)],
-              ["Samples in a shard", count(dataset.shard_size)],
+              ["Samples per shard", count(dataset.shard_size)],
               ["Registered", <Time key="registered" at={dataset.registered_at} />],
               ["Path", <Path key="path">{dataset.path}</Path>],
               ...Object.entries(dataset.metadata).map(([name, value]) => [name, value] as const),
@@ -181,10 +181,10 @@ function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; job:
   return (
     <Card
       title="Samples"
-      hint={worker ? "what it reads now" : "the first ones"}
+      hint={worker ? "currently read" : "first samples"}
       actions={
-        <Select aria-label="Whose samples" className="max-w-60" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
-          <option value="">From the beginning</option>
+        <Select aria-label="Samples of worker" className="max-w-60" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
+          <option value="">First samples</option>
           {worker && !choices.includes(worker) && <option value={worker}>{shortName(worker, job)}</option>}
           {choices.map((name) => <option key={name} value={name}>{shortName(name, job)}</option>)}
         </Select>
@@ -195,11 +195,11 @@ function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; job:
       ) : preview.isError ? (
         <ErrorNote error={preview.error} onRetry={() => void preview.refetch()} />
       ) : preview.data.samples.length === 0 ? (
-        <Empty icon={Database} title="There is nothing to read">{worker ? "This worker has read all of its shards." : "The dataset has no samples that can be shown."}</Empty>
+        <Empty icon={Database} title="No samples">{worker ? "This worker has read all of its shards." : "The dataset has no samples to preview."}</Empty>
       ) : (
         <div className="flex flex-col gap-3">
           <Samples preview={preview.data} />
-          {limit < 10 && preview.data.samples.length === limit && <Button look="ghost" onClick={() => setLimit(10)}>Show ten</Button>}
+          {limit < 10 && preview.data.samples.length === limit && <Button look="ghost" onClick={() => setLimit(10)}>Show 10</Button>}
         </div>
       )}
     </Card>

@@ -1,6 +1,6 @@
 /**
- * The log of the whole fleet, live. What the coordinator still has comes first, the stream goes on from there; filters
- * are in the URL. Scrolling up, or Pause, holds the lines still; nothing is lost meanwhile, it is counted.
+ * The log of the whole fleet, live. What the coordinator still has comes first, the stream continues from there;
+ * filters are in the URL. Scrolling up, or Pause, pauses the view; what arrives meanwhile is counted, not lost.
  */
 
 import { useMutation, useQuery } from "@tanstack/react-query";
@@ -54,7 +54,7 @@ export function Logs() {
     <Page
       title="Logs"
       fill
-      subtitle={<span aria-live="off">{plural(shown.length, "line")}{held ? ", held still" : ""}</span>}
+      subtitle={<span aria-live="off">{plural(shown.length, "line")}{held ? ", paused" : ""}</span>}
       actions={
         <>
           <Button aria-pressed={wrap} onClick={() => setFilters({ wrap: wrap ? undefined : "1" })}><WrapText aria-hidden className="size-4" />Wrap</Button>
@@ -74,8 +74,8 @@ export function Logs() {
         {early.isPending && shown.length === 0 ? (
           <div className="p-4"><Loading rows={12} /></div>
         ) : shown.length === 0 ? (
-          <Empty icon={ScrollText} title={isFiltered(filter) ? "No line matches" : "Nothing has been logged yet"}>
-            {isFiltered(filter) ? "Take a filter away, or wait: new lines appear by themselves." : "Workers, tasks and the coordinator write here."}
+          <Empty icon={ScrollText} title={isFiltered(filter) ? "No matching lines" : "No log lines yet"}>
+            {isFiltered(filter) ? "Clear filters to see all lines. New matches appear as they arrive." : "Logs of workers, tasks and the coordinator appear here."}
           </Empty>
         ) : (
           <Lines key={wrap ? "wrapped" : "cut"} lines={shown} wrap={wrap} following={held === null} words={filter.text ?? ""} onHold={() => setHeld((before) => before ?? lines)} onFollow={() => setHeld(null)} onOpen={setOpen} />
@@ -102,37 +102,37 @@ function Filters(props: { filter: LogFilter; onChange: (change: Record<string, s
   const workers = useStore((state) => state.workers);
   const names = useMemo(() => [...workers.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true })), [workers]);
   return (
-    <form role="search" aria-label="Filter the log" className="flex flex-wrap items-center gap-2" onSubmit={(event) => event.preventDefault()}>
+    <form role="search" aria-label="Filter logs" className="flex flex-wrap items-center gap-2" onSubmit={(event) => event.preventDefault()}>
       <Input
         type="search"
         data-search
-        aria-label="Search in messages"
-        placeholder="Search in messages"
+        aria-label="Search messages"
+        placeholder="Search messages"
         className="min-w-64 flex-1"
         value={filter.text ?? ""}
         onChange={(event) => onChange({ q: event.target.value || undefined }, { replace: true })}
       />
-      <Select aria-label="Least severe level" value={filter.level ?? ""} onChange={(event) => onChange({ level: event.target.value || undefined })}>
-        <option value="">Every level</option>
-        <option value="info">Info and worse</option>
-        <option value="warn">Warnings and worse</option>
-        <option value="error">Errors only</option>
+      <Select aria-label="Minimum level" value={filter.level ?? ""} onChange={(event) => onChange({ level: event.target.value || undefined })}>
+        <option value="">All levels</option>
+        <option value="info">Info and above</option>
+        <option value="warn">Warning and above</option>
+        <option value="error">Error</option>
       </Select>
       <Select aria-label="Task" className="max-w-56" value={filter.task ?? ""} onChange={(event) => onChange({ task: event.target.value || undefined })}>
-        <option value="">Every task</option>
+        <option value="">All tasks</option>
         {filter.task && !tasks.some((task) => task.id === filter.task) && <option value={filter.task}>{filter.task}</option>}
         {tasks.map((task) => <option key={task.id} value={task.id}>{task.name} ({task.id})</option>)}
       </Select>
       <Input
         aria-label="Worker"
-        placeholder="Every worker"
+        placeholder="All workers"
         list="log-workers"
         className="w-52"
         value={filter.worker ?? ""}
         onChange={(event) => onChange({ worker: event.target.value || undefined }, { replace: true })}
       />
       <datalist id="log-workers">{names.map((name) => <option key={name} value={name} />)}</datalist>
-      {isFiltered(filter) && <Button look="ghost" onClick={() => onChange({ q: undefined, level: undefined, task: undefined, worker: undefined })}>Clear</Button>}
+      {isFiltered(filter) && <Button look="ghost" onClick={() => onChange({ q: undefined, level: undefined, task: undefined, worker: undefined })}>Clear filters</Button>}
     </form>
   );
 }

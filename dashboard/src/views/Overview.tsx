@@ -1,4 +1,4 @@
-/** Is training healthy; if not, why; how much work would be lost right now; who is slow or gone; what happened last. */
+/** Is training healthy; if not, why; how much work is at risk; who is slow or lost; what happened last. */
 
 import { Link, useNavigate } from "@tanstack/react-router";
 import { CircleCheck, CircleHelp, CirclePause, OctagonAlert, Play, ShieldCheck, TriangleAlert, type LucideIcon } from "lucide-react";
@@ -7,7 +7,7 @@ import { useMemo } from "react";
 import type { Worker } from "../api/types";
 import { Card, Figure } from "../components/Card";
 import { Chart, Sparkline } from "../components/Chart";
-import { Happenings } from "../components/Happenings";
+import { EventList } from "../components/EventList";
 import { Page } from "../components/Page";
 import { Empty, Loading } from "../components/states";
 import { Status, TONE_SOFT, TONE_TEXT, type Tone } from "../components/Status";
@@ -48,7 +48,7 @@ export function Overview() {
   const times = cut(series.times);
   const window = [Math.max(now - WINDOW_S, Math.min(times[0] ?? now - 60, now - 60)), now] as const;
   const unit = (runs.find((r) => r.throughput !== null) ?? runs[0])?.throughputUnit ?? "";
-  // One run has a curve of its own, with a past; several are added up as they are heard.
+  // One run has a curve of its own, with a past; several are added up as they report.
   const own = only ? state.runSeries.get(only.id) : undefined;
   const ownFrom = own ? tail(own.times, now - WINDOW_S) : 0;
   const throughput = own ? { times: own.times.slice(ownFrom), values: throughputOf(own).values.slice(ownFrom) } : { times, values: cut(series.throughput) };
@@ -64,15 +64,15 @@ export function Overview() {
           <Sparkline label="Barrier latency over time" values={cut(series.barrierP99)} />
         </Figure>
         <Figure label="Shard assignment" value={millis(metrics?.shard_assignment_time)} unit="ms">
-          <Sparkline label="Shard assignment time" values={cut(series.planMs)} />
+          <Sparkline label="Shard assignment time over time" values={cut(series.planMs)} />
         </Figure>
-        <Figure label="Checkpoint speed" value={number(metrics?.checkpoint_throughput)} unit="MB/s">
-          <Sparkline label="Checkpoint speed" values={cut(series.checkpointMbS)} />
+        <Figure label="Checkpoint throughput" value={number(metrics?.checkpoint_throughput)} unit="MB/s">
+          <Sparkline label="Checkpoint throughput over time" values={cut(series.checkpointMbS)} />
         </Figure>
       </div>
       <div className="grid gap-4 xl:grid-cols-2">
-        <Card title="Training throughput" hint={measured.length > 1 ? "all runs together" : undefined}>
-          <Chart label="Training throughput over time" sync="overview" range={window} times={throughput.times} lines={[{ label: "throughput", color: "accent", values: throughput.values, fill: true }]} unit={unit} format={compact} height={170} empty="No run reports its throughput" />
+        <Card title="Training throughput" hint={measured.length > 1 ? "sum over runs" : undefined}>
+          <Chart label="Training throughput over time" sync="overview" range={window} times={throughput.times} lines={[{ label: "throughput", color: "accent", values: throughput.values, fill: true }]} unit={unit} format={compact} height={170} empty="No throughput reported" />
         </Card>
         <Card title="Coordinator requests">
           <Chart label="Coordinator requests per second over time" sync="overview" range={window} times={times} lines={[{ label: "requests", color: "busy", values: cut(series.rps), fill: true }]} unit="/s" format={compact} height={170} />
@@ -90,7 +90,7 @@ export function Overview() {
           )}
         </div>
         <Card title="Recent events" actions={<More to="/logs" label="Logs" />} flush>
-          <Happenings items={state.happenings.slice(0, 100)} height={300} />
+          <EventList items={state.eventLines.slice(0, 100)} height={300} />
         </Card>
       </div>
     </Page>
@@ -125,7 +125,7 @@ function HealthPanel({ health }: { health: Health }) {
           <p className="foreign mt-1 text-lg break-words text-muted">{health.reason}</p>
         </div>
         {health.findings[0] && <FindingLink finding={health.findings[0]} />}
-        {health.level === "idle" && <Link to="/tasks" search={{ start: "1" }} className="inline-flex h-8 shrink-0 items-center gap-1.5 rounded-md bg-accent px-3 font-medium text-on-accent hover:opacity-90"><Play aria-hidden className="size-3.5" />Start a task</Link>}
+        {health.level === "idle" && <Link to="/tasks" search={{ start: "1" }} className="inline-flex h-8 shrink-0 items-center gap-1.5 rounded-md bg-accent px-3 font-medium text-on-accent hover:opacity-90"><Play aria-hidden className="size-3.5" />Start task</Link>}
       </div>
       {others.length > 0 && (
         <ul className="flex flex-col gap-1 border-t pt-3">
@@ -160,16 +160,16 @@ function ExposurePanel({ runs, now }: { runs: readonly Run[]; now: number }) {
   const rhythm = run ? saveRhythm(run) : null;
   return (
     <section aria-label="Work at risk" className="flex flex-col gap-1 rounded-lg border bg-surface px-5 py-4">
-      <h2 className="flex items-center gap-2 text-muted"><ShieldCheck aria-hidden className="size-4" />Time since the last safe step</h2>
-      <p className="text-3xl font-semibold tracking-tight">{seconds === null ? <span className="text-muted">nothing at risk</span> : age(seconds)}</p>
+      <h2 className="flex items-center gap-2 text-muted"><ShieldCheck aria-hidden className="size-4" />Time since last checkpoint</h2>
+      <p className="text-3xl font-semibold tracking-tight">{seconds === null ? <span className="text-muted">No work at risk</span> : age(seconds)}</p>
       {run ? (
         <p className="text-muted">
-          {steps === 0 ? "No step" : plural(steps, "step")} of <Link to="/runs/$job" params={{ job: run.id }} className="foreign text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent">{run.name}</Link> would be lost right now.{" "}
-          {run.risk.safe ? <>Safe: step {count(run.risk.safe.step)}{run.risk.safe.tiers.length > 0 && <> in {run.risk.safe.tiers.join(", ")}</>}</> : "Nothing has been saved yet"}
-          {rhythm !== null && <>, saved about every {age(rhythm)}</>}.
+          {plural(steps, "step")} of <Link to="/runs/$job" params={{ job: run.id }} className="foreign text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent">{run.name}</Link> at risk.{" "}
+          {run.risk.safe ? <>Last checkpoint: step {count(run.risk.safe.step)}{run.risk.safe.tiers.length > 0 && <> in {run.risk.safe.tiers.join(", ")}</>}</> : "No checkpoint yet"}
+          {rhythm !== null && <>; interval {age(rhythm)}</>}.
         </p>
       ) : (
-        <p className="text-muted">No run is training, so nothing would be lost.</p>
+        <p className="text-muted">No active run.</p>
       )}
     </section>
   );
@@ -181,7 +181,7 @@ function FleetHint() {
     for (const w of s.workers.values()) counts.set(w.status, (counts.get(w.status) ?? 0) + 1);
     return [...counts].sort((a, b) => b[1] - a[1]).map(([status, n]) => `${count(n)} ${status}`).join(", ");
   });
-  return <>{text || "nobody has joined yet"}</>;
+  return <>{text || "no workers yet"}</>;
 }
 
 function Fleet({ workers }: { workers: ReadonlyMap<string, Worker> }) {
@@ -192,7 +192,7 @@ function Fleet({ workers }: { workers: ReadonlyMap<string, Worker> }) {
 
 function RunList({ runs }: { runs: readonly Run[] }) {
   if (runs.length === 0) {
-    return <Empty title="No run yet">A run appears when a worker joins. <code className="font-mono text-sm">strata demo</code> starts a small one on this machine.</Empty>;
+    return <Empty title="No runs yet">A run appears when its first worker joins. <code className="font-mono text-sm">strata demo</code> starts one on this machine.</Empty>;
   }
   return (
     <ul className="divide-y border-t">
@@ -203,7 +203,7 @@ function RunList({ runs }: { runs: readonly Run[] }) {
             <Status value={run.status} />
             <Cell label="step" value={count(run.step)} />
             <Cell label="loss" value={number(run.loss, 4)} />
-            <Cell label="last safe" value={run.risk.safe ? <Ago at={run.risk.safe.created_at} /> : "never"} />
+            <Cell label="checkpoint" value={run.risk.safe ? <Ago at={run.risk.safe.created_at} /> : "never"} />
           </Link>
         </li>
       ))}

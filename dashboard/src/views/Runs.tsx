@@ -1,4 +1,4 @@
-/** Runs: what trains, what trained; and of one run, its whole story on one line of time. */
+/** Runs, present and past; and one run on its timeline. */
 
 import { Link, useNavigate, useParams } from "@tanstack/react-router";
 import { Activity, ArrowLeft } from "lucide-react";
@@ -7,7 +7,7 @@ import { useMemo } from "react";
 import { Card, Facts, Figure } from "../components/Card";
 import { Chart } from "../components/Chart";
 import { Button, Input, Segmented } from "../components/controls";
-import { Happenings } from "../components/Happenings";
+import { EventList } from "../components/EventList";
 import { LastLines } from "../components/LastLines";
 import { Page } from "../components/Page";
 import { Empty, Loading } from "../components/states";
@@ -27,12 +27,12 @@ import { useGoodput, useRunHistory } from "./runs/history";
 const COLUMNS: readonly Column<Run>[] = [
   { id: "id", header: "Run", value: (r) => r.name, cell: (r) => <RunName run={r} />, width: "minmax(12rem, 3fr)" },
   { id: "status", header: "Status", value: (r) => r.status, cell: (r) => <Status value={r.status} />, width: "130px" },
-  { id: "workers", header: "Workers", value: (r) => r.alive, cell: (r) => (r.failed > 0 ? `${count(r.alive)} + ${count(r.failed)} gone` : count(r.alive)), width: "120px", align: "right" },
+  { id: "workers", header: "Workers", value: (r) => r.alive, cell: (r) => (r.failed > 0 ? `${count(r.alive)} + ${count(r.failed)} lost` : count(r.alive)), width: "120px", align: "right" },
   { id: "step", header: "Step", value: (r) => r.step, cell: (r) => count(r.step), width: "100px", align: "right" },
   { id: "epoch", header: "Epoch", value: (r) => r.epoch, cell: (r) => count(r.epoch), width: "80px", align: "right" },
   { id: "loss", header: "Loss", value: (r) => r.loss, cell: (r) => number(r.loss, 4), width: "90px", align: "right" },
   { id: "throughput", header: "Throughput", value: (r) => r.throughput, cell: (r) => (r.throughput === null ? "–" : `${compact(r.throughput)} ${r.throughputUnit}`), width: "140px", align: "right" },
-  { id: "safe", header: "Last safe", value: (r) => r.risk.safe?.created_at ?? null, cell: (r) => (r.risk.safe ? <Ago at={r.risk.safe.created_at} /> : "never"), width: "120px", align: "right" },
+  { id: "safe", header: "Checkpoint", value: (r) => r.risk.safe?.created_at ?? null, cell: (r) => (r.risk.safe ? <Ago at={r.risk.safe.created_at} /> : "never"), width: "120px", align: "right" },
   { id: "recoveries", header: "Recoveries", value: (r) => r.recoveries.length, cell: (r) => count(r.recoveries.length), width: "110px", align: "right" },
   { id: "generation", header: "Generation", value: (r) => r.generation, cell: (r) => count(r.generation), width: "110px", align: "right" },
 ];
@@ -72,7 +72,7 @@ function RunTable(props: { runs: readonly Run[]; sort: string | undefined; onSor
       onSort={props.onSort}
       onOpen={(r) => void navigate({ to: "/runs/$job", params: { job: r.id } })}
       rowHeight={44}
-      empty={<Empty icon={Activity} title={props.none ? "No run yet" : "No run has that name"}>{props.none && <>A run appears when its first worker joins. Start a task, or try <code className="font-mono text-sm">strata demo</code>.</>}</Empty>}
+      empty={<Empty icon={Activity} title={props.none ? "No runs yet" : "No matching runs"}>{props.none && <>A run appears when its first worker joins. Start a task, or run <code className="font-mono text-sm">strata demo</code>.</>}</Empty>}
     />
   );
 }
@@ -89,11 +89,11 @@ export function RunDetail() {
   const run = useMemo(() => runsOf(state).find((r) => r.id === job) ?? null, [state, job]);
   const back = <Link to="/runs" className="inline-flex items-center gap-1 text-sm font-medium text-muted hover:text-ink"><ArrowLeft aria-hidden className="size-3.5" />All runs</Link>;
   if (state.coordinator === null) return <Page title={job}><Loading rows={8} /></Page>;
-  if (run === null) return <Page title={job} actions={back}><Empty icon={Activity} title="There is no such run">No worker, save or recovery goes by this name.</Empty></Page>;
+  if (run === null) return <Page title={job} actions={back}><Empty icon={Activity} title="Run not found">No worker, checkpoint or recovery has this run name.</Empty></Page>;
   return (
     <Page
       title={run.name}
-      subtitle={<span className="flex items-center gap-3"><Status value={run.status} pill />{run.name !== run.id && <span className="foreign">{run.id}</span>}{run.startedAt !== null && run.alive > 0 && <span>for {age(now - run.startedAt)}</span>}</span>}
+      subtitle={<span className="flex items-center gap-3"><Status value={run.status} pill />{run.name !== run.id && <span className="foreign">{run.id}</span>}{run.startedAt !== null && run.alive > 0 && <span>started {age(now - run.startedAt)} ago</span>}</span>}
       actions={<>{back}{run.task && <Link to="/tasks" search={{ task: run.task.id }} className={BUTTON}>Task</Link>}<LogsLink run={run} /></>}
     >
       <Story run={run} now={now} />
@@ -112,13 +112,13 @@ function RunLines({ run }: { run: Run }) {
   const worker = run.workers[0];
   if (run.task) return <LastLines of={{ task_id: run.task.id }} />;
   if (worker) return <LastLines of={{ worker_id: worker.id }} />;
-  return <p className="text-muted">Nobody is left to ask.</p>;
+  return <p className="text-muted">No workers left.</p>;
 }
 
 function Story({ run, now }: { run: Run; now: number }) {
   const [filters, set] = useFilters();
   const generations = useStore((s) => s.generations);
-  const happenings = useStore((s) => s.happenings);
+  const eventLines = useStore((s) => s.eventLines);
   const series = useStore((s) => s.runSeries.get(run.id));
   useRunHistory(run.id);
   const goodput = useGoodput(run.id);
@@ -144,7 +144,7 @@ function Story({ run, now }: { run: Run; now: number }) {
     [run, generations, from, to],
   );
   const marks = useMemo(() => data.lines.map((l) => ({ at: l.at, color: l.bad ? "bad" : "edge" })), [data.lines]);
-  const mine = useMemo(() => happenings.filter((h) => h.jobId === run.id).slice(0, 200), [happenings, run.id]);
+  const mine = useMemo(() => eventLines.filter((h) => h.jobId === run.id).slice(0, 200), [eventLines, run.id]);
   const times = series?.times ?? [];
   const throughput = throughputOf(series);
   return (
@@ -153,9 +153,9 @@ function Story({ run, now }: { run: Run; now: number }) {
         <Figure label="Step" value={count(run.step)} hint={`${run.task?.total_steps ? `of ${count(run.task.total_steps)}, ` : ""}epoch ${count(run.epoch)}`} />
         <Figure label="Loss" value={number(run.loss, 4)} />
         <Figure label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
-        <Figure label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} gone` : `generation ${count(run.generation)}`} />
-        <Figure label="Would be lost now" value={run.risk.since === null ? "nothing" : age(now - run.risk.since)} hint={run.risk.since === null ? "it does not train" : plural(run.risk.steps, "step")} />
-        <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last in ${duration(run.recoveries[0].total_s)}` : "none needed"} />
+        <Figure label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} lost` : `generation ${count(run.generation)}`} />
+        <Figure label="Work at risk" value={run.risk.since === null ? "none" : age(now - run.risk.since)} hint={run.risk.since === null ? "not training" : plural(run.risk.steps, "step")} />
+        <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last took ${duration(run.recoveries[0].total_s)}` : "none"} />
       </div>
       <Card
         title="Timeline"
@@ -170,18 +170,18 @@ function Story({ run, now }: { run: Run; now: number }) {
         <Timeline data={data} from={from} to={to} label={summary(run)} onZoom={(a, b) => set({ from: a.toFixed(2), to: b.toFixed(2) })} />
         <div className="mt-2"><TimelineLegend /></div>
         <div className="mt-5 grid gap-4">
-          <Chart label="Loss over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "loss", color: "accent", values: series?.loss ?? [] }]} format={(v) => number(v, 4)} height={130} empty="This run has not reported a loss" />
-          <Chart label="Throughput over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "throughput", color: "busy", values: throughput.values, fill: true }]} unit={throughput.unit} format={compact} height={110} empty="This run has not reported its throughput" />
+          <Chart label="Loss over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "loss", color: "accent", values: series?.loss ?? [] }]} format={(v) => number(v, 4)} height={130} empty="No loss reported" />
+          <Chart label="Throughput over time" sync="run" gutter={GUTTER} times={times} range={view} marks={marks} lines={[{ label: "throughput", color: "busy", values: throughput.values, fill: true }]} unit={throughput.unit} format={compact} height={110} empty="No throughput reported" />
         </div>
       </Card>
       <div className="grid items-start gap-4 xl:grid-cols-2">
         <div className="flex min-w-0 flex-col gap-4">
-          <Card title="Goodput" hint="where the time went">{goodput ? <GoodputBar goodput={goodput} /> : <p className="text-muted">Its workers have not said yet where their time went.</p>}</Card>
-          <Card title="Events" flush><Happenings items={mine} height={420} /></Card>
+          <Card title="Goodput" hint="worker time by activity">{goodput ? <GoodputBar goodput={goodput} /> : <p className="text-muted">No goodput reported yet.</p>}</Card>
+          <Card title="Events" flush><EventList items={mine} height={420} /></Card>
         </div>
         <div className="flex min-w-0 flex-col gap-4">
           <Card title="Recoveries" flush><Recoveries run={run} /></Card>
-          <Card title="Last log lines" hint={run.task || run.workers.length < 2 ? undefined : "of its first worker"}><RunLines run={run} /></Card>
+          <Card title="Latest log lines" hint={run.task || run.workers.length < 2 ? undefined : "first worker"}><RunLines run={run} /></Card>
           <Card title="Configuration"><Configuration run={run} /></Card>
         </div>
       </div>
@@ -190,18 +190,18 @@ function Story({ run, now }: { run: Run; now: number }) {
 }
 
 function summary(run: Run): string {
-  return `${plural(run.alive, "worker")} up, ${count(run.failed)} gone, ${plural(run.checkpoints.length, "save")}, ${plural(run.recoveries.length, "recovery", "recoveries")}. The list of events below tells the same in words.`;
+  return `${plural(run.alive, "worker")} up, ${count(run.failed)} lost, ${plural(run.checkpoints.length, "checkpoint")}, ${plural(run.recoveries.length, "recovery", "recoveries")}. The events below list the same.`;
 }
 
 function Recoveries({ run }: { run: Run }) {
-  if (run.recoveries.length === 0) return <Empty title="No recovery was needed">When a worker is lost, the way back is shown here phase by phase.</Empty>;
+  if (run.recoveries.length === 0) return <Empty title="No recoveries">Each recovery is listed here with the duration of its phases.</Empty>;
   return (
     <ol className="max-h-80 divide-y divide-line/60 overflow-y-auto border-t" tabIndex={0} aria-label="Recoveries">
       {run.recoveries.map((r) => (
         <li key={`${r.at} ${r.worker_id}`} className="flex flex-col gap-0.5 px-4 py-2.5">
           <p className="flex items-baseline justify-between gap-3">
             <span className="shrink-0 font-medium">{duration(r.total_s)}</span>
-            <span className="text-muted">{plural(r.lost_steps, "step")} lost, went on at {count(r.resumed_step)} from {r.tier || "storage"}, {r.world_before} → {r.world_after} workers</span>
+            <span className="text-muted">{plural(r.lost_steps, "step")} lost, resumed at step {count(r.resumed_step)} from {r.tier || "storage"}, {r.world_before} → {r.world_after} workers</span>
             <span className="shrink-0 text-sm text-faint"><Ago at={r.at} /></span>
           </p>
           <p className="flex flex-wrap gap-x-3 text-sm text-muted">{phasesOf(r).map((phase) => <span key={phase.name}>{phase.name.replace("_", " ")} {duration(phase.to - phase.from)}</span>)}</p>
@@ -220,7 +220,7 @@ function flatten(value: unknown, path: string): (readonly [string, string])[] {
 function Configuration({ run }: { run: Run }) {
   const task = run.task;
   const labels = Object.entries(run.risk.safe?.metadata ?? {});
-  if (!task && labels.length === 0) return <p className="text-muted">This run was not started as a task here, so its configuration stays with its launcher.</p>;
-  const items: (readonly [string, string])[] = task ? [["task", task.name], ["recipe", task.type], ...(task.dataset_id ? [["dataset", task.dataset_id] as const] : []), ["workers asked for", count(task.worker_count)], ...flatten(task.config, "")] : labels;
+  if (!task && labels.length === 0) return <p className="text-muted">Not started as a task, so its configuration is not known here.</p>;
+  const items: (readonly [string, string])[] = task ? [["task", task.name], ["recipe", task.type], ...(task.dataset_id ? [["dataset", task.dataset_id] as const] : []), ["workers", count(task.worker_count)], ...flatten(task.config, "")] : labels;
   return <Facts items={items} />;
 }

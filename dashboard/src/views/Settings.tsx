@@ -1,4 +1,4 @@
-/** Settings: where the data comes from, how it looks, and what it needs to come in. */
+/** Settings: connection, access, appearance and demo mode. */
 
 import { useState, type ReactNode } from "react";
 
@@ -15,8 +15,8 @@ import { KEYS } from "../shell/keys";
 
 const PHASES = {
   connecting: "connecting",
-  live: "live: the event stream is open",
-  polling: "polling: the event stream does not get through",
+  live: "live (event stream)",
+  polling: "polling (event stream blocked)",
   disconnected: "disconnected",
 };
 
@@ -43,22 +43,22 @@ function ConnectionCard() {
   const skew = useStore((s) => s.skewS);
   const now = useServerNow();
   const items: (readonly [string, ReactNode])[] = [
-    ["API", mode === "demo" ? "none: simulated" : <code key="a" className="font-mono text-sm">{API_URL}</code>],
+    ["API", mode === "demo" ? "none (simulated)" : <code key="a" className="font-mono text-sm">{API_URL}</code>],
     ["State", PHASES[connection.phase]],
-    ["Last heard", connection.heardAtMs === null ? "never" : <Ago key="h" at={connection.heardAtMs / 1000 + skew} />],
+    ["Last update", connection.updatedAtMs === null ? "never" : <Ago key="h" at={connection.updatedAtMs / 1000 + skew} />],
     ["Coordinator", coordinator?.address ?? "–"],
     ["Version", coordinator?.version ?? "–"],
-    ["Up for", coordinator ? age(now - coordinator.started_at) : "–"],
-    ["Since", <Time key="s" at={coordinator?.started_at} />],
-    ["Leads", coordinator ? (coordinator.leader ? "yes" : "no, it stands by") : "–"],
+    ["Uptime", coordinator ? age(now - coordinator.started_at) : "–"],
+    ["Started", <Time key="s" at={coordinator?.started_at} />],
+    ["Role", coordinator ? (coordinator.leader ? "leader" : "standby") : "–"],
     ["Generation", coordinator ? count(coordinator.generation) : "–"],
-    ["Clock difference", Math.abs(skew) < 0.05 ? "none" : `${skew > 0 ? "+" : "−"}${Math.abs(skew).toFixed(1)} s`],
+    ["Clock skew", Math.abs(skew) < 0.05 ? "none" : `${skew > 0 ? "+" : "−"}${Math.abs(skew).toFixed(1)} s`],
   ];
   return (
-    <Card title="Connection" actions={connection.phase === "disconnected" && <Button onClick={retryNow}>Try now</Button>}>
+    <Card title="Connection" actions={connection.phase === "disconnected" && <Button onClick={retryNow}>Retry now</Button>}>
       {connection.reason && <p className="foreign mb-3 rounded-md bg-warn-soft px-3 py-2 break-words">{connection.reason} {connection.hint}</p>}
       <Facts items={items} />
-      <p className="mt-3 text-sm text-faint">A build with <code className="font-mono">VITE_API_URL</code> set talks to another address.</p>
+      <p className="mt-3 text-sm text-faint">Set <code className="font-mono">VITE_API_URL</code> at build time to use another address.</p>
     </Card>
   );
 }
@@ -80,13 +80,13 @@ function TokenCard() {
           save(token.trim());
         }}
       >
-        <Field label="Token" hint="Needed when the coordinator was started with one. A viewer's token shows everything; changes need an operator's.">
+        <Field label="Token" hint="Required if the coordinator was started with one. A viewer token reads; changes need an operator token.">
           {(ids) => <Input {...ids} type="password" value={token} onChange={(e) => edit(e.target.value)} placeholder="none" />}
         </Field>
-        <label className="flex items-center gap-2"><input type="checkbox" className="size-4 accent-accent" checked={remember} onChange={(e) => setRemember(e.target.checked)} />Keep it in this browser, not only in this tab</label>
+        <label className="flex items-center gap-2"><input type="checkbox" className="size-4 accent-accent" checked={remember} onChange={(e) => setRemember(e.target.checked)} />Remember in this browser</label>
         <div className="flex gap-2">
-          <Button type="submit" look="primary">Use token</Button>
-          {getToken() && <Button onClick={() => save("")}>Forget it</Button>}
+          <Button type="submit" look="primary">Save token</Button>
+          {getToken() && <Button onClick={() => save("")}>Clear token</Button>}
         </div>
       </form>
     </Card>
@@ -95,7 +95,7 @@ function TokenCard() {
 
 function AppearanceCard() {
   const theme = useTheme();
-  const options: readonly (readonly [Theme, string])[] = [["system", "As the system"], ["dark", "Dark"], ["light", "Light"]];
+  const options: readonly (readonly [Theme, string])[] = [["system", "System"], ["dark", "Dark"], ["light", "Light"]];
   return (
     <Card title="Appearance">
       <Segmented label="Theme" value={theme} options={options} onChange={setTheme} />
@@ -109,8 +109,8 @@ function ModeCard() {
   return (
     <Card title="Mode">
       <div className="flex flex-col gap-3">
-        {DEMO_ONLY ? <p>This build only demonstrates: it knows no coordinator.</p> : <Segmented label="Mode" value={mode} options={options} onChange={setMode} />}
-        <p className="text-muted">Demo mode plays a simulated run that fails and recovers. It needs no cluster, and every view says that nothing was measured.</p>
+        {DEMO_ONLY ? <p>This is a demo build without a coordinator.</p> : <Segmented label="Mode" value={mode} options={options} onChange={setMode} />}
+        <p className="text-muted">Demo mode shows a simulated run that fails and recovers. Every view is marked as simulated.</p>
       </div>
     </Card>
   );
@@ -118,7 +118,7 @@ function ModeCard() {
 
 function KeyboardCard() {
   return (
-    <Card title="Keyboard" className="lg:col-span-2">
+    <Card title="Keyboard shortcuts" className="lg:col-span-2">
       <dl className="grid gap-x-8 gap-y-2 lg:grid-cols-2">
         {KEYS.map(([keys, meaning]) => (
           <div key={meaning} className="flex items-baseline gap-4">

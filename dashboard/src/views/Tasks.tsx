@@ -1,4 +1,4 @@
-/** What runs, how far it is and when it ends; what ended, and why. Start one, stop one, start one again. */
+/** Tasks: progress, ETA and exit cause; start, stop and restart. */
 
 import { useMutation } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -28,7 +28,7 @@ const COLUMNS: readonly Column<Task>[] = [
   { id: "name", header: "Task", value: (task) => task.name, cell: (task) => <Name>{task.name}</Name>, width: "minmax(10rem, 2fr)" },
   { id: "type", header: "Recipe", value: (task) => task.type, width: "130px" },
   { id: "progress", header: "Progress", value: (task) => task.progress, cell: (task) => <Progress task={task} />, width: "minmax(9rem, 1fr)" },
-  { id: "left", header: "Left", cell: (task) => <Left task={task} />, align: "right", width: "100px" },
+  { id: "eta", header: "ETA", cell: (task) => <Left task={task} />, align: "right", width: "100px" },
   { id: "workers", header: "Workers", value: (task) => task.worker_count, cell: (task) => count(task.worker_count), align: "right", width: "90px" },
   { id: "dataset", header: "Dataset", value: (task) => task.dataset_id, cell: (task) => <Name>{task.dataset_id}</Name> },
   { id: "created", header: "Created", value: (task) => task.created_at, cell: (task) => <Ago at={task.created_at} />, align: "right", width: "120px" },
@@ -49,15 +49,15 @@ export function Tasks() {
     <Page
       title="Tasks"
       fill
-      subtitle={ready && `${count(running)} running, ${plural(tasks.length, "task")} known`}
+      subtitle={ready && `${count(running)} running, ${plural(tasks.length, "task")} total`}
       actions={
         <>
           <Input type="search" data-search aria-label="Search tasks" placeholder="Name, recipe, dataset" value={search["q"] ?? ""} onChange={(event) => setFilters({ q: event.target.value || undefined }, { replace: true })} />
           <Select aria-label="Status" value={status} onChange={(event) => setFilters({ status: event.target.value || undefined })}>
-            <option value="">Every status</option>
+            <option value="">All statuses</option>
             {["pending", "running", "completed", "failed", "stopped"].map((word) => <option key={word} value={word}>{word}</option>)}
           </Select>
-          <Button look="primary" onClick={() => setFilters({ start: "1" })}><Play aria-hidden className="size-4" />Start a task</Button>
+          <Button look="primary" onClick={() => setFilters({ start: "1" })}><Play aria-hidden className="size-4" />Start task</Button>
         </>
       }
     >
@@ -76,9 +76,9 @@ export function Tasks() {
             onOpen={(task) => setFilters({ task: task.id })}
             empty={
               tasks.length === 0 ? (
-                <Empty icon={ListChecks} title="No task yet" action={<Button onClick={() => setFilters({ start: "1" })}>Start one</Button>}>A task runs a recipe the operator has allowed. Training you start with torchrun shows under Runs.</Empty>
+                <Empty icon={ListChecks} title="No tasks yet" action={<Button onClick={() => setFilters({ start: "1" })}>Start task</Button>}>A task runs a recipe. Training started with torchrun is listed under Runs.</Empty>
               ) : (
-                <Empty icon={ListChecks} title="None of them matches">There are {plural(tasks.length, "task")}; take a filter away.</Empty>
+                <Empty icon={ListChecks} title="No matching tasks">{plural(tasks.length, "task")} hidden. Clear filters to see them.</Empty>
               )
             }
           />
@@ -138,16 +138,16 @@ function TaskDetails(props: { task: Task }) {
       {task.exit_cause && <Cause cause={task.exit_cause} />}
       <Facts
         items={[
-          ["Id", task.id],
+          ["ID", task.id],
           ["Recipe", task.type],
           ["Dataset", task.dataset_id ? <Link key="dataset" to="/data" search={{ dataset: task.dataset_id } as never} className="text-accent hover:underline">{task.dataset_id}</Link> : "–"],
           ["Workers", count(task.worker_count)],
-          ["Attempts", task.attempts === undefined ? "–" : `${count(task.attempts)} (${plural(task.max_retries ?? 0, "retry", "retries")} allowed)`],
-          ["Pace", task.steps_per_s ? `${number(task.steps_per_s)} steps/s` : "–"],
+          ["Attempts", `${count(task.attempts)} (max ${plural(task.max_retries, "retry", "retries")})`],
+          ["Steps/s", task.steps_per_s ? number(task.steps_per_s) : "–"],
           ["Created", <Time key="created" at={task.created_at} />],
           ["Started", <Time key="started" at={task.started_at} />],
           ["Ended", <Time key="ended" at={task.completed_at} />],
-          ["Ran for", <Duration key="ran" seconds={ranFor(task, now)} />],
+          ["Duration", <Duration key="duration" seconds={ranFor(task, now)} />],
         ]}
       />
       {settings.length > 0 && (
@@ -161,7 +161,7 @@ function TaskDetails(props: { task: Task }) {
           <h3 className="text-sm text-muted">Workers</h3>
           <ul className="flex flex-wrap gap-x-4 gap-y-1">
             {task.worker_ids.slice(0, WORKERS_SHOWN).map((id) => <li key={id} className="max-w-full"><WorkerLink id={id} /></li>)}
-            {task.worker_ids.length > WORKERS_SHOWN && <li className="text-faint">and {plural(task.worker_ids.length - WORKERS_SHOWN, "other")}</li>}
+            {task.worker_ids.length > WORKERS_SHOWN && <li className="text-faint">and {count(task.worker_ids.length - WORKERS_SHOWN)} more</li>}
           </ul>
         </section>
       )}
@@ -172,10 +172,10 @@ function TaskDetails(props: { task: Task }) {
 function Cause(props: { cause: NonNullable<Task["exit_cause"]> }) {
   const { cause } = props;
   return (
-    <section aria-label="Why it ended" className="flex flex-col gap-2 rounded-md bg-bad-soft px-4 py-3">
+    <section aria-label="Exit cause" className="flex flex-col gap-2 rounded-md bg-bad-soft px-4 py-3">
       <p className="foreign font-medium break-words">{cause.message}</p>
       <p className="text-muted">
-        {[cause.rank == null ? "" : `rank ${cause.rank}`, cause.signal || (cause.exit_code == null ? "" : `exit status ${cause.exit_code}`), cause.may_retry === false ? "another attempt would end the same way" : ""].filter(Boolean).join(", ")}
+        {[cause.rank == null ? "" : `rank ${cause.rank}`, cause.signal || (cause.exit_code == null ? "" : `exit code ${cause.exit_code}`), cause.may_retry === false ? "not retried" : ""].filter(Boolean).join(", ")}
       </p>
       {cause.traceback && <pre tabIndex={0} className="foreign max-h-64 overflow-auto rounded-md bg-surface p-3 font-mono text-sm whitespace-pre-wrap">{cause.traceback}</pre>}
     </section>
@@ -188,8 +188,8 @@ function Stop(props: { task: Task }) {
   return (
     <>
       <Button look="danger" disabled={props.task.stopping} onClick={() => setAsking(true)}><Square aria-hidden className="size-3.5" />{props.task.stopping ? "Stopping …" : "Stop"}</Button>
-      <Confirm open={asking} onClose={() => setAsking(false)} onConfirm={() => work.mutate()} busy={work.isPending} action="Stop the task" title={`Stop ${props.task.name}?`} error={work.isError ? <ErrorNote error={work.error} /> : undefined}>
-        <p>Its processes make a final checkpoint and end. It can be started again from there.</p>
+      <Confirm open={asking} onClose={() => setAsking(false)} onConfirm={() => work.mutate()} busy={work.isPending} action="Stop task" title={`Stop ${props.task.name}?`} error={work.isError ? <ErrorNote error={work.error} /> : undefined}>
+        <p>Its processes save a final checkpoint and exit. You can restart the task from that checkpoint.</p>
       </Confirm>
     </>
   );
@@ -199,7 +199,7 @@ function Restart(props: { task: Task }) {
   const work = useMutation({ mutationFn: () => post(`/tasks/${encodeURIComponent(props.task.id)}/restart`) });
   return (
     <>
-      <Button disabled={work.isPending} onClick={() => work.mutate()}><RotateCcw aria-hidden className="size-4" />Start again</Button>
+      <Button disabled={work.isPending} onClick={() => work.mutate()}><RotateCcw aria-hidden className="size-4" />Restart</Button>
       {work.isError && <ErrorNote error={work.error} />}
     </>
   );

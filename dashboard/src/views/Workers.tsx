@@ -22,19 +22,19 @@ import { WorkerDrawer } from "./workers/WorkerDrawer";
 const COLUMNS: readonly Column<Worker>[] = [
   { id: "rank", header: "Rank", value: rankOf, cell: (w) => count(rankOf(w)), width: "72px", align: "right" },
   { id: "id", header: "Worker", value: (w) => w.id, cell: (w) => <Name whole={w.id}>{shortName(w.id, w.job_id)}</Name>, width: "minmax(8rem, 1fr)" },
-  { id: "status", header: "Status", value: (w) => w.status, cell: (w) => <Status value={w.status} title={w.reason} />, width: "140px" },
+  { id: "status", header: "Status", value: (w) => w.status, cell: (w) => <Status value={w.status} title={w.slow ? `slow: ${w.reason}` : w.reason} />, width: "140px" },
   { id: "job", header: "Run", value: (w) => w.job_id, cell: (w) => <Name>{w.job_id}</Name>, width: "minmax(9.75rem, 1fr)" },
   { id: "step", header: "Step", value: (w) => w.current_step, cell: (w) => count(w.current_step), width: "100px", align: "right" },
   { id: "load", header: "Load", value: (w) => loadOf(w).percent, cell: (w) => <LoadCell worker={w} />, width: "minmax(9rem, 1fr)" },
   { id: "memory", header: "Memory", value: (w) => w.resources?.memory_used_bytes ?? null, cell: (w) => <Bytes value={w.resources?.memory_used_bytes} />, width: "104px", align: "right" },
   { id: "step_time", header: "Step time", value: (w) => w.metrics["step_time_s"] ?? null, cell: (w) => (w.metrics["step_time_s"] == null ? "–" : `${number((w.metrics["step_time_s"] ?? 0) * 1000)} ms`), width: "104px", align: "right" },
   { id: "shards", header: "Shards", value: (w) => w.assigned_shards, cell: (w) => count(w.assigned_shards), width: "84px", align: "right" },
-  { id: "heard", header: "Heard", value: (w) => w.last_heartbeat, cell: (w) => <Ago at={w.last_heartbeat} />, width: "110px", align: "right" },
+  { id: "last_heartbeat", header: "Last heartbeat", value: (w) => w.last_heartbeat, cell: (w) => <Ago at={w.last_heartbeat} />, width: "130px", align: "right" },
 ];
 
 function LoadCell({ worker }: { worker: Worker }) {
   const { percent: value, of } = loadOf(worker);
-  if (value === null) return <span className="text-faint">no sample</span>;
+  if (value === null) return <span className="text-faint">no data</span>;
   return <span className="flex items-center gap-2"><Meter label={`${of} load`} value={value} className="flex-1" /><span className="w-20 text-right">{of} {percent(value)}</span></span>;
 }
 
@@ -54,7 +54,7 @@ export function Workers() {
     return new Map([...found].sort((a, b) => b[1] - a[1]));
   }, [all, q, job]);
   const open = (id: string | undefined) => set({ worker: id });
-  const nobody = <Empty icon={Boxes} title={all.length === 0 ? "No worker has joined yet" : "No worker matches"}>{all.length === 0 ? "Workers appear here the moment they register with this coordinator." : "Change the filters above."}</Empty>;
+  const empty = <Empty icon={Boxes} title={all.length === 0 ? "No workers yet" : "No matching workers"}>{all.length === 0 ? "Workers appear here when they register with this coordinator." : "Clear filters to see all workers."}</Empty>;
 
   return (
     <Page
@@ -87,11 +87,11 @@ export function Workers() {
           {all.length > 0 && <Legend color={view === "grid" ? color : "status"} counts={counts} active={status} onPick={(next) => set({ status: next })} />}
           {view === "grid" ? (
             <Card className="min-h-0 flex-1 overflow-y-auto" flush>
-              <div className="p-3">{shown.length === 0 ? nobody : <Heatmap workers={shown} color={color} selected={filters["worker"]} onOpen={open} />}</div>
+              <div className="p-3">{shown.length === 0 ? empty : <Heatmap workers={shown} color={color} selected={filters["worker"]} onOpen={open} />}</div>
             </Card>
           ) : (
             <div className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface">
-              <Table label="Workers" rows={shown} columns={COLUMNS} rowId={(w) => w.id} sort={filters["sort"]} onSort={(sort) => set({ sort }, { replace: true })} selected={filters["worker"]} onOpen={(w) => open(w.id)} empty={nobody} />
+              <Table label="Workers" rows={shown} columns={COLUMNS} rowId={(w) => w.id} sort={filters["sort"]} onSort={(sort) => set({ sort }, { replace: true })} selected={filters["worker"]} onOpen={(w) => open(w.id)} empty={empty} />
             </div>
           )}
         </>

@@ -20,6 +20,7 @@ from elastic_harness.checkpoint.storage_backends import (
     CheckpointLoadConfig,
     NVMeBackend,
     S3Backend,
+    S3Config,
     StorageBackend,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "MemorySnapshotBackend",
     "NVMeBackend",
     "S3Backend",
+    "S3Config",
     "StorageBackend",
     "create_checkpoint_state",
     "load_checkpoint_to_model",

@@ -44,8 +44,6 @@ from elastic_harness.checkpoint.storage_backends import (
     read,
 )
 from elastic_harness.checkpoint.stores import StepNames, opened
-from elastic_harness.checkpoint.told import load_error, loading, save_error
-from elastic_harness.errors import CheckpointError, CheckpointLoadError, CheckpointSaveError
 from strata.checkpoint.catalog.listing import where
 from strata.checkpoint.errors import CheckpointNotFound, SaveFailed
 from strata.checkpoint.events import SaveHandle
@@ -54,6 +52,8 @@ from strata.checkpoint.manager import CheckpointManager as Engine
 from strata.checkpoint.pipeline import Policy
 from strata.errors import StrataError
 from strata.stores.protocol import Store
+from strata.trainer.error_translation import load_error, loading, save_error
+from strata.trainer.errors import CheckpointError, CheckpointLoadError, CheckpointSaveError
 
 __all__ = [
     "AsyncSavePolicy",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from elastic_harness.errors import ConfigurationError
+from strata.trainer.errors import ConfigurationError
 
 
 class CheckpointTier(Enum):

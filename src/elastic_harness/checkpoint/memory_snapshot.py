@@ -18,11 +18,11 @@ from elastic_harness.checkpoint.closing import Closing, close_engine
 from elastic_harness.checkpoint.config import InvalidCheckpointConfig
 from elastic_harness.checkpoint.pending import Pending
 from elastic_harness.checkpoint.state import CheckpointState, checked_state
-from elastic_harness.checkpoint.told import loading, saving
-from elastic_harness.errors import MemoryLimitExceeded
 from strata.checkpoint.errors import CheckpointNotFound
 from strata.checkpoint.events import CheckpointInfo, SaveHandle
 from strata.checkpoint.manager import CheckpointManager, Memory
+from strata.trainer.error_translation import loading, saving
+from strata.trainer.errors import MemoryLimitExceeded
 
 __all__ = ["MemoryLimitExceeded", "MemorySnapshotBackend"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from elastic_harness.errors import CheckpointLoadError, CheckpointValidationError
+from strata.trainer.errors import CheckpointLoadError, CheckpointValidationError
 from strata.training import rng
 from strata.training.state import unwrap
 
@@ -130,6 +130,10 @@ def load_checkpoint_to_model(
         try:
             optimizer.load_state_dict(state.optimizer_state_dict)
         except (ValueError, KeyError) as error:
+            if strict and isinstance(error, KeyError):
+                raise CheckpointValidationError.missing_state(
+                    "the optimizer", str(error.args[0]), found=state.optimizer_state_dict
+                ) from error
             if strict:
                 raise
             log.warning("the optimizer starts anew, its state does not fit: %s", error)

@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from elastic_harness.checkpoint.closing import Closing
 from elastic_harness.checkpoint.config import InvalidCheckpointConfig
 from elastic_harness.checkpoint.pending import Pending
 from elastic_harness.checkpoint.state import CheckpointState, checked_state
-from elastic_harness.checkpoint.told import loading, save_error, saving
 from strata.checkpoint.catalog.listing import Catalog, where
 from strata.checkpoint.catalog.manifest import IMAGE, Manifest, Part
 from strata.checkpoint.catalog.naming import manifest_key, new_id, step_stem
@@ -37,6 +36,7 @@ from strata.checkpoint.image.reading import fetched, open_image
 from strata.errors import StrataError
 from strata.stores import open_store
 from strata.stores.protocol import Store, StoreError
+from strata.trainer.error_translation import loading, save_error, saving
 
 log = logging.getLogger("elastic_harness.checkpoint")
 
@@ -51,6 +51,33 @@ class CheckpointLoadConfig:
     """Warn when a trusted source is loaded with everything in it."""
     trusted_source: bool = False
     """The file is your own: whatever it holds may run while it is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class S3Config:
+    """A bucket and how to reach it, for `S3Backend`."""
+
+    bucket: str
+    prefix: str = ""
+    region: str | None = None
+    endpoint_url: str | None = None
+    connect_timeout: float = 5.0
+    """Seconds."""
+    read_timeout: float = 60.0
+    """Seconds for one request."""
+    max_retries: int = 6
+
+
+_OTHER_NAMES = {
+    "connect_timeout": "connect_timeout_s",
+    "read_timeout": "request_timeout_s",
+    "endpoint_url": "endpoint",
+    "region_name": "region",
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+}
+"""What boto3 calls the store's options."""
 
 
 class StorageBackend(Closing, abc.ABC):
@@ -240,14 +267,20 @@ class S3Backend(StorageBackend):
 
     def __init__(
         self,
-        bucket: str,
+        bucket: str | S3Config,
         prefix: str = "",
         region: str | None = None,
         *,
         pending: Pending | None = None,
         **options: Any,
     ) -> None:
-        """`options` go to the store: `endpoint`, `access_key_id`, `secret_access_key`, `max_retries` …"""
+        """`options` go to the store: `endpoint`, `access_key_id`, `secret_access_key`, `max_retries`, `connect_timeout`
+        and `read_timeout` in seconds … An `S3Config` in place of the bucket says all of it."""
+        if isinstance(bucket, S3Config):
+            given = asdict(bucket)
+            bucket, prefix, region = given.pop("bucket"), given.pop("prefix"), given.pop("region")
+            options = {**{name: value for name, value in given.items() if value is not None}, **options}
+        options = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
         if not bucket:
             raise InvalidCheckpointConfig("the bucket has no name", section=None)
         self.bucket = bucket

@@ -15,14 +15,16 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from elastic_harness.data._errors import as_data_loading_error
-from elastic_harness.errors import DataLoadingError
 from strata.data.tokens.builder import BuildOptions, BuildReport, Progress, build_index
 from strata.data.tokens.format import DEFAULT_ENTRY_INTERVAL, IndexEntry, IndexHeader
 from strata.data.tokens.index import TokenIndex as TokenIndexFile
 from strata.data.tokens.progress import TerminalProgress
 from strata.data.tokens.records import OnBad
 from strata.errors import StrataError
+from strata.trainer.error_translation import reading_data
+from strata.trainer.errors import DataLoadingError
+
+COMMAND = "python -m elastic_harness.data.index_builder --data-files"
 
 __all__ = ["IndexBuilder", "IndexEntry", "IndexHeader", "TokenIndexFile", "main"]
 
@@ -65,7 +67,7 @@ class IndexBuilder:
     ) -> IndexHeader:
         """Build the index of `files` at `path`. Returns at once if an equal one stands there already."""
         names = [files] if isinstance(files, str | os.PathLike) else list(files)
-        with as_data_loading_error():
+        with reading_data(index_command=COMMAND):
             self.report = build_index(
                 names, path, tokenizer=self.tokenizer, options=self.options, progress=self.progress
             )

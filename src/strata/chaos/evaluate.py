@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 from strata.chaos.run import final_parameters
 from strata.launch.sample_job import SampleJob
 
@@ -17,13 +15,12 @@ def loss_of(job: SampleJob) -> float:
 
     from strata.data.tokens.index import TokenIndex
     from strata.data.tokens.sequences import SequenceReader
+    from strata.trainer.model import GPT, GPTConfig
 
-    # The model belongs to the harness, which knows us; by name, so that we do not know it.
-    harness = importlib.import_module("elastic_harness.model")
     settings = job.settings()["model"]
     parameters = final_parameters(job.checkpoints)
     vocabulary = parameters["tokens.weight"].shape[0]  # type: ignore[attr-defined]
-    model = harness.GPT(harness.GPTConfig(vocab_size=vocabulary, **settings))
+    model = GPT(GPTConfig(vocab_size=vocabulary, **settings))  # type: ignore[arg-type]
     model.load_state_dict(parameters)
     model.eval()
     reader = SequenceReader(TokenIndex(job.index), int(str(settings["seq_length"])))

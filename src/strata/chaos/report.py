@@ -56,6 +56,18 @@ def judge_recoveries(injuries: tuple[Injury, ...], threshold_s: float) -> Verdic
     )
 
 
+def judge_progress(injuries: tuple[Injury, ...], steps: int) -> Verdict:
+    """Whether training was further at the end than at any fault: recovering is not enough."""
+    furthest = max((injury.step_before for injury in injuries), default=0)
+    stuck = sum(injury.recovery_s is None for injury in injuries)
+    return Verdict(
+        name="progress",
+        passed=bool(injuries) and not stuck and steps > furthest,
+        found=f"step {steps:,} at the end, {furthest:,} at the last fault"
+        + (f", {stuck} faults without a new step" if stuck else ""),
+    )
+
+
 def judge_ledger(checkpoints: Path, dataset: str) -> Verdict:
     from strata.data.history import audit_epochs
 

@@ -29,6 +29,18 @@ Fault = Literal["kill", "stop", "agent", "coordinator"]
 FAULTS: tuple[Fault, ...] = ("kill", "stop", "agent", "coordinator")
 
 
+DEADLY = (
+    signal.SIGKILL,
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGABRT,
+    signal.SIGSEGV,
+    signal.SIGHUP,
+)
+"""Signals that end a worker, each in its way."""
+
+
 class ChaosError(StrataError):
     """The job did something it must not, like ending."""
 
@@ -55,6 +67,8 @@ class ChaosRun:
     job: SampleJob
     coordinator: CoordinatorProcess
     seed: int = 0
+    kill_signal: signal.Signals = signal.SIGKILL
+    """What the fault `kill` sends."""
     injuries: list[Injury] = field(default_factory=list)
     agents: list[Agent] = field(default_factory=list)
     tell: Callable[[str], None] = lambda text: None
@@ -136,7 +150,7 @@ class ChaosRun:
         match fault:
             case "kill":
                 pid = self._random.choice(self._workers())
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, self.kill_signal)
                 return f"worker process {pid}", _nothing
             case "stop":
                 pid = self._random.choice(self._workers())

@@ -14,6 +14,8 @@ Place: TypeAlias = "str | os.PathLike[str] | Store"
 
 
 def open_stores(path: Place | Sequence[Place] | None) -> list[Store]:
+    if path is None and not os.environ.get("CHECKPOINT_BUCKET"):
+        path = os.environ.get("CHECKPOINT_DIR") or None
     if path is None:
         return [store_from_env()]
     places = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]

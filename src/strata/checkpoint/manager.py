@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from strata.checkpoint.catalog.lineage import place_next, placed, read_lineage
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
@@ -120,6 +120,23 @@ class _Staged:
     """A device does the copying, beside the computation."""
 
 
+class SaveOptions(TypedDict, total=False):
+    """What `save` takes by name alone."""
+
+    position: Json
+    tiers: Sequence[str] | None
+    placement: Placement | None
+    must_arrive: bool
+
+
+class LoadOptions(TypedDict, total=False):
+    """What `load` takes by name alone."""
+
+    into: Any
+    trusted_source: bool
+    tiers: Sequence[str] | None
+
+
 class CheckpointManager:
     def __init__(
         self,
@@ -134,7 +151,7 @@ class CheckpointManager:
         admit: Callable[[Store], None] | None = None,
     ) -> None:
         """`path` is a folder, a URL, a store, or a list of them from near to far; by default what the environment
-        names (`STORAGE_BACKEND` and so on). An empty list keeps checkpoints in memory only. `admit` is asked before a
+        names (`STORAGE_BACKEND` and so on, or `CHECKPOINT_DIR`). An empty list keeps checkpoints in memory only. `admit` is asked before a
         manifest is put into a store, and raises where this process may not publish any more."""
         if keep_count < 1:
             raise ValueError(f"keep_count ({keep_count}) must be at least 1")
@@ -247,7 +264,7 @@ class CheckpointManager:
         step: int,
         epoch: int = 0,
         metadata: Mapping[str, Json] | None = None,
-        **options: Any,
+        **options: Unpack[SaveOptions],
     ) -> CheckpointInfo:
         """`save`, awaited until every tier has it."""
         handle = await asyncio.to_thread(self.save, data, step, epoch, metadata, **options)
@@ -286,6 +303,8 @@ class CheckpointManager:
         """The checkpoint training would resume from, by its manifest; nothing of it is read."""
         return next(iter(self.all_checkpoints()), None)
 
+    latest = get_latest
+
     def get_by_step(self, step: int) -> CheckpointInfo | None:
         return next((info for info in self.all_checkpoints() if info.step == step), None)
 
@@ -296,6 +315,8 @@ class CheckpointManager:
         for problem in [*problems, *(f"{each.info.path} was removed" for each in removed)]:
             log.warning("passed over while listing checkpoints: %s", problem)
         return [each.info for each in found if each not in removed and self._is_own(each.manifest)]
+
+    list_checkpoints = all_checkpoints
 
     def survey(self) -> Surveyed:
         """What could be restored, copy by copy, and what stands in the way of knowing it: for those who decide themselves
@@ -358,22 +379,33 @@ class CheckpointManager:
 
     def load(
         self,
-        step: int | None = None,
+        step: int | str | SaveHandle | CheckpointInfo | None = None,
         checkpoint_id: str | None = None,
         *,
         into: Any = None,
         trusted_source: bool = False,
         tiers: Sequence[str] | None = None,
     ) -> Any:
-        """The state or bytes of a checkpoint: of the newest whole one, or of the one asked for.
+        """The state or bytes of a checkpoint: of the newest whole one, or of the one asked for by its step, its id, the
+        handle of its save (which is waited for) or what was listed.
 
         `into` is a state whose tensors receive the loaded values in place. `tiers` limits where to look, by name.
         """
+        if isinstance(step, SaveHandle):
+            step.result()
+        if isinstance(step, SaveHandle | CheckpointInfo):
+            checkpoint_id, step = step.checkpoint_id, None
+        elif isinstance(step, str):
+            checkpoint_id, step = step, None
         return self._load(step, checkpoint_id, into, trusted_source, tiers).state
 
     async def load_async(
-        self, step: int | None = None, checkpoint_id: str | None = None, **options: Any
+        self,
+        step: int | str | SaveHandle | CheckpointInfo | None = None,
+        checkpoint_id: str | None = None,
+        **options: Unpack[LoadOptions],
     ) -> Any:
+        """`load`, awaited."""
         return await asyncio.to_thread(self.load, step, checkpoint_id, **options)
 
     def restore(

@@ -26,6 +26,7 @@ from strata.checkpoint.catalog.lineage import place_next, read_lineage
 from strata.checkpoint.catalog.listing import Catalog, where
 from strata.checkpoint.catalog.manifest import BYTES, Json, Manifest, Part, plain_json
 from strata.checkpoint.catalog.naming import manifest_key, new_id, payload_key, unique_stem
+from strata.checkpoint.catalog.publish import commit
 from strata.checkpoint.copying.digest import StreamingDigest
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed
 from strata.checkpoint.events import CheckpointInfo
@@ -169,17 +170,19 @@ class AsyncCheckpointWriter:
             raise self._failed(self._error)
 
     def _publish(self) -> CheckpointInfo:
-        manifest_at = manifest_key(self._stem)
-        try:
+        def write() -> Manifest:
             self._blob.commit()
             part = Part(key=self._key, size_bytes=self._digest.size_bytes, digest=self._digest.finish())
             lineage = read_lineage([StoreSource(Catalog(self._store))])
-            manifest = place_next(lineage, replace(self._draft, parts=(part,)))
-            self._store.put(manifest_at, manifest.encode(), if_absent=True)
+            return place_next(lineage, replace(self._draft, parts=(part,)))
+
+        try:
+            entry = commit(
+                self._store, self.checkpoint_id, write, at=manifest_key(self._stem), payload=(self._key,)
+            )
         except Exception as error:
-            self._store.delete(self._key)
             raise self._failed(error) from error
-        return CheckpointInfo.of(manifest, places=[(self._store.tier, where(self._store, self._key))])
+        return CheckpointInfo.of(entry.manifest, places=[(self._store.tier, where(self._store, self._key))])
 
     def _failed(self, error: Exception) -> SaveFailed:
         return SaveFailed.because(

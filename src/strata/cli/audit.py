@@ -41,7 +41,7 @@ def audit(
             "-s",
             help="Where the job keeps its checkpoints: a directory, s3://bucket/prefix, or a coordinator's "
             "http://host:3000.",
-            envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET"],
+            envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET", "CHECKPOINT_DIR"],
         ),
     ] = "",
     epoch: Annotated[int | None, typer.Option(min=0, help="One epoch; all of them when left out.")] = None,

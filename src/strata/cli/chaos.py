@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import random
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,6 +34,22 @@ def chaos(
     kinds: Annotated[
         str, typer.Option(help="Faults to choose from: kill, stop, agent, coordinator.")
     ] = "kill",
+    kill_signal: Annotated[
+        str, typer.Option(help="What `kill` sends: SIGKILL, SIGTERM, SIGINT, SIGABRT, SIGSEGV …")
+    ] = "SIGKILL",
+    min_survivors: Annotated[
+        int, typer.Option(min=0, help="Leave at least so many workers untouched by a fault.")
+    ] = 0,
+    jitter: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Make each interval longer or shorter at random by up to so many seconds."
+        ),
+    ] = 0.0,
+    verify_progress: Annotated[
+        bool,
+        typer.Option("--verify-progress", help="Also check that training got further after every fault."),
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, max=64)] = 2,
     agents: Annotated[int, typer.Option(min=1, max=16, help="Agents, each standing for a machine.")] = 1,
     seed: Annotated[int, typer.Option(help="Chooses faults and victims.")] = 0,
@@ -45,6 +63,12 @@ def chaos(
     chosen = _kinds("kill" if single_kill else kinds)
     if workers % agents:
         raise typer.BadParameter(f"{workers} workers cannot be divided among {agents} agents")
+    hit = max((workers // agents if kind == "agent" else kind != "coordinator") for kind in chosen)
+    if workers - hit < min_survivors:
+        raise typer.BadParameter(
+            f"a fault hits {hit} of {workers} workers, which leaves fewer than {min_survivors} untouched"
+        )
+    wanted = _signal(kill_signal)
     need("torch", "omegaconf", feature="The job that is hurt", extra="harness")
 
     def say(text: str) -> None:
@@ -60,8 +84,11 @@ def chaos(
             seed=seed,
             interval_s=interval,
             duration_s=0.0 if single_kill else duration,
+            jitter_s=jitter,
+            kill_signal=wanted,
             threshold_s=rto_threshold,
             compare=compare,
+            verify_progress=verify_progress,
             say=say,
         )
     if output is not None:
@@ -87,6 +114,16 @@ def _kinds(text: str) -> list[str]:
     return chosen
 
 
+def _signal(name: str) -> signal.Signals:
+    from strata.chaos.run import DEADLY
+
+    bare = name.upper().removeprefix("SIG")
+    found = next((each for each in DEADLY if bare in (each.name.removeprefix("SIG"), str(int(each)))), None)
+    if found is None:
+        raise typer.BadParameter(f"'{name}' ends no worker; use {', '.join(each.name for each in DEADLY)}")
+    return found
+
+
 def _run(
     folder: Path,
     kinds: list[str],
@@ -96,11 +133,20 @@ def _run(
     seed: int,
     interval_s: float,
     duration_s: float,
+    jitter_s: float,
+    kill_signal: signal.Signals,
     threshold_s: float,
     compare: bool,
+    verify_progress: bool,
     say: Callable[[str], None],
 ) -> ChaosReport:
-    from strata.chaos.report import ChaosReport, judge_checkpoints, judge_ledger, judge_recoveries
+    from strata.chaos.report import (
+        ChaosReport,
+        judge_checkpoints,
+        judge_ledger,
+        judge_progress,
+        judge_recoveries,
+    )
     from strata.chaos.run import ChaosRun, Fault
     from strata.launch.coordinator import CoordinatorProcess
     from strata.launch.sample_job import DATASET, SampleJob
@@ -115,12 +161,13 @@ def _run(
         steps=10_000_000,
         hang_timeout_s=hang_s,
     )
-    run = ChaosRun(job, coordinator, seed=seed, tell=say)
+    run = ChaosRun(job, coordinator, seed=seed, kill_signal=kill_signal, tell=say)
+    chance = random.Random(seed)
     try:
         run.start()
         began_s = time.monotonic()
         while True:
-            run.train_for(interval_s)
+            run.train_for(max(0.0, interval_s + chance.uniform(-jitter_s, jitter_s)))
             run.hurt(cast("list[Fault]", kinds), patience_s=max(60.0, 3 * threshold_s))
             if time.monotonic() - began_s >= duration_s:
                 break
@@ -135,6 +182,8 @@ def _run(
             judge_ledger(job.checkpoints, DATASET),
             judge_checkpoints(job.checkpoints),
         ]
+        if verify_progress:
+            verdicts.append(judge_progress(tuple(run.injuries), steps))
         if compare:
             verdicts.append(_compare(run, folder, say))
         return ChaosReport(

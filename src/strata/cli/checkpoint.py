@@ -39,7 +39,7 @@ Place = Annotated[
     str,
     typer.Argument(
         help="A folder, or a URL such as s3://bucket/prefix.",
-        envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET"],
+        envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET", "CHECKPOINT_DIR"],
         show_default=False,
     ),
 ]

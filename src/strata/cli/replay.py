@@ -13,40 +13,12 @@ from rich.text import Text
 from strata.cli.common import AsJson, console
 from strata.coordinator.journal import codec
 from strata.coordinator.journal.sqlite import read_story
-from strata.core.messages import (
-    BarrierArrived,
-    BarrierBroken,
-    BarrierReleased,
-    CheckpointCompleted,
-    CheckpointFailed,
-    CheckpointRemoved,
-    CheckpointStarted,
-    CountersRestored,
-    DatasetRegistered,
-    Event,
-    RecoveryRecorded,
-    ShardsMoved,
-    TaskChanged,
-    TaskCreated,
-    TaskProgressed,
-    ValueDropped,
-    ValueRefreshed,
-    ValueSwapped,
-    VersionsReserved,
-    WorkerFailed,
-    WorkerForgotten,
-    WorkerJoined,
-    WorkerLeft,
-)
+from strata.core.event_text import describe
 from strata.validation import nearest
 
 DEFAULT_DATA_DIR = Path.home() / ".strata"
-STYLES = {
-    "WorkerFailed": "bold red",
-    "BarrierBroken": "red",
-    "CheckpointFailed": "red",
-    "WorkerJoined": "green",
-}
+STYLES = {"error": "bold red", "warning": "yellow", "success": "green"}
+"""Of a kind's name, by severity."""
 
 
 def replay(
@@ -70,13 +42,14 @@ def replay(
             line = {"seq": entry.seq, "kind": name, "event": msgspec.to_builtins(entry.event)}
             typer.echo(msgspec.json.encode(line).decode())
             continue
+        severity, text = describe(entry.event)
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.event.at_s))
         console.print(
             Text.assemble(
                 (f"{entry.seq:>7} ", "dim"),
                 (f"{moment}  ", "dim"),
-                (f"{name:20}", STYLES.get(name, "bold")),
-                f" {describe(entry.event)}",
+                (f"{name:20}", STYLES.get(severity, "bold")),
+                f" {text}",
             ),
             soft_wrap=True,
         )
@@ -85,39 +58,3 @@ def replay(
 def _wanted(name: str, kinds: list[str] | None) -> bool:
     """What agents agree on in values is no story unless one asks for it."""
     return name in kinds if kinds else name not in ("ValueSwapped", "ValueDropped", "VersionsReserved")
-
-
-def describe(event: Event) -> str:
-    """One event in a sentence."""
-    match event:
-        case WorkerJoined():
-            return f"generation {event.generation}: {event.reason} (incarnation {event.incarnation}, {event.spec.hostname})"
-        case WorkerFailed() | WorkerLeft():
-            return f"generation {event.generation}: '{event.worker_id}': {event.reason}"
-        case WorkerForgotten():
-            return f"'{event.worker_id}': {event.reason}"
-        case DatasetRegistered():
-            return f"'{event.spec.dataset_id}' at {event.spec.path}: {event.reason}"
-        case ShardsMoved():
-            return f"'{event.dataset_id}' epoch {event.epoch}, plan {event.version}: {event.reason}"
-        case BarrierReleased() | BarrierBroken():
-            return f"'{event.barrier_id}' at step {event.step}: {event.reason}"
-        case CheckpointStarted() | CheckpointCompleted() | CheckpointFailed():
-            return f"'{event.checkpoint_id}' (step {event.step}, by '{event.worker_id}'): {event.reason}"
-        case CheckpointRemoved():
-            return f"'{event.checkpoint_id}': {event.reason}"
-        case TaskCreated():
-            return f"'{event.spec.task_id}' ({event.spec.name}): {event.reason}"
-        case TaskChanged():
-            return f"'{event.task_id}' is {event.status}: {event.reason}"
-        case TaskProgressed():
-            return (
-                f"'{event.task_id}', attempt {event.attempt}: step {event.step} of {event.total_steps or '?'}"
-            )
-        case RecoveryRecorded():
-            seconds = sum(event.phases_s.values())
-            return f"'{event.job_id}' at step {event.resumed_step} after {seconds:.1f} s: {event.reason}"
-        case ValueSwapped() | ValueRefreshed() | ValueDropped():
-            return f"'{event.key}': {event.reason}"
-        case BarrierArrived() | CountersRestored() | VersionsReserved():
-            return event.reason

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from strata.cli.common import errors
 from strata.config import ConfigError
+from strata.launch.recipes_builtin import TRAINER
 from strata.worker.address import coordinator_address
 
 
@@ -54,7 +55,7 @@ def slurm(
     if problems:
         raise ConfigError(problems)
     path = str(target.absolute())
-    trainer = [path] if target.suffix == ".py" else ["-m", "elastic_harness.train", "--config", path]
+    trainer = [path] if target.suffix == ".py" else ["-m", TRAINER, "--config", path]
     run_id = name or target.stem
     spec = TorchrunSpec(
         run_id=run_id,

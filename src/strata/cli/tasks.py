@@ -286,7 +286,7 @@ def _read_request(path: Path) -> dict[str, Any]:
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
-    raise WrongCall(f"'{path}' {why}.", hint="See docs/tasks.md for an example.")
+    raise WrongCall(f"'{path}' {why}.", hint="See docs/operating/tasks.md for an example.")
 
 
 def read_settings(words: Sequence[str], under: dict[str, Any]) -> dict[str, Any]:

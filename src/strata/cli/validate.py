@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from strata.cli.common import AsJson, console, print_json
 from strata.core.text import counted
+from strata.environment import unread
 from strata.errors import MissingDependency, StrataError
 
 VALID, INVALID, UNREADABLE = 0, 1, 2
@@ -63,6 +63,8 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
     """Syntax first; only a file that can be read as YAML is looked at as a configuration."""
     import yaml
 
+    from strata.trainer.validation import validate_training_config
+
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -98,8 +100,7 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
     except StrataError as error:
         yield Problem(severity="error", line=0, path="", message=error.message, hint=error.hint)
         return
-    # The harness is built on this package, not the other way round; only this command looks up at it.
-    result = import_module("elastic_harness.config_validator").validate_config(settings, validate_s3=try_s3)
+    result = validate_training_config(settings, validate_s3=try_s3)
     for severity, findings in (("error", result.errors), ("warning", result.warnings)):
         for finding in findings:
             yield Problem(
@@ -109,6 +110,8 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
                 message=finding.problem,
                 hint=_missing_space(settings, finding.path),
             )
+    for sentence in unread():
+        yield Problem(severity="warning", line=0, path="", message=sentence)
 
 
 def explain_syntax(text: str, error: Any) -> Problem:

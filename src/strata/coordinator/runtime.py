@@ -29,6 +29,7 @@ from strata.coordinator.tasks.runner import TaskRunner
 from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
 from strata.core.messages import TaskStatus
+from strata.core.stream_events import LogsSkipped
 from strata.core.task_views import TaskView
 from strata.core.views import LogView
 from strata.launch.recipes import Recipe, Recipes
@@ -133,7 +134,7 @@ class Runtime:
         fresh, self._fresh_logs = self._fresh_logs, []
         skipped = len(fresh) - LOGS_AT_ONCE
         if skipped > 0:
-            self.feed.publish("logs_skipped", {"count": skipped})
+            self.feed.publish("logs_skipped", LogsSkipped(count=skipped))
         self.feed.publish("logs", fresh[-LOGS_AT_ONCE:])
 
     # --- pages ----------------------------------------------------------------------------------------------

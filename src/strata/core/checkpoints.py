@@ -126,7 +126,7 @@ class Checkpoints:
                     epoch=command.epoch,
                     path=command.path,
                     size_bytes=command.size_bytes,
-                    reason=f"'{command.worker_id}' saves step {command.step}",
+                    reason=f"'{command.worker_id}' is saving step {command.step}",
                     at_s=now.wall_s,
                     run_id=command.run_id,
                     generation=_generation(command),
@@ -141,7 +141,7 @@ class Checkpoints:
                     step=command.step,
                     epoch=command.epoch,
                     path=command.path,
-                    reason=command.reason or "the writer gave no reason",
+                    reason=command.reason or "no reason reported",
                     at_s=now.wall_s,
                     run_id=command.run_id,
                     generation=_generation(command),
@@ -192,12 +192,12 @@ class Checkpoints:
             if record.checkpoint_id in present or record.removed:
                 continue
             if record.status == "completed":
-                reason = "no destination has it any more"
+                reason = "missing from every destination"
                 events.append(
                     CheckpointRemoved(checkpoint_id=record.checkpoint_id, reason=reason, at_s=now.wall_s)
                 )
             elif record.status == "in_progress" and record.generation < command.run_generation:
-                reason = "its process ended before it was complete"
+                reason = "its process ended before the checkpoint completed"
                 events.append(replace(_failed(record), reason=reason, at_s=now.wall_s))
         usable, newer = self._timelines.get(job, {}), ""
         for record in reversed(mine):  # In the order in which they started, whatever the order of the list.

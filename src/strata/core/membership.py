@@ -213,7 +213,7 @@ class Membership:
     def decide_leave(self, command: DeregisterWorker, now: Instant) -> WorkerLeft:
         member = self.admit(command.worker_id, incarnation=command.incarnation)
         checks.text("reason", command.reason)
-        return self._left(member, command.reason or "it said goodbye", now)
+        return self._left(member, command.reason or "deregistered", now)
 
     def decide_move(self, command: RegisterWorker, now: Instant) -> WorkerLeft | None:
         """A present member that registers for another job leaves the one it was in."""
@@ -221,7 +221,7 @@ class Membership:
         job = command.spec.job_id
         if known is None or not known.present or known.spec.job_id == job:
             return None
-        return self._left(known, f"it registered for job '{job}'", now)
+        return self._left(known, f"registered for job '{job}'", now)
 
     def _left(self, member: Member, reason: str, now: Instant) -> WorkerLeft:
         return WorkerLeft(
@@ -250,9 +250,9 @@ class Membership:
         crowded = len(self.members) - self.limits.max_workers * 9 // 10
         for number, (worker_id, failed_mono_s) in enumerate(list(self.failed_mono_s.items())):
             if now.mono_s - failed_mono_s > limit_s:
-                reason = f"failed more than {limit_s:.0f} s ago and did not come back"
+                reason = f"failed more than {limit_s:.0f} s ago and did not rejoin"
             elif number < crowded:
-                reason = "failed, and others need its place"
+                reason = "failed; removed to make space for others"
             else:
                 continue
             yield WorkerForgotten(worker_id=worker_id, reason=reason, at_s=now.wall_s)
@@ -261,10 +261,10 @@ class Membership:
         if pulse.disconnected_mono_s is not None:
             gone_s = now.mono_s - pulse.disconnected_mono_s
             if gone_s >= self.limits.disconnect_grace_s:
-                return f"its connection dropped {gone_s:.1f} s ago and it did not come back"
+                return f"connection lost {gone_s:.1f} s ago, not reconnected"
         silent_s = now.mono_s - pulse.last_heartbeat_mono_s
         if silent_s >= self.limits.heartbeat_timeout_s:
-            return f"silent for {silent_s:.1f} s (heartbeat_timeout is {self.limits.heartbeat_timeout_s:g} s)"
+            return f"no heartbeat for {silent_s:.1f} s (heartbeat_timeout is {self.limits.heartbeat_timeout_s:g} s)"
         return ""
 
     # --- facts ----------------------------------------------------------------------------------------------
@@ -458,5 +458,5 @@ def _join_reason(worker_id: WorkerId, known: Member | None, superseded: int) -> 
     if superseded:
         return f"'{worker_id}' registered again; incarnation {superseded} is fenced"
     if known is not None:
-        return f"'{worker_id}' came back after it had failed ({known.reason})"
+        return f"'{worker_id}' rejoined after a failure ({known.reason})"
     return f"'{worker_id}' is new"

@@ -38,7 +38,7 @@ class Recoveries:
             tier=command.tier,
             world_before=command.world_before,
             world_after=command.world_after,
-            reason=command.reason or f"training resumed at step {command.resumed_step}",
+            reason=command.reason or f"resumed at step {command.resumed_step}",
             at_s=now.wall_s,
         )
 

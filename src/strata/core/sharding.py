@@ -319,7 +319,7 @@ def _reason(before: ShardPlan, after: ShardPlan, moved: int, cause: str) -> str:
     )
     shards = counted(moved, "unfinished shard")
     if not after.workers:
-        return f"{what or 'nobody is left'}: {shards} wait for a worker"
+        return f"{what or 'no workers left'}: {shards} unassigned"
     if not moved:
         return f"{what}: no unfinished shard had to move"
     if lost or not before.workers:
@@ -330,7 +330,7 @@ def _reason(before: ShardPlan, after: ShardPlan, moved: int, cause: str) -> str:
             if len(came) == 1
             else f"{what}: take {shards} from the others"
         )
-    return f"{what or 'uneven progress'}: {shards} moved to even out the rest"
+    return f"{what or 'uneven progress'}: {shards} moved to balance the rest"
 
 
 def _listed(names: Sequence[str]) -> str:

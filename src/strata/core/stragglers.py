@@ -101,7 +101,7 @@ class Stragglers:
             reason = self.slow[pace.worker_id] = _reason(pace.own_s, others_s)
         else:
             self.slow.pop(pace.worker_id, None)
-            reason = f"as fast as the others again: {pace.own_s:.3f} s a step, theirs {others_s:.3f} s"
+            reason = f"{_ms(pace.own_s)} ms/step, median {_ms(others_s)} ms"
         return Change(
             job_id=job,
             worker_id=pace.worker_id,
@@ -119,8 +119,12 @@ class Stragglers:
 
 
 def _reason(own_s: float, others_s: float) -> str:
-    times = f"{own_s / others_s:.1f} times" if others_s > 0 else "more than"
-    return f"slow: {own_s:.3f} s of its own for a step, {times} the others' {others_s:.3f} s"
+    ratio = f"{own_s / others_s:.1f}× the median" if others_s > 0 else "above the median"
+    return f"{_ms(own_s)} ms/step, {ratio} of {_ms(others_s)} ms"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f}" if seconds >= 0.01 else f"{seconds * 1000:.1f}"
 
 
 def _median_without(ordered: list[float], value: float) -> float:

@@ -123,7 +123,7 @@ class Tasks:
                 f"{len(self.tasks):,} tasks are pending or running, which is the limit.",
                 hint="Wait until one has ended, or stop one.",
             )
-        return TaskCreated(spec=spec, reason="waiting for a launcher to take it", at_s=now.wall_s)
+        return TaskCreated(spec=spec, reason="waiting for a launcher", at_s=now.wall_s)
 
     def _oldest_ended(self) -> TaskId | None:
         return next((task_id for task_id, task in self.tasks.items() if task.status in ENDED), None)
@@ -162,7 +162,7 @@ class Tasks:
         if task.status in ENDED or task.stopping:
             return None  # Stopping twice is no error.
         checks.text("reason", command.reason)
-        reason = command.reason or "asked to stop"
+        reason = command.reason or "stop requested"
         if task.status == "pending":
             return _changed(task, now.wall_s, status="stopped", reason=reason)
         return _changed(task, now.wall_s, stopping=True, reason=f"stopping: {reason}")
@@ -176,7 +176,7 @@ class Tasks:
         if task.status not in ENDED:
             raise _cannot(task, "be restarted", hint="Stop it first, or wait for its end.")
         checks.text("reason", command.reason)
-        reason = command.reason or "asked to run again"
+        reason = command.reason or "restart requested"
         return _changed(task, now.wall_s, status="pending", failures=0, reason=reason)
 
     def _decide_end(self, task: Task, command: EndAttempt, now: Instant) -> TaskChanged | None:
@@ -192,17 +192,17 @@ class Tasks:
             reason = f"{asked}; {cause.message}"[: checks.TEXT_LIMIT] if cause is not None else asked
             return _changed(task, at_s, status="stopped", stopping=False, cause=cause, reason=reason)
         if cause is None:
-            reason = "it ran to its end"
+            reason = "exited successfully"
             return _changed(task, at_s, status="completed", cause=None, reason=reason)
         left = task.spec.max_retries - task.failures
         if cause.may_retry and left > 0:
-            what = f"attempt {task.attempt} failed ({cause.message[:1000]}); waiting to retry, "
-            reason = what + (f"{left} more times" if left > 1 else "for the last time")
+            retries = "1 retry" if left == 1 else f"{left:,} retries"
+            reason = f"attempt {task.attempt} failed ({cause.message[:1000]}); {retries} left"
             failures = task.failures + 1
             return _changed(task, at_s, status="pending", failures=failures, cause=cause, reason=reason)
         failures = task.failures + 1
         if cause.may_retry and task.spec.max_retries:
-            reason = f"attempt {task.attempt} failed as well, and no retries are left: {cause.message}"
+            reason = f"attempt {task.attempt} failed, no retries left: {cause.message}"
         else:
             reason = cause.message
         reason = reason[: checks.TEXT_LIMIT]
@@ -226,7 +226,7 @@ class Tasks:
             step=command.step,
             total_steps=command.total_steps,
             steps_per_s=_rate(task, command, now.wall_s),
-            reason="its workers say so",
+            reason="reported by its workers",
             at_s=now.wall_s,
         )
 

@@ -430,7 +430,7 @@ def barriers(cluster: Cluster, *, limit: int) -> Iterator[BarrierView]:
             created_at=barrier.opened.wall_s,
             ended_at=None,
             missing=[str(worker) for worker in missing_members(barrier, cluster.membership)],
-            reason=f"{len(barrier.arrived)} of {barrier.expected} have arrived",
+            reason=f"{len(barrier.arrived)} of {barrier.expected} arrived",
         )
     for outcome in islice(reversed(cluster.barriers.ended.values()), limit):
         released = isinstance(outcome, BarrierReleased)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
-from strata.data.reader import DatasetFiles, DatasetReader
+from strata.data.reader import DatasetFiles, DatasetReader, DiscoverOptions
 
 
 class ElasticDataset:
@@ -25,7 +25,7 @@ class ElasticDataset:
         format: str | None = None,
         *,
         transform: Callable[[dict[str, Any]], Any] | None = None,
-        **options: Any,
+        **options: Unpack[DiscoverOptions],
     ) -> None:
         """`path`, `format` and `options` as for `strata.data.discover`."""
         self.reader = DatasetReader(path, format, **options)

@@ -7,11 +7,9 @@ error, only slower. Entries are written whole or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import numpy as np
 
 from strata.data.readers.base import FileIndex, ReadOptions
 from strata.data.sources import FileRef, is_remote
+from strata.files import fresh_file
 
 log = logging.getLogger("strata.data")
 
@@ -41,19 +40,13 @@ def save_index(ref: FileRef, format: str, options: ReadOptions, index: FileIndex
     if ref.size_bytes < WORTH_KEEPING_BYTES:
         return
     path = _entry(ref, format, options)
-    unfinished = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            unfinished = file.name
+        with fresh_file(path, durable=False) as file:
             arrays = {**index.arrays, "counts": np.array([index.rows, index.bad])}
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(unfinished, path)
     except OSError as error:
         log.debug("index of %s not kept: %s", ref.path, error)
-        if unfinished is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
 
 
 def cache_dir() -> Path:

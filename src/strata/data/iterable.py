@@ -14,7 +14,7 @@ from typing import Any
 
 from strata.data.draws import read_samples
 from strata.data.sampler import ElasticSampler, WithSampler
-from strata.data.steps import Batch, Step
+from strata.data.steps import Batch, MapDataset, Step
 from strata.errors import MissingDependency
 
 try:
@@ -28,7 +28,7 @@ class ElasticIterableDataset(WithSampler, IterableDataset[Batch]):
 
     def __init__(
         self,
-        samples: Any,
+        samples: MapDataset,
         sampler: ElasticSampler,
         *,
         collate_fn: Callable[[list[Any]], Any] = default_collate,

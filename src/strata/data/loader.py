@@ -17,14 +17,15 @@ a sample does not depend on them either: see `strata.data.draws`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
+from typing import Any, Literal, TypedDict, Unpack
 
 from strata.data.draws import read_samples, seed_at
 from strata.data.errors import StateMismatch
 from strata.data.iterable import ElasticIterableDataset
 from strata.data.sampler import ElasticSampler, WithSampler
-from strata.data.steps import Batch, Step
+from strata.data.steps import Batch, MapDataset, Step
 from strata.errors import MissingDependency
 
 try:
@@ -36,16 +37,32 @@ except ImportError as error:
 from strata.data.loader_workers import end_with_trainer
 
 
+class LoaderOptions(TypedDict, total=False):
+    """What `ElasticLoader` passes to PyTorch's `DataLoader`."""
+
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: str | BaseContext | None
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+
+
 class ElasticLoader(WithSampler):
     """Batches of one rank from the committed position to the end of the epoch; then the next epoch."""
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: MapDataset | ElasticIterableDataset,
         sampler: ElasticSampler | None = None,
         *,
         commit: Literal["taken", "explicit"] = "taken",
-        **dataloader_options: Any,
+        **dataloader_options: Unpack[LoaderOptions],
     ) -> None:
         """`dataset` is any map-style dataset, or an `ElasticIterableDataset`, which brings its sampler.
         `dataloader_options` go to PyTorch's `DataLoader` as they are:

@@ -16,7 +16,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -60,6 +60,13 @@ class DatasetFiles:
         return sum(file.bad for file in self.files)
 
 
+class DiscoverOptions(TypedDict, total=False):
+    """What `discover` takes by name alone."""
+
+    on_bad: OnBad
+    max_record_bytes: int
+
+
 def discover(
     path: str | os.PathLike[str],
     format: str | None = None,
@@ -101,7 +108,10 @@ class DatasetReader:
     """Samples by number."""
 
     def __init__(
-        self, path: str | os.PathLike[str] | DatasetFiles, format: str | None = None, **options: Any
+        self,
+        path: str | os.PathLike[str] | DatasetFiles,
+        format: str | None = None,
+        **options: Unpack[DiscoverOptions],
     ) -> None:
         """`path` as for `discover`, whose options apply, or what it returned."""
         found = path if isinstance(path, DatasetFiles) else discover(path, format, **options)

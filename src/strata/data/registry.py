@@ -2,9 +2,10 @@
 
     registry = DatasetRegistry()                          # alone
     registry = DatasetRegistry(orchestrator)              # with a coordinator: same calls, shared by the fleet
+    registry = DatasetRegistry("http://head:50051")       # the same, with a connection of its own
 
 A dataset is registered by its files, which are found and counted, or by numbers alone. Shards come with the paths
-of the files that hold them.
+of the files that hold them, as far as this process or the coordinator can see those.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from strata.core.messages import DatasetSpec, InvalidArgument, Unknown
 from strata.data.errors import DataError
@@ -20,6 +21,9 @@ from strata.data.reader import DatasetReader
 from strata.data.shards import Shard, ShardManager
 from strata.data.sources import is_visible
 from strata.errors import StrataError
+
+if TYPE_CHECKING:
+    from strata.worker.orchestrator import TrainingOrchestrator
 
 
 class AssignedShard(Protocol):
@@ -52,7 +56,9 @@ class CoordinatorDatasets(Protocol):
         metadata: Mapping[str, str] | None = None,
     ) -> int: ...
 
-    def get_shards(self, dataset_id: str, epoch: int = 0) -> Sequence[AssignedShard]: ...
+    def get_shards(
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+    ) -> Sequence[AssignedShard]: ...
 
 
 class Epoch(int):
@@ -63,12 +69,20 @@ class Epoch(int):
 
 
 class DatasetRegistry:
-    def __init__(self, coordinator: CoordinatorDatasets | None = None) -> None:
+    def __init__(self, coordinator: CoordinatorDatasets | str | None = None) -> None:
+        """`coordinator` is a `TrainingOrchestrator`, or the address of a coordinator: then `register_worker` joins its
+        fleet, and `close` ends the connection."""
+        self._own: TrainingOrchestrator | None = None
+        if isinstance(coordinator, str):
+            from strata.worker.orchestrator import TrainingOrchestrator
+
+            coordinator = self._own = TrainingOrchestrator(coordinator)
         if coordinator is not None and not hasattr(coordinator, "register_dataset"):
             raise TypeError(
-                "coordinator is a TrainingOrchestrator (or None), not " + type(coordinator).__name__
+                "coordinator is a TrainingOrchestrator, an address or None, not " + type(coordinator).__name__
             )
         self._coordinator = coordinator
+        self._formats: dict[str, str] = {}
         self._shards = ShardManager()
         self._readers: dict[str, DatasetReader | None] = {}
         self._epoch = 0
@@ -92,6 +106,7 @@ class DatasetRegistry:
         """
         text = os.fspath(path)
         if self._coordinator is not None:
+            self._formats[dataset_id] = format
             return self._coordinator.register_dataset(
                 dataset_id, text, format, total_samples, shard_size, shuffle, seed, metadata
             )
@@ -129,11 +144,17 @@ class DatasetRegistry:
     # Workers ------------------------------------------------------------------------------------------------
 
     def register_worker(self, worker_id: str) -> None:
+        if self._own is not None:
+            self._own.register_worker(worker_id)
+            return
         self._alone("register_worker()", "Workers register with TrainingOrchestrator.register_worker().")
         self._shards.add_worker(worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
-        """Its unfinished shards go to the others."""
+        """Its unfinished shards go to the others. With a connection of its own, a registry removes its own worker."""
+        if self._own is not None and self._own.worker_id == worker_id:
+            self._own.deregister()
+            return
         self._alone("remove_worker()", "Workers leave with TrainingOrchestrator.deregister().")
         if worker_id not in self._shards.workers():
             raise Unknown("worker", worker_id, hint="It was removed already, or never registered.")
@@ -159,18 +180,7 @@ class DatasetRegistry:
         """The shards of a worker, in the order to read them. With a coordinator they are this worker's own."""
         epoch = self._epoch if epoch is None else epoch
         if self._coordinator is not None:
-            return [
-                Shard(
-                    id=shard.shard_id,
-                    start=shard.start,
-                    stop=shard.stop,
-                    done=shard.done,
-                    file_paths=tuple(shard.file_paths),
-                    dataset_id=dataset_id,
-                    epoch=epoch,
-                )
-                for shard in self._coordinator.get_shards(dataset_id, epoch)
-            ]
+            return self._assigned(dataset_id, epoch, None)
         self._shards.spec(dataset_id)
         if worker_id not in self._shards.workers():
             raise Unknown("worker", worker_id, hint="Register it first: registry.register_worker(worker_id).")
@@ -185,7 +195,9 @@ class DatasetRegistry:
     def get_shard(self, dataset_id: str, worker_rank: int, epoch: int | None = None) -> list[str]:
         """The files that the worker of this rank reads in an epoch, each once."""
         if self._coordinator is not None:
-            shards = self.get_shards(dataset_id, epoch=epoch)
+            shards = self._assigned(dataset_id, self._epoch if epoch is None else epoch, worker_rank)
+            if dataset_id in self._readers and self._readers[dataset_id] is None:
+                raise self._no_files(dataset_id)
         else:
             workers = self._shards.workers()
             if not 0 <= worker_rank < len(workers):
@@ -195,10 +207,7 @@ class DatasetRegistry:
                     hint="Ranks count from 0 in the order of active_workers().",
                 )
             if self._reader(dataset_id) is None:
-                raise DataError(
-                    f"Dataset '{dataset_id}' has no files here.",
-                    hint="Register it with a path that this process can see: register(dataset_id, path, format).",
-                )
+                raise self._no_files(dataset_id)
             shards = self.get_shards(dataset_id, workers[worker_rank], epoch)
         return list(dict.fromkeys(path for shard in shards for path in shard.file_paths))
 
@@ -206,10 +215,47 @@ class DatasetRegistry:
         """The samples themselves, by number."""
         found = self._reader(dataset_id)
         if found is None:
-            raise DataError(f"Dataset '{dataset_id}' has no files here.", hint="Register it with a path.")
+            raise self._no_files(dataset_id)
         return found
 
     # ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the connection of a registry that was given an address."""
+        if self._own is not None:
+            self._own.close()
+
+    def _assigned(self, dataset_id: str, epoch: int, worker_rank: int | None) -> list[Shard]:
+        """What the coordinator hands out: to this worker, or to the one of a rank."""
+        assert self._coordinator is not None
+        found = (
+            self._coordinator.get_shards(dataset_id, epoch)
+            if worker_rank is None
+            else self._coordinator.get_shards(dataset_id, epoch, worker_rank=worker_rank)
+        )
+        return [
+            Shard(
+                id=shard.shard_id,
+                start=shard.start,
+                stop=shard.stop,
+                done=shard.done,
+                file_paths=self._files(dataset_id, shard),
+                dataset_id=dataset_id,
+                epoch=epoch,
+            )
+            for shard in found
+        ]
+
+    def _files(self, dataset_id: str, shard: AssignedShard) -> tuple[str, ...]:
+        """A coordinator that cannot see the files gives the dataset's path; whoever sees them there knows which."""
+        paths = tuple(shard.file_paths)
+        if len(paths) != 1 or os.path.isfile(paths[0]):
+            return paths
+        if dataset_id not in self._readers:
+            kind = self._formats.get(dataset_id, "auto")
+            self._readers[dataset_id] = DatasetReader(paths[0], kind) if is_visible(paths[0]) else None
+        reader = self._readers[dataset_id]
+        return paths if reader is None else tuple(reader.files_of(shard.start, shard.stop))
 
     def _reader(self, dataset_id: str) -> DatasetReader | None:
         """The files of a dataset, looked for once; None where this process sees none."""
@@ -227,6 +273,13 @@ class DatasetRegistry:
                 )
         self._readers[dataset_id] = reader
         return reader
+
+    @staticmethod
+    def _no_files(dataset_id: str) -> DataError:
+        return DataError(
+            f"Dataset '{dataset_id}' has no files here.",
+            hint="Register it with a path that this process can see: register(dataset_id, path, format).",
+        )
 
     def _alone(self, call: str, instead: str) -> None:
         if self._coordinator is not None:

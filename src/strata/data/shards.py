@@ -46,6 +46,27 @@ class Shard:
         """The samples that are left to read."""
         return range(self.start + self.done, self.stop)
 
+    # As the coordinator's messages call them.
+
+    @property
+    def shard_id(self) -> int:
+        return self.id
+
+    @property
+    def start_index(self) -> int:
+        return self.start
+
+    @property
+    def end_index(self) -> int:
+        return self.stop
+
+    @property
+    def num_samples(self) -> int:
+        return len(self)
+
+
+ShardInfo = Shard
+
 
 @dataclass(slots=True)
 class _Entry:

@@ -10,7 +10,7 @@ beginning does. Pure; no samples, only positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from strata.core.order import loss_weight, slice_for
 from strata.core.spans import Spans
@@ -37,6 +37,12 @@ class Step:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+
+class MapDataset(Protocol):
+    """Samples by number: any map-style dataset, a list, a range."""
+
+    def __getitem__(self, index: int, /) -> object: ...
 
 
 class Batch(NamedTuple):

@@ -10,7 +10,9 @@
 | `--monitor-interval` | 0.1 s |
 | `--start-method` | forkserver: workers start with torch imported; `spawn` starts each from nothing |
 
-A variable `PET_…` counts as the flag that torchrun reads it for. This module needs no torch until `launch`.
+A variable `PET_…` counts as the flag that torchrun reads it for; so do `NNODES`, `NPROC_PER_NODE`, `RDZV_BACKEND`,
+`RDZV_ENDPOINT` and `RDZV_ID`, where neither a flag nor torchrun's own variable says otherwise. This module needs no
+torch until `launch`.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ MAX_RESTARTS = 1000
 MONITOR_S = 0.1
 VARIABLES = {**TORCHRUN_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
 """For the agent and all it starts, where the environment says nothing else."""
+COMMON_VARIABLES = ("NNODES", "NPROC_PER_NODE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID")
+"""What job scripts set, each for the flag of its name."""
 WRONG_CALL = 2
 _NEEDS_ENDPOINT = (
     "--nnodes={nnodes} lets several machines take part, and they need a place to meet. Start a coordinator on one of them "
-    "(`strata serve --host 0.0.0.0` with a token; see docs/deploying.md) and give every machine --rdzv-endpoint=HOST:50051; "
+    "(`strata serve --host 0.0.0.0` with a token; see docs/operating/deploying.md) and give every machine --rdzv-endpoint=HOST:50051; "
     "or use etcd: --rdzv-backend=etcd --rdzv-endpoint=HOST:2379. A fixed set of machines that never changes may also name "
     "one of them: --master-addr=HOST --master-port=29500 --node-rank=N."
 )
@@ -51,7 +55,7 @@ def parse(words: Sequence[str]) -> Namespace:
 
     parser: ArgumentParser = get_args_parser()
     parser.prog = "strata torchrun"
-    ours = {
+    ours: dict[str, Any] = {
         "rdzv_backend": None,
         "rdzv_id": None,
         "master_addr": None,
@@ -59,6 +63,7 @@ def parse(words: Sequence[str]) -> Namespace:
         "monitor_interval": MONITOR_S,
         "start_method": None,
     }
+    ours |= {name.lower(): os.environ[name] for name in COMMON_VARIABLES if os.environ.get(name)}
     parser.set_defaults(
         **{key: value for key, value in ours.items() if f"PET_{key.upper()}" not in os.environ}
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.errors import StrataError
+from strata.files import write_file
 
 TASK_VARIABLE = "STRATA_TASK"
 
@@ -58,9 +59,7 @@ class TaskContext:
 
     def write(self, path: Path) -> None:
         facts = {**asdict(self), "task_dir": str(self.task_dir)}
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        fresh.write_text(json.dumps(facts, indent=2))
-        fresh.rename(path)
+        write_file(path, json.dumps(facts, indent=2), durable=False)
 
 
 def current_task() -> TaskContext:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.core.messages import ExitCause, TaskId
+from strata.files import write_file
 from strata.launch.cleanup import RUN_VARIABLE, end_processes, processes_of
 from strata.launch.output import OutputReader, Place
 from strata.launch.protocol import (
@@ -253,10 +254,8 @@ class LocalLauncher:
             await asyncio.sleep(BREATH_S)
 
     def _write_place(self, run: _Run, place: Place) -> None:
-        fresh = run.plan.run_dir / ".told.json"
         with suppress(OSError):  # At worst some lines are reported twice.
-            fresh.write_text(json.dumps(asdict(place)))
-            fresh.rename(run.plan.run_dir / "told.json")
+            write_file(run.plan.run_dir / "told.json", json.dumps(asdict(place)), durable=False)
 
     async def _wait_for_leaving(self, run: _Run) -> None:
         deadline_s = time.monotonic() + LEAVE_S

@@ -8,7 +8,6 @@ Started again, here or elsewhere, it is a new agent that joins the others.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import signal
@@ -24,6 +23,7 @@ from pathlib import Path
 import ray
 
 from strata.core.messages import ExitCause
+from strata.files import write_file
 from strata.launch.cleanup import RUN_VARIABLE, end_processes
 from strata.launch.output import OutputReader, Place
 from strata.launch.ray_messages import AgentPlan, AgentReport
@@ -147,6 +147,4 @@ def _carry(path: Path, content: bytes) -> None:
         if path.read_bytes() == content:
             return
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_bytes(content)
-    fresh.rename(path)
+    write_file(path, content, durable=False)

@@ -7,6 +7,9 @@ from typing import Any
 from strata.launch.recipes import Recipe
 from strata.rendezvous import PRELOAD_VARIABLE
 
+TRAINER = "strata.trainer.train"
+"""The module that `torchrun -m` runs."""
+
 
 def _key(kind: str, description: str, **more: Any) -> dict[str, Any]:
     return {"type": kind, "description": description, **more}
@@ -29,7 +32,7 @@ TRAINING = Recipe(
     program=("-m", "strata.launch.programs.training"),
     built_in=True,
     gpus_per_worker=None,
-    environment={PRELOAD_VARIABLE: "elastic_harness.train"},
+    environment={PRELOAD_VARIABLE: TRAINER},
     schema=_schema(
         learning_rate=_key("number", "At full batch, after warm-up.", default=3e-4, exclusiveMinimum=0),
         batch_size=_key("integer", "Sequences per worker and step.", default=8, minimum=1, maximum=1_000_000),

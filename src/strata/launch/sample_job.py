@@ -5,8 +5,6 @@ What demonstrations, chaos runs and benchmarks train. Everything lives in one fo
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from strata.data.tokens.builder import BuildOptions, build_index
+from strata.launch.recipes_builtin import TRAINER
 from strata.launch.torchrun import TorchrunSpec
 
 DATASET = "text"
@@ -60,8 +60,7 @@ class SampleJob:
     def prepare(self) -> None:
         if not self.index.exists():
             self.text.write_bytes(b"".join(standard_library(self.text_bytes)))
-            builder = [sys.executable, "-m", "elastic_harness.data.index_builder", str(self.text)]
-            subprocess.run([*builder, "-o", str(self.index)], check=True, stdout=subprocess.DEVNULL)
+            build_index([self.text], self.index, tokenizer="bytes", options=BuildOptions())
         self.config.write_text(yaml.safe_dump(self.settings()))
 
     def settings(self) -> dict[str, dict[str, object]]:
@@ -105,7 +104,7 @@ class SampleJob:
     def torchrun(self, *, rdzv_backend: str, rdzv_endpoint: str, coordinator: str | None) -> TorchrunSpec:
         return TorchrunSpec(
             run_id=self.name,
-            arguments=["-m", "elastic_harness.train", "--config", str(self.config)],
+            arguments=["-m", TRAINER, "--config", str(self.config)],
             nproc=self.workers // self.agents,
             max_nodes=self.agents,
             rdzv_backend=rdzv_backend,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.core.messages import ExitCause
+from strata.files import write_file
 from strata.launch.causes import TICK_S, Failures
 from strata.launch.cleanup import RUN_VARIABLE, end_processes
 from strata.launch.entry import SUPERVISOR_VARIABLE
@@ -169,12 +170,7 @@ class Supervisor:
 
 def write_atomically(path: Path, value: Mapping[str, Any]) -> None:
     """The file is there with all of it, or not at all."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(fresh, "w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(path)
+    write_file(path, json.dumps(value), durable=True)
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ class TorchrunSpec:
             *(python or sys.executable, "-m", "strata.launch.agent"),
             *(f"--nnodes={nodes}", f"--nproc-per-node={self.nproc}", f"--max-restarts={self.max_restarts}"),
             f"--rdzv-backend={self.rdzv_backend}",
-            *([f"--rdzv-endpoint={self.rdzv_endpoint}"] if self.rdzv_endpoint else []),
+            f"--rdzv-endpoint={self.rdzv_endpoint}",  # An empty one too: it wins over RDZV_ENDPOINT.
             *(f"--rdzv-id={self.run_id}", f"--rdzv-conf={rdzv_conf(self.rdzv_conf)}"),
             *([f"--local-addr={self.local_addr}"] if self.local_addr is not None else []),
             "--monitor-interval=0.1",

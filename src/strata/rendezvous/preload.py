@@ -29,6 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from strata.files import write_file
 from strata.rendezvous import PRELOAD_VARIABLE
 from strata.shared_memory import make_private, remove_empty, run_folder
 
@@ -77,9 +78,7 @@ def note_imports(run: str, already: Collection[str]) -> None:
     with suppress(OSError):
         folder = run_folder(run)
         make_private(folder, inside=folder.parent)
-        fresh = folder / f"imports.{os.getpid()}"
-        fresh.write_text(json.dumps(names[:MOST_NAMES]))
-        fresh.rename(folder / "imports")
+        write_file(folder / "imports", json.dumps(names[:MOST_NAMES]), durable=False)
 
 
 def _is_installed(name: str) -> bool:
@@ -129,9 +128,7 @@ def _die_with_parent(by: int) -> None:
 
 
 def _leave(path: Path, outcome: list[str]) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(outcome))
-    fresh.rename(_outcome_of(path))
+    write_file(_outcome_of(path), json.dumps(outcome), durable=False)
 
 
 def _outcome_of(path: Path) -> Path:

@@ -269,18 +269,20 @@ class ListDatasetsResponse(_message.Message):
     def __init__(self, datasets: _Optional[_Iterable[_Union[Dataset, _Mapping]]] = ...) -> None: ...
 
 class GetDataShardRequest(_message.Message):
-    __slots__ = ("worker_id", "dataset_id", "epoch", "incarnation", "generation")
+    __slots__ = ("worker_id", "dataset_id", "epoch", "incarnation", "generation", "worker_rank")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_RANK_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     dataset_id: str
     epoch: int
     incarnation: int
     generation: int
-    def __init__(self, worker_id: _Optional[str] = ..., dataset_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    worker_rank: int
+    def __init__(self, worker_id: _Optional[str] = ..., dataset_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., worker_rank: _Optional[int] = ...) -> None: ...
 
 class ShardAssignment(_message.Message):
     __slots__ = ("shard_id", "start_index", "end_index", "file_paths", "samples_done", "dataset_id", "epoch")

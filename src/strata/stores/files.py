@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
+from strata.files import sync_folder
 from strata.stores.direct import DirectFile, read_into, read_parts
 from strata.stores.keys import RESERVED, check_key, check_prefix
 from strata.stores.oserrors import store_error
@@ -144,7 +145,7 @@ class FileStore:
         try:
             path.unlink()
             if self.durable:
-                _fsync_directory(path.parent)
+                sync_folder(path.parent)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return
         except OSError as error:
@@ -328,12 +329,12 @@ class FileStore:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(each, self.dir_mode)
             if self.durable and (each == self.root or self.root.is_relative_to(each)):
-                _fsync_directory(each.parent)
+                sync_folder(each.parent)
 
     def _fsync_up(self, folder: Path) -> None:
         """Flush every directory from `folder` to the root: others may have made some, and not flushed them yet."""
         while True:
-            _fsync_directory(folder)
+            sync_folder(folder)
             if folder == self.root:
                 return
             folder = folder.parent
@@ -433,11 +434,3 @@ class FileWriter:
 
 def _blob(key: str, found: os.stat_result) -> Blob:
     return Blob(key=key, size_bytes=found.st_size, modified_s=found.st_mtime)
-
-
-def _fsync_directory(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

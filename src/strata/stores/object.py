@@ -71,6 +71,7 @@ class ObjectStore:
         max_concurrency: int = MAX_CONCURRENCY,
         max_retries: int = 6,
         retry_budget_s: float = 60.0,
+        connect_timeout_s: float = 5.0,
         request_timeout_s: float = 60.0,
         **config: Any,
     ) -> None:
@@ -84,6 +85,7 @@ class ObjectStore:
         self._settings = ClientSettings(
             provider=self._provider,
             bucket=bucket,
+            connect_timeout_s=connect_timeout_s,
             request_timeout_s=request_timeout_s,
             max_retries=max_retries,
             retry_budget_s=retry_budget_s,

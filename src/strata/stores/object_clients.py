@@ -75,6 +75,7 @@ class ClientSettings:
 
     provider: Provider
     bucket: str
+    connect_timeout_s: float
     request_timeout_s: float
     max_retries: int
     retry_budget_s: float
@@ -102,7 +103,9 @@ def make_client(settings: ClientSettings) -> Any:
             config=config,
             client_options={
                 "allow_http": allow_http,
-                "connect_timeout": timedelta(seconds=min(5.0, settings.request_timeout_s)),
+                "connect_timeout": timedelta(
+                    seconds=min(settings.connect_timeout_s, settings.request_timeout_s)
+                ),
                 "timeout": timedelta(seconds=settings.request_timeout_s),
             },
             retry_config={

@@ -336,7 +336,7 @@ def open_link(
     return CoordinatorLink(
         address,
         job=job,
-        worker_id=f"{job}-rank{rank}",
+        worker_id=_given_worker_id() or f"{job}-rank{rank}",
         metadata={**metadata, **({"task_id": task} if task else {})},
         run_id=run_id,
         generation=generation,
@@ -393,3 +393,11 @@ def _gpu_count() -> int:
     import torch
 
     return 1 if torch.cuda.is_available() else 0
+
+
+def _given_worker_id() -> str:
+    """`WORKER_ID`, which names a machine's only worker; of several each adds its number there. A task names its own."""
+    name = os.environ.get("WORKER_ID", "") if "STRATA_TASK_ID" not in os.environ else ""
+    if name and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        return f"{name}-{os.environ.get('LOCAL_RANK', '0')}"
+    return name

@@ -20,6 +20,7 @@ from mmap import mmap
 from pathlib import Path
 
 from strata.core.text import counted
+from strata.files import write_file
 from strata.shared_memory import make_private, remove_empty, run_folder
 
 KEPT_S = 86_400.0
@@ -157,9 +158,7 @@ def note_rendezvous(job: str, began_mono_s: float, ended_mono_s: float) -> None:
     folder = run_folder(job)
     with suppress(OSError):
         make_private(folder, inside=folder.parent)
-        fresh = folder / f"rendezvous.{os.getpid()}"
-        fresh.write_text(json.dumps([began_mono_s, ended_mono_s]))
-        fresh.rename(folder / "rendezvous")
+        write_file(folder / "rendezvous", json.dumps([began_mono_s, ended_mono_s]), durable=False)
     clear_old_runs(keep=job)
 
 

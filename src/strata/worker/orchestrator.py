@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.tls import channel_credentials
@@ -40,6 +40,26 @@ LONGEST_WAIT_S = 7 * 86_400.0
 RECONCILE_ATTEMPTS = 20  # Each fails only if another checkpoint was reported between two calls.
 
 CheckpointState = Literal["in_progress", "completed", "failed", "removed"]
+
+
+class CheckpointFacts(TypedDict, total=False):
+    """What `notify_checkpoint` takes besides id, step and epoch."""
+
+    path: str
+    size_bytes: int
+    status: CheckpointState
+    tiers: Sequence[str]
+    digest: str
+    duration_s: float
+    parent_id: str
+    data: Mapping[str, Any] | None
+    reason: str
+    metadata: Mapping[str, str] | None
+    generation: int
+    run_id: str
+    run_generation: int
+    saved_generation: int | None
+    succeeded_by: str
 
 
 class TrainingOrchestrator:
@@ -77,7 +97,7 @@ class TrainingOrchestrator:
 
     def register_worker(
         self,
-        worker_id: str,
+        worker_id: str | None = None,
         hostname: str | None = None,
         port: int = 0,
         gpu_count: int = 0,
@@ -87,7 +107,8 @@ class TrainingOrchestrator:
         run_id: str = "",
         run_generation: int = 0,
     ) -> WorkerConfig:
-        """Join the fleet. The same id again is a new incarnation, and the old one is fenced.
+        """Join the fleet. The same id again is a new incarnation, and the old one is fenced. Without an id it is
+        `WORKER_ID`.
 
         With a `run_id`, the job's name belongs to that run while it is live: a worker of another one is refused, and so
         is one of an earlier generation of the run.
@@ -100,7 +121,7 @@ class TrainingOrchestrator:
 
     async def register_worker_async(
         self,
-        worker_id: str,
+        worker_id: str | None = None,
         hostname: str | None = None,
         port: int = 0,
         gpu_count: int = 0,
@@ -118,7 +139,7 @@ class TrainingOrchestrator:
 
     async def _register(
         self,
-        worker_id: str,
+        worker_id: str | None,
         hostname: str | None,
         port: int,
         gpu_count: int,
@@ -129,7 +150,7 @@ class TrainingOrchestrator:
     ) -> WorkerConfig:
         request = message(
             pb.RegisterWorkerRequest,
-            worker_id=worker_id,
+            worker_id=os.environ.get("WORKER_ID", "") if worker_id is None else worker_id,
             hostname=hostname if hostname is not None else socket.gethostname(),
             port=port,
             gpu_count=gpu_count,
@@ -182,6 +203,11 @@ class TrainingOrchestrator:
         if self._session.topology is None:
             raise NotRegistered
         return self._session.topology
+
+    @property
+    def worker_id(self) -> str:
+        """As the coordinator knows this worker; empty before `register_worker`."""
+        return self._session.registration.assigned_id if self._session.registration is not None else ""
 
     @property
     def is_current(self) -> bool:
@@ -256,14 +282,20 @@ class TrainingOrchestrator:
         answer: pb.RegisterDatasetResponse = await self._session.call("RegisterDataset", request)
         return answer.total_shards
 
-    def get_shards(self, dataset_id: str, epoch: int = 0) -> list[ShardAssignment]:
-        """Every shard that is this worker's to read in `epoch`."""
-        return self._wait(self._get_shards(dataset_id, epoch))
+    def get_shards(
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+    ) -> list[ShardAssignment]:
+        """Every shard that is this worker's to read in `epoch`; or that of its fellow with this rank."""
+        return self._wait(self._get_shards(dataset_id, epoch, worker_rank))
 
-    async def get_shards_async(self, dataset_id: str, epoch: int = 0) -> list[ShardAssignment]:
-        return await self._await(self._get_shards(dataset_id, epoch))
+    async def get_shards_async(
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+    ) -> list[ShardAssignment]:
+        return await self._await(self._get_shards(dataset_id, epoch, worker_rank))
 
-    async def _get_shards(self, dataset_id: str, epoch: int) -> list[ShardAssignment]:
+    async def _get_shards(
+        self, dataset_id: str, epoch: int, worker_rank: int | None
+    ) -> list[ShardAssignment]:
         me = self._me()
         request = message(
             pb.GetDataShardRequest,
@@ -271,6 +303,7 @@ class TrainingOrchestrator:
             dataset_id=dataset_id,
             epoch=epoch,
             incarnation=me.incarnation,
+            worker_rank=worker_rank,
         )
         answer: pb.GetDataShardResponse = await self._session.call("GetDataShard", request)
         return [shard_assignment(shard) for shard in answer.shards]
@@ -410,7 +443,7 @@ class TrainingOrchestrator:
         raise CoordinatorUnavailable(self._session.address, why)
 
     async def notify_checkpoint_async(
-        self, checkpoint_id: str, step: int, epoch: int = 0, **facts: Any
+        self, checkpoint_id: str, step: int, epoch: int = 0, **facts: Unpack[CheckpointFacts]
     ) -> None:
         """`notify_checkpoint` for those who await; takes the same arguments."""
         await asyncio.to_thread(self.notify_checkpoint, checkpoint_id, step, epoch, **facts)
@@ -418,6 +451,8 @@ class TrainingOrchestrator:
     def latest_checkpoint(self) -> CheckpointRecord | None:
         """The checkpoint a recovery should use, or None when the job has none."""
         return self._wait(self._latest_checkpoint())
+
+    latest = latest_checkpoint
 
     async def latest_checkpoint_async(self) -> CheckpointRecord | None:
         return await self._await(self._latest_checkpoint())

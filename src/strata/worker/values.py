@@ -37,6 +37,18 @@ class ShardAssignment:
     done: int
     file_paths: tuple[str, ...]
 
+    @property
+    def start_index(self) -> int:
+        return self.start
+
+    @property
+    def end_index(self) -> int:
+        return self.stop
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierResult:

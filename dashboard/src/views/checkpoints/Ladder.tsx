@@ -20,7 +20,7 @@ export function rungOf(tier: string): Rung {
 export function Ladder(props: { tiers: readonly string[]; status: CheckpointStatus }) {
   const held = new Map(props.tiers.map((tier) => [rungOf(tier), tier]));
   if (props.tiers.length === 0) {
-    return <span className="text-sm text-faint">{props.status === "in_progress" ? "being written" : "–"}</span>;
+    return <span className="text-sm text-faint">{props.status === "in_progress" ? "writing" : "–"}</span>;
   }
   return (
     <span className="inline-flex items-center gap-1" aria-label={`In ${props.tiers.join(", ")}`} role="img">

@@ -1,4 +1,4 @@
-/** Reads every byte of a checkpoint again and says whether it is what was saved. A long reading is waited for. */
+/** Reads every byte of a checkpoint and compares checksums. A long verification is waited for. */
 
 import { useMutation } from "@tanstack/react-query";
 import { ShieldCheck, ShieldX } from "lucide-react";
@@ -27,9 +27,9 @@ export function Verify(props: { id: string; size: number }) {
     <section aria-label="Verification" className="flex flex-col gap-3 border-t pt-4">
       <div className="flex items-center gap-3">
         <Button look="primary" disabled={work.isPending} onClick={() => work.mutate()}>
-          <ShieldCheck aria-hidden className="size-4" />{work.isPending ? "Reading …" : "Verify"}
+          <ShieldCheck aria-hidden className="size-4" />{work.isPending ? "Verifying …" : "Verify"}
         </Button>
-        <p className="text-muted">Reads all {bytes(props.size)} again and compares them with the manifest.</p>
+        <p className="text-muted">Reads all {bytes(props.size)} and compares checksums with the manifest.</p>
       </div>
       <div aria-live="polite">
         {work.isError && <ErrorNote error={work.error} />}
@@ -45,13 +45,13 @@ function Outcome(props: { found: Verification }) {
   if (found.status === "whole") {
     return (
       <p className="flex items-center gap-2 rounded-md bg-good-soft px-3 py-2 font-medium text-good">
-        <ShieldCheck aria-hidden className="size-4 shrink-0" />Whole: {found.reason}
+        <ShieldCheck aria-hidden className="size-4 shrink-0" />Verified: {found.reason}
       </p>
     );
   }
   return (
     <div className="rounded-md bg-bad-soft px-3 py-2">
-      <p className="flex items-center gap-2 font-medium text-bad"><ShieldX aria-hidden className="size-4 shrink-0" />Damaged: {plural(found.damages.length, "range")}</p>
+      <p className="flex items-center gap-2 font-medium text-bad"><ShieldX aria-hidden className="size-4 shrink-0" />Corrupted: {plural(found.damages.length, "range")}</p>
       <ul className="mt-2 flex flex-col gap-2">
         {found.damages.map((damage) => (
           <li key={`${damage.path}:${damage.start_bytes}`} className="foreign break-words">

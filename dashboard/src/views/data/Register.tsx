@@ -1,4 +1,4 @@
-/** Tell the coordinator about a dataset. Its files are counted unless the number of samples is given. */
+/** Register a dataset. Its files are counted unless the number of samples is given. */
 
 import { useMutation } from "@tanstack/react-query";
 import { useState } from "react";
@@ -53,8 +53,8 @@ export function Register(props: { open: boolean; onClose: () => void; onDone: (d
     <Dialog
       open={props.open}
       onClose={close}
-      title="Register a dataset"
-      description="Workers then share its shards among themselves."
+      title="Register dataset"
+      description="Its shards are assigned to the workers that read it."
       footer={
         <>
           <Button onClick={close}>Cancel</Button>
@@ -63,10 +63,10 @@ export function Register(props: { open: boolean; onClose: () => void; onDone: (d
       }
     >
       <form id="register-dataset" className="flex flex-col gap-4" onSubmit={(event) => { event.preventDefault(); work.mutate(); }}>
-        <Field label="Id" hint="How scripts call it" error={wrong("dataset_id")}>
+        <Field label="ID" hint="The name used in training scripts" error={wrong("dataset_id")}>
           {(ids) => <Input {...ids} autoFocus required maxLength={256} value={form.id} onChange={(event) => set({ id: event.target.value })} />}
         </Field>
-        <Field label="Path" hint="A file, a folder, a pattern or a bucket, as workers see it" error={wrong("path")}>
+        <Field label="Path" hint="File, folder, glob or bucket, as seen by workers" error={wrong("path")}>
           {(ids) => <Input {...ids} required className="font-mono" placeholder="/data/train or s3://bucket/train" value={form.path} onChange={(event) => set({ path: event.target.value })} />}
         </Field>
         <div className="grid gap-4 sm:grid-cols-2">
@@ -77,19 +77,19 @@ export function Register(props: { open: boolean; onClose: () => void; onDone: (d
               </Select>
             )}
           </Field>
-          <Field label="Samples" hint="Empty: counted from the files" error={wrong("total_samples")}>
+          <Field label="Samples" hint="Leave empty to count the files" error={wrong("total_samples")}>
             {(ids) => <Input {...ids} type="number" min={1} step={1} value={form.samples} onChange={(event) => set({ samples: event.target.value })} />}
           </Field>
-          <Field label="Samples in a shard" error={wrong("shard_size")}>
+          <Field label="Samples per shard" error={wrong("shard_size")}>
             {(ids) => <Input {...ids} type="number" required min={1} step={1} value={form.shardSize} onChange={(event) => set({ shardSize: event.target.value })} />}
           </Field>
-          <Field label="Seed of the order" error={wrong("seed")}>
+          <Field label="Shuffle seed" error={wrong("seed")}>
             {(ids) => <Input {...ids} type="number" required min={0} step={1} value={form.seed} onChange={(event) => set({ seed: event.target.value })} />}
           </Field>
         </div>
         <label className="flex items-center gap-2">
           <input type="checkbox" className="size-4 accent-(--color-accent)" checked={form.shuffle} onChange={(event) => set({ shuffle: event.target.checked })} />
-          Shuffle, another order in each epoch
+          Shuffle every epoch
         </label>
         {work.isError && <ErrorNote error={work.error} />}
       </form>

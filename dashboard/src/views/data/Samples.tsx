@@ -94,7 +94,7 @@ function Numbers(props: { field: SampleField; values: unknown[] }) {
   return (
     <p className="flex flex-wrap gap-1 font-mono text-sm">
       {shown.map((value, place) => <span key={place} className="rounded-xs bg-raised px-1.5 py-px">{shortNumber(value)}</span>)}
-      {all > shown.length && <span className="px-1 text-faint">… {count(all)} in all</span>}
+      {all > shown.length && <span className="px-1 text-faint">… {count(all)} total</span>}
     </p>
   );
 }

@@ -1,4 +1,4 @@
-/** Who reads which part of a dataset, how far they are, and what moved at the last change. */
+/** Who reads which part of a dataset, how far they are, and what the latest plan reassigned. */
 
 import { Link } from "@tanstack/react-router";
 import { useVirtualizer } from "@tanstack/react-virtual";
@@ -27,11 +27,11 @@ export function ShardMap(props: { plan: ShardPlan; proofs: readonly Audit[] }) {
       <Progress position={position} />
       <p className="text-muted">
         Plan {count(plan.version)} of <RunLink id={plan.job_id} />, epoch {count(plan.epoch)}: <span className="foreign text-ink">{plan.reason}</span>.{" "}
-        {moved > 0 ? `${plural(moved, "shard")} moved to ${plural(receivers, "worker")}.` : "Nothing moved."}
+        {moved > 0 ? `${plural(moved, "shard")} reassigned to ${plural(receivers, "worker")}.` : "No shards reassigned."}
       </p>
       <Legend trained={position.isPlans} read={position.isPlans && plan.shards.some((shard) => shard.reported > shard.done)} />
       <Rows rows={rows} job={plan.job_id} total={plan.total_samples} trained={position.isPlans} />
-      {plan.shards.length < plan.shard_count && <p className="text-faint">The first {count(plan.shards.length)} of {count(plan.shard_count)} shards are shown.</p>}
+      {plan.shards.length < plan.shard_count && <p className="text-faint">Showing the first {count(plan.shards.length)} of {count(plan.shard_count)} shards.</p>}
     </div>
   );
 }
@@ -42,47 +42,47 @@ function Progress(props: { position: Position }) {
   return (
     <div className="flex flex-col gap-2">
       <div className="flex flex-wrap items-baseline justify-between gap-x-6">
-        <p><span className="text-lg font-semibold">{percent(share, 1)}</span> <span className="text-muted">of epoch {count(epoch)} is trained and in a checkpoint</span></p>
+        <p><span className="text-lg font-semibold">{percent(share, 1)}</span> <span className="text-muted">of epoch {count(epoch)} trained and checkpointed</span></p>
         <p className="text-muted">{count(done)} of {count(total)} samples</p>
       </div>
       <Meter label={`Progress of epoch ${epoch}`} value={share} />
       {proof && (
-        <p className={isSound(proof) ? "text-good" : "text-bad"}>
-          {isSound(proof)
-            ? `Proved by ${plural(proof.commits, "checkpoint")}: no sample lost, none repeated.`
+        <p className={isExact(proof) ? "text-good" : "text-bad"}>
+          {isExact(proof)
+            ? `Verified by ${plural(proof.commits, "checkpoint")}: 0 samples lost, 0 repeated.`
             : `${count(proof.lost)} samples lost, ${count(proof.repeated)} repeated.`}
-          {past.length > 0 && past.every(isSound) && ` The same holds for the ${past.length === 1 ? "epoch" : `${count(past.length)} epochs`} before it.`}
+          {past.length > 0 && past.every(isExact) && ` So ${past.length === 1 ? "is the previous epoch" : `are the previous ${count(past.length)} epochs`}.`}
         </p>
       )}
-      {past.filter((each) => !isSound(each)).map((each) => (
+      {past.filter((each) => !isExact(each)).map((each) => (
         <p key={each.epoch} className="text-bad">Epoch {count(each.epoch)}: {count(each.lost)} samples lost, {count(each.repeated)} repeated.</p>
       ))}
     </div>
   );
 }
 
-function isSound(proof: Audit): boolean {
+function isExact(proof: Audit): boolean {
   return proof.lost === 0 && proof.repeated === 0;
 }
 
 function Legend(props: { trained: boolean; read: boolean }) {
   return (
     <ul className="flex flex-wrap gap-x-5 gap-y-1 text-sm text-muted" aria-label="Legend">
-      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-edge opacity-45" />held</li>
+      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-edge opacity-45" />assigned</li>
       {props.trained && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent" />trained</li>}
       {props.read && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent opacity-45" />read since the last checkpoint</li>}
-      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-edge/45" />moved at the last change</li>
+      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-edge/45" />reassigned in the latest plan</li>
     </ul>
   );
 }
 
-/** Without `trained` it is not known how far each shard is, and only who holds what is shown. */
+/** Without `trained` it is not known how far each shard is, and only who is assigned what is shown. */
 function Rows(props: { rows: readonly Row[]; job: string; total: number; trained: boolean }) {
   const { rows, job, total, trained } = props;
   const scroller = useRef<HTMLDivElement>(null);
   const virtual = useVirtualizer({ count: rows.length, getScrollElement: () => scroller.current, estimateSize: () => ROW_PX, overscan: 8 });
   const letters = Math.min(NAME_LETTERS, Math.max(0, ...rows.map((row) => shortName(row.workerId ?? "", job).length))) + 1;
-  if (rows.length === 0) return <Empty icon={MapIcon} title="Nobody holds a shard" />;
+  if (rows.length === 0) return <Empty icon={MapIcon} title="No shards assigned" />;
   return (
     <div ref={scroller} role="list" aria-label="Shards by worker" tabIndex={0} className="max-h-[26rem] overflow-auto rounded-md border">
       <div className="relative" style={{ height: virtual.getTotalSize() }}>
@@ -91,8 +91,8 @@ function Rows(props: { rows: readonly Row[]; job: string; total: number; trained
           if (!row) return null;
           return (
             <div key={row.workerId ?? ""} role="listitem" className="absolute inset-x-0 grid items-center gap-3 border-b border-line/60 px-3" style={{ height: ROW_PX, gridTemplateColumns: `minmax(4rem, ${letters}ch) 5.5rem 1fr 3rem`, transform: `translateY(${item.start}px)` }}>
-              {row.workerId === null ? <span className="text-warn">nobody</span> : <Reader id={row.workerId} job={job} />}
-              <span className="truncate text-sm text-muted" title={`${plural(row.shards, "shard")}, ${count(row.moved)} of them moved here`}>{plural(row.shards, "shard")}</span>
+              {row.workerId === null ? <span className="text-warn">unassigned</span> : <Reader id={row.workerId} job={job} />}
+              <span className="truncate text-sm text-muted" title={`${plural(row.shards, "shard")}, ${count(row.moved)} reassigned in the latest plan`}>{plural(row.shards, "shard")}</span>
               <Bar row={row} total={total} trained={trained} />
               <span className="text-right text-sm">{trained && percent(row.samples > 0 ? (row.done / row.samples) * 100 : null)}</span>
             </div>
@@ -118,7 +118,7 @@ const Bar = memo(function Bar(props: { row: Row; total: number; trained: boolean
         const widthOf = (samples: number) => (props.trained && range.stop > range.start ? (samples / (range.stop - range.start)) * width : 0);
         return (
           <g key={range.firstShard}>
-            <title>{tell(range, props.trained)}</title>
+            <title>{rangeText(range, props.trained)}</title>
             <rect x={range.start * scale} y={1} width={width} height={14} className="fill-edge opacity-45" />
             <rect x={range.start * scale} y={1} width={widthOf(range.reported)} height={14} className="fill-accent opacity-45" />
             <rect x={range.start * scale} y={1} width={widthOf(range.done)} height={14} className="fill-accent" />
@@ -130,10 +130,10 @@ const Bar = memo(function Bar(props: { row: Row; total: number; trained: boolean
   );
 });
 
-function tell(range: Range, trained: boolean): string {
+function rangeText(range: Range, trained: boolean): string {
   const shards = range.firstShard === range.lastShard ? `shard ${count(range.firstShard)}` : `shards ${count(range.firstShard)} to ${count(range.lastShard)}`;
   const far = `, ${count(range.done)} trained${range.reported > range.done ? `, ${count(range.reported)} read` : ""}`;
-  return `${shards}: samples ${count(range.start)} to ${count(range.stop - 1)}${trained ? far : ""}${range.moved ? ", moved at the last change" : ""}`;
+  return `${shards}: samples ${count(range.start)} to ${count(range.stop - 1)}${trained ? far : ""}${range.moved ? ", reassigned in the latest plan" : ""}`;
 }
 
 function describe(row: Row): string {

@@ -62,7 +62,7 @@ export interface Position {
   epoch: number;
   done: number;
   total: number;
-  /** What checkpoints prove about that epoch. */
+  /** What checkpoints verify about that epoch. */
   proof: Audit | undefined;
   /** The epochs before it. */
   past: readonly Audit[];

@@ -6,7 +6,7 @@ import { duration, percent } from "../../format";
 export function GoodputBar({ goodput }: { goodput: Goodput }) {
   const parts = [
     { label: "training", seconds: goodput.training_s, color: "bg-good" },
-    { label: "saving", seconds: goodput.checkpoint_s, color: "bg-busy" },
+    { label: "checkpointing", seconds: goodput.checkpoint_s, color: "bg-busy" },
     { label: "recovering", seconds: goodput.recovery_s, color: "bg-bad" },
     { label: "waiting", seconds: goodput.waiting_s, color: "bg-idle" },
   ];
@@ -15,7 +15,7 @@ export function GoodputBar({ goodput }: { goodput: Goodput }) {
     <div className="flex flex-col gap-3">
       <p className="flex items-baseline gap-2">
         <span className="text-2xl font-semibold tracking-tight">{goodput.goodput === null ? "–" : percent(100 * goodput.goodput, 1)}</span>
-        <span className="text-muted">of {duration(goodput.total_s)} of workers' time was training</span>
+        <span className="text-muted">training, of {duration(goodput.total_s)} worker time</span>
       </p>
       <div role="img" aria-label={parts.map((p) => `${p.label} ${percent(share(p.seconds), 1)}`).join(", ")} className="flex h-4 gap-px overflow-hidden rounded bg-hover">
         {parts.map((p) => p.seconds > 0 && <div key={p.label} className={`${p.color} min-w-0.5`} style={{ width: `${share(p.seconds)}%` }} />)}
@@ -25,7 +25,7 @@ export function GoodputBar({ goodput }: { goodput: Goodput }) {
           <li key={p.label} className="flex items-center gap-2 text-muted"><span aria-hidden className={`size-2.5 rounded-sm ${p.color}`} />{p.label}<span className="font-medium text-ink">{duration(p.seconds)}</span>{percent(share(p.seconds), 1)}</li>
         ))}
       </ul>
-      {goodput.queued_s !== null && <p className="text-sm text-faint">It waited {duration(goodput.queued_s)} to be started.</p>}
+      {goodput.queued_s !== null && <p className="text-sm text-faint">Queued for {duration(goodput.queued_s)}.</p>}
     </div>
   );
 }

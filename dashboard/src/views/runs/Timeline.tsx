@@ -1,4 +1,4 @@
-/** The run timeline: workers as rows, time across, generations as full-height lines, saves as ladders that fill tier by tier. */
+/** The run timeline: workers as rows, time across, generations as full-height lines, checkpoints as ladders that fill tier by tier. */
 
 import { useNavigate } from "@tanstack/react-router";
 import { useEffect, useLayoutEffect, useRef, useState, type PointerEvent } from "react";
@@ -96,7 +96,7 @@ function Tip({ hit, data, x, y, width }: { hit: NonNullable<Hit>; data: Timeline
       {hit.kind === "save" && (
         <>
           <p className="flex items-center gap-3 font-medium">Step {count(hit.checkpoint.step)}<Status value={hit.checkpoint.status} /></p>
-          <p className="text-muted">{clock(hit.checkpoint.created_at)}, {bytes(hit.checkpoint.size)}{hit.checkpoint.completed_at !== null && `, safe after ${duration(hit.checkpoint.completed_at - hit.checkpoint.created_at)}`}</p>
+          <p className="text-muted">{clock(hit.checkpoint.created_at)}, {bytes(hit.checkpoint.size)}{hit.checkpoint.completed_at !== null && `, completed in ${duration(hit.checkpoint.completed_at - hit.checkpoint.created_at)}`}</p>
           <p className="text-muted">{data.tiers.length > 0 ? data.tiers.map((t) => `${t} ${hit.checkpoint.tiers.includes(t) ? "✓" : "–"}`).join("   ") : hit.checkpoint.reason}</p>
         </>
       )}
@@ -126,9 +126,9 @@ export function TimelineLegend() {
   return (
     <ul className="flex flex-wrap items-center gap-x-4 gap-y-1 text-sm text-muted">
       <li className="flex items-center gap-1.5"><span aria-hidden className="h-3 w-4 rounded-sm bg-good/30" />up</li>
-      <li className="flex items-center gap-1.5"><span aria-hidden className="h-3 w-4 rounded-sm border border-bad bg-bad-soft" />gone</li>
+      <li className="flex items-center gap-1.5"><span aria-hidden className="h-3 w-4 rounded-sm border border-bad bg-bad-soft" />lost</li>
       <li className="flex items-center gap-1.5"><span aria-hidden className="h-3.5 w-px bg-bad" />generation</li>
-      <li className="flex items-center gap-1.5"><span aria-hidden className="flex flex-col gap-px"><span className="h-1.5 w-2 border border-edge" /><span className="h-1.5 w-2 bg-accent" /></span>save, by tier</li>
+      <li className="flex items-center gap-1.5"><span aria-hidden className="flex flex-col gap-px"><span className="h-1.5 w-2 border border-edge" /><span className="h-1.5 w-2 bg-accent" /></span>checkpoint, by tier</li>
       {Object.entries(PHASE_COLORS).map(([name, color]) => (
         <li key={name} className="flex items-center gap-1.5"><span aria-hidden className="size-2.5 rounded-sm" style={{ background: `var(--color-${color})` }} />{name.replace("_", " ")}</li>
       ))}

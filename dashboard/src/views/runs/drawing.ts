@@ -141,7 +141,7 @@ function drawNames(ctx: CanvasRenderingContext2D, layout: Layout, data: Timeline
     if (tierNames.length <= 3) ctx.fillText(tier.toLowerCase(), GUTTER - 10, TOP + SAVES - 6 - i * RUNG - RUNG_H / 2);
   });
   ctx.font = FONT;
-  if (tierNames.length === 0 || tierNames.length > 3) ctx.fillText("saves", GUTTER - 10, TOP + SAVES / 2);
+  if (tierNames.length === 0 || tierNames.length > 3) ctx.fillText("checkpoints", GUTTER - 10, TOP + SAVES / 2);
   ctx.fillText("recovery", GUTTER - 10, TOP + SAVES + RECOVERIES / 2 - 2);
   if (layout.rowHeight < 12) {
     ctx.fillText(`${count(data.rows.length)} workers`, GUTTER - 10, layout.rowsTop + 8);

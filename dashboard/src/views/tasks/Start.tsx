@@ -16,13 +16,13 @@ import { SchemaForm } from "./SchemaForm";
 export function Start(props: { open: boolean; onClose: () => void; onStarted: (taskId: string) => void }) {
   const recipes = useQuery({ queryKey: ["recipes"], queryFn: ({ signal }) => get<Recipe[]>("/recipes", {}, signal), enabled: props.open, staleTime: 30_000 });
   return (
-    <Dialog open={props.open} onClose={props.onClose} wide title="Start a task" description="A recipe the operator has allowed, run with torchrun.">
+    <Dialog open={props.open} onClose={props.onClose} wide title="Start task" description="Runs a recipe with torchrun.">
       {recipes.isPending ? (
         <Loading rows={6} />
       ) : recipes.isError ? (
         <ErrorNote error={recipes.error} onRetry={() => void recipes.refetch()} />
       ) : recipes.data.length === 0 ? (
-        <Empty title="There is no recipe">The coordinator's operator says which ones may be run.</Empty>
+        <Empty title="No recipes">Recipes are configured on the coordinator.</Empty>
       ) : (
         <StartForm recipes={recipes.data} onClose={props.onClose} onStarted={props.onStarted} />
       )}
@@ -40,18 +40,18 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
   const fields = useMemo(() => fieldsOf(recipe?.schema ?? {}), [recipe]);
   const [typed, setTyped] = useState<{ recipe: string; texts: Typed }>({ recipe: "", texts: {} });
   const texts = typed.recipe === recipeName ? typed.texts : initially(fields);
-  const [told, setTold] = useState<Record<string, string>>({});
+  const [errors, setErrors] = useState<Record<string, string>>({});
 
   const work = useMutation({
     mutationFn: (config: Record<string, unknown>) =>
       post<{ task_id: string }>("/tasks", { name, type: recipeName, ...(dataset ? { dataset_id: dataset } : {}), worker_count: Number(workers), config }),
-    onSuccess: (made) => props.onStarted(made.task_id),
-    onError: (error) => setTold(errorsInside(error, "config")),
+    onSuccess: (created) => props.onStarted(created.task_id),
+    onError: (error) => setErrors(errorsInside(error, "config")),
   });
   const submit = () => {
-    const { config, errors } = configOf(fields, texts);
-    setTold(errors);
-    if (Object.keys(errors).length === 0) work.mutate(config);
+    const read = configOf(fields, texts);
+    setErrors(read.errors);
+    if (Object.keys(read.errors).length === 0) work.mutate(read.config);
   };
 
   return (
@@ -62,7 +62,7 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
         </Field>
         <Field label="Recipe" hint={recipe?.description} error={errorOf(work.error, "type")}>
           {(ids) => (
-            <Select {...ids} value={recipeName} onChange={(event) => { setRecipeName(event.target.value); setTold({}); }}>
+            <Select {...ids} value={recipeName} onChange={(event) => { setRecipeName(event.target.value); setErrors({}); }}>
               {props.recipes.map((each) => <option key={each.name} value={each.name}>{each.name}</option>)}
             </Select>
           )}
@@ -70,7 +70,7 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
         <Field label={recipe?.needs_dataset ? "Dataset *" : "Dataset"} error={errorOf(work.error, "dataset_id")}>
           {(ids) => (
             <Select {...ids} required={recipe?.needs_dataset ?? false} value={dataset} onChange={(event) => setDataset(event.target.value)}>
-              <option value="">None, or as the recipe says</option>
+              <option value="">Recipe default</option>
               {[...datasets.keys()].map((id) => <option key={id} value={id}>{id}</option>)}
             </Select>
           )}
@@ -81,9 +81,9 @@ function StartForm(props: { recipes: readonly Recipe[]; onClose: () => void; onS
       </div>
       {fields.length > 0 && (
         <fieldset className="flex flex-col gap-3 border-t pt-4">
-          <legend className="sr-only">Settings of the recipe</legend>
+          <legend className="sr-only">Recipe settings</legend>
           <h3 className="font-medium">Settings</h3>
-          <SchemaForm fields={fields} typed={texts} errors={told} onChange={(key, text) => setTyped({ recipe: recipeName, texts: { ...texts, [key]: text } })} />
+          <SchemaForm fields={fields} typed={texts} errors={errors} onChange={(key, text) => setTyped({ recipe: recipeName, texts: { ...texts, [key]: text } })} />
         </fieldset>
       )}
       {work.isError && <ErrorNote error={work.error} />}

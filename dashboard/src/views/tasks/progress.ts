@@ -1,4 +1,4 @@
-/** How far a task is and when it will end, from what the coordinator says and otherwise from its pace. Pure. */
+/** Progress and ETA of a task, as the coordinator reports them, else from its speed so far. Pure. */
 
 import type { Task } from "../../api/types";
 

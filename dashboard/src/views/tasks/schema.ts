@@ -126,7 +126,7 @@ export function configOf(fields: readonly FormField[], typed: Typed): { config: 
   const errors: Record<string, string> = {};
   for (const field of fields) {
     const text = typed[keyOf(field)] ?? "";
-    if (text === "" && field.required) errors[keyOf(field)] = "This is needed.";
+    if (text === "" && field.required) errors[keyOf(field)] = "Required.";
     if (text === "" || (text === field.initial && !field.required)) continue;
     const read = parsed(field, text);
     if ("wrong" in read) errors[keyOf(field)] = read.wrong;
@@ -145,18 +145,18 @@ function parsed(field: FormField, text: string): { value: unknown } | { wrong: s
     case "integer":
     case "number": {
       const value = Number(text);
-      if (text.trim() === "" || !Number.isFinite(value)) return { wrong: "This is not a number." };
-      if (field.kind === "integer" && !Number.isInteger(value)) return { wrong: "This must be a whole number." };
-      if (field.min !== undefined && value < field.min) return { wrong: `At least ${field.min}.` };
-      if (field.above !== undefined && value <= field.above) return { wrong: `More than ${field.above}.` };
-      if (field.max !== undefined && value > field.max) return { wrong: `At most ${field.max}.` };
+      if (text.trim() === "" || !Number.isFinite(value)) return { wrong: "Must be a number." };
+      if (field.kind === "integer" && !Number.isInteger(value)) return { wrong: "Must be an integer." };
+      if (field.min !== undefined && value < field.min) return { wrong: `Must be at least ${field.min}.` };
+      if (field.above !== undefined && value <= field.above) return { wrong: `Must be greater than ${field.above}.` };
+      if (field.max !== undefined && value > field.max) return { wrong: `Must be at most ${field.max}.` };
       return { value };
     }
     case "json":
       try {
         return { value: JSON.parse(text) as unknown };
       } catch {
-        return { wrong: "This is not JSON." };
+        return { wrong: "Must be valid JSON." };
       }
   }
 }

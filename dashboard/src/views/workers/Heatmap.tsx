@@ -120,7 +120,7 @@ const Cell = memo(function Cell(props: CellProps) {
         </span>
         <span className="flex items-center gap-2 text-xs text-muted">
           <span className="h-1 flex-1 overflow-hidden rounded-full bg-hover"><span className="block h-full rounded-full bg-accent" style={{ width: `${Math.max(0, load)}%` }} /></span>
-          <span className="w-16 text-right">{known ? `${of} ${percent(load)}` : "no sample"}</span>
+          <span className="w-16 text-right">{known ? `${of} ${percent(load)}` : "no data"}</span>
         </span>
       </button>
     );

@@ -14,14 +14,14 @@ import { bytes, count, number, percent } from "../../format";
 import { rankOf } from "../../state/runs";
 import { useStore } from "../../state/store";
 
-/** Figures that only mean something added up over a run: its goodput shows them. */
+/** Metrics that only mean something added up over a run: its goodput shows them. */
 const BOOKKEEPING = /_total_s$|_began_s$|_started_s$|^total_steps$/;
 
 export function WorkerDrawer(props: { id: string | undefined; onClose: () => void }) {
   const worker = useStore((s) => (props.id ? s.workers.get(props.id) : undefined));
   return (
-    <Drawer open={props.id !== undefined} onClose={props.onClose} title={props.id ?? ""} description={worker && <span className="flex flex-wrap items-center gap-x-3 gap-y-1"><Status value={worker.status} /><span>heard <Ago at={worker.last_heartbeat} /></span></span>}>
-      {worker ? <Details worker={worker} /> : <Empty title="This worker is not on the list">It has left, or it failed and was forgotten. Its log may still be there: <Link to="/logs" search={{ worker: props.id ?? "" }} className="text-accent underline underline-offset-2">search it</Link>.</Empty>}
+    <Drawer open={props.id !== undefined} onClose={props.onClose} title={props.id ?? ""} description={worker && <span className="flex flex-wrap items-center gap-x-3 gap-y-1"><Status value={worker.status} /><span>last heartbeat <Ago at={worker.last_heartbeat} /></span></span>}>
+      {worker ? <Details worker={worker} /> : <Empty title="Worker not found">It left, or it failed and was removed. Its logs may still be available: <Link to="/logs" search={{ worker: props.id ?? "" }} className="text-accent underline underline-offset-2">search logs</Link>.</Empty>}
     </Drawer>
   );
 }
@@ -32,8 +32,8 @@ function Details({ worker }: { worker: Worker }) {
   const task = worker.current_task || worker.metadata["task_id"];
   return (
     <div className="flex flex-col gap-6">
-      {worker.reason && <p className={`foreign rounded-md bg-raised px-3 py-2 break-words ${worker.status === "failed" ? "text-bad" : "text-muted"}`}>{worker.reason}</p>}
-      <Section title="Now">
+      {worker.reason && <p className={`foreign rounded-md bg-raised px-3 py-2 break-words ${worker.status === "failed" ? "text-bad" : "text-muted"}`}>{worker.slow && "Slow: "}{worker.reason}</p>}
+      <Section title="Status">
         <Facts
           columns={2}
           items={[
@@ -43,8 +43,8 @@ function Details({ worker }: { worker: Worker }) {
             ["Epoch", count(worker.current_epoch)],
             ["Task", task ? <Link key="t" to="/tasks" search={{ task }} className="text-accent hover:underline">{task}</Link> : "none"],
             ["Shards", <Link key="s" to="/data" search={{ worker: worker.id }} className="text-accent hover:underline">{count(worker.assigned_shards)}</Link>],
-            ["Heartbeat", <Ago key="h" at={worker.last_heartbeat} />],
-            ["Stream", worker.connected ? "open" : "closed"],
+            ["Last heartbeat", <Ago key="h" at={worker.last_heartbeat} />],
+            ["Session", worker.connected ? "open" : "closed"],
             ["Joined", <Time key="j" at={worker.joined_at} />],
             ["Incarnation", count(worker.incarnation)],
             ["Address", worker.port ? `${worker.ip}:${worker.port}` : worker.ip || "–"],
@@ -53,9 +53,9 @@ function Details({ worker }: { worker: Worker }) {
         />
       </Section>
       <Section title="Resources"><ResourceList worker={worker} /></Section>
-      {measured.length > 0 && <Section title="Measured by the training"><Facts columns={2} items={measured.map(([name, value]) => [name, number(value, 5)] as const)} /></Section>}
+      {measured.length > 0 && <Section title="Training metrics"><Facts columns={2} items={measured.map(([name, value]) => [name, number(value, 5)] as const)} /></Section>}
       {metadata.length > 0 && <Section title="Labels"><Facts columns={2} items={metadata} /></Section>}
-      <Section title="Last log lines" action={<Link to="/logs" search={{ worker: worker.id }} className="text-sm font-medium text-accent hover:underline">Follow</Link>}><LastLines of={{ worker_id: worker.id }} /></Section>
+      <Section title="Latest log lines" action={<Link to="/logs" search={{ worker: worker.id }} className="text-sm font-medium text-accent hover:underline">Follow</Link>}><LastLines of={{ worker_id: worker.id }} /></Section>
     </div>
   );
 }
@@ -71,7 +71,7 @@ function Section(props: { title: string; action?: ReactNode; children: ReactNode
 
 function ResourceList({ worker }: { worker: Worker }) {
   const r = worker.resources;
-  if (!r) return <p className="text-muted">No sample yet: resources come with heartbeats.</p>;
+  if (!r) return <p className="text-muted">No resource metrics yet; they arrive with heartbeats.</p>;
   return (
     <div className="flex flex-col gap-3">
       <Gauge label="CPU" value={r.cpu_percent} max={Math.max(100, Math.ceil(r.cpu_percent / 100) * 100)} text={percent(r.cpu_percent)} />
@@ -82,7 +82,7 @@ function ResourceList({ worker }: { worker: Worker }) {
           <Gauge label={`GPU ${gpu.index} memory`} value={gpu.memory_used_bytes} max={gpu.memory_total_bytes} text={`${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`} />
         </div>
       ))}
-      <Facts columns={2} items={[["Disk read", bytes(r.disk_read_bytes)], ["Disk written", bytes(r.disk_write_bytes)], ["Received", bytes(r.network_rx_bytes)], ["Sent", bytes(r.network_tx_bytes)]]} />
+      <Facts columns={2} items={[["Disk read", bytes(r.disk_read_bytes)], ["Disk written", bytes(r.disk_write_bytes)], ["Network received", bytes(r.network_rx_bytes)], ["Network sent", bytes(r.network_tx_bytes)]]} />
     </div>
   );
 }

@@ -1,8 +1,13 @@
-"""Putting one checkpoint into one store, so that it is there entirely or not at all.
+"""The one way a checkpoint comes to be in a store, so that it is there entirely or not at all.
 
-The payload first, durable by the store's promise; then the manifest, only if absent. Before the manifest is there,
-nobody can find the checkpoint; afterwards it is complete. A try that fails takes its payload away again, and a
-repeated try that finds its own manifest has succeeded.
+The payload first, durable by the store's promise; then the question whether this process may still publish; then the
+manifest, only if absent. Before the manifest is there, nobody can find the checkpoint; afterwards it is complete. An attempt
+that fails removes its payload again, but only where the manifest is known to be absent: the reply to its write may have
+been lost, and then the checkpoint is there and keeps what it names. A repeated attempt that finds its own manifest has
+succeeded.
+
+`publish` writes a payload it is given, under a name of its own. `commit` is for payloads that their callers write: piece by
+piece, or one part per rank.
 
 A name without the checkpoint's id in it may be wanted by two writers, so it is claimed first: `<stem>.claim`, only if
 absent. Whoever comes second takes a longer name, with the id. The claim goes when the manifest is there, so a payload
@@ -12,18 +17,21 @@ with a claim and no manifest is unfinished, and one with neither was put there b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from strata.checkpoint.catalog.listing import Entry, where
-from strata.checkpoint.catalog.manifest import Manifest, Part, decode
+from strata.checkpoint.catalog.manifest import CheckpointId, Manifest, Part, decode
 from strata.checkpoint.catalog.naming import Stem, claim_key, manifest_key, payload_key
 from strata.checkpoint.copying.digest import Digest
 from strata.checkpoint.errors import Damaged
 from strata.stores.protocol import AlreadyExists, NotFound, Store, StoreError
 
 PIECE_BYTES = 16 << 20
+
+Admit: TypeAlias = Callable[[Store], None]
+"""Raises where this process may not publish to a store any more."""
 
 
 class Bytes(Protocol):
@@ -43,35 +51,69 @@ def publish(
     *,
     stem: Stem,
     again: bool = False,
-    admit: Callable[[Store], None] | None = None,
+    admit: Admit | None = None,
 ) -> Entry:
-    """Store payload and manifest. `digest` is asked for when the payload is in place; `again` marks a repeated attempt.
-    `admit` is asked just before the manifest is put, and again after it, and raises where this process may not publish
-    any more."""
+    """Store payload and manifest. `digest` is asked for when the payload is in place; `again` marks a repeated attempt. For
+    `admit` see `commit`."""
     name = stem(draft.step, draft.checkpoint_id)
-    if draft.checkpoint_id not in name and not _claim(store, name, draft):
-        name = f"{name}-{draft.checkpoint_id}"
-    payload_at, manifest_at = payload_key(name, draft.format), manifest_key(name)
-    if again and (own := _find_own(store, manifest_at, draft)):
-        return own
-    try:
+    is_claimed = draft.checkpoint_id not in name
+    if is_claimed and not _claim(store, name, draft):
+        name, is_claimed = f"{name}-{draft.checkpoint_id}", False
+    payload_at = payload_key(name, draft.format)
+
+    def write() -> Manifest:
         _put_payload(store, payload_at, payload)
         part = Part(key=payload_at, size_bytes=len(payload.view), digest=digest())
-        manifest = replace(draft, parts=(part,))
-        if admit is not None:
-            admit(store)
-        store.put(manifest_at, manifest.encode(), if_absent=True)
-    except BaseException as error:
-        if own := _find_own_after(error, store, manifest_at, draft):
-            return own
-        _remove(store, payload_at)
-        _remove(store, claim_key(name))
-        raise
-    if draft.checkpoint_id not in name:
-        _remove(store, claim_key(name))
+        return replace(draft, parts=(part,))
+
+    return commit(
+        store,
+        draft.checkpoint_id,
+        write,
+        at=manifest_key(name),
+        payload=(payload_at,),
+        claim=claim_key(name) if is_claimed else None,
+        again=again,
+        admit=admit,
+    )
+
+
+def commit(
+    store: Store,
+    checkpoint_id: CheckpointId,
+    write: Callable[[], Manifest],
+    *,
+    at: str,
+    payload: Sequence[str] = (),
+    claim: str | None = None,
+    again: bool = False,
+    admit: Admit | None = None,
+) -> Entry:
+    """Make the payload durable with `write`, which returns the manifest that names it, and put that `at` its key.
+
+    `payload` are the keys that are removed when this fails, `claim` one that is not needed when it is over; `again` marks a
+    repeated attempt. `admit` is asked just before the manifest is put, and again after it, and raises where this process may
+    not publish any more: who was superseded meanwhile must not take this for its success.
+    """
+    entry = _find_own(store, at, checkpoint_id) if again else None
+    if entry is None:
+        try:
+            manifest = write()
+            if admit is not None:
+                admit(store)
+            store.put(at, manifest.encode(), if_absent=True)
+            entry = Entry(key=at, manifest=manifest)
+        except Exception as error:
+            entry = _find_own_after(error, store, at, checkpoint_id)
+            if entry is None:
+                for key in (*payload, *([claim] if claim else [])):
+                    _remove(store, key)
+                raise
+    if claim is not None:
+        _remove(store, claim)
     if admit is not None:
-        admit(store)  # Who was superseded just now must not take this for its success.
-    return Entry(key=manifest_at, manifest=manifest)
+        admit(store)
+    return entry
 
 
 def _put_payload(store: Store, key: str, payload: Bytes) -> None:
@@ -88,7 +130,7 @@ def _put_payload(store: Store, key: str, payload: Bytes) -> None:
 
 
 def _claim(store: Store, stem: str, draft: Manifest) -> bool:
-    """Reserve a name for this save; False when somebody has it."""
+    """Reserve a name for this save; False when somebody else has it."""
     owner = draft.checkpoint_id.encode()
     try:
         store.put(claim_key(stem), owner, if_absent=True)
@@ -99,25 +141,35 @@ def _claim(store: Store, stem: str, draft: Manifest) -> bool:
     if store.stat(payload_key(stem, draft.format)) is None and store.stat(manifest_key(stem)) is None:
         return True
     _remove(store, claim_key(stem))
+    with contextlib.suppress(AlreadyExists, Damaged):
+        # An earlier attempt has got as far as the manifest, and let go of its claim.
+        return _find_own(store, manifest_key(stem), draft.checkpoint_id) is not None
     return False
 
 
-def _find_own(store: Store, key: str, draft: Manifest) -> Entry | None:
-    """The manifest at `key`, if this very save has put it there."""
+def _find_own(store: Store, key: str, checkpoint_id: CheckpointId) -> Entry | None:
+    """The manifest that this very save has put at `key`; None where there is none. Raises `AlreadyExists` where another save's
+    is there, and `Damaged` where nobody can tell whose it is."""
     try:
         found = decode(store.read(key), path=where(store, key))
-    except (NotFound, Damaged):
+    except NotFound:
         return None
-    return Entry(key=key, manifest=found) if found.checkpoint_id == draft.checkpoint_id else None
+    if found.checkpoint_id != checkpoint_id:
+        raise AlreadyExists(
+            f"'{key}' in {store.url} is the manifest of {found.checkpoint_id}.",
+            tier=store.tier,
+            key=key,
+            reason="already exists",
+        )
+    return Entry(key=key, manifest=found)
 
 
-def _find_own_after(error: BaseException, store: Store, key: str, draft: Manifest) -> Entry | None:
-    """Whether the manifest was put in spite of an error. Where nobody can tell, the payload must stay: raises."""
-    if not isinstance(error, Exception):
-        raise error
+def _find_own_after(error: Exception, store: Store, key: str, checkpoint_id: CheckpointId) -> Entry | None:
+    """Whether the manifest was put in spite of an error. Where nobody can tell, or where another's is in its place, which
+    may name the same payload, nothing may be removed: raises the error."""
     try:
-        return _find_own(store, key, draft)
-    except StoreError:
+        return _find_own(store, key, checkpoint_id)
+    except (StoreError, Damaged):
         raise error from None
 
 

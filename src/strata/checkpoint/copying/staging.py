@@ -45,6 +45,7 @@ from strata.checkpoint.copying.engine import Copier, Copying, Destination
 from strata.checkpoint.copying.locks import FolderLock
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded, Superseded
 from strata.checkpoint.image.layout import FILE_NAME, Placement, Plan, Prepared
+from strata.files import write_file
 from strata.processes import Process, parent_process, this_process
 from strata.shared_memory import ROOT_VARIABLE, images_folder, make_private, memory_roots, remove_empty
 
@@ -276,9 +277,7 @@ class ImageBuffer:
         """Make the image a checkpoint of the memory tier. Raises `Superseded` where a newer generation has started."""
         assert self.folder is not None
         self._refuse()
-        fresh = self.folder / (MARK_NAME + ".new")
-        fresh.write_bytes(manifest.encode())
-        fresh.rename(self.folder / MARK_NAME)
+        write_file(self.folder / MARK_NAME, manifest.encode(), durable=False)
         self.marked = manifest
         try:
             self._refuse()

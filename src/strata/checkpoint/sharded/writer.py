@@ -22,6 +22,7 @@ from strata.checkpoint.catalog.lineage import place_next
 from strata.checkpoint.catalog.listing import Catalog, where
 from strata.checkpoint.catalog.manifest import SHARDED, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.catalog.naming import new_id
+from strata.checkpoint.catalog.publish import commit
 from strata.checkpoint.catalog.retention import remove_superseded
 from strata.checkpoint.destinations import Place
 from strata.checkpoint.errors import (
@@ -46,7 +47,7 @@ from strata.checkpoint.sharded.parts import (
 )
 from strata.checkpoint.sharded.reader import load_object
 from strata.core.lineage import Lineage
-from strata.stores.protocol import NotFound, StoreError
+from strata.stores.protocol import StoreError
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -168,24 +169,28 @@ class StrataStorageWriter(StorageWriter):
             )
             for index, item in written.items()
         }
-        with self._told_as_save():
+        draft = Manifest(
+            checkpoint_id=new_id(self.step),
+            step=self.step,
+            epoch=self.epoch,
+            created_at=time.time(),
+            format=SHARDED,
+            parts=tuple(part.part for part in parts),
+            layout=encode(metadata, spans),
+            metadata=self.metadata,
+            data=self.position,
+            world_size=len(results),
+            generation=self.generation,
+            author=self.worker,
+        )
+
+        def complete() -> Manifest:
             self._check_durable(parts)
-            draft = Manifest(
-                checkpoint_id=new_id(self.step),
-                step=self.step,
-                epoch=self.epoch,
-                created_at=time.time(),
-                format=SHARDED,
-                parts=tuple(part.part for part in parts),
-                layout=encode(metadata, spans),
-                metadata=self.metadata,
-                data=self.position,
-                world_size=len(results),
-                generation=self.generation,
-                author=self.worker,
-            )
-            manifest = place_next(self._lineage(), draft)
-            self._publish(manifest)
+            return place_next(self._lineage(), draft)
+
+        with self._told_as_save():
+            # Parts that get no manifest are removed when their ranks save again: only they know of them all.
+            manifest = commit(self._store, draft.checkpoint_id, complete, at=key_of(draft)).manifest
         remember_named(self._store, numbers)
         self.parent = None  # The next one continues this one.
         self.info = info_of(self._store, manifest)
@@ -235,17 +240,6 @@ class StrataStorageWriter(StorageWriter):
         return Lineage(
             name=name, sequence=sequence, generation=self.generation, parent=parent, durable_parent=parent
         )
-
-    def _publish(self, manifest: Manifest) -> None:
-        key = key_of(manifest)
-        try:
-            self._store.put(key, manifest.encode(), if_absent=True)
-        except StoreError:
-            # The reply may have been lost on its way back.
-            with contextlib.suppress(NotFound, Damaged):
-                if self._catalog.read(key).checkpoint_id == manifest.checkpoint_id:
-                    return
-            raise
 
     def _clean(self, keep_count: int) -> None:
         try:

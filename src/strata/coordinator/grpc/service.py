@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar, cast
 
 import grpc
@@ -25,6 +25,7 @@ from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core.messages import (
     DatasetAccepted,
     DatasetId,
+    InvalidArgument,
     JobId,
     Overloaded,
     PlanEpoch,
@@ -33,6 +34,7 @@ from strata.core.messages import (
     Registered,
     Swapped,
     SwapValue,
+    Unknown,
     WorkerId,
 )
 from strata.errors import StrataError
@@ -192,8 +194,11 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             )
         plan = entry.plan
         generation = cluster.membership.job_generations[member.spec.job_id]
+        reader = worker_id
+        if request.HasField("worker_rank"):
+            reader = _worker_of_rank(cluster.membership.roster(member.spec.job_id), request.worker_rank)
         shards = []
-        for number, shard in enumerate(datasets.shards_of(worker_id, key), 1):
+        for number, shard in enumerate(datasets.shards_of(reader, key), 1):
             shards.append(wire.shard(shard, spec, key[2], datasets.files_of(spec, shard)))
             if number % SHARDS_AT_A_TIME == 0:
                 await asyncio.sleep(0)  # A worker with a hundred thousand shards is not the only one here.
@@ -265,6 +270,10 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             job, run_id = spec.job_id, spec.run_id
         record = cluster.checkpoints.latest(job, run_id=run_id)
         if record is None:
+            # "None" lets training start anew, so it is not the answer to a name that is merely misspelt.
+            jobs = {*cluster.membership.jobs(), *(r.job_id for r in cluster.checkpoints.records.values())}
+            if job not in jobs:
+                raise Unknown("job", job, hint=f"Known jobs: {', '.join(sorted(jobs)) or 'none'}.")
             return pb.RecoveryResponse(has_checkpoint=False)
         datasets = cluster.datasets
         shards = [
@@ -314,3 +323,14 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def Session(self, request_iterator: object, context: Context) -> None:
         await self._streams.serve(context)
+
+
+def _worker_of_rank(roster: Mapping[WorkerId, int], rank: int) -> WorkerId:
+    found = next((worker for worker, its_rank in roster.items() if its_rank == rank), None)
+    if found is None:
+        raise InvalidArgument(
+            "worker_rank",
+            f"is {rank}; there are {len(roster)} workers.",
+            hint="Ranks count from 0 in the order in which workers joined.",
+        )
+    return found

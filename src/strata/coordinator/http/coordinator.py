@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
 from strata.coordinator.http.dependencies import TheRuntime, page_response
+from strata.coordinator.http.event_models import StreamEvent
 from strata.core import views
 
 router = APIRouter(tags=["coordinator"])
 
+_STREAM_EVENT = f"#/components/schemas/{StreamEvent.__name__}"
+
 
 class HealthBody(BaseModel):
     status: Literal["ok"] = "ok"
-
-
-class RecentEventBody(BaseModel):
-    id: str
-    event: str
-    at: float
-    data: dict[str, Any]
 
 
 @router.get("/api/health")
@@ -43,7 +39,7 @@ async def dashboard(runtime: TheRuntime, request: Request) -> Response:
 @router.get(
     "/api/events",
     response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {}}}},
+    responses={200: {"content": {"text/event-stream": {"schema": {"$ref": _STREAM_EVENT}}}}},
 )
 async def events(runtime: TheRuntime, request: Request) -> StreamingResponse:
     """Everything that happens, as server-sent events. Resumes after `Last-Event-ID`; `resync` means: reload."""
@@ -52,7 +48,7 @@ async def events(runtime: TheRuntime, request: Request) -> StreamingResponse:
     return StreamingResponse(runtime.feed.follow(last), media_type="text/event-stream", headers=headers)
 
 
-@router.get("/api/events/recent", response_model=list[RecentEventBody])
+@router.get("/api/events/recent", response_model=list[StreamEvent])
 async def recent_events(runtime: TheRuntime) -> Response:
     """What happened lately, oldest first, with the ids the stream gave it: joins, losses, saves, recoveries, tasks."""
     headers = {"Cache-Control": "no-store"}

@@ -11,36 +11,17 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from strata.coordinator.journal import codec
-from strata.core.messages import (
-    BarrierBroken,
-    BarrierReleased,
-    CheckpointCompleted,
-    Event,
-    ShardsMoved,
-    TaskProgressed,
-    ValueDropped,
-    ValueSwapped,
-    VersionsReserved,
-)
-from strata.core.tasks import percent, remaining_s
+from strata.core import stream_events
+from strata.core.messages import Event
 
 ENTRIES_KEPT = 5_000
 BYTES_KEPT = 16_000_000
 RECENT_KEPT = 1_000
-STORY = frozenset(
-    {
-        "worker_joined", "worker_failed", "worker_left", "worker_slow", "worker_caught_up", "dataset_registered",
-        "shards_moved", "barrier_broken", "checkpoint_completed", "checkpoint_failed", "task_created",
-        "task_changed", "recovery_recorded",
-    }
-)  # fmt: skip
-"""Kinds that say what happened to a run; the rest is what it is like now."""
 COALESCE_S = 0.1
 KEEPALIVE_S = 15.0
 
@@ -65,16 +46,9 @@ class Feed:
 
     def committed(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, ShardsMoved):
-                self.publish("shards_moved", _moves_in_brief(event))
-            elif isinstance(event, BarrierReleased | BarrierBroken):
-                self.publish(_snake(codec.kind_of(event)), _outcome_in_brief(event))
-            elif isinstance(event, TaskProgressed):
-                self.publish("task_progressed", _progress_in_full(event))
-            elif isinstance(event, CheckpointCompleted):
-                self.publish("checkpoint_completed", _save_in_brief(event))
-            elif not isinstance(event, ValueSwapped | ValueDropped | VersionsReserved):
-                self.publish(_snake(codec.kind_of(event)), event)
+            published = stream_events.publish(event)
+            if published is not None:
+                self.publish(*published)
 
     def publish(self, kind: str, data: Any) -> None:
         self._number += 1
@@ -85,7 +59,7 @@ class Feed:
             kind.encode(),
             body,
         )
-        if kind in STORY:
+        if isinstance(data, dict) and data.get("severity", "debug") != "debug":
             shown = (self.position.encode(), kind.encode(), time.time(), body)
             self._recent.append(b'{"id":"%s","event":"%s","at":%.3f,"data":%s}' % shown)
         self._entries.append(_Entry(self._number, entry))
@@ -153,43 +127,5 @@ class Feed:
         return self._joined[1]
 
     def _resync(self, why: str) -> bytes:
-        body = orjson.dumps({"reason": why})
+        body = orjson.dumps(stream_events.Resync(reason=why))
         return b"id: %s\nevent: resync\ndata: %s\n\n" % (self.position.encode(), body)
-
-
-def _moves_in_brief(event: ShardsMoved) -> dict[str, Any]:
-    """Who got how many: a hundred thousand shard ids are for those who ask for the plan."""
-    return {
-        "job_id": event.job_id,
-        "dataset_id": event.dataset_id,
-        "epoch": event.epoch,
-        "version": event.version,
-        "workers": len(event.workers),
-        "moved": {worker: len(shards) for worker, shards in event.moved.items()},
-        "reason": event.reason,
-        "at_s": event.at_s,
-    }
-
-
-def _save_in_brief(event: CheckpointCompleted) -> dict[str, Any]:
-    """Without the record of samples, which grows with the data and is for the audit."""
-    return {f.name: getattr(event, f.name) for f in fields(event) if f.name != "data_json"}
-
-
-def _outcome_in_brief(event: BarrierReleased | BarrierBroken) -> dict[str, Any]:
-    """How many came: thousands of names at every step would fill the ring, and the browsers' lines."""
-    brief = {f.name: getattr(event, f.name) for f in fields(event) if f.name not in ("arrived", "call_ids")}
-    return {**brief, "arrived": len(event.arrived)}
-
-
-def _progress_in_full(event: TaskProgressed) -> dict[str, Any]:
-    """With what the API shows of it, so that nobody needs to ask."""
-    return {
-        **{f.name: getattr(event, f.name) for f in fields(event)},
-        "progress": percent(event.step, event.total_steps),
-        "eta_s": remaining_s(event.step, event.total_steps, event.steps_per_s),
-    }
-
-
-def _snake(name: str) -> str:
-    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")

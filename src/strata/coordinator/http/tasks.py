@@ -140,7 +140,7 @@ async def stop_task(
     ] = 0,
 ) -> TaskAnswer:
     """Workers make a final checkpoint and leave; those that do not are killed. Stopping twice is no error."""
-    await runtime.engine.submit(StopTask(task_id=TaskId(task_id), reason="asked to stop over the API"))
+    await runtime.engine.submit(StopTask(task_id=TaskId(task_id), reason="stop requested over the API"))
     return await _answer(runtime, task_id, wait)
 
 
@@ -149,8 +149,8 @@ async def restart_task(runtime: TheRuntime, task_id: NameInPath) -> TaskAnswer:
     """Run a task that has failed or was stopped again, from its latest good checkpoint."""
     cluster = await runtime.engine.settled()
     saved = cluster.checkpoints.latest(JobId(task_id))
-    begins = f"step {saved.step}" if saved is not None else "the beginning: it has no checkpoint"
-    reason = f"asked to run again; it will continue from {begins}"
+    begins = f"step {saved.step}" if saved is not None else "step 0: no checkpoint"
+    reason = f"restart requested; resumes at {begins}"
     await runtime.engine.submit(RestartTask(task_id=TaskId(task_id), reason=reason))
     return await _answer(runtime, task_id, 0)
 

@@ -71,7 +71,7 @@ class Verifications:
                 status="verifying",
                 size_bytes=record.size_bytes,
                 damages=[],
-                reason="it is being read; ask again for the outcome",
+                reason="verification in progress; ask again for the outcome",
             )
         self._begun.pop(checkpoint_id, None)
         return work.result()
@@ -135,11 +135,11 @@ def _whole_file(record: CheckpointRecord, reason: str) -> DamageView:
 
 
 def _outcome(record: CheckpointRecord, damages: list[DamageView]) -> VerificationView:
-    many = f"{len(damages):,} damaged ranges" if len(damages) > 1 else "one damaged range"
+    many = f"{len(damages):,} corrupted ranges" if len(damages) > 1 else "1 corrupted range"
     return VerificationView(
         checkpoint_id=record.checkpoint_id,
         status="damaged" if damages else "whole",
         size_bytes=record.size_bytes,
         damages=damages[:DAMAGES_SHOWN],
-        reason=many if damages else "every byte is what was saved",
+        reason=many if damages else "checksums match",
     )

@@ -24,6 +24,7 @@ from strata.core import views
 from strata.core.goodput import Goodput
 from strata.core.messages import JobId, Report, StragglersMarked, WorkerId
 from strata.core.stragglers import Change, Pace, Stragglers
+from strata.core.stream_events import publish_change
 
 log = logging.getLogger("strata.coordinator.watch")
 
@@ -143,16 +144,10 @@ class Watch:
 
     def _publish_change(self, change: Change) -> None:
         """A reason on the worker, an event for everyone who watches, and a line in the log."""
+        kind, data = publish_change(change, at_s=time.time())
         level = logging.WARNING if change.slow else logging.INFO
-        log.log(
-            level,
-            "'%s' of job '%s' is %s",
-            change.worker_id,
-            change.job_id,
-            change.reason,
-            extra={"worker_id": str(change.worker_id)},
-        )
-        self._publish("worker_slow" if change.slow else "worker_caught_up", asdict(change))
+        log.log(level, "%s", data["text"], extra={"worker_id": str(change.worker_id)})
+        self._publish(kind, data)
 
     # --- the coordinator itself -----------------------------------------------------------------------------
 

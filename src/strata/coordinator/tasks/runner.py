@@ -227,7 +227,7 @@ class TaskRunner:
         task_id = task.spec.task_id
         cluster = await self._engine.settled()
         saved = cluster.checkpoints.latest(JobId(task_id))
-        begins = f"from the checkpoint at step {saved.step}" if saved is not None else "from the beginning"
+        begins = f"from the checkpoint at step {saved.step}" if saved is not None else "from step 0"
         try:
             await self._engine.submit(
                 BeginAttempt(
@@ -258,7 +258,7 @@ class TaskRunner:
                 self._end(observation.task_id, _attempt(observation.run_id), observation.cause)
             case Lost():
                 self._close_output(observation.run_id)
-                cause = ExitCause(kind="lost", message=f"it is lost: {observation.reason}")
+                cause = ExitCause(kind="lost", message=f"lost: {observation.reason}")
                 self._end(observation.task_id, _attempt(observation.run_id), cause)
 
     def _end(self, task_id: TaskId, attempt: int, cause: ExitCause | None) -> None:

@@ -30,13 +30,14 @@ from strata.data.tokens.errors import (
 from strata.data.tokens.format import DEFAULT_ENTRY_INTERVAL, FORMAT_VERSION, MAGIC, IndexHeader, IndexMeta
 from strata.data.tokens.freshness import Sighting, check_sources, is_note, note_path, write_note
 from strata.data.tokens.index import TokenIndex
-from strata.data.tokens.merge import Merge, publish
+from strata.data.tokens.merge import Merge
 from strata.data.tokens.parts import PartOptions, PartSummary, finished_part
 from strata.data.tokens.pool import Outcome, available_cores, tokenize_here, tokenize_in_processes
 from strata.data.tokens.records import DEFAULT_MAX_RECORD_BYTES, OnBad, number_at, unit_of
 from strata.data.tokens.sources import CHUNK_BYTES, Chunk, Source, cut_into_chunks, find_sources
 from strata.data.tokens.tokenizers import LoadedTokenizer, load_tokenizer
 from strata.errors import StrataError
+from strata.files import move_into_place
 
 WORTH_A_PROCESS_BYTES = 1 << 20
 
@@ -243,7 +244,7 @@ class _Build:
             raise
         finally:
             merge.close()
-        publish(merge.index_path, self.output)
+        move_into_place(merge.index_path, self.output, durable=True)
         paths = [source.path for source in self.sources]
         write_note(self.output, header, meta, paths, [Sighting.of(path) for path in paths])
         return header, meta

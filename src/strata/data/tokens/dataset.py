@@ -129,6 +129,11 @@ class TokenDataset(IterableDataset[Batch]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. Refuses one in another order of the data (`StateMismatch`)."""
+        if "total_tokens_processed" not in state:
+            raise StateMismatch(
+                f"The saved position has no 'total_tokens_processed'; it has {', '.join(sorted(state)) or 'nothing'}.",
+                hint="To begin an epoch from its start, call set_epoch instead.",
+            )
         ours = self._settings()
         differences = [
             f"{key} was {state[key]!r}, is {value!r}"

@@ -9,7 +9,6 @@ noted so that nobody reads it again; a changed one is refused. A lost or foreign
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,9 +18,9 @@ from pathlib import Path
 from strata.data.tokens.errors import SourceUnreadable, StaleIndex
 from strata.data.tokens.format import DEFAULT_ENTRY_INTERVAL, IndexHeader, IndexMeta
 from strata.data.tokens.index import TokenIndex
-from strata.data.tokens.merge import publish
 from strata.data.tokens.sources import digest_file
 from strata.data.tokens.tokenizers import LoadedTokenizer
+from strata.files import write_file
 
 COMMAND = "strata index"
 
@@ -62,10 +61,7 @@ def write_note(
         "text_key": meta.text_key,
         "sightings": [asdict(sighting) for sighting in sightings],
     }
-    path = note_path(index)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(note, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    publish(temporary, path)
+    write_file(note_path(index), json.dumps(note, indent=2, ensure_ascii=False) + "\n", durable=True)
 
 
 def is_note(path: Path) -> bool:

@@ -26,6 +26,7 @@ from strata.data.tokens.format import (
 from strata.data.tokens.parts import PartSummary, records_path, remove_part, tokens_path
 from strata.data.tokens.sources import Source, combine_digests
 from strata.data.tokens.tokenizers import LoadedTokenizer
+from strata.files import sync
 
 COMMIT_BYTES = 64 << 20
 COPY_BYTES = 8 << 20
@@ -73,9 +74,9 @@ class Merge:
         if not self._uncommitted:
             return
         for file in (self._index, self._starts, self._places):
-            _sync(file)
+            sync(file)
         self._journal.writelines(part.to_bytes() + b"\n" for part in self._uncommitted)
-        _sync(self._journal)
+        sync(self._journal)
         for part in self._uncommitted:
             remove_part(self.folder, part.number)
         self._uncommitted.clear()
@@ -124,7 +125,7 @@ class Merge:
         self._index.seek(0)
         self._index.write(header.to_bytes())
         self._index.truncate(header.file_bytes)
-        _sync(self._index)
+        sync(self._index)
         return header, meta
 
     def _indexed_files(
@@ -177,20 +178,6 @@ class Merge:
             file.close()
 
 
-def publish(path: Path, output: Path) -> None:
-    """Give a synced file its final name, durably."""
-    os.replace(path, output)
-    sync_folder(output.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _journaled(path: Path) -> list[PartSummary]:
     """The parts the journal vouches for. A torn last line vouches for nothing."""
     try:
@@ -236,8 +223,3 @@ def _append(target: BinaryIO, source: BinaryIO, size_bytes: int) -> None:
             raise OSError(f"a part in {source.name} is shorter than it should be")
         copied += piece_bytes
     target.seek(start + copied)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

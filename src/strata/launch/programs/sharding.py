@@ -17,6 +17,7 @@ import xxhash
 
 from strata.data.dataset import ElasticDataset
 from strata.errors import StrataError
+from strata.files import write_file
 from strata.launch.context import TaskDataset, current_task
 from strata.launch.programs.presence import Presence
 
@@ -54,9 +55,7 @@ def _read_share(spec: TaskDataset, folder: Path, rank: int, world: int, presence
         if not place.exists():
             first = shard * spec.shard_size
             facts = _read_shard(dataset, shard, first, min(first + spec.shard_size, len(dataset)))
-            fresh = place.with_name(f".{place.name}")
-            fresh.write_text(json.dumps(facts))
-            fresh.rename(place)
+            write_file(place, json.dumps(facts), durable=False)
         presence.tell(min(total, (shard // world + 1) * world), total)
     return total
 

@@ -1,4 +1,4 @@
-"""The recipe `training`: the harness's trainer on a registered dataset, with the task's settings.
+"""The recipe `training`: the built-in trainer on a registered dataset, with the task's settings.
 
 The first worker that gets there prepares (text, index, configuration), once for all attempts; the others wait for it.
 """
@@ -6,17 +6,15 @@ The first worker that gets there prepares (text, index, configuration), once for
 from __future__ import annotations
 
 import fcntl
-import importlib
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from strata.errors import StrataError
+from strata.files import write_file
 from strata.launch.context import TaskContext, current_task
 
-TRAINER = "elastic_harness.train"
 SAMPLE = "sample-text"
 SAMPLE_BYTES = 400_000
 SAMPLE_STEPS = 200
@@ -28,8 +26,9 @@ def main() -> None:
     except StrataError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    sys.argv = [TRAINER, "--config", str(config)]
-    sys.exit(importlib.import_module(TRAINER).main())
+    from strata.trainer.train import main as train
+
+    sys.exit(train(["--config", str(config)]))
 
 
 def prepare(task: TaskContext) -> Path:
@@ -111,7 +110,7 @@ def _files(task: TaskContext, folder: Path) -> list[str]:
     from strata.launch.sample_job import standard_library
 
     text = folder / f"{SAMPLE}.txt"
-    _write_bytes(text, b"".join(standard_library(SAMPLE_BYTES)))
+    write_file(text, b"".join(standard_library(SAMPLE_BYTES)), durable=False)
     return [str(text)]
 
 
@@ -126,13 +125,7 @@ def _build_index(task: TaskContext, files: list[str], index: Path) -> None:
 def _write(path: Path, document: Mapping[str, Any]) -> None:
     import yaml
 
-    _write_bytes(path, yaml.safe_dump(document).encode())
-
-
-def _write_bytes(path: Path, body: bytes) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_bytes(body)
-    fresh.rename(path)
+    write_file(path, yaml.safe_dump(document), durable=False)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,835 @@
+/** Types of the HTTP API and of the event stream. Generated: `npm run types`. Times are Unix seconds. */
+
+/** The committed history of one epoch, added up. */
+export interface AuditView {
+  job_id: string;
+  dataset_id: string;
+  epoch: number;
+  exact: boolean;
+  total: number;
+  samples: number;
+  lost: number;
+  repeated: number;
+  remaining: number;
+  commits: number;
+  reason: string;
+}
+
+export interface BarrierBroken {
+  job_id: string;
+  barrier_id: string;
+  step: number;
+  round: number;
+  generation: number;
+  arrived: number;
+  missing: string[];
+  expected: number;
+  opened_at_s: number;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface BarrierBrokenEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "barrier_broken";
+  data: BarrierBroken;
+}
+
+export interface BarrierReleased {
+  job_id: string;
+  barrier_id: string;
+  step: number;
+  round: number;
+  generation: number;
+  arrived: number;
+  opened_at_s: number;
+  waited_s: number;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface BarrierReleasedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "barrier_released";
+  data: BarrierReleased;
+}
+
+export interface BarrierView {
+  id: string;
+  name: string;
+  job_id: string;
+  step: number;
+  arrived: number;
+  total: number;
+  status: "waiting" | "complete" | "broken";
+  created_at: number;
+  ended_at: number | null;
+  missing: string[];
+  reason: string;
+}
+
+export interface CheckpointCompleted {
+  checkpoint_id: string;
+  job_id: string;
+  worker_id: string;
+  step: number;
+  epoch: number;
+  path: string;
+  size_bytes: number;
+  tiers: string[];
+  digest: string;
+  duration_s: number;
+  parent_id: string;
+  metadata: Record<string, string>;
+  reason: string;
+  at_s: number;
+  run_id: string;
+  generation: number;
+  told_in: number;
+  succeeded_by: string;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface CheckpointCompletedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "checkpoint_completed";
+  data: CheckpointCompleted;
+}
+
+export interface CheckpointFailed {
+  checkpoint_id: string;
+  job_id: string;
+  worker_id: string;
+  step: number;
+  epoch: number;
+  path: string;
+  reason: string;
+  at_s: number;
+  run_id: string;
+  generation: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface CheckpointFailedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "checkpoint_failed";
+  data: CheckpointFailed;
+}
+
+export interface CheckpointRemoved {
+  checkpoint_id: string;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface CheckpointRemovedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "checkpoint_removed";
+  data: CheckpointRemoved;
+}
+
+export interface CheckpointStarted {
+  checkpoint_id: string;
+  job_id: string;
+  worker_id: string;
+  step: number;
+  epoch: number;
+  path: string;
+  size_bytes: number;
+  reason: string;
+  at_s: number;
+  run_id: string;
+  generation: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface CheckpointStartedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "checkpoint_started";
+  data: CheckpointStarted;
+}
+
+export interface CheckpointView {
+  id: string;
+  step: number;
+  epoch: number;
+  size: number;
+  path: string;
+  created_at: number;
+  completed_at: number | null;
+  worker_id: string;
+  job_id: string;
+  status: "in_progress" | "completed" | "failed";
+  tiers: string[];
+  digest: string;
+  throughput_mb_s: number | null;
+  reason: string;
+  metadata: Record<string, string>;
+  run_id: string;
+  generation: number;
+}
+
+export interface CreateTaskBody {
+  name: string;
+  /** Name of a recipe */
+  type: string;
+  dataset_id?: string | null;
+  worker_count?: number;
+  /** What the recipe's schema allows */
+  config?: Record<string, unknown>;
+  /** The recipe's when not given */
+  gpus_per_worker?: number | null;
+  /** Attempts that may fail before the task has */
+  max_retries?: number;
+}
+
+export interface DamageView {
+  path: string;
+  reason: string;
+  start_bytes: number;
+  end_bytes: number;
+  tensors: string[];
+}
+
+export interface DashboardView {
+  coordinator: StatusView;
+  workers: WorkerView[];
+  datasets: DatasetView[];
+  checkpoints: CheckpointView[];
+  barriers: BarrierView[];
+  metrics: MetricsView;
+  tasks: TaskView[];
+  logs: LogView[];
+}
+
+export interface DatasetRegistered {
+  spec: DatasetSpec;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface DatasetRegisteredEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "dataset_registered";
+  data: DatasetRegistered;
+}
+
+/** What a dataset is; two registrations are the same when their specs are equal. */
+export interface DatasetSpec {
+  dataset_id: string;
+  path: string;
+  format: string;
+  total_samples: number;
+  shard_size: number;
+  shuffle: boolean;
+  seed: number;
+  metadata: Record<string, string>;
+  files: FileSpan[];
+}
+
+export interface DatasetView {
+  id: string;
+  name: string;
+  path: string;
+  total_samples: number;
+  shard_size: number;
+  shard_count: number;
+  format: string;
+  shuffle: boolean;
+  seed: number;
+  registered_at: number;
+  metadata: Record<string, string>;
+}
+
+/** What every refused call answers. */
+export interface ErrorBody {
+  /** Stable, for programs */
+  code: string;
+  /** What happened */
+  message: string;
+  /** What to do next */
+  hint: string;
+  /** One entry for each wrong field */
+  details: Record<string, string>[];
+}
+
+/** Why an attempt at a task ended badly: the first failure, not the ones that followed from it. */
+export interface ExitCause {
+  kind: "exit" | "signal" | "exception" | "oom" | "lost" | "launch";
+  message: string;
+  rank: number | null;
+  exit_code: number | null;
+  signal: string;
+  traceback: string;
+  may_retry: boolean;
+}
+
+/** One file of a dataset and how many samples it holds. */
+export interface FileSpan {
+  path: string;
+  samples: number;
+}
+
+/** Worker-seconds of one job, by what they went into. */
+export interface GoodputView {
+  job_id: string;
+  task_id: string | null;
+  training_s: number;
+  checkpoint_s: number;
+  recovery_s: number;
+  waiting_s: number;
+  total_s: number;
+  goodput: number | null;
+  processes: number;
+  queued_s: number | null;
+}
+
+export interface Gpu {
+  index: number;
+  utilization_percent: number;
+  memory_used_bytes: number;
+  memory_total_bytes: number;
+}
+
+export interface HealthBody {
+  status: "ok";
+}
+
+export interface HistoryView {
+  start: number;
+  step: number;
+  job_id: string | null;
+  series: Record<string, SeriesView>;
+}
+
+export interface LogView {
+  id: string;
+  timestamp: number;
+  level: string;
+  message: string;
+  source: string;
+  task_id: string | null;
+  worker_id: string | null;
+}
+
+export interface LogsEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "logs";
+  data: LogView[];
+}
+
+/** Log lines that the stream left out because too many came at once; a search finds them. */
+export interface LogsSkipped {
+  count: number;
+}
+
+export interface LogsSkippedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "logs_skipped";
+  data: LogsSkipped;
+}
+
+export interface MetricsEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "metrics";
+  data: MetricsView;
+}
+
+/** Each figure is measured; a figure nothing has been measured for is null. */
+export interface MetricsView {
+  /** In MB/s. */
+  checkpoint_throughput: number | null;
+  /** In requests/s. */
+  coordinator_rps: number;
+  /** In workers. */
+  active_workers: number;
+  /** In workers. */
+  total_workers: number;
+  /** In ms. */
+  barrier_latency_p99: number | null;
+  /** In ms. */
+  shard_assignment_time: number | null;
+}
+
+export interface PreviewView {
+  dataset_id: string;
+  worker_id: string | null;
+  epoch: number;
+  shard_id: number | null;
+  indices: number[];
+  samples: Record<string, unknown>[];
+}
+
+/** What may be run here. */
+export interface RecipeBody {
+  name: string;
+  description: string;
+  /** JSON Schema of a task's config */
+  schema: Record<string, unknown>;
+  needs_dataset: boolean;
+  max_workers: number | null;
+  /** When a task does not say; null: one where there are enough */
+  gpus_per_worker: number | null;
+  built_in: boolean;
+}
+
+export interface RecoveryRecorded {
+  job_id: string;
+  worker_id: string;
+  phases_s: Record<string, number>;
+  resumed_step: number;
+  lost_steps: number;
+  tier: string;
+  world_before: number;
+  world_after: number;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface RecoveryRecordedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "recovery_recorded";
+  data: RecoveryRecorded;
+}
+
+export interface RecoveryView {
+  job_id: string;
+  worker_id: string;
+  at: number;
+  total_s: number;
+  phases_s: Record<string, number>;
+  resumed_step: number;
+  lost_steps: number;
+  tier: string;
+  world_before: number;
+  world_after: number;
+  reason: string;
+}
+
+export interface RegisterDatasetBody {
+  dataset_id: string;
+  path: string;
+  format: string;
+  /** Counted from the files when not given */
+  total_samples?: number | null;
+  shard_size?: number;
+  shuffle?: boolean;
+  seed?: number;
+  metadata?: Record<string, string>;
+}
+
+/** One sample of what a worker's process and machine use. Bytes of disk and network are totals since start. */
+export interface Resources {
+  cpu_percent: number;
+  memory_used_bytes: number;
+  gpus: Gpu[];
+  disk_read_bytes: number;
+  disk_write_bytes: number;
+  network_rx_bytes: number;
+  network_tx_bytes: number;
+}
+
+/** Events between the last one that was read and this one are lost to this reader: fetch the state anew. */
+export interface Resync {
+  reason: string;
+}
+
+export interface ResyncEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "resync";
+  data: Resync;
+}
+
+export interface SeriesView {
+  unit: string;
+  values: (number | null)[];
+}
+
+export interface ShardPlanView {
+  dataset_id: string;
+  job_id: string;
+  epoch: number;
+  version: number;
+  reason: string;
+  samples_done: number;
+  total_samples: number;
+  shard_count: number;
+  shards: ShardView[];
+}
+
+export interface ShardView {
+  id: number;
+  start: number;
+  stop: number;
+  done: number;
+  reported: number;
+  worker_id: string | null;
+  moved: boolean;
+}
+
+export interface ShardsMoved {
+  job_id: string;
+  dataset_id: string;
+  epoch: number;
+  version: number;
+  workers: number;
+  moved: Record<string, number>;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface ShardsMovedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "shards_moved";
+  data: ShardsMoved;
+}
+
+export interface StatusView {
+  connected: boolean;
+  address: string;
+  uptime: number;
+  version: string;
+  leader: boolean;
+  generation: number;
+  started_at: number;
+  server_time: number;
+  jobs: Record<string, number>;
+}
+
+/** One event; `event` names its kind, which says what `data` holds. */
+export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
+
+export interface TaskAnswer {
+  task_id: string;
+  status: "pending" | "running" | "completed" | "failed" | "stopped";
+  reason: string;
+}
+
+export interface TaskChanged {
+  task_id: string;
+  status: "pending" | "running" | "completed" | "failed" | "stopped";
+  worker_ids: string[];
+  reason: string;
+  at_s: number;
+  attempt: number;
+  failures: number;
+  stopping: boolean;
+  cause: ExitCause | null;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface TaskChangedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "task_changed";
+  data: TaskChanged;
+}
+
+export interface TaskCreated {
+  spec: TaskSpec;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface TaskCreatedBody {
+  task_id: string;
+}
+
+export interface TaskCreatedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "task_created";
+  data: TaskCreated;
+}
+
+export interface TaskProgressed {
+  task_id: string;
+  attempt: number;
+  worker_ids: string[];
+  step: number;
+  total_steps: number;
+  steps_per_s: number;
+  reason: string;
+  at_s: number;
+  progress: number;
+  eta_s: number | null;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface TaskProgressedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "task_progressed";
+  data: TaskProgressed;
+}
+
+export interface TaskSpec {
+  task_id: string;
+  name: string;
+  type: string;
+  dataset_id: string | null;
+  worker_count: number;
+  config_json: string;
+  gpus_per_worker: number;
+  max_retries: number;
+}
+
+export interface TaskView {
+  id: string;
+  name: string;
+  type: string;
+  status: "pending" | "running" | "completed" | "failed" | "stopped";
+  stopping: boolean;
+  worker_ids: string[];
+  worker_count: number;
+  gpus_per_worker: number;
+  dataset_id: string | null;
+  config: Record<string, unknown>;
+  created_at: number;
+  started_at: number | null;
+  completed_at: number | null;
+  progress: number;
+  step: number;
+  total_steps: number | null;
+  steps_per_s: number | null;
+  eta_s: number | null;
+  attempts: number;
+  max_retries: number;
+  exit_cause: ExitCause | null;
+  reason: string;
+}
+
+export interface VerificationView {
+  checkpoint_id: string;
+  status: "verifying" | "whole" | "damaged";
+  size_bytes: number;
+  damages: DamageView[];
+  reason: string;
+}
+
+export interface WorkerCaughtUp {
+  job_id: string;
+  worker_id: string;
+  slow: boolean;
+  own_s: number;
+  others_s: number;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface WorkerCaughtUpEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "worker_caught_up";
+  data: WorkerCaughtUp;
+}
+
+export interface WorkerFailed {
+  worker_id: string;
+  job_id: string;
+  incarnation: number;
+  generation: number;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface WorkerFailedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "worker_failed";
+  data: WorkerFailed;
+}
+
+export interface WorkerForgotten {
+  worker_id: string;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface WorkerForgottenEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "worker_forgotten";
+  data: WorkerForgotten;
+}
+
+export interface WorkerJoined {
+  spec: WorkerSpec;
+  registration_id: string;
+  incarnation: number;
+  generation: number;
+  superseded: number;
+  reason: string;
+  at_s: number;
+  former: string[];
+  origin: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface WorkerJoinedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "worker_joined";
+  data: WorkerJoined;
+}
+
+export interface WorkerLeft {
+  worker_id: string;
+  job_id: string;
+  incarnation: number;
+  generation: number;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface WorkerLeftEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "worker_left";
+  data: WorkerLeft;
+}
+
+export interface WorkerSlow {
+  job_id: string;
+  worker_id: string;
+  slow: boolean;
+  own_s: number;
+  others_s: number;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface WorkerSlowEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "worker_slow";
+  data: WorkerSlow;
+}
+
+/** What a worker says about itself when it registers. */
+export interface WorkerSpec {
+  worker_id: string;
+  job_id: string;
+  hostname: string;
+  port: number;
+  gpu_count: number;
+  memory_bytes: number;
+  metadata: Record<string, string>;
+  run_id: string;
+  run_generation: number;
+}
+
+export interface WorkerView {
+  id: string;
+  ip: string;
+  port: number;
+  status: "active" | "idle" | "training" | "checkpointing" | "recovering" | "failed" | "initializing" | "loading";
+  gpu_count: number;
+  last_heartbeat: number;
+  assigned_shards: number;
+  current_epoch: number;
+  current_step: number;
+  current_task: string | null;
+  resources: Resources | null;
+  metrics: Record<string, number | null>;
+  job_id: string;
+  rank: number | null;
+  incarnation: number;
+  connected: boolean;
+  joined_at: number;
+  memory_bytes: number;
+  slow: boolean;
+  reason: string;
+  metadata: Record<string, string>;
+  run_id: string;
+}
+
+/** Every kind on the stream. */
+export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "logs", "logs_skipped", "metrics", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];

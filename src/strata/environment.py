@@ -1,0 +1,108 @@
+"""The environment variables that Strata reads, and what becomes of those that look like one and are not.
+
+`unread` names every variable that changes nothing although somebody probably meant it to, with the nearest one that
+does. A test compares the table with the sources, so that it stays complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+OURS = ("STRATA_", "COORDINATOR_", "CHECKPOINT_", "RDZV_")
+"""A variable that starts so was meant for us."""
+
+KNOWN = frozenset(
+    [
+        "STRATA_API_URL",
+        "STRATA_BARRIER_TIMEOUT",
+        "STRATA_CACHE_DIR",
+        "STRATA_CHECKPOINTS",
+        "STRATA_CHECKPOINT_DIR",
+        "STRATA_DATA_DIR",
+        "STRATA_DISCONNECT_GRACE",
+        "STRATA_GRPC_PORT",
+        "STRATA_HEARTBEAT_INTERVAL",
+        "STRATA_HEARTBEAT_TIMEOUT",
+        "STRATA_HOST",
+        "STRATA_HTTP_PORT",
+        "STRATA_JOB_ID",
+        "STRATA_KEEPER",
+        "STRATA_LAUNCH",
+        "STRATA_LAUNCHER",
+        "STRATA_LOG",
+        "STRATA_LOG_DAYS",
+        "STRATA_LOG_LIMIT_MB",
+        "STRATA_LOG_LINES_PER_SECOND",
+        "STRATA_MAX_CONNECTIONS",
+        "STRATA_MAX_WORKERS",
+        "STRATA_MEMORY_ROOT",
+        "STRATA_OTEL_ENDPOINT",
+        "STRATA_PRELOAD",
+        "STRATA_RAY_ADDRESS",
+        "STRATA_RAY_CPUS_PER_WORKER",
+        "STRATA_RECIPES_DIR",
+        "STRATA_RUN_ID",
+        "STRATA_SEEN_IMPORTS",
+        "STRATA_SHIP_LOGS",
+        "STRATA_TASK",
+        "STRATA_TASK_GPUS",
+        "STRATA_TASK_ID",
+        "STRATA_TASK_STOP_TIMEOUT",
+        "STRATA_TASK_WORKERS",
+        "STRATA_TLS_CA",
+        "STRATA_TLS_CERT",
+        "STRATA_TLS_CLIENT_CA",
+        "STRATA_TLS_KEY",
+        "STRATA_TOKEN",
+        "COORDINATOR_ADDR",
+        "COORDINATOR_URL",
+        "CHECKPOINT_BUCKET",
+        "CHECKPOINT_DIR",
+        "STORAGE_BACKEND",
+        "NNODES",
+        "NPROC_PER_NODE",
+        "RDZV_BACKEND",
+        "RDZV_ENDPOINT",
+        "RDZV_ID",
+        "CONFIG_FILE",
+        "WORKER_ID",
+        "LOG_FORMAT",
+        "LOGLEVEL",
+    ]
+)
+
+OTHER_NAMES = {
+    "RUST_LOG": "STRATA_LOG",
+    "LOG_LEVEL": "LOGLEVEL",
+    "S3_BUCKET": "CHECKPOINT_BUCKET",
+    "STORAGE_TYPE": "STORAGE_BACKEND",
+    "NUM_NODES": "NNODES",
+    "GPUS_PER_NODE": "NPROC_PER_NODE",
+    "CONFIG_PATH": "CONFIG_FILE",
+    "CHECKPOINT_PATH": "CHECKPOINT_DIR",
+    "COORDINATOR_ADDRESS": "COORDINATOR_ADDR",
+    "COORDINATOR_ENDPOINT": "COORDINATOR_ADDR",
+    "COORDINATOR_HOST": "COORDINATOR_ADDR",
+}
+"""What other programs call them."""
+
+# Kubernetes sets these for every service of a namespace, whatever its name.
+_SERVICE_LINK = re.compile(r"\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
+
+
+def unread(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence for each variable that changes nothing, in alphabetical order."""
+    found = []
+    for name in sorted(os.environ if environ is None else environ):
+        if name in KNOWN or _SERVICE_LINK.fullmatch(name):
+            continue
+        near = OTHER_NAMES.get(name)
+        if near is None and name.startswith(OURS):
+            near = next(iter(get_close_matches(name, KNOWN, n=1)), "")
+        if near is not None:
+            meant = f" (did you mean {near}?)" if near else ""
+            found.append(f"the environment variable {name} changes nothing{meant}")
+    return found

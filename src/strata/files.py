@@ -1,0 +1,62 @@
+"""Files that are there with all of their content or not at all.
+
+What is written goes to a hidden file beside its place, and gets its name by one rename: readers see the old content or the
+new, and who fails half-way leaves the old. With `durable`, the content is flushed before it gets its name, and then its
+folder, so a file that has its name survives the machine. Without, it survives the process, which is enough for shared memory
+and for what can be made again.
+
+Stores (`strata.stores.files`) keep unfinished values in a place of their own, for they must tell those of the dead from those
+of the living; they flush folders with `sync_folder`. Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, BinaryIO
+
+
+def write_file(path: Path, content: bytes | str, *, durable: bool) -> None:
+    """Give a file this content; text is UTF-8."""
+    with fresh_file(path, durable=durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def fresh_file(path: Path, *, durable: bool) -> Iterator[BinaryIO]:
+    """A file to be written, which takes its place when the block is left; not if that is by an exception."""
+    fresh = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    try:
+        with open(fresh, "xb") as file:
+            yield file
+            if durable:
+                sync(file)
+        move_into_place(fresh, path, durable=durable)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
+
+
+def move_into_place(fresh: Path, path: Path, *, durable: bool) -> None:
+    """Give a finished file its name, in place of what has it. One that is to be durable has been flushed."""
+    os.replace(fresh, path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync(file: IO[bytes]) -> None:
+    """Flush what was written to an open file to its device."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to its device."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,14 @@
+"""Types are written once, in Python: what is generated from them for the dashboard and for readers is current."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.dashboard.browser import ROOT
+
+
+def test_generated_types_are_current() -> None:
+    command = [sys.executable, "scripts/generate_types.py", "--check"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}"

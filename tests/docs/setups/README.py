@@ -1,0 +1,11 @@
+"""What the README's blocks find in a training script."""
+
+import torch
+
+import strata  # noqa: F401
+
+inputs = torch.randn(640, 32)
+dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+model = torch.nn.Linear(32, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+criterion = torch.nn.functional.mse_loss

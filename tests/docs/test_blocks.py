@@ -1,0 +1,225 @@
+"""Every block and every command of README.md and docs/ is executed, or parsed with a reason why not. None is skipped."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from strata.cli.validate import find_problems
+from strata.coordinator.settings import read_settings
+from strata.launch.recipes import read_recipes
+from tests.docs import commands
+from tests.docs.blocks import PAGES, ROOT, Block, Unclassified, blocks, every, of_page
+from tests.docs.session import console, session
+
+Program = Callable[[str], str]
+BASE_CONFIG = ROOT / "examples" / "configs" / "small.yaml"
+INLINE = re.compile(r"(?<!`)`(strata (?!\w+:)[^`]+)`(?!`)")
+NAMED_TEST = re.compile(r"\btests/[\w/]+\.py\b")
+
+
+def parse_all(shell: str) -> None:
+    for words in commands.command_lines(shell):
+        commands.parse(words)
+
+
+def of_class(*names: str) -> list[Block]:
+    return [block for block in every() if block.name in names]
+
+
+def executed_pages() -> list[Path]:
+    return [page for page in PAGES if any(block.name == "run" for block in of_page(page))]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", executed_pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_can_be_followed_from_top_to_bottom(page: Path, tmp_path: Path, program: Program) -> None:
+    found = of_page(page)
+    runs = [block for block in found if block.name == "run"]
+    if any(re.search(r"\bcurl\b", block.text) for block in runs):
+        program("curl")
+    if any("s3" in block.text for block in runs):
+        program("weed")
+    with session(page.relative_to(ROOT).as_posix(), runs, tmp_path) as running:
+        for block in found:
+            if block.name == "file":
+                running.write(block)
+        for block in found:
+            if block.name == "run":
+                running.run(block)
+            elif block.name == "output":
+                running.expect(
+                    block.text.strip().splitlines(), where=block.where, exact=block.about == "exact"
+                )
+
+
+@pytest.mark.parametrize("block", of_class("file"), ids=str)
+def test_a_file_that_is_shown_is_used_by_what_follows(block: Block) -> None:
+    assert any(
+        block.about in other.text for other in every() if other.page == block.page and other.name == "run"
+    )
+
+
+@pytest.mark.parametrize("block", of_class("parse"), ids=str)
+def test_what_is_not_executed_is_accepted_by_the_programs_it_calls(block: Block, program: Program) -> None:
+    for named in NAMED_TEST.findall(block.about):
+        assert (ROOT / named).is_file(), f"{block.where}: {named} does not exist"
+    if block.language == "python":
+        compile(block.text, block.where, "exec")
+        return
+    text = console(block.text)[0] if block.language == "console" else block.text
+    checked = subprocess.run([program("bash"), "-n"], input=text, text=True, capture_output=True, check=False)
+    assert checked.returncode == 0, f"{block.where}: {checked.stderr}"
+    parse_all(text)
+
+
+@pytest.mark.parametrize("block", of_class("valid", "rejected"), ids=str)
+def test_a_configuration_that_is_shown_is_what_its_reader_accepts(block: Block, tmp_path: Path) -> None:
+    problem = READERS[block.about](block.text, tmp_path)
+    if block.name == "valid":
+        assert problem is None, f"{block.where}: {problem}"
+    else:
+        assert problem is not None, f"{block.where} is shown as wrong, and is accepted"
+
+
+def inline_commands() -> list[tuple[str, str]]:
+    return [
+        (page.relative_to(ROOT).as_posix(), " ".join(found.split()))
+        for page in PAGES
+        for found in INLINE.findall(re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.S | re.M))
+    ]
+
+
+@pytest.mark.parametrize(("page", "command"), inline_commands())
+def test_a_command_named_in_a_sentence_exists_and_takes_these_words(page: str, command: str) -> None:
+    _, *words = shlex.split(command)
+    if set(words) & set(commands.ELLIPSES):  # What stands for something else takes what follows with it.
+        words = words[: min(words.index(each) for each in commands.ELLIPSES if each in words)]
+    if not commands.is_command(words):
+        commands.parse(["strata", *words])
+
+
+@pytest.mark.parametrize(
+    "sample", [block for block in of_class("sample") if NAMED_TEST.search(block.about)], ids=str
+)
+def test_a_sample_names_a_test_that_exists(sample: Block) -> None:
+    assert all((ROOT / named).is_file() for named in NAMED_TEST.findall(sample.about))
+
+
+# --- what reads configurations ---
+
+
+def _json(text: str, folder: Path) -> str | None:
+    return _problem(lambda: json.loads(text))
+
+
+def _prometheus(text: str, folder: Path) -> str | None:
+    """Its two parts that are ours: rules that exist, and targets as Prometheus wants them."""
+
+    def read() -> None:
+        found = yaml.safe_load(text)
+        assert set(found) == {"rule_files", "scrape_configs"}
+        assert all((ROOT / "deploy" / "prometheus" / name).is_file() for name in found["rule_files"])
+        assert all(job["job_name"] and job["static_configs"][0]["targets"] for job in found["scrape_configs"])
+
+    return _problem(read)
+
+
+def _harness(text: str, folder: Path) -> str | None:
+    """A whole configuration with these sections in it, read as `strata validate` does."""
+
+    def read() -> None:
+        base = yaml.safe_load(BASE_CONFIG.read_text())
+        for section, values in yaml.safe_load(text).items():
+            base[section] = {**base.get(section, {}), **values}
+        errors = [
+            each for each in find_problems(yaml.safe_dump(base), [], try_s3=False) if each.severity == "error"
+        ]
+        assert not errors, errors
+
+    return _problem(read)
+
+
+def _coordinator(text: str, folder: Path) -> str | None:
+    file = folder / "strata.toml"
+    file.write_text(text)
+    return _problem(lambda: read_settings(file=file, environ={}))
+
+
+def _recipe(text: str, folder: Path) -> str | None:
+    (folder / "finetune.toml").write_text(text)
+    (folder / "finetune.py").write_text("")
+    return _problem(lambda: read_recipes(folder))
+
+
+def _problem(read: Callable[[], Any]) -> str | None:
+    try:
+        read()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+READERS = {
+    "json": _json,
+    "prometheus": _prometheus,
+    "harness": _harness,
+    "coordinator": _coordinator,
+    "recipe": _recipe,
+}
+
+
+# --- the classes themselves ---
+
+
+@pytest.mark.parametrize("block", every(), ids=str)
+def test_every_block_has_a_class(block: Block) -> None:
+    """The list of what is done with each block: `pytest --collect-only -q tests/docs`."""
+    if block.language == "toml":
+        tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\nno language\n```\n",
+        "```text\nwithout a class\n```\n",
+        "```yaml\na: 1\n```\n",
+        "<!-- parse -->\n```bash\nwithout a reason\n```\n",
+        "<!-- skip: because -->\n```bash\nls\n```\n",
+        "<!-- output -->\n```python\nprint(1)\n```\n",
+        "```bash\nwithout an end\n",
+    ],
+)
+def test_a_block_without_a_class_is_an_error(text: str) -> None:
+    with pytest.raises(Unclassified):
+        list(blocks("page.md", text))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "strata sevre",
+        "strata serve --prot 3",
+        "strata checkpoint lst runs",
+        "strata stop",
+        "strata torchrun --workers=2 train.py",
+        "torchrun --nnode-count=2 train.py",
+        "make demonstration",
+        "./scripts/launch.sh",
+        "export A=1 && strata worker",
+        "STRATA_LOG=debug strata serve --verbose",
+    ],
+)
+def test_a_wrong_command_is_refused(line: str) -> None:
+    with pytest.raises(commands.Refused):
+        parse_all(line)

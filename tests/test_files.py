@@ -1,0 +1,76 @@
+"""Files are there with all of their content or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from strata.files import fresh_file, move_into_place, sync_folder, write_file
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_content_replaces_what_was_there_and_leaves_nothing_else(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "note.json"
+    write_file(path, b"old", durable=durable)
+    write_file(path, "néw", durable=durable)
+    assert path.read_text(encoding="utf-8") == "néw"
+    assert os.listdir(tmp_path) == ["note.json"]
+
+
+def test_nobody_sees_what_is_not_finished(tmp_path: Path) -> None:
+    path = tmp_path / "note"
+    path.write_bytes(b"old")
+    with fresh_file(path, durable=True) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "note"
+    path.write_bytes(b"old")
+
+    def fail() -> None:
+        with fresh_file(path, durable=False) as file:
+            file.write(b"new")
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["note"]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_what_is_durable_is_flushed_before_it_has_its_name_and_its_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    path, flushed, fsync = tmp_path / "note", [], os.fsync
+
+    def watched(fd: int) -> None:
+        kind = "folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else os.fstat(fd).st_size
+        flushed.append((kind, path.exists()))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    write_file(path, b"12345", durable=durable)
+    assert flushed == ([(5, False), ("folder", True)] if durable else [])
+
+
+def test_a_finished_file_takes_the_place_of_another(tmp_path: Path) -> None:
+    (tmp_path / "fresh").write_bytes(b"new")
+    (tmp_path / "note").write_bytes(b"old")
+    move_into_place(tmp_path / "fresh", tmp_path / "note", durable=True)
+    assert (tmp_path / "note").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["note"]
+
+
+def test_errors_are_those_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_file(tmp_path / "missing" / "note", b"", durable=True)
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "missing")

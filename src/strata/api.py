@@ -1,6 +1,6 @@
 """Calling a coordinator's HTTP API: the command line and `strata.client` do it this way. Standard library only.
 
-A coordinator that cannot be reached is `Unreachable`, one that refuses `Answered`; nothing else is raised. The token is
+A coordinator that cannot be reached is `Unreachable`, one that refuses `ApiError`; nothing else is raised. The token is
 `STRATA_TOKEN` where none is given.
 """
 
@@ -28,12 +28,15 @@ class Unreachable(StrataError):
     code = "unreachable"
 
 
-class Answered(StrataError):
+class ApiError(StrataError):
     """The coordinator answered with a refusal."""
 
     def __init__(self, code: str, message: str, hint: str) -> None:
         super().__init__(message, hint=hint)
         self.answer_code = code
+
+
+Answered = ApiError  # Its name in earlier versions.
 
 
 def get(api: str, path: str, *, token: str = "") -> Any:
@@ -127,12 +130,12 @@ def _silent(api: str, error: Exception) -> Unreachable:
     )
 
 
-def _refusal(error: urllib.error.HTTPError) -> Answered:
+def _refusal(error: urllib.error.HTTPError) -> ApiError:
     try:
         body = json.load(error)
-        return Answered(body["code"], body["message"], body["hint"])
+        return ApiError(body["code"], body["message"], body["hint"])
     except (ValueError, KeyError, TypeError, OSError):
-        return Answered("http_error", f"The coordinator answered {error.code}.", "")
+        return ApiError("http_error", f"The coordinator answered {error.code}.", "")
 
 
 def _not_a_coordinator(api: str) -> Unreachable:

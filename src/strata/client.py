@@ -5,7 +5,7 @@
     client.wait(task)
     client.logs(task)
 
-Every call asks the coordinator's HTTP API and raises `Unreachable` or `Answered` (`strata.api`). Standard library only.
+Every call asks the coordinator's HTTP API and raises `Unreachable` or `ApiError` (`strata.api`). Standard library only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from strata import api
-from strata.api import Answered, Unreachable
+from strata.api import Answered, ApiError, Unreachable
 
-__all__ = ["Answered", "Client", "Unreachable"]
+__all__ = ["Answered", "ApiError", "Client", "Unreachable"]
 
 ENDED = ("completed", "failed", "stopped")
 POLL_S = 0.5

@@ -16,8 +16,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.errors import StrataError
+from strata.validation import Schema, check, nearest
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ def read_config(
             if key in known:
                 given[key] = _Given(value, f"{section}.{key} in {file}")
             else:
-                problems.append(_unknown(f"{section}.{key} in {file}", key, known))
+                problems.append(f"{section}.{key} in {file} is not a known key; {nearest(key, known)}")
     variables = _environment(problems) if environ is None else environ
     for name, about in known.items():
         variable = about.metadata.get("env")
@@ -144,60 +145,54 @@ def _read_section(file: Path, section: str, problems: list[str]) -> dict[str, An
     return {}
 
 
-def _unknown(where: str, key: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(sorted(known))}"
-    return f"{where} is not a known key; {hint}"
-
-
 def _convert(value: Any, hint: Any, about: Field[Any]) -> Any:
-    meta = about.metadata
+    """The value as the setting's type has it; texts of the environment are read as what they stand for."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(arm for arm in get_args(hint) if arm is not type(None))
-    if hint is bool:
-        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if not isinstance(value, bool):
-            value = words.get(str(value).strip().lower())
-            if value is None:
-                raise ValueError("must be true or false")
-    elif hint in (int, float):
-        value = _number(value, hint)
-    elif hint is Path:
+    if hint is Path:
         if not isinstance(value, str | Path):
             raise ValueError(f"must be a path, not {value!r}")
-        value = Path(value).expanduser()
-    elif get_origin(hint) is dict:
-        if not isinstance(value, dict):
-            raise ValueError("must be a table")
-        for key, item in value.items():
-            if not isinstance(item, str):
-                raise ValueError(f"{about.name}.{key} must be text, not {item!r}")
-    elif not isinstance(value, str):
-        raise ValueError(f"must be text, not {value!r}")
-    least, most, choices = meta.get("least"), meta.get("most"), meta.get("choices")
-    if (least is not None and not value >= least) or (most is not None and not value <= most):
-        raise ValueError(f"must be {_range(least, most)}, not {value}")
-    if choices and value not in choices:
-        raise ValueError(f"must be one of {', '.join(choices)}, not {value!r}")
-    return value
+        return Path(value).expanduser()
+    if hint in (bool, int, float):
+        value = _read_text(value, hint) if isinstance(value, str) else value
+        if hint is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
+    problems = check(_schema(hint, about), value)
+    if problems:
+        where = f"{about.name}.{problems[0].path} " if problems[0].path else ""
+        message = problems[0].message
+        # A secret is not printed, whatever is wrong with it.
+        raise ValueError(where + (message if about.repr else message.partition(", not ")[0]))
+    return hint(value) if hint in (int, float) else value
 
 
-def _number(value: Any, hint: type[int] | type[float]) -> int | float:
-    if isinstance(value, bool):
-        raise ValueError(f"must be a number, not {value}")
+def _schema(hint: Any, about: Field[Any]) -> Schema:
+    if get_origin(hint) is dict:
+        return {"type": "object", "additionalProperties": {"type": "string"}}
+    names = {bool: "boolean", int: "integer", float: "number"}
+    limits = {
+        "minimum": about.metadata["least"],
+        "maximum": about.metadata["most"],
+        "enum": about.metadata["choices"] or None,
+    }
+    return {
+        "type": names.get(hint, "string"),
+        **{keyword: limit for keyword, limit in limits.items() if limit is not None},
+    }
+
+
+def _read_text(text: str, hint: type) -> Any:
+    if hint is bool:
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        return words.get(text.strip().lower(), text)
     try:
-        number = hint(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"must be a number, not {str(value)[:80]!r}") from None
-    if isinstance(value, float) and number != value and hint is int:
-        raise ValueError(f"must be a whole number, not {value}")
-    return number
-
-
-def _range(least: float | None, most: float | None) -> str:
-    if least is not None and most is not None:
-        return f"between {least:g} and {most:g}"
-    return f"at least {least:g}" if least is not None else f"at most {most:g}"
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def documented(kind: type[Any]) -> list[tuple[str, str, str, str]]:

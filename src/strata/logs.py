@@ -22,8 +22,6 @@ _LEVELS = {
 
 
 _ALIASES = {"storage": "stores"}  # As users know it.
-_PACKAGES = {"storage": "stores"}
-"""Components that are packages of another name."""
 
 
 def parse_levels(text: str) -> dict[str, int]:
@@ -86,3 +84,28 @@ def configure(text: str | None = None) -> None:
     root.setLevel(levels.pop("", logging.INFO))
     for component, level in levels.items():
         logging.getLogger(f"strata.{_ALIASES.get(component, component)}").setLevel(level)
+
+
+class OutageLog:
+    """Logs an outage when it starts, when its cause changes and when it is over, and not every time it is met."""
+
+    def __init__(self, log: logging.Logger, *, over: str) -> None:
+        self._log = log
+        self._over = over
+        self._logged = ""
+
+    def start(self, text: str) -> None:
+        """Logged unless something is known to be wrong already."""
+        if not self._logged:
+            self.met(text)
+
+    def met(self, text: str, *, level: int = logging.WARNING, traceback: bool = False) -> None:
+        """Logged when it is not what was logged last."""
+        if text != self._logged:
+            self._logged = text
+            self._log.log(level, "%s", text, exc_info=traceback)
+
+    def ended(self) -> None:
+        if self._logged:
+            self._logged = ""
+            self._log.warning("%s", self._over)

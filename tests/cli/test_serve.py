@@ -72,8 +72,8 @@ def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path) -> Non
     for words in (
         "4 problems",
         "did you mean 'heartbeat_timeout'?",
-        "--grpc-port: must be between 0 and 65535",
-        "STRATA_HTTP_PORT: must be a number",
+        "--grpc-port: must be between 0 and 65,535",
+        "STRATA_HTTP_PORT: must be a whole number",
         "set a token (STRATA_TOKEN) or mutual TLS",
     ):
         assert words in said

@@ -1,7 +1,7 @@
 """A small fleet to tell stories with: short verbs over one `Cluster`, its clock and its journal.
 
-Nothing is replaced by a stand-in: every verb is a real command through the one door, and `journal` holds what a
-coordinator would have made durable.
+Nothing is replaced by a stand-in: every verb is a real command or observation, and `journal` holds what a coordinator
+would have made durable.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from strata.core.messages import (
     BarrierTicket,
     BeginAttempt,
     CheckpointId,
+    ClockResumed,
     Command,
     CreateTask,
     DatasetId,
@@ -34,11 +35,15 @@ from strata.core.messages import (
     EndAttempt,
     Event,
     ExitCause,
+    Heartbeat,
     Instant,
     JobId,
+    LoopStalled,
     NoteProgress,
     NotifyCheckpoint,
+    Observation,
     PlanEpoch,
+    ProgressReported,
     QueueTask,
     Rebalance,
     ReconcileCheckpoints,
@@ -46,17 +51,23 @@ from strata.core.messages import (
     RegisterDataset,
     Registered,
     RegisterWorker,
+    Report,
     RestartTask,
+    ShardProgress,
     StopTask,
     TaskId,
     TaskSpec,
     Tick,
+    WorkerConnected,
+    WorkerDisconnected,
     WorkerId,
     WorkerSpec,
 )
 
 WALL_OFFSET_S = 1_700_000_000.0
 """What the wall clock shows when the monotonic one stands at zero."""
+
+NOTHING_TO_REPORT = Report(state="", step=0, epoch=0, task="", resources=None, metrics={})
 
 
 def instant(mono_s: float) -> Instant:
@@ -194,6 +205,9 @@ class Fleet:
         self.journal += [event for event in decision.events if not isinstance(event, SOFT_EVENTS)]
         return decision
 
+    def observe(self, observation: Observation) -> None:
+        self.cluster.observe(observation, self.now)
+
     @property
     def now(self) -> Instant:
         return instant(self.now_s)
@@ -213,20 +227,29 @@ class Fleet:
             DeregisterWorker(worker_id=WorkerId(worker_id), incarnation=incarnation, reason=reason)
         )
 
-    def drop(self, worker_id: str) -> None:
-        """Its stream ends without a goodbye."""
-        member = self.cluster.membership.members[WorkerId(worker_id)]
-        self.cluster.membership.dropped(WorkerId(worker_id), member.incarnation, self.now)
+    def connect(self, worker_id: str) -> None:
+        self.observe(WorkerConnected(worker_id=WorkerId(worker_id), incarnation=0))
 
-    def hear(self, *worker_ids: str) -> None:
-        for worker_id in worker_ids:
-            self.cluster.membership.heard(WorkerId(worker_id), self.now)
+    def drop(self, worker_id: str, *, incarnation: int | None = None) -> None:
+        """Its stream ends without a goodbye: that of its present incarnation, or of the one named."""
+        if incarnation is None:
+            incarnation = self.cluster.membership.members[WorkerId(worker_id)].incarnation
+        self.observe(WorkerDisconnected(worker_id=WorkerId(worker_id), incarnation=incarnation))
+
+    def beat(self, *worker_ids: str, report: Report | None = None) -> None:
+        """They are alive, and report this, or what they reported last."""
+        for worker in map(WorkerId, worker_ids):
+            said = report or self.cluster.membership.reports.get(worker, NOTHING_TO_REPORT)
+            self.observe(Heartbeat(worker_id=worker, incarnation=0, report=said))
+
+    def stall(self, stall_s: float) -> None:
+        self.observe(LoopStalled(stall_s=stall_s))
 
     def lose(self, worker_id: str) -> Decision:
         """Its stream ends and the grace passes; everybody else stays in touch."""
         self.drop(worker_id)
         self.now_s += self.cluster.membership.limits.disconnect_grace_s
-        self.hear(*(w for w in self.cluster.membership.pulses if w != worker_id))
+        self.beat(*(w for w in self.cluster.membership.pulses if w != worker_id))
         return self.tick()
 
     def tick(self, seconds: float = 0.0) -> Decision:
@@ -262,6 +285,13 @@ class Fleet:
                 dataset_id=DatasetId(dataset_id),
                 epoch=epoch,
             )
+        )
+
+    def report(self, worker_id: str, *shards: tuple[int, int], epoch: int = 0, dataset_id: str = "d") -> None:
+        """How many samples of each shard it has read."""
+        items = tuple(ShardProgress(DatasetId(dataset_id), epoch, shard, done) for shard, done in shards)
+        self.observe(
+            ProgressReported(worker_id=WorkerId(worker_id), incarnation=0, generation=0, shards=items)
         )
 
     def owners(self, dataset_id: str = "d", epoch: int = 0, job: str = DEFAULT_JOB) -> dict[int, str | None]:
@@ -348,7 +378,7 @@ class Fleet:
     def _restarted(self, history: Iterable[Event]) -> Fleet:
         fleet = Fleet(self.limits, snapshot=history)
         fleet.now_s = self.now_s
-        fleet.cluster.resume_clock(fleet.now)
+        fleet.observe(ClockResumed())
         return fleet
 
 
@@ -360,7 +390,7 @@ def shown(cluster: Cluster) -> Mapping[str, Any]:
         "jobs": dict(cluster.membership.job_generations),
         "ranks": {job: dict(cluster.membership.roster(job)) for job in cluster.membership.jobs()},
         "workers": [
-            # When a worker was last heard is soft, and so is what it said.
+            # A worker's last heartbeat is soft, and so is what it reported.
             replace(
                 view, last_heartbeat=0.0, current_step=0, current_epoch=0, current_task=None, resources=None
             )

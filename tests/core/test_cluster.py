@@ -1,4 +1,4 @@
-"""The one door as a whole: refusals change nothing, and a history always leads back to the state it came from."""
+"""The cluster as a whole: refusals change nothing, and a history always leads back to the state it came from."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ TestHistories = pytest.mark.timeout(600)(Histories.TestCase)  # Making a failure
 TestHistories.settings = settings(RELAXED, max_examples=60, stateful_step_count=40)
 
 
-# --- the door itself ----------------------------------------------------------------------------------------
+# --- commands and events ------------------------------------------------------------------------------------
 
 
 def test_only_soft_facts_stay_out_of_the_journal() -> None:

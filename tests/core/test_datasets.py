@@ -251,7 +251,7 @@ def test_committed_progress_decides_where_a_shard_begins_after_a_loss(fleet: Fle
     mine = [shard for shard, owner in before.items() if owner == "b"]
     finished, half = mine[0], mine[1]
     save(fleet, "c1", (10 * finished, 10 * finished + 10), (10 * half, 10 * half + 4))
-    fleet.cluster.datasets.report(KEY, mine[2], 9)  # Read, but not committed: it counts for nothing.
+    fleet.report("b", (mine[2], 9))  # Read, but not committed: it counts for nothing.
     fleet.lose("b")
     fleet.plan()
     shards = {s.shard_id: s for s in fleet.cluster.datasets.shards_of(WorkerId("a"), KEY)}
@@ -332,14 +332,13 @@ def test_reports_are_shown_until_the_shard_changes_hands_or_a_checkpoint_counts(
         return [shard.reported for shard in views.shard_plan(fleet.cluster, KEY).shards]
 
     mine = [shard for shard, owner in fleet.owners().items() if owner == "b"]
-    for shard, samples in ((mine[0], 3), (mine[1], 99), (mine[2], -5), (1000, 1), (-1, 1)):
-        fleet.cluster.datasets.report(KEY, shard, samples)
-    fleet.cluster.datasets.report((KEY[0], KEY[1], 99), 0, 1)
+    fleet.report("b", (mine[0], 3), (mine[1], 99), (mine[2], -5), (1000, 1), (-1, 1))
+    fleet.report("b", (0, 1), epoch=99)
     assert [reported()[shard] for shard in mine[:3]] == [3, 10, 0]
     fleet.lose("b")
     fleet.plan()
     assert [reported()[shard] for shard in mine[:3]] == [0, 0, 0]  # Its next reader has read none of it.
-    fleet.cluster.datasets.report(KEY, mine[0], 5)
+    fleet.report("a", (mine[0], 5))
     save(fleet, "c1", (10 * mine[0], 10 * mine[0] + 2))
     assert reported()[mine[0]] == 2
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.loglines import HOLD_S, LINES_PER_ENTRY, LineAssembler, LogLine, entries_from_lines
+from strata.core.loglines import HOLD_S, LINES_PER_ENTRY, LineAssembler, LogLine
 
 AT_S = 1_700_000_000.0
 FAILING = f"""
@@ -34,6 +35,15 @@ try:
 except KeyError:
     raise ValueError("last words")
 """
+
+
+def entries_from_lines(
+    lines: Iterable[str], *, at_s: float, source: str = "stdout", task_id: str = ""
+) -> list[LogLine]:
+    """The entries of a text that is there as a whole."""
+    assembler = LineAssembler(source=source, task_id=task_id)
+    entries = [entry for line in lines for entry in assembler.feed_line(line, at_s)]
+    return entries + assembler.close(at_s)
 
 
 def failed_run() -> bytes:

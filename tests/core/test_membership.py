@@ -313,7 +313,7 @@ def test_the_name_of_a_run_that_is_gone_is_free(
 
 def test_a_run_whose_stream_is_open_is_live_however_long_it_is_silent(fleet: Fleet) -> None:
     fleet.join("a", run_id="one")
-    fleet.cluster.membership.connected(A, fleet.now)
+    fleet.connect("a")
     fleet.now_s += 2 * RECONNECT_S
     with pytest.raises(NameInUse):
         fleet.join("b", run_id="two")
@@ -394,33 +394,33 @@ def test_a_stream_that_comes_back_within_the_grace_changes_nothing(fleet: Fleet)
     fleet.join("a")
     fleet.drop("a")
     fleet.now_s += 0.4
-    fleet.cluster.membership.connected(A, fleet.now)
+    fleet.connect("a")
     assert fleet.tick(10).events == ()
 
 
-def test_time_in_which_the_coordinator_came_to_nothing_is_held_against_nobody(fleet: Fleet) -> None:
+def test_a_stall_of_the_coordinator_is_counted_against_nobody(fleet: Fleet) -> None:
     fleet.joins("a", "b")
     fleet.drop("a")
     fleet.now_s += 9.9
-    fleet.cluster.membership.excuse(9.8, fleet.now)
+    fleet.stall(9.8)
     assert fleet.tick(0.3).events == ()
     assert failed(fleet.tick(0.1).events) == ["a"]
-    fleet.cluster.membership.excuse(60.0, fleet.now)
-    assert fleet.tick(29.9).events == (), "nobody was heard later than now"
+    fleet.stall(60.0)
+    assert fleet.tick(29.9).events == (), "no heartbeat is later than now"
     assert failed(fleet.tick(0.2).events) == ["b"]
 
 
 def test_the_end_of_an_older_incarnations_stream_says_nothing_about_the_newer(fleet: Fleet) -> None:
     old = fleet.join("a")
     fleet.join("a")
-    fleet.cluster.membership.dropped(A, old, fleet.now)
+    fleet.drop("a", incarnation=old)
     assert fleet.tick(5).events == ()
 
 
 def test_silence_means_failure_after_the_heartbeat_timeout(fleet: Fleet) -> None:
     fleet.joins("a", "b")
     fleet.now_s += 20
-    fleet.hear("b")
+    fleet.beat("b")
     assert fleet.tick(9.9).events == ()
     (failed,) = fleet.tick(0.1).events
     assert isinstance(failed, WorkerFailed)
@@ -463,9 +463,9 @@ def test_a_failed_worker_is_forgotten_in_the_end(fleet: Fleet) -> None:
     fleet.lose("a")
     generation = fleet.generation()
     for _ in range(24):
-        fleet.hear("b")
+        fleet.beat("b")
         assert fleet.tick(25).events == ()
-    fleet.hear("b")
+    fleet.beat("b")
     (forgotten,) = fleet.tick(1).events
     assert isinstance(forgotten, WorkerForgotten)
     assert list(fleet.cluster.membership.members) == ["b"]
@@ -477,7 +477,7 @@ def test_a_worker_that_came_back_is_not_forgotten(fleet: Fleet) -> None:
     fleet.lose("a")
     fleet.join("a")
     fleet.now_s += 599
-    fleet.hear("a")
+    fleet.beat("a")
     fleet.now_s += 20
     assert fleet.tick().events == ()
 

@@ -84,7 +84,7 @@ class Player:
         return iter(())
 
     def do_hear(self, *names: str) -> Iterator[str]:
-        self.fleet.hear(*names)
+        self.fleet.beat(*names)
         return iter(())
 
     def do_wait(self, seconds: str) -> Iterator[str]:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from strata.coordinator.journal import codec
-from strata.core.messages import Instant, Swapped, SwapValue, Tick, ValueDropped, VersionsReserved
+from strata.core.messages import (
+    Instant,
+    Swapped,
+    SwapValue,
+    Tick,
+    ValueDropped,
+    ValueSwapped,
+    VersionsReserved,
+)
 from strata.core.values import DROP_AFTER_S, RESERVED_AT_ONCE
 from tests.core.builders import WALL_OFFSET_S, Fleet
 
@@ -107,11 +115,10 @@ def test_a_soft_value_that_is_refreshed_is_not_dropped() -> None:
 
 
 def test_soft_swaps_leave_one_small_entry_in_a_million() -> None:
-    fleet = Fleet()
-    version = swap(fleet, "k").version
-    fleet.cluster.values.version = (
-        RESERVED_AT_ONCE - 1_000
-    )  # So that they go over the end of what is reserved.
+    version = RESERVED_AT_ONCE - 1_000  # So that they go over the end of what is reserved.
+    fleet = Fleet(
+        snapshot=[ValueSwapped(key="k", body=b"", version=version, reason="it was there", at_s=0.0)]
+    )
     before = len(fleet.journal)
     for _ in range(10_000):
         version = swap(fleet, "k", expected=version, body=bytes(12_000), soft=True).version

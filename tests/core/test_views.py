@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from strata.core import task_views, views
-from strata.core.membership import Report
-from strata.core.messages import CheckpointId, DatasetId, JobId, ReportRecovery, TaskId, WorkerId
+from strata.core.messages import CheckpointId, DatasetId, JobId, Report, ReportRecovery, TaskId, WorkerId
 from tests.core.builders import Fleet, data_json, shown, trained
 
 KEY = (JobId("default"), DatasetId("d"), 0)
@@ -27,7 +26,7 @@ def fleet() -> Fleet:
 
 def reports(fleet: Fleet, worker: str, state: str, *, task: str = "") -> None:
     report = Report(state=state, step=7, epoch=1, task=task, resources=None, metrics={"loss": 0.5})
-    fleet.cluster.membership.reports[WorkerId(worker)] = report
+    fleet.beat(worker, report=report)
 
 
 def view_of(fleet: Fleet, worker: str) -> views.WorkerView:
@@ -61,7 +60,7 @@ def test_those_who_train_or_checkpoint_count_as_active_and_the_failed_do_not(fle
 
 def test_a_worker_shows_what_it_last_said_and_when(fleet: Fleet) -> None:
     fleet.now_s += 5
-    fleet.hear("a")
+    fleet.beat("a")
     reports(fleet, "a", "training", task="t")
     view = view_of(fleet, "a")
     assert (view.current_step, view.current_epoch, view.current_task) == (7, 1, "t")
@@ -81,7 +80,7 @@ def test_a_failed_worker_stays_in_sight_without_a_rank_or_shards(fleet: Fleet) -
 
 def test_connected_means_that_its_stream_is_open(fleet: Fleet) -> None:
     assert not view_of(fleet, "a").connected
-    fleet.cluster.membership.connected(WorkerId("a"), fleet.now)
+    fleet.connect("a")
     assert view_of(fleet, "a").connected
     fleet.drop("a")
     assert not view_of(fleet, "a").connected
@@ -109,7 +108,7 @@ def test_a_plan_shows_ranges_progress_and_former_owners() -> None:
     fleet.register("d", samples=25)
     fleet.plan()
     fleet.save("a", "c1", data_json=data_json(trained([(0, 14)], total=25)))
-    fleet.cluster.datasets.report(KEY, 2, 3)
+    fleet.report("a", (2, 3))
     fleet.leave("a")
     fleet.plan()
     view = views.shard_plan(fleet.cluster, KEY)

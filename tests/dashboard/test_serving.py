@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from strata.coordinator.http.dashboard import VIEWS, Dashboard
+from strata.coordinator.http.dashboard import BUILT, VIEWS, Dashboard
 from tests.dashboard.browser import VIEWS as PATHS
 from tests.dashboard.browser import Browser, build_dashboard
 from tests.support import Coordinator
@@ -39,6 +39,10 @@ def ask(
         return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
     finally:
         connection.close()
+
+
+def test_the_build_is_served_from_where_it_is_put() -> None:
+    assert build_dashboard.BUILT == BUILT
 
 
 def test_every_view_is_the_application_and_nothing_else_is(watched: Coordinator) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from strata import TrainingOrchestrator
 from strata.core.ledger import DataCommit, RankRecord
-from strata.launch.leftovers import end_processes
+from strata.launch.cleanup import end_processes
 from strata.shared_memory import forget_jobs
 from tests.dashboard.browser import Browser
 from tests.support import Coordinator

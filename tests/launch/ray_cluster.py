@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from strata.launch.leftovers import is_tracker
+from strata.launch.cleanup import is_tracker
 
 ENVIRONMENT = {
     # Without this Ray looks for another address than loopback, and waits for it.
@@ -77,7 +77,7 @@ def kept(nodes: list[Any]) -> list[int]:
         (raylet,) = node.all_processes["raylet"]
         for process in psutil.Process(raylet.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "strata.launch.keeper" in process.cmdline():
+                if "strata.launch.supervisor" in process.cmdline():
                     found.append(process.pid)
     return sorted(found)
 

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from strata.launch.ray_layout import room_of, workers_by_agent
+from strata.launch.ray_layout import capacity_of, workers_by_agent
 from strata.shared_memory import folders_of
 from tests.launch.ray_cluster import ENVIRONMENT, agents_on, kept, ray_cluster
 from tests.support import Coordinator, eventually
@@ -53,11 +53,11 @@ def test_workers_spread_as_evenly_as_the_nodes_have_room(
 
 
 def test_a_nodes_room_is_what_it_has_least_of() -> None:
-    assert room_of({"CPU": 7.0}, cpus=2.0, gpus=0) == 3
-    assert room_of({"CPU": 64.0, "GPU": 4.0}, cpus=1.0, gpus=1) == 4
-    assert room_of({"CPU": 2.0, "GPU": 4.0}, cpus=1.0, gpus=1) == 2
-    assert room_of({"CPU": 2.0}, cpus=1.0, gpus=1) == 0
-    assert room_of({"CPU": 0.3 * 3}, cpus=0.3, gpus=0) == 3
+    assert capacity_of({"CPU": 7.0}, cpus=2.0, gpus=0) == 3
+    assert capacity_of({"CPU": 64.0, "GPU": 4.0}, cpus=1.0, gpus=1) == 4
+    assert capacity_of({"CPU": 2.0, "GPU": 4.0}, cpus=1.0, gpus=1) == 2
+    assert capacity_of({"CPU": 2.0}, cpus=1.0, gpus=1) == 0
+    assert capacity_of({"CPU": 0.3 * 3}, cpus=0.3, gpus=0) == 3
 
 
 @pytest.mark.timeout(600)
@@ -132,7 +132,7 @@ def test_a_task_outlives_coordinator_and_driver_and_a_failing_one_says_why(tmp_p
         try:
             created = server.post("/api/tasks", {**TASK, "worker_count": 2})[1]
             eventually(lambda: task(server)["step"] >= 10, within_s=120, what="steps are made", every_s=0.2)
-            keepers = kept(cluster.nodes)
+            supervisors = kept(cluster.nodes)
 
             server.kill()
             server.start()
@@ -148,7 +148,7 @@ def test_a_task_outlives_coordinator_and_driver_and_a_failing_one_says_why(tmp_p
             eventually(
                 lambda: task(server)["step"] > before + 10, within_s=120, what="and again", every_s=0.2
             )
-            assert kept(cluster.nodes) == keepers, "no process was started anew"
+            assert kept(cluster.nodes) == supervisors, "no process was started anew"
             assert task(server)["attempts"] == 1
             stop(server, created["task_id"])
             assert with_mark(created["task_id"]) == []

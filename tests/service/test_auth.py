@@ -1,4 +1,4 @@
-"""Who may do what, at both doors."""
+"""Who may do what, over HTTP and over gRPC."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_own_pages_and_programs_can(shared: Coordinator) -> None:
         {"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"},
     ):
         status, _ = ask(shared, "POST", "/api/tasks/none/stop", headers=headers)
-        assert status == 404, "past the door"
+        assert status == 404, "past the middleware"
 
 
 def test_worker_process_outlives_a_guarded_coordinator(

@@ -255,11 +255,11 @@ async def test_slow_files_hold_up_neither_callers_nor_each_other_for_ever(
     release = threading.Event()
     for _ in range(sampling.AT_ONCE + 1):  # One more than there are places: it is not even begun.
         with pytest.raises(InvalidArgument, match="could not be read within"):
-            await sampling._apart(release.wait)
+            await sampling._on_thread(release.wait)
     assert sum(t.name == "sampling" for t in threading.enumerate()) == sampling.AT_ONCE
     release.set()
     monkeypatch.setattr(sampling, "PATIENCE_S", 60.0)
-    assert await sampling._apart(lambda: "the places are free again") == "the places are free again"
+    assert await sampling._on_thread(lambda: "the places are free again") == "the places are free again"
 
 
 def test_same_dataset_is_fine_and_a_different_one_a_conflict(shared: Coordinator) -> None:

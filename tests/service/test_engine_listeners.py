@@ -30,7 +30,7 @@ async def test_listeners_hear_of_the_release_and_only_the_count_tells_of_arrival
         heard.extend(type(event) for event in events)
 
     engine.listeners.append(listen)
-    engine.on_facts = counts.append
+    engine.on_events = counts.append
     running = asyncio.create_task(engine.run())
     for name in ("a", "b"):
         joined = await engine.submit(RegisterWorker(spec=worker_spec(name), registration_id=name))

@@ -21,10 +21,10 @@ DATASETS = 300
 async def test_of_news_that_was_not_heard_yet_the_newest_is_kept_and_none_ends_a_session() -> None:
     session = WorkerSession(WorkerId("slow"), 1, JobId("job"))
     for version in range(1, 20):
-        session.tell(TOPOLOGY, pb.CoordinatorMessage(topology=pb.Topology(generation=version)))
+        session.notify(TOPOLOGY, pb.CoordinatorMessage(topology=pb.Topology(generation=version)))
         for n in range(DATASETS):
             plan = pb.PlanChanged(dataset_id=f"d{n}", plan_version=version)
-            session.tell(f"plan of d{n}", pb.CoordinatorMessage(plan=plan))
+            session.notify(f"plan of d{n}", pb.CoordinatorMessage(plan=plan))
     session.push(pb.CoordinatorMessage(welcome=pb.Welcome()))
     assert not session.over
     topology, *plans, welcome = await session.next_messages()

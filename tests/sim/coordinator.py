@@ -7,6 +7,7 @@ What is on disk are encoded events; a restart decodes them and replays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,16 +20,22 @@ from strata.core.messages import (
     BarrierBroken,
     BarrierReleased,
     BarrierTicket,
+    ClockResumed,
     Command,
     Event,
+    Heartbeat,
     Instant,
+    Observation,
     Rebalance,
     ReconcileCheckpoints,
     Reconciled,
     Refused,
     Tick,
+    WorkerConnected,
+    WorkerDisconnected,
     WorkerId,
 )
+from tests.core.builders import NOTHING_TO_REPORT
 from tests.sim.oracle import Oracle
 from tests.sim.world import Network, World
 
@@ -93,7 +100,7 @@ class SimCoordinator:
         history = self._disk.load()
         for event in history:
             self.cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
-        self.cluster.resume_clock(self._now())
+        self.cluster.observe(ClockResumed(), self._now())
         self.world.tell(f"coordinator starts (boot {self._boot}) and replays {len(history)} events")
         self.oracle.restarted(self.cluster)
         self._later(TICK_S, self._tick)
@@ -147,19 +154,17 @@ class SimCoordinator:
         """A heartbeat over the worker's stream, or the stream itself coming back: soft, journaled nowhere."""
         if self.cluster is None:
             return
-        membership = self.cluster.membership
-        try:
-            membership.admit(worker, incarnation=incarnation)
-        except Refused:
-            return
+        observation: Observation
         if connects:
-            membership.connected(worker, self._now())
+            observation = WorkerConnected(worker_id=worker, incarnation=incarnation)
         else:
-            membership.heard(worker, self._now())
+            observation = Heartbeat(worker_id=worker, incarnation=incarnation, report=NOTHING_TO_REPORT)
+        with suppress(Refused):
+            self.cluster.observe(observation, self._now())
 
     def dropped(self, worker: WorkerId, incarnation: int) -> None:
         if self.cluster is not None:
-            self.cluster.membership.dropped(worker, incarnation, self._now())
+            self.cluster.observe(WorkerDisconnected(worker_id=worker, incarnation=incarnation), self._now())
 
     def _tick(self) -> None:
         self._process(tick=True)

@@ -40,7 +40,7 @@ from strata.core.job import (
 from strata.core.ledger import DataCommit, LedgerChain, RankRecord
 from strata.core.lineage import Placement, removable
 from strata.core.runs import RENEW_S, SILENT_S, Claim, InUse, Take, Watch, is_superseded, judge
-from strata.core.terms import CheckpointId
+from strata.core.types import CheckpointId
 
 Steps = Generator[None, None, None]
 

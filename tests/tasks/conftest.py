@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from strata.launch.leftovers import end_processes
+from strata.launch.cleanup import end_processes
 from strata.shared_memory import folders_of
 from tests.support import Coordinator, eventually
 

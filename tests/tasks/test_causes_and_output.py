@@ -14,7 +14,7 @@ from strata.launch.output import OutputFile, OutputReader, Place
 
 
 class Story:
-    """A run as the keeper hears of it."""
+    """A run as the supervisor hears of it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -33,11 +33,11 @@ class Story:
         kind, _, message = text.partition(": ")
         trace = f"Traceback (most recent call last):\n  File x\n{text}\n"
         error = WorkerError(type=kind, message=message, where=("x:1",), step=step, traceback=trace)
-        self.failures.told(rank, {**error.to_dict(), "exit_code": 1})
+        self.failures.reported(rank, {**error.to_dict(), "exit_code": 1})
 
     def exited(self, rank: int, code: int) -> None:
         error = WorkerError(type="SystemExit", message=f"ended with status {code}")
-        self.failures.told(rank, {**error.to_dict(), "exit_code": code})
+        self.failures.reported(rank, {**error.to_dict(), "exit_code": code})
 
 
 def test_an_exception_is_told_with_its_traceback_and_by_its_first_rank() -> None:
@@ -187,8 +187,8 @@ def test_an_agent_that_goes_on_after_it_was_given_up_is_told_again(tmp_path: Pat
         "print(said)\n"
         "sys.exit(1)\n"
     )
-    keeper = [sys.executable, "-m", "strata.launch.keeper", str(tmp_path)]
-    subprocess.run([*keeper, sys.executable, str(agent)], timeout=120, check=True)
+    supervisor = [sys.executable, "-m", "strata.launch.supervisor", str(tmp_path)]
+    subprocess.run([*supervisor, sys.executable, str(agent)], timeout=120, check=True)
     cause = json.loads((tmp_path / "ended.json").read_text())["cause"]
     assert (cause["message"], cause["may_retry"]) == ("rank 0 ended with status 1 (3 times in a row)", False)
     said = [line.text for line in OutputReader(tmp_path, Place()).read(1 << 20).lines]

@@ -116,7 +116,7 @@ def test_stop_saves_and_leaves_nothing_and_restart_goes_on_from_there(tasks: Tas
     task_id = tasks.submit(workers=2, steps=1_000_000, **TINY)
     tasks.until(task_id, lambda task: task["step"] > 10)
     pids = list(tasks.processes(task_id))
-    assert len(pids) >= 4  # Keeper, agent, two workers.
+    assert len(pids) >= 4  # Supervisor, agent, two workers.
     answer = client.stop(task_id, wait_s=STOP_S)
     assert answer == {"task_id": task_id, "status": "stopped", "reason": "stop requested over the API"}
     assert (tasks.processes(task_id), tasks.shared_memory(task_id)) == ({}, [])
@@ -194,7 +194,7 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         (agent,) = (
             pid
             for pid, line in tasks.processes(ids["wait"]).items()
-            if "strata.launch.agent" in line and "keeper" not in line
+            if "strata.launch.agent" in line and "supervisor" not in line
         )
         os.kill(agent, signal.SIGKILL)
         retried = tasks.until(ids["wait"], lambda task: task["attempts"] == 2)

@@ -13,9 +13,9 @@ from strata.config import ConfigError
 from strata.core.messages import InvalidArgument, Unknown
 from strata.launch.context import NotATask, TaskContext, current_task
 from strata.launch.programs.training import prepare, settings
-from strata.launch.recipes import Recipes, read_recipes, script_recipe
+from strata.launch.recipes import InvalidConfig, Recipes, read_recipes, script_recipe
 from strata.launch.recipes_builtin import BUILT_IN, INDEXING, TRAINING
-from strata.launch.schema import InvalidConfig, check, filled, schema_problems
+from strata.validation import check, filled, schema_problems
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": (
@@ -27,8 +27,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "truth for a number": ({"steps": True}, "config.steps must be a whole number, not True"),
     "fraction for a whole": ({"batch_size": 1.5}, "config.batch_size must be a whole number, not 1.5"),
     "zero": ({"learning_rate": 0}, "config.learning_rate must be more than 0, not 0"),
-    "below": ({"batch_size": 0}, "config.batch_size must be at least 1, not 0"),
-    "above": ({"batch_size": 2**40}, "config.batch_size must be at most"),
+    "below": ({"batch_size": 0}, "config.batch_size must be between 1 and 1,000,000, not 0"),
+    "above": ({"batch_size": 2**40}, "config.batch_size must be between 1 and 1,000,000, not 1099511627776"),
     "not a choice": ({"precision": "fp8"}, "config.precision must be one of fp32, bf16, not 'fp8'"),
     "empty": ({"tokenizer": ""}, "config.tokenizer must not be empty"),
     "inner key": (
@@ -36,6 +36,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "config.model.n_layers is not a known key; did you mean 'n_layer'?",
     ),
     "inner type": ({"model": 7}, "config.model must be a table of keys, not 7"),
+    "float for a whole": ({"steps": 2.0}, "config.steps must be a whole number, not 2.0"),
+    "not finite": (
+        {"learning_rate": float("inf")},
+        "config.learning_rate must be a finite number, not inf",
+    ),
+    "mistyped choice": ({"precision": 7}, "config.precision must be text, not 7"),
     "null": ({"steps": None}, "config.steps must be a whole number, not None"),
 }
 
@@ -43,7 +49,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said_with_the_path_of_its_key(name: str) -> None:
     config, message = WRONG[name]
-    (problem,) = check(TRAINING.schema, config)
+    (problem,) = check(TRAINING.schema, config, "config")
     assert str(problem).startswith(message)
 
 
@@ -65,7 +71,7 @@ def test_defaults_are_filled_and_what_was_given_stays() -> None:
     assert (config["steps"], config["learning_rate"], config["batch_size"]) == (7, 3e-4, 8)
     assert config["model"] == {"n_layer": 9, "n_head": 4, "n_embd": 128, "dropout": 0.0}
     assert "epochs" not in config
-    assert check(TRAINING.schema, config) == []
+    assert check(TRAINING.schema, config, "config") == []
 
 
 def test_the_built_in_schemas_are_sound() -> None:
@@ -166,6 +172,12 @@ BAD_DECLARATIONS = {
         "script = 'job.py'\n[config.lr]\ntype = 'float'",
         "config.properties.lr.type must be one of",
     ),
+    "no such keyword": (
+        "script = 'job.py'\n[config.lr]\nminimun = 1",
+        "config.properties.lr.minimun is not a known key; did you mean 'minimum'?",
+    ),
+    "required by nobody": ("script = 'job.py'\nrequired = ['lr']", "names that are in properties"),
+    "environment": ("script = 'job.py'\n[environment]\nX = 1", "environment.X must be text, not 1"),
     "bad default": (
         "script = 'job.py'\n[config.lr]\ntype = 'number'\ndefault = 'x'",
         "must be a number, not 'x'",

@@ -25,7 +25,7 @@ from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 import strata
 from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.copying.staging import MARK_NAME, Snapshot, read_snapshot
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.launch.torchrun import Agent, TorchrunSpec
 from strata.shared_memory import ROOT_VARIABLE
 from strata.stores import open_store

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from strata.api import DEFAULT_API as DEFAULT_API
-from strata.api import Answered as Answered
 from strata.api import Unreachable as Unreachable
 from strata.api import events as events
 from strata.api import get as get

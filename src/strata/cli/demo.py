@@ -23,7 +23,7 @@ from rich.text import Text
 
 from strata.cli.common import ago, console, duration, get, size, styled
 from strata.cli.extras import need
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.errors import StrataError
 from strata.launch.coordinator import CoordinatorProcess, free_or_any
 from strata.launch.sample_job import DATASET, SampleJob
@@ -116,7 +116,7 @@ class Demonstration:
     def _kill_one(self, *, from_step: int = 1) -> bool:
         """SIGKILL for the worker of the highest rank, the youngest of our own; whether there was one that trains.
 
-        The step is the workers' own: what they have told the coordinator is up to a second old.
+        The step is the workers' own: what they have reported to the coordinator is up to a second old.
         """
         last = last_footprint(self.job.name)
         if last is None or last.step < from_step or last.born_mono_s <= self.killed_mono_s:
@@ -172,13 +172,13 @@ def _picture(state: dict[str, Any]) -> Group:
     for name in ("WORKER", "STATUS", "STEP", "LOSS", "TOKENS/S", "HEARD"):
         table.add_column(name, justify="left" if name in ("WORKER", "STATUS") else "right")
     for w in sorted(state["workers"], key=lambda w: str(w["id"])):
-        figures = w["metrics"]
+        metrics = w["metrics"]
         table.add_row(
             Text(w["id"]),
             styled(w["status"]),
             f"{w['current_step']:,}",
-            f"{figures['loss']:.3f}" if "loss" in figures else "-",
-            f"{figures['tokens_per_second']:,.0f}" if "tokens_per_second" in figures else "-",
+            f"{metrics['loss']:.3f}" if "loss" in metrics else "-",
+            f"{metrics['tokens_per_second']:,.0f}" if "tokens_per_second" in metrics else "-",
             ago(w["last_heartbeat"]),
         )
     safe = [c for c in state["checkpoints"] if c["status"] == "completed"]

@@ -1,9 +1,8 @@
-"""`strata replay`: the story a journal tells."""
+"""`strata replay`: the history a journal holds."""
 
 from __future__ import annotations
 
 import time
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from strata.cli.common import AsJson, console
 from strata.coordinator.journal import codec
 from strata.coordinator.journal.sqlite import read_story
 from strata.core.event_text import describe
+from strata.validation import nearest
 
 DEFAULT_DATA_DIR = Path.home() / ".strata"
 STYLES = {"error": "bold red", "warning": "yellow", "success": "green"}
@@ -32,9 +32,9 @@ def replay(
     """Print what happened, as the coordinator's journal has it. Safe beside a running coordinator."""
     for name in kind or ():
         if name not in codec.KINDS:
-            near = get_close_matches(name, codec.KINDS, n=1)
-            known = f"did you mean '{near[0]}'?" if near else f"known kinds: {', '.join(sorted(codec.KINDS))}"
-            raise typer.BadParameter(f"'{name}' is not a kind of event; {known}", param_hint="--kind")
+            raise typer.BadParameter(
+                f"'{name}' is not a kind of event; {nearest(name, codec.KINDS)}", param_hint="--kind"
+            )
     entries = [e for e in read_story(data_dir) if _wanted(codec.kind_of(e.event), kind)]
     for entry in entries[-last:] if last else entries:
         name = codec.kind_of(entry.event)

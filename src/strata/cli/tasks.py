@@ -33,7 +33,7 @@ from strata.cli.extras import need
 from strata.cli.logs import show_entry
 from strata.client import ENDED, Client, Unreachable
 from strata.errors import StrataError
-from strata.launch.schema import nearest
+from strata.validation import nearest
 
 FOLLOW_S = 0.3
 STOP_S = 15.0
@@ -84,11 +84,11 @@ def submit(
 ) -> None:
     """Submit a task to the coordinator: `strata submit task.yaml`, `strata submit --type training steps=100`."""
     words = what or []
-    wish: dict[str, Any] = {"type": "training", "worker_count": 1, "config": {}}
+    request: dict[str, Any] = {"type": "training", "worker_count": 1, "config": {}}
     if words and "=" not in words[0]:
-        wish |= _read_wish(Path(words[0]))
+        request |= _read_request(Path(words[0]))
         words = words[1:]
-    wish["config"] = {**wish["config"], **read_settings(words, wish["config"])}
+    request["config"] = {**request["config"], **read_settings(words, request["config"])}
     flags = {
         "type": type,
         "name": name,
@@ -97,9 +97,9 @@ def submit(
         "gpus_per_worker": gpus_per_worker,
         "max_retries": max_retries,
     }
-    wish |= {key: value for key, value in flags.items() if value is not None}
+    request |= {key: value for key, value in flags.items() if value is not None}
     client = Client(api)
-    task_id = client.submit(**wish)
+    task_id = client.submit(**request)
     if as_json:
         print_json({"task_id": task_id})
     else:
@@ -110,7 +110,7 @@ def submit(
 
 def stop(
     task: TaskId,
-    wait: Annotated[bool, typer.Option(help="Wait until its processes are gone.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until its processes have exited.")] = True,
     api: Api = DEFAULT_API,
     as_json: AsJson = False,
 ) -> None:
@@ -204,7 +204,7 @@ def _continue(client: Client, request: dict[str, Any]) -> str | None:
 
 
 def _end_at_once(data_dir: Path, task_id: str) -> None:
-    from strata.launch.leftovers import end_processes
+    from strata.launch.cleanup import end_processes
 
     for folder in (data_dir / "tasks" / task_id).glob("run-*"):
         end_processes(f"{task_id}-{folder.name.removeprefix('run-')}")
@@ -265,7 +265,7 @@ def _print_answer(answer: dict[str, Any], *, as_json: bool) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
-def _read_wish(path: Path) -> dict[str, Any]:
+def _read_request(path: Path) -> dict[str, Any]:
     """A task in a file: name, type, dataset_id, worker_count, config."""
     import yaml
 

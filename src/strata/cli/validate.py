@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from strata.cli.common import AsJson, console, print_json
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.environment import unread
 from strata.errors import MissingDependency, StrataError
 

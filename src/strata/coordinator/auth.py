@@ -1,4 +1,4 @@
-"""Who may do what: one role per token, checked at both doors.
+"""Who may do what: one role per token, checked by the middleware of HTTP and gRPC.
 
 On loopback without tokens everybody is an admin, because whoever is on the machine is. As soon as a token is
 set, every call must carry one (`Authorization: Bearer …`, or the same as gRPC metadata). Browsers are held to
@@ -8,12 +8,8 @@ the Host and Origin they came from, so that a foreign page cannot act through a 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
 from urllib.parse import urlsplit
-
-import grpc
-import grpc.aio
 
 from strata.errors import StrataError
 
@@ -78,42 +74,7 @@ class Gatekeeper:
             return None
         given = token.strip().encode()
         found = None
-        for known, role in self._secrets:  # Every token is compared, so that timing tells nothing.
+        for known, role in self._secrets:  # Every token is compared, so that timing reveals nothing.
             if hmac.compare_digest(known, given):
                 found = role
         return found
-
-
-class GrpcGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses gRPC calls without a worker's token. Installed only when there are tokens."""
-
-    def __init__(self, gatekeeper: Gatekeeper) -> None:
-        self._gatekeeper = gatekeeper
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = cast("grpc.RpcMethodHandler[Any, Any] | None", await continuation(details))
-        if handler is None:
-            return handler  # type: ignore[return-value]  # gRPC answers that there is no such method.
-        metadata = dict(details.invocation_metadata or ())
-        try:
-            self._gatekeeper.check_role(str(metadata.get("authorization", "")), "worker")
-        except Forbidden as refusal:
-            status = (
-                grpc.StatusCode.UNAUTHENTICATED
-                if refusal.status == 401
-                else grpc.StatusCode.PERMISSION_DENIED
-            )
-            message = str(refusal)
-            trailers = (("strata-code", refusal.code), ("strata-hint-bin", refusal.hint.encode()))
-
-            async def deny(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-                await context.abort(status, message, trailers)
-
-            if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(deny)
-            return grpc.unary_unary_rpc_method_handler(deny)
-        return handler

@@ -1,9 +1,11 @@
-"""The one writer: commands in, facts made durable, only then answers out.
+"""The one writer: commands in, events made durable, only then answers out.
 
-Commands wait in one bounded queue. A batch is decided and applied, journaled with a single commit, and only
-after that are its callers answered and its listeners told. While a commit is under way `settled` holds readers
-back, so nobody ever sees a fact that a crash could take back. A failed commit ends the process: the journal is
-the truth, and a restart replays it.
+Nothing else in the coordinator changes the cluster: hard state through `submit` and `post`, soft state through `observe`.
+
+Commands wait in one bounded queue. A batch is decided and applied (`Cluster.handle`), journaled with a single commit,
+and only after that are its callers answered and its listeners notified. While a commit is under way `settled` holds
+readers back, so nobody ever sees an event that a crash could take back. A failed commit ends the process: the journal is
+the truth, and a restart replays it. Observations (`Cluster.observe`) count at once and are journaled nowhere.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from strata.coordinator.journal.sqlite import Journal, JournalError
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     SOFT_EVENTS,
+    ClockResumed,
     Command,
     Event,
     Instant,
+    LoopStalled,
+    Observation,
     Rebalance,
     Refused,
     Reply,
@@ -48,13 +53,13 @@ class SystemClock:
 
 
 class Listener(Protocol):
-    """Told of the facts of every batch, but for the soft ones, after they are durable. Must not block."""
+    """Called with the events of every batch, but for the soft ones, after they are durable. Must not block."""
 
     def __call__(self, events: Sequence[Event]) -> None: ...
 
 
 class Unavailable(StrataError):
-    """Not now: the command was not looked at, and the same one may be right in a second."""
+    """Not now: the command was not looked at, and may be retried in a second."""
 
     code = "unavailable"
 
@@ -65,8 +70,8 @@ class InternalError(StrataError):
     code = "internal"
 
 
-Answered = Callable[[Reply | StrataError], None]
-"""Told the durable answer of one command, before any listener hears of the batch's events."""
+OnReply = Callable[[Reply | StrataError], None]
+"""Called with the durable reply to one command, before any listener is notified of the batch's events."""
 
 
 class Engine:
@@ -77,10 +82,10 @@ class Engine:
         self.revision = 0
         """Grows with every durable batch: what readers compare to know that their copy is old."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
-        self.on_facts: Callable[[int], None] = lambda count: None
-        """Told how many a batch had, soft ones among them."""
+        self.on_events: Callable[[int], None] = lambda count: None
+        """Called with how many a batch had, soft ones among them."""
         self._journal = journal
-        self._queue: deque[tuple[Command, Answered]] = deque()
+        self._queue: deque[tuple[Command, OnReply]] = deque()
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -99,25 +104,29 @@ class Engine:
                 self.cluster.apply(event, epoch)
             except (LookupError, ValueError, AssertionError) as error:
                 raise JournalError(
-                    f"The journal {self._journal} tells of a {type(event).__name__} that does not follow from "
+                    f"The journal {self._journal} has a {type(event).__name__} that does not follow from "
                     f"what came before it ({error!r}).",
                     hint="Restore it from a copy, or start with another --data-dir.",
                 ) from error
             count += 1
-        self.cluster.resume_clock(self.clock.now())
+        self.observe(ClockResumed())
         self._since_snapshot = count
         return count
 
-    def post(self, command: Command, answered: Answered) -> None:
+    def observe(self, observation: Observation) -> None:
+        """Take soft state in, now. A refusal may rest on state that is not durable yet: wait for `settled` before answering it."""
+        self.cluster.observe(observation, self.clock.now())
+
+    def post(self, command: Command, answered: OnReply) -> None:
         """Take a command in, without waiting for its answer."""
         if len(self._queue) >= MAX_QUEUED or self._stopping:
             what = "is stopping" if self._stopping else "has too much to do"
-            raise Unavailable(f"The coordinator {what}.", hint="Try again in a second.")
+            raise Unavailable(f"The coordinator {what}.", hint="Retry in a second.")
         self._queue.append((command, answered))
         self._wake.set()
 
     async def submit(self, command: Command, *, then: Callable[[Reply], None] | None = None) -> Reply:
-        """The durable answer. `then` runs with it before any listener hears of the batch's events."""
+        """The durable reply. `then` runs with it before any listener is notified of the batch's events."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
         def answered(answer: Reply | StrataError) -> None:
@@ -135,7 +144,7 @@ class Engine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all of the state is durable now. If not, listeners are told as soon as it is."""
+        """Whether all of the state is durable now. If not, listeners are notified as soon as it is."""
         return self._settled.is_set()
 
     async def settled(self) -> Cluster:
@@ -160,11 +169,11 @@ class Engine:
             # Whoever stops has closed every connection itself: that is no reason to fail anybody.
             tick = not self._stopping and time.monotonic() >= next_tick_s
             if tick:
-                # While the disk was at work we listened; for the rest of a delay we may not have.
-                deaf_s = time.monotonic() - next_tick_s - self._at_disk_s if next_tick_s else 0.0
+                # While the disk was at work messages were read; for the rest of a delay they may not have been.
+                stall_s = time.monotonic() - next_tick_s - self._at_disk_s if next_tick_s else 0.0
                 self._at_disk_s = 0.0
-                if deaf_s > TICK_S:
-                    self.cluster.membership.excuse(deaf_s, self.clock.now())
+                if stall_s > TICK_S:
+                    self.observe(LoopStalled(stall_s=stall_s))
                 next_tick_s = time.monotonic() + TICK_S
             if batch or tick:
                 await self._commit(batch, tick=tick)
@@ -181,10 +190,10 @@ class Engine:
 
     # --- one batch ------------------------------------------------------------------------------------------
 
-    async def _commit(self, batch: list[tuple[Command, Answered]], *, tick: bool) -> None:
+    async def _commit(self, batch: list[tuple[Command, OnReply]], *, tick: bool) -> None:
         now = self.clock.now()
         events: list[Event] = []
-        answers: list[tuple[Answered, Reply | StrataError]] = []
+        answers: list[tuple[OnReply, Reply | StrataError]] = []
         for command, answered in batch:
             try:
                 decision = self.cluster.handle(command, now)
@@ -198,16 +207,16 @@ class Engine:
         if tick:
             events.extend(self.cluster.handle(Tick(), now).events)
         if self.cluster.plans_are_stale:
-            began_s = time.perf_counter()
+            started_s = time.perf_counter()
             moved = self.cluster.handle(Rebalance(), now).events
             if moved:
-                self.on_plan(time.perf_counter() - began_s)
+                self.on_plan(time.perf_counter() - started_s)
             events.extend(moved)
         hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
         await self._make_durable(hard)
         if events:
             self.revision += 1
-            self.on_facts(len(events))
+            self.on_events(len(events))
         for answered, answer in answers:
             answered(answer)
         if hard:
@@ -233,6 +242,6 @@ class Engine:
         self._settled.set()
 
     async def _in_background(self, work: Callable[..., None], argument: Sequence[Event]) -> None:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         await asyncio.get_running_loop().run_in_executor(self._disk, work, argument)
-        self._at_disk_s += time.monotonic() - began_s
+        self._at_disk_s += time.monotonic() - started_s

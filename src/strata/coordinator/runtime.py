@@ -17,6 +17,8 @@ from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.http.feed import Feed
 from strata.coordinator.http.pages import Pages
+from strata.coordinator.inspection.checkpoints import Verifications
+from strata.coordinator.inspection.datasets import Previews
 from strata.coordinator.journal.sqlite import Journal
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
@@ -39,7 +41,7 @@ LOGS_SHOWN = 100
 TASKS_SHOWN = 500
 LOGS_EVERY_S = 0.1
 LOGS_AT_ONCE = 500
-"""Of a flood, browsers are told the newest lines and how many there were besides."""
+"""Of a flood, browsers are sent the newest lines and how many there were besides."""
 
 
 @dataclass
@@ -55,6 +57,8 @@ class Runtime:
     recipes: Recipes
     tasks: TaskRunner | None = None
     """Once it runs; none where tasks are only kept."""
+    previews: Previews = field(default_factory=Previews)
+    verifications: Verifications = field(default_factory=Verifications)
     address: str = ""
     _fresh_logs: list[LogView] = field(default_factory=list)
 
@@ -73,7 +77,7 @@ class Runtime:
             feed=feed,
             metrics=metrics,
             pages=Pages(engine),
-            watch=Watch(cluster, metrics, logs, feed.publish, lambda: fleet_figures(cluster, metrics)),
+            watch=Watch(engine, metrics, logs, feed.publish, lambda: fleet_metrics(cluster, metrics)),
             started_at_s=time.time(),
             recipes=Recipes(recipes),
         )
@@ -85,7 +89,7 @@ class Runtime:
         metrics.registry.register(LogCollector(logs))
         metrics.registry.register(JobCollector(runtime.watch, cluster.checkpoints))
         engine.on_plan = runtime.metrics.planned
-        engine.on_facts = runtime.metrics.decided
+        engine.on_events = runtime.metrics.decided
         runtime.logs.on_entries = runtime._publish_logs
         runtime._define_pages()
         return runtime
@@ -123,10 +127,10 @@ class Runtime:
         if not self.feed.readers:
             return
         if not self._fresh_logs:
-            asyncio.get_running_loop().call_later(LOGS_EVERY_S, self._tell_logs)
+            asyncio.get_running_loop().call_later(LOGS_EVERY_S, self._send_logs)
         self._fresh_logs += entries
 
-    def _tell_logs(self) -> None:
+    def _send_logs(self) -> None:
         fresh, self._fresh_logs = self._fresh_logs, []
         skipped = len(fresh) - LOGS_AT_ONCE
         if skipped > 0:
@@ -173,7 +177,7 @@ class Runtime:
         return [views.recovery(record) for record in reversed(cluster.recoveries.records)]
 
     def _metrics(self, cluster: Cluster) -> views.MetricsView:
-        return fleet_figures(cluster, self.metrics)
+        return fleet_metrics(cluster, self.metrics)
 
     def _tasks(self, cluster: Cluster) -> list[TaskView]:
         newest = list(reversed(cluster.tasks.tasks.values()))[:TASKS_SHOWN]
@@ -192,7 +196,7 @@ class Runtime:
         )
 
 
-def fleet_figures(cluster: Cluster, metrics: CoordinatorMetrics) -> views.MetricsView:
+def fleet_metrics(cluster: Cluster, metrics: CoordinatorMetrics) -> views.MetricsView:
     return views.MetricsView(
         checkpoint_throughput=metrics.checkpoint_mb_s(),
         coordinator_rps=metrics.requests_per_second(),

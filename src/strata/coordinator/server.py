@@ -21,7 +21,8 @@ import grpc.aio
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from strata.coordinator.auth import Gatekeeper, GrpcGate
+from strata.coordinator.auth import Gatekeeper
+from strata.coordinator.grpc.middleware import AccessInterceptor
 from strata.coordinator.grpc.service import CoordinatorService
 from strata.coordinator.http.app import create_app
 from strata.coordinator.http.connections import HttpConnection
@@ -146,7 +147,7 @@ class Server:
         # A frozen process answers no pings: how long that is borne is for heartbeat_timeout to say.
         ping_timeout_ms = max(5_000, int(settings.heartbeat_timeout * 1000))
         server = grpc.aio.server(
-            interceptors=() if gatekeeper.open else (GrpcGate(gatekeeper),),
+            interceptors=() if gatekeeper.open else (AccessInterceptor(gatekeeper),),
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
                 ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
@@ -269,7 +270,7 @@ async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None
 
 
 def run(settings: CoordinatorSettings) -> None:
-    """`serve` on the fastest event loop there is. Raises `StrataError` for what a user can mend."""
+    """`serve` on the fastest event loop there is. Raises `StrataError` for what a user can fix."""
     _allow_many_connections()
     try:
         import uvloop
@@ -299,7 +300,7 @@ def _otel_export(settings: CoordinatorSettings, runtime: Runtime) -> OtelExport 
 
 
 def _own_loggers() -> list[logging.Logger]:
-    """Where a handler hears each record once: everything, and Strata's own where that keeps to itself."""
+    """Where a handler gets each record once: everything, and Strata's own where that keeps to itself."""
     ours = logging.getLogger("strata")
     return [logging.getLogger()] if ours.propagate else [logging.getLogger(), ours]
 

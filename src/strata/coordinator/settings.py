@@ -1,4 +1,4 @@
-"""What a coordinator can be told, and the rules between settings."""
+"""The settings of a coordinator, and the rules between them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class CoordinatorSettings:
     )
     otel_endpoint: str = setting(
         "",
-        "OpenTelemetry collector that figures are sent to, such as http://127.0.0.1:4318.",
+        "OpenTelemetry collector that metrics are sent to, such as http://127.0.0.1:4318.",
         env="STRATA_OTEL_ENDPOINT",
     )
     launcher: str = setting(

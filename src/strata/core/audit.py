@@ -2,7 +2,7 @@
 
 `audit` walks from the newest commit through what each record continues, adds up what the ranks say they trained,
 checks that each commit continues the one before it, and says what is missing or there twice. It takes nobody's
-word for a total that it can add up itself; where checkpoints are gone, it says how much rests on the record of a
+word for a total that it can add up itself; where checkpoints are lost, it says how much rests on the record of a
 later one.
 
 Two histories meet here. **What is added up** follows `Commit.base_id`, one commit after another: a record holds
@@ -10,8 +10,8 @@ everything since its base, so of two saves that overlapped and continue the same
 **What training went through** is more than that: the older of the two is an ancestor of the newer one's weights. It
 is found through every link there is (the base, the manifest's parents, the unconfirmed checkpoints that a record
 names), and the newer record must hold whatever it holds. A checkpoint is **abandoned** (rolled back) when no link
-leads to it from the newest one. Where the history's beginning is gone, older checkpoints may have been ancestors
-of what is gone, and are not called abandoned.
+leads to it from the newest one. Where the history's beginning is lost, older checkpoints may have been ancestors
+of what is lost, and are not called abandoned.
 
 Pure: commits come in as values.
 """
@@ -81,7 +81,7 @@ class AuditReport:
     repeated_by: tuple[str, ...]
     """The checkpoints whose record trained something again."""
     vouched: int
-    """Samples known only from a later record, because the checkpoint that trained them is gone."""
+    """Samples known only from a later record, because the checkpoint that trained them is lost."""
     problems: tuple[str, ...]
     """Records that contradict each other."""
 

@@ -2,7 +2,7 @@
 
 A barrier is keyed by job, name and step, and runs in rounds. It expects a number of distinct workers, or
 everyone: all who are members when it opens, and any newcomer from the moment it comes. Each round ends exactly
-once: **released** when all of them have arrived, **broken** when it times out or when one it needs is gone
+once: **released** when all of them have arrived, **broken** when it times out or when one it needs is lost
 (failed, left, or replaced by a newer incarnation). The reason names who is missing and how long they have been
 silent. An arrival that names its generation binds the barrier to it: any change of the members breaks it then,
 since those who have yet to come belong to another.
@@ -48,7 +48,7 @@ class BarrierLimits:
     """How long a barrier waits when its callers name no time."""
     max_open: int = 10_000
     max_open_per_worker: int = 100
-    """So that one worker cannot take up the places of all."""
+    """So that one worker cannot use up the capacity of all."""
     ended_kept: int = 2_000
     arrivals_kept: int = 200_000
     """Over all outcomes that are kept: large barriers are remembered for fewer of them."""
@@ -138,17 +138,17 @@ class Barriers:
         return [arrival, _release(barrier, arrival, membership.job_generations[job], now)], ticket
 
     def decide_change(
-        self, job: JobId, reason: str, membership: Membership, now: Instant, *, gone: Member | None = None
+        self, job: JobId, reason: str, membership: Membership, now: Instant, *, lost: Member | None = None
     ) -> Iterator[BarrierBroken]:
         """Barriers that end because the members of a job have changed, which has been applied already.
 
-        `gone` is who has failed, left or been replaced, if somebody has.
+        `lost` is who has failed, left or been replaced, if somebody has.
         """
         for barrier in [b for key, b in self.open.items() if key[0] == job]:
-            if gone is not None and (barrier.generation or _needs(barrier, gone, membership)):
-                worker = gone.spec.worker_id
+            if lost is not None and (barrier.generation or _needs(barrier, lost, membership)):
+                worker = lost.spec.worker_id
                 why = f"'{worker}' was lost ({reason})"
-                yield self._break(barrier, membership, now, why, gone=worker)
+                yield self._break(barrier, membership, now, why, lost=worker)
             elif barrier.generation:
                 why = f"generation {barrier.generation} is over ({reason})"
                 yield self._break(barrier, membership, now, why)
@@ -204,13 +204,13 @@ class Barriers:
         membership: Membership,
         now: Instant,
         why: str,
-        gone: WorkerId | None = None,
+        lost: WorkerId | None = None,
     ) -> BarrierBroken:
         job, name, step = barrier.key
-        arrived = {worker: call for worker, call in barrier.arrived.items() if worker != gone}
-        missing = [worker for worker in missing_members(barrier, membership) if worker != gone]
-        if gone is not None:
-            missing.insert(0, gone)
+        arrived = {worker: call for worker, call in barrier.arrived.items() if worker != lost}
+        missing = [worker for worker in missing_members(barrier, membership) if worker != lost]
+        if lost is not None:
+            missing.insert(0, lost)
         return BarrierBroken(
             job_id=job,
             barrier_id=name,
@@ -281,13 +281,13 @@ def _deadline(barrier: OpenBarrier, command: ArriveAtBarrier, now: Instant) -> f
     return min(barrier.deadline_mono_s, now.mono_s + command.timeout_s)
 
 
-def _needs(barrier: OpenBarrier, gone: Member, membership: Membership) -> bool:
-    worker, present = gone.spec.worker_id, membership.roster(gone.spec.job_id)
+def _needs(barrier: OpenBarrier, lost: Member, membership: Membership) -> bool:
+    worker, present = lost.spec.worker_id, membership.roster(lost.spec.job_id)
     if worker in barrier.arrived:
         return True
     if barrier.last_seat is None:
         return len(present) < barrier.expected
-    return worker not in present and barrier.awaits(gone)
+    return worker not in present and barrier.awaits(lost)
 
 
 def _release(barrier: OpenBarrier, last: BarrierArrived, generation: int, now: Instant) -> BarrierReleased:
@@ -329,7 +329,7 @@ def _describe(missing: list[WorkerId], membership: Membership, now: Instant) -> 
         if member is None:
             words.append(f"{worker_id} (left)")
         elif member.present:
-            silent_s = now.mono_s - membership.pulses[worker_id].heard_mono_s
+            silent_s = now.mono_s - membership.pulses[worker_id].last_heartbeat_mono_s
             words.append(f"{worker_id} (last heartbeat {silent_s:.1f} s ago)")
         else:
             words.append(f"{worker_id} (failed: {member.reason})")

@@ -3,7 +3,7 @@
 A completed checkpoint is final: a repeated notice of it is accepted, a different one under the same id is a
 conflict. Removal by retention takes it out of what a recovery may use but leaves its data position in the
 history, because the proof that every sample was trained exactly once needs the whole chain. Notices can be lost on the
-way, so whoever owns a run also tells which of its checkpoints exist at all: the registry then follows (`decide_reconcile`).
+way, so whoever owns a run also reports which of its checkpoints exist at all: the registry then follows (`decide_reconcile`).
 Pure. Bytes live elsewhere; what stands here can be rebuilt from the manifests.
 """
 
@@ -68,7 +68,7 @@ class Checkpoints:
     def __init__(self, *, records_kept: int = 100_000) -> None:
         self.records_kept = records_kept
         self.records: dict[CheckpointId, CheckpointRecord] = {}
-        """In the order in which they began."""
+        """In the order in which they started."""
         self.revision = 0
         """How many facts there were: what a caller names to say which state it speaks about."""
         self._timelines: dict[JobId, dict[CheckpointId, None]] = {}
@@ -200,7 +200,7 @@ class Checkpoints:
                 reason = "its process ended before the checkpoint completed"
                 events.append(replace(_failed(record), reason=reason, at_s=now.wall_s))
         usable, newer = self._timelines.get(job, {}), ""
-        for record in reversed(mine):  # In the order in which they began, whatever the order of the list.
+        for record in reversed(mine):  # In the order in which they started, whatever the order of the list.
             if record.removed and record.status == "completed" and record.checkpoint_id in present:
                 found = replace(_completed(record), reason="found again", at_s=now.wall_s)
                 events.append(replace(found, succeeded_by=newer))
@@ -270,7 +270,7 @@ class Checkpoints:
             )
             return
         ids = list(timeline)
-        # One whose successor is gone meanwhile goes first, where it cannot be taken for the newest.
+        # One whose successor was removed meanwhile goes first, where it cannot be taken for the newest.
         at = ids.index(CheckpointId(event.succeeded_by)) if event.succeeded_by in timeline else 0
         self._timelines[event.job_id] = dict.fromkeys([*ids[:at], event.checkpoint_id, *ids[at:]])
 
@@ -400,7 +400,7 @@ def _failed(record: CheckpointRecord) -> CheckpointFailed:
 
 
 def _ends(record: CheckpointRecord) -> Iterator[Event]:
-    """What happened to a checkpoint after it had begun."""
+    """What happened to a checkpoint after it had started."""
     ended_at_s = record.ended_at_s if record.ended_at_s is not None else record.created_at_s
     if record.status == "completed":
         yield _completed(record)

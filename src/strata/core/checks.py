@@ -9,12 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from strata.core.messages import DatasetSpec, InvalidArgument, WorkerSpec, shorten
-
-if TYPE_CHECKING:
-    from strata.core.membership import Report, Resources
+from strata.core.messages import DatasetSpec, InvalidArgument, Report, Resources, WorkerSpec, shorten
 
 NAME_LIMIT = 256
 TEXT_LIMIT = 4096
@@ -38,7 +34,7 @@ USUAL_METRICS = frozenset(
         "waiting_total_s",
     }
 )
-"""Names of figures that every heartbeat may carry: known to be fine, so nobody looks at their letters."""
+"""Names of metrics that every heartbeat may carry: known to be fine, so nobody looks at their letters."""
 PERCENT_LIMIT = 1e6  # of one core, so that thousands of cores fit
 SHARDS_LIMIT = 1_000_000  # a plan of so many is still made in well under a second
 FILES_LIMIT = 100_000
@@ -60,7 +56,7 @@ def name(field: str, value: str, *, limit: int = NAME_LIMIT) -> None:
 
 
 def text(field: str, value: str, *, limit: int = TEXT_LIMIT) -> None:
-    """Words for people: of bounded length, and such that they can be written down."""
+    """Text for people: of bounded length, and such that they can be written down."""
     if len(value) > limit:
         raise InvalidArgument(
             field, f"is {len(value):,} characters long; at most {limit:,} are allowed.", hint="Shorten it."

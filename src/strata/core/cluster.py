@@ -1,8 +1,13 @@
-"""The one door: `decide` turns a command into facts and an answer, `apply` takes facts in.
+"""The state of a coordinator, and the only ways to change it.
 
-`decide` never changes anything and `apply` never decides anything, so a journal of events rebuilds the state
-exactly. A command whose consequences depend on each other (a failure breaks a barrier) is decided as a chain:
-the generator applies each fact before it derives the next. Every fact carries a reason a person can read.
+* `handle(command)` decides: events, which are hard state and belong in the journal, and a reply; or a refusal.
+* `observe(observation)` takes in soft state: heartbeats, connections, reported progress. Journaled nowhere.
+* `apply(event)` rebuilds the state from a journal. `handle` applies what it has decided by the same call.
+
+The parts (`membership`, `barriers`, …) are for reading; nothing outside the core changes them. Their `decide_…`
+methods never change anything and their `apply` never decides anything, so a journal of events rebuilds the hard state
+exactly. A command whose consequences depend on each other (a failure breaks a barrier) is decided as a chain: each
+event is applied before the next is derived. Every event carries a reason a person can read.
 
 Pure: no clock, no threads, no I/O. Time arrives as `Instant`. One caller at a time.
 """
@@ -29,6 +34,7 @@ from strata.core.messages import (
     CheckpointFailed,
     CheckpointRemoved,
     CheckpointStarted,
+    ClockResumed,
     Command,
     CountersRestored,
     CreateTask,
@@ -38,10 +44,14 @@ from strata.core.messages import (
     DeregisterWorker,
     EndAttempt,
     Event,
+    Heartbeat,
     Instant,
+    LoopStalled,
     NoteProgress,
     NotifyCheckpoint,
+    Observation,
     PlanEpoch,
+    ProgressReported,
     QueueTask,
     Rebalance,
     ReconcileCheckpoints,
@@ -56,6 +66,7 @@ from strata.core.messages import (
     RestartTask,
     ShardsMoved,
     StopTask,
+    StragglersMarked,
     Swapped,
     SwapValue,
     TaskChanged,
@@ -66,6 +77,8 @@ from strata.core.messages import (
     ValueRefreshed,
     ValueSwapped,
     VersionsReserved,
+    WorkerConnected,
+    WorkerDisconnected,
     WorkerFailed,
     WorkerForgotten,
     WorkerJoined,
@@ -93,7 +106,7 @@ class Cluster:
         self.recoveries = Recoveries()
         self.values = Values()
 
-    # --- wishes in, facts out -------------------------------------------------------------------------------
+    # --- commands in, events out ----------------------------------------------------------------------------
 
     def handle(self, command: Command, now: Instant) -> Decision:
         """Decide and apply. A refusal is raised before anything has changed."""
@@ -184,7 +197,7 @@ class Cluster:
             replaced = self.membership.members[command.spec.worker_id] if joined.superseded else None
             fact(joined)
             broken = self.barriers.decide_change(
-                joined.spec.job_id, joined.reason, self.membership, now, gone=replaced
+                joined.spec.job_id, joined.reason, self.membership, now, lost=replaced
             )
             _each(fact, broken)
         return Registered(worker_id=command.spec.worker_id, incarnation=joined.incarnation)
@@ -192,7 +205,7 @@ class Cluster:
     def _lose(self, loss: WorkerFailed | WorkerLeft, now: Instant, fact: Callable[[Event], None]) -> None:
         lost = self.membership.members[loss.worker_id]
         fact(loss)
-        broken = self.barriers.decide_change(loss.job_id, loss.reason, self.membership, now, gone=lost)
+        broken = self.barriers.decide_change(loss.job_id, loss.reason, self.membership, now, lost=lost)
         _each(fact, broken)
 
     def _value(self, key: str, *, made: bool) -> Swapped:
@@ -241,9 +254,33 @@ class Cluster:
             fact(moved)
         return Accepted(reason=self.datasets.plans[key].plan.reason)
 
-    # --- facts in -------------------------------------------------------------------------------------------
+    # --- soft state in --------------------------------------------------------------------------------------
+
+    def observe(self, observation: Observation, now: Instant) -> None:
+        """Take it in. A refusal is raised before anything has changed."""
+        match observation:
+            case Heartbeat():
+                self.membership.take_heartbeat(observation, now)
+            case WorkerConnected():
+                self.membership.take_connection(observation, now)
+            case WorkerDisconnected():
+                self.membership.take_disconnection(observation, now)
+            case ProgressReported():
+                self.datasets.take_progress(observation, self.membership)
+            case StragglersMarked():
+                self.membership.mark_stragglers(observation)
+            case LoopStalled():
+                self.membership.credit_stall(observation.stall_s, now)
+            case ClockResumed():
+                self.membership.resume_clock(now)
+                self.values.resume_clock(now)
+            case _:
+                assert_never(observation)
+
+    # --- events in ------------------------------------------------------------------------------------------
 
     def apply(self, event: Event, now: Instant) -> None:
+        """Take in what was decided, now or before a restart."""
         match event:
             case WorkerJoined():
                 self.membership.apply(event, now)
@@ -289,11 +326,6 @@ class Cluster:
         after = self.checkpoints.position(job)
         if (before and before.checkpoint_id) != (after and after.checkpoint_id):
             self.datasets.commit(job, data_commit(after.data_json) if after is not None else None)
-
-    def resume_clock(self, now: Instant) -> None:
-        """After a replay, which knows no time: every time-out begins anew."""
-        self.membership.resume_clock(now)
-        self.values.resume_clock(now)
 
     @property
     def plans_are_stale(self) -> bool:

@@ -31,6 +31,7 @@ from strata.core.messages import (
     Instant,
     JobId,
     Overloaded,
+    ProgressReported,
     RegisterDataset,
     ShardsMoved,
     Unknown,
@@ -41,6 +42,7 @@ from strata.core.sharding import Moves, ShardPlan, apply_moves, first_plan, move
 
 EPOCHS_KEPT = 3
 MAX_DATASETS = 1_000
+SHARDS_PER_PROGRESS = 10_000
 DATASET_HINT = "Register it first: POST /api/datasets, or DatasetRegistry(...).register(...)."
 
 PlanKey = tuple[JobId, DatasetId, int]
@@ -157,23 +159,23 @@ class Datasets:
         for job in sorted(self.dirty_jobs):
             planned = {dataset_id for j, dataset_id, _ in self.plans if j == job}
             keys = [key for key in self.plans if key[0] == job]
-            begun = self._begun(job)
-            keys += [(job, name, begun.get(name, 0)) for name in self.specs if name not in planned]
+            started = self._started(job)
+            keys += [(job, name, started.get(name, 0)) for name in self.specs if name not in planned]
             for key in keys:
                 moved = self.decide_plan(key, membership, now)
                 if moved is not None:
                     yield moved
 
     def decide_epochs(self, job: JobId, membership: Membership, now: Instant) -> Iterator[ShardsMoved]:
-        """Plans for epochs that training has begun without asking for shards: who reads by position never does."""
-        for dataset_id, epoch in self._begun(job).items():
+        """Plans for epochs that training has started without asking for shards: who reads by position never does."""
+        for dataset_id, epoch in self._started(job).items():
             key = (job, dataset_id, epoch)
             if key not in self.plans and epoch > max(self.epochs(job, dataset_id), default=epoch):
                 moved = self.decide_plan(key, membership, now)
                 if moved is not None:
                     yield moved
 
-    def _begun(self, job: JobId) -> dict[DatasetId, int]:
+    def _started(self, job: JobId) -> dict[DatasetId, int]:
         """The newest epoch of each dataset that the checkpoint a recovery would use was trained on."""
         commit = self._commits.get(job)
         newest: dict[DatasetId, int] = {}
@@ -223,8 +225,19 @@ class Datasets:
     def _nobody(self, dataset_id: DatasetId) -> ShardPlan:
         return first_plan([], self.specs[dataset_id].shard_count, salt=dataset_id)
 
-    def report(self, key: PlanKey, shard_id: int, done: int) -> None:
-        """A reader's progress: shown at once, counted only when a checkpoint commits it."""
+    # --- observations ---------------------------------------------------------------------------------------
+
+    def take_progress(self, progress: ProgressReported, membership: Membership) -> None:
+        """Shown at once, counted only when a checkpoint commits it."""
+        member = membership.admit(progress.worker_id, incarnation=progress.incarnation)
+        job = member.spec.job_id
+        if progress.generation and progress.generation != membership.job_generations[job]:
+            return  # Of a generation that is over; its reader is being notified.
+        checks.between("shards in one progress message", len(progress.shards), 0, SHARDS_PER_PROGRESS)
+        for shard in progress.shards:
+            self._report((job, shard.dataset_id, shard.epoch), shard.shard_id, shard.samples_done)
+
+    def _report(self, key: PlanKey, shard_id: int, done: int) -> None:
         if key in self.plans and 0 <= shard_id < self.plans[key].plan.shard_count:
             size = shard_at(self.specs[key[1]], shard_id, 0)
             self.reported.setdefault(key, {})[shard_id] = min(max(done, 0), size.stop - size.start)

@@ -34,7 +34,7 @@ from strata.core.messages import (
     WorkerLeft,
 )
 from strata.core.stragglers import Change
-from strata.core.words import counted
+from strata.core.text import counted
 
 Severity = Literal["debug", "info", "success", "warning", "error"]
 """`debug` is what the state shows anyway (progress, releases); the rest is the story of a run."""

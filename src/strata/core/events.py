@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from strata.core.terms import (
+from strata.core.types import (
     CheckpointId,
     DatasetId,
     DatasetSpec,

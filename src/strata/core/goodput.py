@@ -58,7 +58,7 @@ class Goodput:
         self._jobs: dict[JobId, _JobTime] = {}
 
     def take(self, job: JobId, worker_id: WorkerId, metrics: Mapping[str, float]) -> None:
-        """What a heartbeat says. Figures that cannot be are not counted."""
+        """What a heartbeat says. Metrics that cannot be right are not counted."""
         life = metrics.get(LIFE_METRIC)
         if life is None:
             return

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from strata.core.lineage import Lineage, Placement, fallback_order
-from strata.core.terms import CheckpointId
+from strata.core.types import CheckpointId
 
 MEMORY = "MEMORY"
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 8.0

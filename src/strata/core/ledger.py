@@ -273,10 +273,10 @@ class LedgerChain:
 
     The base is the newest durable checkpoint that was confirmed. Until then a save is pending: records made
     meanwhile still continue the base and repeat what the pending one holds. So each record is true by itself,
-    whatever becomes of the saves before it, and whichever of them a rank has heard of. Nothing is taken back.
+    whatever becomes of the saves before it, and whichever of them a rank knows of. Nothing is taken back.
 
     Every pending save ends with `confirm` or `fail`; either may come late, out of order or for a save that this
-    process has never heard of.
+    process does not know of.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from strata.core.terms import CheckpointId
+from strata.core.types import CheckpointId
 
 
 class Descendant(Protocol):

@@ -9,7 +9,6 @@ passed in, and the caller says when waiting for more has lasted long enough.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -41,7 +40,7 @@ _NAMED_AFTER_STAMP = re.compile(rf"(?:\[{_NAME} *\]|{_NAME}\b):?\s*")
 _NAMED = re.compile(rf"(?:\[{_NAME} *\]:?|{_NAME}:|{_NAME} (?=[\w.]{{1,100}}: ))\s*")
 """Without a time before it, a word is a level only where it is set off from the sentence, or before a logger's name."""
 SAME_TIME_S = 5.0
-"""A line is read at most so long after it was written; a time further off is part of what it tells."""
+"""A line is read at most so long after it was written; a time further off is part of its message."""
 _ZONE_S = 900
 """Local times differ from each other by whole quarters of an hour."""
 LEVEL_WITHIN = 100
@@ -144,7 +143,7 @@ class LineAssembler:
         if self._inside == "chained":
             return not plain or plain.startswith(_TRACEBACK)
         if plain.startswith(_TRACEBACK):
-            return self._level == "error"  # Of the record that tells of it.
+            return self._level == "error"  # Of the record that it belongs to.
         return bool(plain.strip()) and plain[0].isspace()
 
     def _release(self, done: list[LogLine]) -> None:
@@ -155,15 +154,6 @@ class LineAssembler:
                 LogLine(self._held_at_s, self._level, "\n".join(self._held), self._source, self._task_id)
             )
         self._held, self._held_characters, self._inside = [], 0, ""
-
-
-def entries_from_lines(
-    lines: Iterable[str], *, at_s: float, source: str = "stdout", task_id: str = ""
-) -> list[LogLine]:
-    """The entries of a text that is there as a whole."""
-    assembler = LineAssembler(source=source, task_id=task_id)
-    entries = [entry for line in lines for entry in assembler.feed_line(line, at_s)]
-    return entries + assembler.close(at_s)
 
 
 def _text(raw: bytes) -> str:

@@ -10,13 +10,13 @@ Guarantees:
   caller was superseded, and should stop, or may register anew. A registration that arrives late supersedes nobody.
 * A **run** has one live fleet: its generations only grow, and another run cannot take the name of a job that is live.
 
-Liveness is soft: `Pulse` holds when a worker was last heard, on the monotonic clock, and is not journaled.
-Deciding that silence means failure happens here; noticing a dropped connection happens in the shells.
+Liveness is soft: `Pulse` holds a worker's last heartbeat, on the monotonic clock, and is not journaled.
+Deciding that silence means failure happens here; a dropped connection is noticed by the shells, and observed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,13 +25,18 @@ from strata.core.messages import (
     CountersRestored,
     DeregisterWorker,
     Event,
+    Heartbeat,
     Instant,
     JobId,
     NameInUse,
     Overloaded,
     RegisterWorker,
+    Report,
     Stale,
+    StragglersMarked,
     UnknownWorker,
+    WorkerConnected,
+    WorkerDisconnected,
     WorkerFailed,
     WorkerForgotten,
     WorkerId,
@@ -64,7 +69,7 @@ class Member:
     registration_id: str
     incarnation: int
     generation: int
-    """The one its registration began."""
+    """The one its registration started."""
     seat: int
     """Order of joining within the coordinator: ranks follow it."""
     joined_at_s: float
@@ -81,49 +86,14 @@ class Member:
         return self.state == "active"
 
 
-# What a heartbeat says is not frozen, though nobody changes it: freezing was a quarter of the cost of taking one in.
-@dataclass(slots=True, kw_only=True)
-class Gpu:
-    index: int
-    utilization_percent: float
-    memory_used_bytes: int
-    memory_total_bytes: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Resources:
-    """One sample of what a worker's process and machine use. Bytes of disk and network are totals since start."""
-
-    cpu_percent: float
-    memory_used_bytes: int
-    gpus: tuple[Gpu, ...]
-    disk_read_bytes: int
-    disk_write_bytes: int
-    network_rx_bytes: int
-    network_tx_bytes: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """What a worker last said about itself."""
-
-    state: str
-    step: int
-    epoch: int
-    task: str
-    resources: Resources | None
-    metrics: Mapping[str, float]
-    """What training measures about itself: loss, tokens per second, step time."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Pulse:
-    """When a present worker was last heard, whether its stream is open, and since when it is gone (if it was)."""
+    """When a present worker's last heartbeat came, whether its stream is open, and since when it is not (if it was)."""
 
-    heard_mono_s: float
-    heard_wall_s: float
+    last_heartbeat_mono_s: float
+    last_heartbeat_wall_s: float
     connected: bool = False
-    dropped_mono_s: float | None = None
+    disconnected_mono_s: float | None = None
 
 
 class Membership:
@@ -134,7 +104,7 @@ class Membership:
         self.pulses: dict[WorkerId, Pulse] = {}
         self.reports: dict[WorkerId, Report] = {}
         self.slow: dict[WorkerId, str] = {}
-        """Why, for every worker that the others of its job wait for. Soft, and told from outside."""
+        """Why, for every worker that the others of its job wait for."""
         self.failed_mono_s: dict[WorkerId, float] = {}
         """Since when each failed member is known to be."""
         self.generation = 0
@@ -209,7 +179,7 @@ class Membership:
         if known is None and len(self.members) >= self.limits.max_workers:
             raise Overloaded(
                 f"{len(self.members):,} workers are known already, which is the limit.",
-                hint="Raise max_workers, or deregister workers that are gone.",
+                hint="Raise max_workers, or deregister workers that have left.",
             )
         superseded = known.incarnation if known is not None and known.present else 0
         return WorkerJoined(
@@ -236,9 +206,9 @@ class Membership:
 
     def _is_live(self, member: Member, now: Instant) -> bool:
         pulse = self.pulses.get(member.spec.worker_id)
-        if pulse is None or pulse.dropped_mono_s is not None:
+        if pulse is None or pulse.disconnected_mono_s is not None:
             return False
-        return pulse.connected or now.mono_s - pulse.heard_mono_s < RECONNECT_S
+        return pulse.connected or now.mono_s - pulse.last_heartbeat_mono_s < RECONNECT_S
 
     def decide_leave(self, command: DeregisterWorker, now: Instant) -> WorkerLeft:
         member = self.admit(command.worker_id, incarnation=command.incarnation)
@@ -288,11 +258,11 @@ class Membership:
             yield WorkerForgotten(worker_id=worker_id, reason=reason, at_s=now.wall_s)
 
     def _overdue(self, pulse: Pulse, now: Instant) -> str:
-        if pulse.dropped_mono_s is not None:
-            gone_s = now.mono_s - pulse.dropped_mono_s
+        if pulse.disconnected_mono_s is not None:
+            gone_s = now.mono_s - pulse.disconnected_mono_s
             if gone_s >= self.limits.disconnect_grace_s:
                 return f"connection lost {gone_s:.1f} s ago, not reconnected"
-        silent_s = now.mono_s - pulse.heard_mono_s
+        silent_s = now.mono_s - pulse.last_heartbeat_mono_s
         if silent_s >= self.limits.heartbeat_timeout_s:
             return f"no heartbeat for {silent_s:.1f} s (heartbeat_timeout is {self.limits.heartbeat_timeout_s:g} s)"
         return ""
@@ -359,7 +329,7 @@ class Membership:
             origin=event.origin or event.incarnation,
         )
         self.runs.joined(event.spec)
-        self.pulses[worker_id] = Pulse(heard_mono_s=now.mono_s, heard_wall_s=event.at_s)
+        self.pulses[worker_id] = Pulse(last_heartbeat_mono_s=now.mono_s, last_heartbeat_wall_s=event.at_s)
         self.reports.pop(worker_id, None)
         self.incarnation = max(self.incarnation, event.incarnation)
         self._changed(event.spec.job_id, event.generation)
@@ -382,38 +352,50 @@ class Membership:
             self._rosters.pop(job, None)
         return forgotten
 
-    # --- soft facts -----------------------------------------------------------------------------------------
+    # --- observations ---------------------------------------------------------------------------------------
 
-    def heard(self, worker_id: WorkerId, now: Instant) -> None:
+    def take_heartbeat(self, beat: Heartbeat, now: Instant) -> None:
+        self.admit(beat.worker_id, incarnation=beat.incarnation)
+        checks.report(beat.report)
+        self._seen(beat.worker_id, now)
+        self.reports[beat.worker_id] = beat.report
+
+    def take_connection(self, opened: WorkerConnected, now: Instant) -> None:
+        self.admit(opened.worker_id, incarnation=opened.incarnation)
+        pulse = self._seen(opened.worker_id, now)
+        pulse.connected = True
+        pulse.disconnected_mono_s = None
+
+    def take_disconnection(self, ended: WorkerDisconnected, now: Instant) -> None:
+        """Suspect from now on, unless it is a stream of an incarnation that is over."""
+        member = self.members.get(ended.worker_id)
+        if member is not None and member.present and member.incarnation == ended.incarnation:
+            pulse = self.pulses[ended.worker_id]
+            pulse.connected = False
+            pulse.disconnected_mono_s = now.mono_s
+
+    def mark_stragglers(self, marked: StragglersMarked) -> None:
+        self.slow = dict(marked.reasons)
+
+    def _seen(self, worker_id: WorkerId, now: Instant) -> Pulse:
         pulse = self.pulses[worker_id]
-        pulse.heard_mono_s = now.mono_s
-        pulse.heard_wall_s = now.wall_s
-
-    def connected(self, worker_id: WorkerId, now: Instant) -> None:
-        self.heard(worker_id, now)
-        self.pulses[worker_id].connected = True
-        self.pulses[worker_id].dropped_mono_s = None
-
-    def dropped(self, worker_id: WorkerId, incarnation: int, now: Instant) -> None:
-        """Its stream ended without a goodbye: suspect from now on."""
-        member = self.members.get(worker_id)
-        if member is not None and member.present and member.incarnation == incarnation:
-            self.pulses[worker_id].connected = False
-            self.pulses[worker_id].dropped_mono_s = now.mono_s
+        pulse.last_heartbeat_mono_s = now.mono_s
+        pulse.last_heartbeat_wall_s = now.wall_s
+        return pulse
 
     def resume_clock(self, now: Instant) -> None:
         """After a replay: everyone gets a full time-out to come back, since the silence was ours."""
         for pulse in self.pulses.values():
-            pulse.heard_mono_s = now.mono_s
-            pulse.dropped_mono_s = None
+            pulse.last_heartbeat_mono_s = now.mono_s
+            pulse.disconnected_mono_s = None
         self.failed_mono_s = dict.fromkeys(self.failed_mono_s, now.mono_s)
 
-    def excuse(self, deaf_s: float, now: Instant) -> None:
-        """For so long we came to nothing, and may not have heard who spoke: it is held against nobody."""
+    def credit_stall(self, stall_s: float, now: Instant) -> None:
+        """For so long the coordinator may have read no messages: that silence is counted against nobody."""
         for pulse in self.pulses.values():
-            pulse.heard_mono_s = min(now.mono_s, pulse.heard_mono_s + deaf_s)
-            if pulse.dropped_mono_s is not None:
-                pulse.dropped_mono_s = min(now.mono_s, pulse.dropped_mono_s + deaf_s)
+            pulse.last_heartbeat_mono_s = min(now.mono_s, pulse.last_heartbeat_mono_s + stall_s)
+            if pulse.disconnected_mono_s is not None:
+                pulse.disconnected_mono_s = min(now.mono_s, pulse.disconnected_mono_s + stall_s)
 
     # --- compaction -----------------------------------------------------------------------------------------
 

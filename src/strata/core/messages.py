@@ -1,6 +1,7 @@
-"""The vocabulary of the core: wishes (commands), facts (events), answers and refusals, all from one place.
+"""The vocabulary of the core: commands, observations, events, replies and refusals, all from one place.
 
 Commands are verbs and may be refused; events are past tense, already decided, and are what the journal keeps.
+Observations are past tense too: what a shell has noticed, soft, kept in memory and in no journal.
 Everything is frozen and plain, so that any of it can be written down, compared and replayed. Wall-clock times
 (`at_s`) are for people; only the monotonic half of `Instant` decides anything.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from strata.core.events import (
     SOFT_EVENTS,
@@ -49,7 +50,7 @@ from strata.core.refusals import (
     UnknownWorker,
     shorten,
 )
-from strata.core.terms import (
+from strata.core.types import (
     DEFAULT_JOB,
     CheckpointId,
     CheckpointStatus,
@@ -57,8 +58,11 @@ from strata.core.terms import (
     DatasetSpec,
     ExitCause,
     FileSpan,
+    Gpu,
     Instant,
     JobId,
+    Report,
+    Resources,
     TaskId,
     TaskSpec,
     TaskStatus,
@@ -83,6 +87,7 @@ __all__ = [
     "CheckpointRemoved",
     "CheckpointStarted",
     "CheckpointStatus",
+    "ClockResumed",
     "Command",
     "Conflict",
     "CountersRestored",
@@ -97,14 +102,19 @@ __all__ = [
     "Event",
     "ExitCause",
     "FileSpan",
+    "Gpu",
+    "Heartbeat",
     "Instant",
     "InvalidArgument",
     "JobId",
+    "LoopStalled",
     "NameInUse",
     "NoteProgress",
     "NotifyCheckpoint",
+    "Observation",
     "Overloaded",
     "PlanEpoch",
+    "ProgressReported",
     "QueueTask",
     "Rebalance",
     "ReconcileCheckpoints",
@@ -115,11 +125,15 @@ __all__ = [
     "RegisterWorker",
     "Registered",
     "Reply",
+    "Report",
     "ReportRecovery",
+    "Resources",
     "RestartTask",
+    "ShardProgress",
     "ShardsMoved",
     "Stale",
     "StopTask",
+    "StragglersMarked",
     "SwapValue",
     "Swapped",
     "TaskChanged",
@@ -135,6 +149,8 @@ __all__ = [
     "ValueRefreshed",
     "ValueSwapped",
     "VersionsReserved",
+    "WorkerConnected",
+    "WorkerDisconnected",
     "WorkerFailed",
     "WorkerForgotten",
     "WorkerId",
@@ -144,7 +160,7 @@ __all__ = [
     "shorten",
 ]
 
-# --- commands: wishes, in the imperative ----------------------------------------------------------------------
+# --- commands: requests, in the imperative --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +218,7 @@ class NotifyCheckpoint:
     saved_generation: int | None = None
     """The run's generation that saved it, where that was an earlier one than the one that says so."""
     succeeded_by: str = ""
-    """A newer checkpoint, where this one is told of late, from its manifest; else it is the newest."""
+    """A newer checkpoint, where this one is reported late, from its manifest; else it is the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,6 +353,83 @@ Command = (
     | PlanEpoch
     | Rebalance
     | Tick
+)
+
+
+# --- observations: soft, in the past tense ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A worker is alive, and this is what it says about itself."""
+
+    worker_id: WorkerId
+    incarnation: int
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConnected:
+    """A worker's stream is open."""
+
+    worker_id: WorkerId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDisconnected:
+    """A worker's stream ended without a goodbye."""
+
+    worker_id: WorkerId
+    incarnation: int
+
+
+class ShardProgress(NamedTuple):
+    """How many samples of a shard its reader has read."""
+
+    dataset_id: DatasetId
+    epoch: int
+    shard_id: int
+    samples_done: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressReported:
+    """How far a worker has read its shards, beyond what a checkpoint has committed."""
+
+    worker_id: WorkerId
+    incarnation: int
+    generation: int
+    shards: tuple[ShardProgress, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglersMarked:
+    """Why, for every worker that the others of its job wait for now; those not named are not slow."""
+
+    reasons: Mapping[WorkerId, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStalled:
+    """For so long the coordinator may have read no messages."""
+
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockResumed:
+    """The journal has been replayed, which knows no time: every time-out starts anew."""
+
+
+Observation = (
+    Heartbeat
+    | WorkerConnected
+    | WorkerDisconnected
+    | ProgressReported
+    | StragglersMarked
+    | LoopStalled
+    | ClockResumed
 )
 
 

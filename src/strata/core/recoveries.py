@@ -1,4 +1,4 @@
-"""The recoveries a job has made: how long each phase took, and what was lost. Pure; newest kept, oldest dropped."""
+"""The recoveries a job has made: the duration of each phase, and what was lost. Pure; newest kept, oldest dropped."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def judge(
     if newest.launch == launch:
         return Take(generation=after, reason="a restart of the same launch")
     if holder_is_gone:
-        return Take(generation=after, reason=f"{newest.who} is gone")
+        return Take(generation=after, reason=f"{newest.who} is lost")
     if changed or (holder_is_gone is False and unchanged_s >= ENDING_S):
         return InUse(claim=newest)
     if unchanged_s >= SILENT_S:

@@ -9,7 +9,7 @@ Guarantees, for any sequence of joins, leaves and finished shards:
 * **Deterministic.** The same history gives the same plan on every machine and in every process.
 
 Placement follows a consistent-hash ring with bounded load: a shard belongs to the next worker clockwise that
-still has room. The first plan is the same step as every other one, starting from shards that nobody owns.
+still has capacity. The first plan is the same step as every other one, starting from shards that nobody owns.
 Pure, and vectorised over shards. Knows nothing of datasets, epochs or progress beyond the two masks it is given.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.core.words import counted
+from strata.core.text import counted
 
 UNOWNED = -1
 STRANGER = -2  # A name that is not in the list it was looked for in.
@@ -135,15 +135,15 @@ def replan(
     names = _names(plan, live)
     owners = _translate(plan.owners, plan.workers + plan.former, names)
     unfinished = ~_mask(finished, plan)
-    begun = _mask(started, plan)
+    in_progress = _mask(started, plan)
 
     # A departed worker keeps the name on what it finished; everything else it had is up for assignment.
     kept = unfinished & (owners >= 0) & (owners < len(live))
     held = np.bincount(owners[kept], minlength=len(live)).astype(np.int64)
-    begun_held = np.bincount(owners[kept & begun], minlength=len(live))
-    quota = _quotas(held, begun_held, int(unfinished.sum()), live=live, salt=plan.salt)
+    started_held = np.bincount(owners[kept & in_progress], minlength=len(live))
+    quota = _quotas(held, started_held, int(unfinished.sum()), live=live, salt=plan.salt)
     loose = unfinished & ~kept
-    loose[_surplus(owners, kept, begun, held, quota)] = True
+    loose[_surplus(owners, kept, in_progress, held, quota)] = True
     shards = np.flatnonzero(loose).astype(np.int64)
     owners[shards] = _place(shards, live, quota - np.minimum(held, quota), salt=plan.salt)
 
@@ -222,52 +222,52 @@ def _mask(mask: Mask | None, plan: ShardPlan) -> Mask:
 # The decision -----------------------------------------------------------------------------------------------
 
 
-def _quotas(held: Ids, begun_held: Ids, shards: int, *, live: Sequence[str], salt: str) -> Ids:
+def _quotas(held: Ids, started_held: Ids, shards: int, *, live: Sequence[str], salt: str) -> Ids:
     """How many unfinished shards each worker shall have: the mean, rounded down or up.
 
     Rounding up goes to workers that already hold more than the mean, which is what makes movement minimal;
-    among them to those with most shards begun; then by hash, so that the same names are not always first.
+    among them to those with most shards started; then by hash, so that the same names are not always first.
     """
     if not live:
         return np.empty(0, np.int64)
     share, extra = divmod(shards, len(live))
-    order = np.lexsort((_worker_hashes(live, salt), -begun_held, held <= share))
+    order = np.lexsort((_worker_hashes(live, salt), -started_held, held <= share))
     quota = np.full(len(live), share, np.int64)
     quota[order[:extra]] += 1
     return quota
 
 
-def _surplus(owners: Owners, kept: Mask, begun: Mask, held: Ids, quota: Ids) -> Ids:
-    """The shards that workers above their quota give away: not begun first, then the highest id, which a
+def _surplus(owners: Owners, kept: Mask, in_progress: Mask, held: Ids, quota: Ids) -> Ids:
+    """The shards that workers above their quota give away: not started first, then the highest id, which a
     worker reading in order reaches last."""
     over = held > quota
     if not over.any():
         return np.empty(0, np.int64)
     shards = np.flatnonzero(kept)
     shards = shards[over[owners[shards]]].astype(np.int64)
-    ranked = shards[np.lexsort((shards, ~begun[shards], owners[shards]))]
+    ranked = shards[np.lexsort((shards, ~in_progress[shards], owners[shards]))]
     return ranked[_rank_in_group(owners[ranked]) >= quota[owners[ranked]]]
 
 
-def _place(shards: Ids, live: Sequence[str], room: Ids, *, salt: str) -> Owners:
-    """Each shard to the next worker clockwise with room left; nobody when there are no workers."""
+def _place(shards: Ids, live: Sequence[str], capacity: Ids, *, salt: str) -> Owners:
+    """Each shard to the next worker clockwise with capacity left; nobody when there are no workers."""
     placed = np.full(len(shards), UNOWNED, np.int32)
     if not len(shards) or not live:
         return placed
     points = _ring(live, salt)
     point_owners = (points & OWNER_BITS).astype(np.int64)
-    room = room.copy()
+    capacity = capacity.copy()
     hashes = _mix(shards.astype(np.uint64) ^ _seed(salt))
     waiting = np.argsort(hashes)  # `_mix` is a bijection: no ties, so any sort gives this order.
     while len(waiting):  # At least one worker fills up in every round but the last.
-        open_points = room[point_owners] > 0
+        open_points = capacity[point_owners] > 0
         points, point_owners = points[open_points], point_owners[open_points]
         nearest = point_owners[np.searchsorted(points, hashes[waiting]) % len(points)]
         nearest, rank = np.divmod(np.sort(nearest * len(waiting) + np.arange(len(waiting))), len(waiting))
         waiting = waiting[rank]
-        accepted = _rank_in_group(nearest) < room[nearest]
+        accepted = _rank_in_group(nearest) < capacity[nearest]
         placed[waiting[accepted]] = nearest[accepted]
-        room -= np.bincount(nearest[accepted], minlength=len(room))
+        capacity -= np.bincount(nearest[accepted], minlength=len(capacity))
         waiting = waiting[~accepted]
     return placed
 
@@ -313,16 +313,16 @@ def _mix(values: Hashes) -> Hashes:
 
 def _reason(before: ShardPlan, after: ShardPlan, moved: int, cause: str) -> str:
     came = sorted(set(after.workers) - set(before.workers))
-    gone = sorted(set(before.workers) - set(after.workers))
+    lost = sorted(set(before.workers) - set(after.workers))
     what = cause or "; ".join(
-        [f"{_listed(names)} {verb}" for names, verb in ((gone, "left"), (came, "joined")) if names]
+        [f"{_listed(names)} {verb}" for names, verb in ((lost, "left"), (came, "joined")) if names]
     )
     shards = counted(moved, "unfinished shard")
     if not after.workers:
         return f"{what or 'no workers left'}: {shards} unassigned"
     if not moved:
         return f"{what}: no unfinished shard had to move"
-    if gone or not before.workers:
+    if lost or not before.workers:
         return f"{what}: {shards} spread over {counted(len(after.workers), 'worker')}"
     if came:
         return (

@@ -154,7 +154,7 @@ def expanded(runs: Iterable[Run]) -> Bounds:
     through the steps. Raises `ValueError` where runs are so irregular that they would take too much memory.
     """
     rows = [np.empty((0, 2), np.int64)]
-    room = MAX_ROWS
+    budget = MAX_ROWS
     by_rhythm: dict[tuple[int, int], list[Run]] = {}
     for run in runs:
         by_rhythm.setdefault((run.stride, run.count), []).append(run)
@@ -165,8 +165,8 @@ def expanded(runs: Iterable[Run]) -> Bounds:
             start = int(merged.bounds[0, 0])
             rows.append(as_bounds([(start, start + stride * count)]))
             continue
-        room -= len(first) * count
-        if room < 0:
+        budget -= len(first) * count
+        if budget < 0:
             raise ValueError(f"more than {MAX_ROWS:,} separate spans")
         steps = stride * np.arange(count, dtype=np.int64)
         rows.append((first[:, None, :] + steps[None, :, None]).reshape(-1, 2))

@@ -2,7 +2,7 @@
 
 A task runs in attempts, numbered once and never again. An attempt that fails sends the task back to the queue until its
 retries are used up; whatever speaks for an earlier attempt is ignored. A running task that is asked to stop is `stopping`
-until its processes are gone, and only then stopped.
+until its processes have exited, and only then stopped.
 
 Pure. What a task runs, and where, is a launcher's business; this module only says what may follow what.
 """

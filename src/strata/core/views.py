@@ -17,7 +17,7 @@ from strata.core.checkpoints import CheckpointRecord, data_commit
 from strata.core.cluster import Cluster
 from strata.core.datasets import PlanKey, shard_at
 from strata.core.ledger import LedgerError
-from strata.core.membership import Member, Resources
+from strata.core.membership import Member
 from strata.core.messages import (
     BarrierReleased,
     CheckpointStatus,
@@ -25,6 +25,7 @@ from strata.core.messages import (
     DatasetSpec,
     JobId,
     RecoveryRecorded,
+    Resources,
     Unknown,
 )
 from strata.core.task_views import TaskView
@@ -250,7 +251,7 @@ def worker(cluster: Cluster, member: Member, shards: int) -> WorkerView:
         port=spec.port,
         status=worker_status(cluster, member),
         gpu_count=spec.gpu_count,
-        last_heartbeat=pulse.heard_wall_s if pulse is not None else member.changed_at_s,
+        last_heartbeat=pulse.last_heartbeat_wall_s if pulse is not None else member.changed_at_s,
         assigned_shards=shards,
         current_epoch=report.epoch if report is not None else 0,
         current_step=report.step if report is not None else 0,

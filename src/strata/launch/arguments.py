@@ -180,12 +180,12 @@ def _launch(args: Namespace) -> int:
         print(f"strata torchrun: error: {error}", file=sys.stderr)
         return 1
     finally:
-        forget_rendezvous(args.rdzv_id)  # Torch does not tell the handler of a run that a signal has ended.
+        forget_rendezvous(args.rdzv_id)  # Torch does not notify the handler of a run that a signal has ended.
     return 0
 
 
 def _report_failure(failed: Any) -> int:
-    from strata.launch.entry import KEEPER_VARIABLE
+    from strata.launch.entry import SUPERVISOR_VARIABLE
     from strata.rendezvous.agent import CarefulAgent
 
     rank, failure = failed.get_first_failure()
@@ -198,7 +198,7 @@ def _report_failure(failed: Any) -> int:
     else:
         print(f"strata torchrun: rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
     if (
-        error is not None and error.traceback and KEEPER_VARIABLE not in os.environ
+        error is not None and error.traceback and SUPERVISOR_VARIABLE not in os.environ
     ):  # Whoever keeps a run has it already.
         print(error.traceback, end="", file=sys.stderr)
     return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)

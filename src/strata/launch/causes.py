@@ -1,4 +1,4 @@
-"""Why a run failed: the first failure of each round of workers, from what workers tell and what torchrun prints.
+"""Why a run failed: the first failure of each round of workers, from what workers report and what torchrun prints.
 
 A worker that raises reports it with its traceback (`strata.launch.entry`). One that is killed cannot; torchrun names its
 rank and exit status. SIGKILL beside a count of the kernel's out-of-memory kills that has just risen is called by that
@@ -34,7 +34,7 @@ _AGENT_LINE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Report:
     rank: int
     error: WorkerError
     exit_code: int
@@ -61,7 +61,7 @@ class Failures:
         self._oom_kills = oom_kills or count_oom_kills
         self._oom_kills_seen: deque[int] = deque([self._oom_kills()], maxlen=OOM_SAMPLES)
         self._round_began_s = clock()
-        self._told: list[_Told] = []
+        self._reports: list[_Report] = []
         self._rounds: deque[tuple[ExitCause, bool]] = deque(maxlen=SAME_ROUNDS)
         self._lines: dict[int | None, deque[str]] = {}
         self._refused: ExitCause | None = None
@@ -72,13 +72,13 @@ class Failures:
         """Every `TICK_S`: only what the kernel killed lately can have been ours."""
         self._oom_kills_seen.append(self._oom_kills())
 
-    # --- what is heard --------------------------------------------------------------------------------------
+    # --- what is reported ---------------------------------------------------------------------------------
 
-    def told(self, rank: int, failure: Mapping[str, Any]) -> None:
-        """A worker's last words. Raises `KeyError`, `TypeError` or `ValueError` for what is none."""
-        told = _Told(rank, WorkerError.from_dict(failure), int(failure["exit_code"]))
-        self._told.append(told)
-        if told.exit_code == USAGE_STATUS and self._refused is None:
+    def reported(self, rank: int, failure: Mapping[str, Any]) -> None:
+        """How a worker failed, in its own words. Raises `KeyError`, `TypeError` or `ValueError` for what is none."""
+        report = _Report(rank, WorkerError.from_dict(failure), int(failure["exit_code"]))
+        self._reports.append(report)
+        if report.exit_code == USAGE_STATUS and self._refused is None:
             self._refused = replace(self._of_worker(rank, USAGE_STATUS), may_retry=False)
 
     def read_line(self, rank: int | None, text: str) -> ExitCause | None:
@@ -91,12 +91,12 @@ class Failures:
         now_s = self._clock()
         lasted_s = now_s - self._round_began_s
         self._rounds.append((cause, lasted_s < QUICK_ROUND_S))
-        error = root_cause([told.error for told in self._told]) if int(found[1]) > 0 else None
+        error = root_cause([report.error for report in self._reports]) if int(found[1]) > 0 else None
         if self._errors.failed(error, lasted_s=lasted_s) is not None:
             message = f"{cause.message} (it came back without a new step)"
             self._repeated = replace(cause, message=message, may_retry=False)
         self._round_began_s = now_s
-        self._told.clear()
+        self._reports.clear()
         self._lines.clear()
         return cause
 
@@ -135,21 +135,21 @@ class Failures:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _of_worker(self, rank: int, code: int) -> ExitCause:
-        told = next((t for t in self._told if t.rank == rank), None)
-        if code > 0 and self._told and (told is None or told.error.is_about_peers):
-            blamed = root_cause([one.error for one in self._told])
-            told = next(one for one in self._told if one.error is blamed)
-        if told is None or code < 0:
+        report = next((t for t in self._reports if t.rank == rank), None)
+        if code > 0 and self._reports and (report is None or report.error.is_about_peers):
+            blamed = root_cause([one.error for one in self._reports])
+            report = next(one for one in self._reports if one.error is blamed)
+        if report is None or code < 0:
             return self._of_process(f"rank {rank}", rank, code)
-        if told.error.traceback:
+        if report.error.traceback:
             return ExitCause(
                 kind="exception",
-                message=f"rank {told.rank}: {told.message}",
-                rank=told.rank,
-                exit_code=told.exit_code,
-                traceback=told.error.traceback,
+                message=f"rank {report.rank}: {report.message}",
+                rank=report.rank,
+                exit_code=report.exit_code,
+                traceback=report.error.traceback,
             )
-        return self._of_process(f"rank {told.rank}", told.rank, told.exit_code)
+        return self._of_process(f"rank {report.rank}", report.rank, report.exit_code)
 
     def _of_process(self, who: str, rank: int | None, code: int) -> ExitCause:
         lines = "\n".join(self._lines.get(rank, ()))

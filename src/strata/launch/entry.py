@@ -23,7 +23,7 @@ from strata.launch.program import run_file, run_module
 from strata.processes import end_with_parent
 from strata.rendezvous.frames import describe, report, script_frames
 
-KEEPER_VARIABLE = "STRATA_KEEPER"
+SUPERVISOR_VARIABLE = "STRATA_KEEPER"  # As supervisors of earlier versions, whose runs may be live, have it.
 """Name of a Unix socket in the abstract namespace: it goes with the process that listens."""
 
 
@@ -32,10 +32,10 @@ def main() -> None:
     if not program or program == ["-m"]:
         sys.exit("usage: python -m strata.launch.entry (-m MODULE | SCRIPT) [ARGUMENTS]")
     end_with_parent(signal.SIGKILL)
-    keeper = os.environ.get(KEEPER_VARIABLE)
-    if keeper:
+    supervisor = os.environ.get(SUPERVISOR_VARIABLE)
+    if supervisor:
         for name, number in (("stdout", 1), ("stderr", 2)):
-            _send_output(keeper, name, number)
+            _send_output(supervisor, name, number)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_error
     try:
@@ -47,8 +47,8 @@ def main() -> None:
         described = describe(error)
         if described is not None:
             report(described)
-            if keeper:
-                _tell_failure(keeper, described, exit_code=_status(error))
+            if supervisor:
+                _tell_failure(supervisor, described, exit_code=_status(error))
         raise
 
 
@@ -61,10 +61,10 @@ def _status(error: BaseException) -> int:
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
-def _connect(keeper: str, header: dict[str, object]) -> socket.socket:
+def _connect(supervisor: str, header: dict[str, object]) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect("\0" + keeper)
+        connection.connect("\0" + supervisor)
         connection.sendall(json.dumps({"rank": int(os.environ.get("RANK", "0")), **header}).encode() + b"\n")
     except BaseException:
         connection.close()
@@ -72,17 +72,17 @@ def _connect(keeper: str, header: dict[str, object]) -> socket.socket:
     return connection
 
 
-def _send_output(keeper: str, name: str, number: int) -> None:
-    with suppress(OSError), _connect(keeper, {"stream": name}) as connection:
+def _send_output(supervisor: str, name: str, number: int) -> None:
+    with suppress(OSError), _connect(supervisor, {"stream": name}) as connection:
         getattr(sys, name).flush()
         os.dup2(connection.fileno(), number)
         with suppress(AttributeError):
             getattr(sys, name).reconfigure(line_buffering=True, errors="backslashreplace")
 
 
-def _tell_failure(keeper: str, error: WorkerError, *, exit_code: int) -> None:
+def _tell_failure(supervisor: str, error: WorkerError, *, exit_code: int) -> None:
     with suppress(OSError):
-        _connect(keeper, {"failure": {**error.to_dict(), "exit_code": exit_code}}).close()
+        _connect(supervisor, {"failure": {**error.to_dict(), "exit_code": exit_code}}).close()
 
 
 if __name__ == "__main__":

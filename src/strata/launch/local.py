@@ -1,8 +1,8 @@
 """Tasks on this machine: one torchrun agent for each run, kept by a process that outlives the coordinator.
 
-Everything about a run is in its folder (see `strata.launch.keeper`), so that a new coordinator takes it up where the old
-one was killed: a run whose keeper lives is watched on, one that has ended is told, one that nobody wants is ended. Output
-goes on from a place a few seconds before the last that was told, so some lines are told twice and none is lost.
+Everything about a run is in its folder (see `strata.launch.supervisor`), so that a new coordinator takes it up where the old
+one was killed: a run whose supervisor lives is watched on, one that has ended is reported, one that nobody wants is ended. Output
+resumes at a position a few seconds before the last that was reported, so some lines are reported twice and none is lost.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from typing import Any
 
 from strata.core.messages import ExitCause, TaskId
 from strata.files import write_file
-from strata.launch.keeper import write_whole
-from strata.launch.leftovers import RUN_VARIABLE, end_processes, processes_of
+from strata.launch.cleanup import RUN_VARIABLE, end_processes, processes_of
 from strata.launch.output import OutputReader, Place
 from strata.launch.protocol import (
     Capacity,
@@ -37,6 +36,7 @@ from strata.launch.protocol import (
     Output,
     Started,
 )
+from strata.launch.supervisor import write_atomically
 from strata.launch.torchrun import TorchrunSpec
 from strata.processes import Process
 from strata.shared_memory import forget_jobs
@@ -48,10 +48,10 @@ BREATH_S = 0.01
 """Between two pieces of what a flood has left: others have the event loop too."""
 PLACE_S = 1.0
 SAFE_S = 5.0
-"""After so long, what was told is on the listener's disk too."""
+"""After so long, what was reported is on the listener's disk too."""
 APPEAR_S = 30.0
 LEAVE_S = 10.0
-"""What is left of a run whose keeper was killed has this long to save and leave."""
+"""What is left of a run whose supervisor was killed has this long to save and leave."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +60,8 @@ class _Run:
     reader: OutputReader
     gpus: tuple[int, ...]
     child: subprocess.Popen[bytes] | None = None
-    """Where this coordinator has started the keeper: it must be waited for."""
-    keeper: Process | None = None
+    """Where this coordinator has started the supervisor: it must be waited for."""
+    supervisor: Process | None = None
     watching: asyncio.Task[None] | None = None
     stopping: asyncio.Task[None] | None = None
     places: deque[tuple[float, Place]] = field(default_factory=deque)
@@ -92,7 +92,7 @@ class LocalLauncher:
         gpus = self._free_gpus(plan.worker_count * plan.gpus_per_worker)
         try:
             await asyncio.to_thread(_make_empty, plan.run_dir)
-            write_whole(plan.run_dir / "run.json", {"run_id": plan.run_id, "gpus": gpus})
+            write_atomically(plan.run_dir / "run.json", {"run_id": plan.run_id, "gpus": gpus})
             child = await asyncio.to_thread(self._spawn, plan, gpus)
         except OSError as error:
             raise LaunchFailed(
@@ -140,10 +140,10 @@ class LocalLauncher:
                 **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if self._capacity.gpus else {}),
             },
         )
-        with open(plan.run_dir / "keeper.log", "ab") as log:
-            keeper = [sys.executable, "-m", "strata.launch.keeper", str(plan.run_dir)]
+        with open(plan.run_dir / "supervisor.log", "ab") as log:
+            supervisor = [sys.executable, "-m", "strata.launch.supervisor", str(plan.run_dir)]
             return subprocess.Popen(
-                [*keeper, *spec.command(log_dir=plan.run_dir / "torchrun")],
+                [*supervisor, *spec.command(log_dir=plan.run_dir / "torchrun")],
                 env=spec.variables(),
                 cwd=plan.working_dir or plan.task_dir,
                 stdin=subprocess.DEVNULL,
@@ -176,7 +176,7 @@ class LocalLauncher:
             run_id = str(facts.get("run_id", ""))
             if run_id and run_id not in wanted and not (record.parent / "ended.json").exists():
                 end_processes(run_id)
-                write_whole(record.parent / "ended.json", {"cause": None})
+                write_atomically(record.parent / "ended.json", {"cause": None})
 
     # --- watching -------------------------------------------------------------------------------------------
 
@@ -187,11 +187,11 @@ class LocalLauncher:
             ended = _read(plan.run_dir / "ended.json")
             if ended is not None:
                 break
-            if run.keeper is None:
-                run.keeper = self._find_keeper(run)
-            elif run.keeper.is_gone() and not (plan.run_dir / "ended.json").exists():
+            if run.supervisor is None:
+                run.supervisor = self._find_supervisor(run)
+            elif run.supervisor.is_gone() and not (plan.run_dir / "ended.json").exists():
                 break
-            if run.keeper is None and (self._has_died(run) or time.monotonic() > appear_by_s):
+            if run.supervisor is None and (self._has_died(run) or time.monotonic() > appear_by_s):
                 break
             self._pass_on(run)
             await asyncio.sleep(POLL_S)
@@ -203,15 +203,13 @@ class LocalLauncher:
             await asyncio.to_thread(run.child.wait)
         del self._runs[plan.run_id]
         if ended is None:
-            reason = (
-                "the process that kept it is gone" if run.keeper is not None else _last_words(plan.run_dir)
-            )
+            reason = "its supervisor was lost" if run.supervisor is not None else _last_words(plan.run_dir)
             self._tell(Lost(run_id=plan.run_id, task_id=plan.task_id, reason=reason))
         else:
             cause = ExitCause(**ended["cause"]) if ended["cause"] is not None else None
             self._tell(Exited(run_id=plan.run_id, task_id=plan.task_id, cause=cause))
 
-    def _find_keeper(self, run: _Run) -> Process | None:
+    def _find_supervisor(self, run: _Run) -> Process | None:
         facts = _read(run.plan.run_dir / "keeper.json")
         if facts is None:
             return None
@@ -221,7 +219,7 @@ class LocalLauncher:
         return Process.parse(facts["process"])
 
     def _has_died(self, run: _Run) -> bool:
-        """Before it said who it is. An adopted run that has no keeper and no process never began."""
+        """Before it said who it is. An adopted run that has no supervisor and no process never started."""
         if run.child is not None:
             return run.child.poll() is not None
         return not processes_of(run.plan.run_id)
@@ -242,7 +240,7 @@ class LocalLauncher:
         return bool(piece.lines)
 
     def _note_place(self, run: _Run) -> None:
-        """What was told long enough ago is safe with whoever was told: the next reader begins after it."""
+        """What was reported long enough ago is safe with the listener: the next reader starts after it."""
         now_s = time.monotonic()
         if not run.places or now_s - run.places[-1][0] > PLACE_S:
             run.places.append((now_s, replace(run.reader.place)))
@@ -256,7 +254,7 @@ class LocalLauncher:
             await asyncio.sleep(BREATH_S)
 
     def _write_place(self, run: _Run, place: Place) -> None:
-        with suppress(OSError):  # At worst some lines are told twice.
+        with suppress(OSError):  # At worst some lines are reported twice.
             write_file(run.plan.run_dir / "told.json", json.dumps(asdict(place)), durable=False)
 
     async def _wait_for_leaving(self, run: _Run) -> None:
@@ -272,15 +270,15 @@ class LocalLauncher:
         deadline_s = time.monotonic() + patience_s
         signalled = False
         while run.plan.run_id in self._runs and time.monotonic() < deadline_s:
-            if run.keeper is not None and not signalled:
+            if run.supervisor is not None and not signalled:
                 signalled = True
                 with suppress(ProcessLookupError):
-                    os.kill(run.keeper.pid, signal.SIGTERM)
+                    os.kill(run.supervisor.pid, signal.SIGTERM)
             await asyncio.sleep(POLL_S / 4)
         if run.plan.run_id not in self._runs:
             return
-        # The keeper stays, to write down how it ended.
-        spare = (run.keeper.pid,) if run.keeper is not None else ()
+        # The supervisor stays, to write down how it ended.
+        spare = (run.supervisor.pid,) if run.supervisor is not None else ()
         await asyncio.to_thread(end_processes, run.plan.run_id, spare=spare, patience_s=2.0)
         await asyncio.sleep(2.0)
         if run.plan.run_id in self._runs:
@@ -303,7 +301,7 @@ def _make_empty(folder: Path) -> None:
 
 def _last_words(run_dir: Path) -> str:
     with suppress(OSError):
-        text = (run_dir / "keeper.log").read_text(errors="replace").strip()
+        text = (run_dir / "supervisor.log").read_text(errors="replace").strip()
         if text:
             return f"the process that keeps it did not start: {text.splitlines()[-1][:500]}"
     return "it was never started, or nothing of it is left on this machine"

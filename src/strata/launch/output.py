@@ -1,4 +1,4 @@
-"""What a run's processes wrote, on disk between two processes: the keeper appends, the coordinator follows.
+"""What a run's processes wrote, on disk between two processes: the supervisor appends, the coordinator follows.
 
 Segments of bounded size, numbered from 1; the oldest go when there are too many, so a run that floods costs a bounded
 part of the disk. Every segment begins with the number of lines before it: a reader that comes too late knows how many it

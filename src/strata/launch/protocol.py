@@ -1,14 +1,14 @@
 """One seam between what runs and where it runs: a launcher starts a plan and says what became of it.
 
 A launcher knows nothing of recipes, queues or retries: it is given a complete `LaunchPlan`, makes real processes of it
-under torchrun, and tells one listener what it observes, on the event loop it was made on. It keeps enough on disk (or in
+under torchrun, and notifies one listener of what it observes, on the event loop it was made on. It keeps enough on disk (or in
 its cluster) to find its runs again: they outlive the coordinator, and a new one adopts or ends them.
 
 Promises every launcher keeps:
 - `Started` comes at most once per run and `Exited` or `Lost` exactly once, as the last word on it.
 - No process or port of a run is left when its last word has been said. Snapshots in shared memory stay for the next
   attempt, until `forget`.
-- Output is told in order, by stream. Lines told just before a crash of the coordinator may be told again, with the same
+- Output is reported in order, by stream. Lines reported just before a crash of the coordinator may be reported again, with the same
   moment, by which they can be known; none is lost within the launcher's bounds.
 """
 
@@ -126,7 +126,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The run is over, nothing of it is left, and how it ended is not known: a machine or its keeper vanished."""
+    """The run is over, nothing of it is left, and how it ended is not known: a machine or its supervisor was lost."""
 
     run_id: str
     task_id: TaskId
@@ -148,13 +148,13 @@ class Launcher(Protocol):
     async def adopt(self, plans: Sequence[LaunchPlan]) -> None:
         """Once, before anything else: take the runs of an earlier coordinator up again.
 
-        Afterwards each of `plans` is watched, or its `Exited` or `Lost` is told. Runs that nobody wants are ended.
+        Afterwards each of `plans` is watched, or its `Exited` or `Lost` is reported. Runs that nobody wants are ended.
         """
         ...
 
     async def start(self, plan: LaunchPlan) -> None:
         """Returns when the processes exist, or are about to. Raises `LaunchFailed`, leaving nothing behind; what goes
-        wrong later is told with `Exited`."""
+        wrong later is reported with `Exited`."""
         ...
 
     async def stop(self, run_id: str, *, patience_s: float) -> None:
@@ -169,5 +169,5 @@ class Launcher(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of everything without ending it: the runs go on, and the next coordinator adopts them."""
+        """Let go of everything without ending it: the runs continue, and the next coordinator adopts them."""
         ...

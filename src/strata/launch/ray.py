@@ -40,11 +40,11 @@ from strata.launch.ray_messages import (
     Forget,
     News,
     RayOptions,
+    Request,
     Start,
     Stop,
-    Wish,
 )
-from strata.launch.trouble import Trouble
+from strata.logs import OutageLog
 
 log = logging.getLogger("strata.launch.ray")
 
@@ -54,7 +54,7 @@ CLOSE_S = 10.0
 
 
 class RayLauncher:
-    """See `strata.launch.protocol.Launcher`. Made on the event loop that it tells its observations on."""
+    """See `strata.launch.protocol.Launcher`. Made on the event loop that it reports its observations on."""
 
     name = "ray"
 
@@ -68,13 +68,13 @@ class RayLauncher:
         self._plans: dict[str, LaunchPlan] = {}
         self._adopted: asyncio.Future[None] | None = None
         self._stops: dict[str, Stop] = {}
-        """What has been asked for and not happened yet: a new driver is told again."""
+        """What has been asked for and not happened yet: a new driver is asked again."""
         self._cleared: set[TaskId] = set()
         self._capacity = Capacity(workers=0, gpus=0)
         self._driver: _Driver | None = None
         self._again: asyncio.TimerHandle | None = None
         self._try_at_s = 0.0
-        self._trouble = Trouble(log, over=f"the Ray cluster at '{options.address}' is back")
+        self._outage = OutageLog(log, over=f"the Ray cluster at '{options.address}' is back")
         self._closed = False
 
     def capacity(self) -> Capacity:
@@ -101,14 +101,14 @@ class RayLauncher:
             self._adopted = None
 
     async def start(self, plan: LaunchPlan) -> None:
-        """Hands the plan to the cluster, which may first have to make room for it."""
+        """Hands the plan to the cluster, which may first have to make capacity for it."""
         try:
             plan.run_dir.mkdir(parents=True, exist_ok=True)  # The trace of an attempt, for `forget`.
         except OSError as error:
             raise LaunchFailed(
                 f"Task '{plan.task_id}' cannot be started: {error}.", hint=f"Look at {plan.task_dir}."
             ) from error
-        if not self._tell(Start(plan=plan)):
+        if not self._ask(Start(plan=plan)):
             raise LaunchFailed(
                 f"The Ray cluster at '{self._options.address}' is away.", hint="Look at it with: ray status"
             )
@@ -117,14 +117,14 @@ class RayLauncher:
     async def stop(self, run_id: str, *, patience_s: float) -> None:
         if run_id in self._plans:
             stop = self._stops[run_id] = Stop(run_id=run_id, patience_s=patience_s)
-            self._tell(stop)
+            self._ask(stop)
 
     async def forget(self, task_id: TaskId) -> None:
         runs = [f"{task_id}-{path.name[4:]}" for path in (self._tasks_dir / task_id).glob("run-*")]
         if (
             len(runs) > 1 or task_id not in self._cleared
         ):  # Else its only run has done so, on every node it had.
-            self._tell(Forget(jobs=(task_id, *runs)))
+            self._ask(Forget(jobs=(task_id, *runs)))
         self._cleared.discard(task_id)
 
     async def close(self) -> None:
@@ -138,17 +138,17 @@ class RayLauncher:
     def _connect(self) -> None:
         self._again = None
         self._driver = _Driver(self)
-        self._tell(Adopt(plans=tuple(self._plans.values())))
+        self._ask(Adopt(plans=tuple(self._plans.values())))
         for stop in self._stops.values():
-            self._tell(stop)
+            self._ask(stop)
 
     async def _let_go(self) -> None:
         if self._driver is not None:
             driver, self._driver = self._driver, None
             await asyncio.to_thread(driver.close)
 
-    def _tell(self, wish: Wish) -> bool:
-        return self._driver is not None and self._driver.tell(wish)
+    def _ask(self, request: Request) -> bool:
+        return self._driver is not None and self._driver.ask(request)
 
     def _gone(self, driver: _Driver) -> None:
         """The driver's process has ended, and not because we closed it."""
@@ -160,7 +160,7 @@ class RayLauncher:
             if not self._adopted.done():
                 self._adopted.set_exception(LaunchFailed("The Ray driver ended before it was connected."))
             return
-        self._trouble.begins(
+        self._outage.start(
             f"lost the Ray cluster at '{self._options.address}'; trying again every {AGAIN_S:g} s"
         )
         self._again = self._loop.call_later(AGAIN_S, self._connect)
@@ -170,12 +170,12 @@ class RayLauncher:
             case CapacitySeen():
                 self._capacity = message.capacity
             case Adopted():
-                self._trouble.ended()
+                self._outage.ended()
                 if self._adopted is not None and not self._adopted.done():
                     self._adopted.set_result(None)
             case DriverFailed():
                 if self._adopted is None:
-                    self._trouble.met(message.reason)
+                    self._outage.met(message.reason)
                 elif not self._adopted.done():
                     self._adopted.set_exception(LaunchFailed(message.reason, hint=message.hint))
             case Started() | Output():
@@ -190,7 +190,7 @@ class RayLauncher:
 
 
 class _Driver:
-    """The driver's process, and the thread that hears it."""
+    """The driver's process, and the thread that reads it."""
 
     def __init__(self, launcher: RayLauncher) -> None:
         self._launcher = launcher
@@ -204,9 +204,9 @@ class _Driver:
         self._closing = threading.Event()
         threading.Thread(target=self._listen, name="ray-driver", daemon=True).start()
 
-    def tell(self, wish: Wish) -> bool:
+    def ask(self, request: Request) -> bool:
         try:
-            self._connection.send(wish)
+            self._connection.send(request)
         except OSError:
             return False
         return True
@@ -223,10 +223,10 @@ class _Driver:
 
     def _listen(self) -> None:
         loop, launcher = self._launcher._loop, self._launcher
-        heard = threading.Event()
+        received = threading.Event()
 
         def hand_over(message: Observation | News) -> None:
-            heard.set()
+            received.set()
             launcher._heard(message)
 
         with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens any more.
@@ -235,10 +235,10 @@ class _Driver:
                     message = self._connection.recv()
                 except (EOFError, OSError):
                     break
-                heard.clear()
+                received.clear()
                 loop.call_soon_threadsafe(hand_over, message)
                 # One at a time: a busy coordinator slows the driver down, not the other way round.
-                while not heard.wait(1.0) and not self._closing.is_set():
+                while not received.wait(1.0) and not self._closing.is_set():
                     pass
             loop.call_soon_threadsafe(launcher._gone, self)
 

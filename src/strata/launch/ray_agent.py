@@ -1,7 +1,7 @@
 """One torchrun agent on one node of a Ray cluster, kept the same way as on a single machine.
 
-The actor writes the task's configuration to its node, starts the keeper of `strata.launch.keeper`, follows its output and
-says how it ended. Keeper, agent and workers end with the actor's process, so a node that Ray gives up holds nothing back.
+The actor writes the task's configuration to its node, starts the supervisor of `strata.launch.supervisor`, follows its output and
+says how it ended. Supervisor, agent and workers end with the actor's process, so a node that Ray gives up holds nothing back.
 Started again, here or elsewhere, it is a new agent that joins the others.
 """
 
@@ -24,7 +24,7 @@ import ray
 
 from strata.core.messages import ExitCause
 from strata.files import write_file
-from strata.launch.leftovers import RUN_VARIABLE, end_processes
+from strata.launch.cleanup import RUN_VARIABLE, end_processes
 from strata.launch.output import OutputReader, Place
 from strata.launch.ray_messages import AgentPlan, AgentReport
 from strata.launch.torchrun import TorchrunSpec
@@ -52,9 +52,9 @@ class RayAgent:
         for path, content in agent.files.items():
             _carry(Path(path), content)
         spec = torchrun_spec(agent, local_addr=self._node)
-        self._keeper = subprocess.Popen(
+        self._supervisor = subprocess.Popen(
             [
-                *(sys.executable, "-m", "strata.launch.keeper", str(self._folder)),
+                *(sys.executable, "-m", "strata.launch.supervisor", str(self._folder)),
                 *spec.command(log_dir=self._folder / "torchrun"),
             ],
             env={**spec.variables(), RUN_VARIABLE: self._mark},
@@ -69,13 +69,13 @@ class RayAgent:
     def where(self) -> str:
         return self._node
 
-    def take(self, wait_s: float, heard: str) -> AgentReport:
-        """What is new; without news, after `wait_s`. `heard` names the report that arrived last: if another one did
+    def take(self, wait_s: float, received: str) -> AgentReport:
+        """What is new; without news, after `wait_s`. `received` names the report that arrived last: if another one did
         not, it is given again, also to a new driver."""
         deadline_s = time.monotonic() + wait_s
         with self._reading:
-            while self._report.name in ("", heard):
-                ended = self._keeper.poll() is not None  # Before reading: then nothing can come after it.
+            while self._report.name in ("", received):
+                ended = self._supervisor.poll() is not None  # Before reading: then nothing can come after it.
                 piece = self._reader.read(PIECE_BYTES)
                 over = ended and not piece.lines
                 if piece.lines or piece.missed or over:
@@ -88,22 +88,24 @@ class RayAgent:
                         cause=self._cause() if over else None,
                     )
                 elif time.monotonic() > deadline_s:
-                    return replace(self._report, name=heard, lines=(), dropped=0)
+                    return replace(self._report, name=received, lines=(), dropped=0)
                 else:
                     time.sleep(LOOK_EVERY_S)
             return self._report
 
     def stop(self, patience_s: float) -> None:
         """SIGTERM for the agent, so that its workers save and leave; SIGKILL for what is left."""
-        if self._keeper.poll() is None:
-            self._keeper.send_signal(signal.SIGTERM)
+        if self._supervisor.poll() is None:
+            self._supervisor.send_signal(signal.SIGTERM)
         try:
-            self._keeper.wait(patience_s)
+            self._supervisor.wait(patience_s)
         except subprocess.TimeoutExpired:
-            end_processes(self._mark, spare=(self._keeper.pid,))  # The keeper writes down how it ended.
+            end_processes(
+                self._mark, spare=(self._supervisor.pid,)
+            )  # The supervisor writes down how it ended.
 
     def clear(self, snapshots: bool) -> None:
-        """Nothing of this agent is left on its node afterwards; of the task, only snapshots that it may go on from."""
+        """Nothing of this agent is left on its node afterwards; of the task, only snapshots that it may continue from."""
         self._kill()
         if snapshots:
             forget_jobs(self._agent.plan.task_id, self._agent.plan.run_id)
@@ -112,7 +114,7 @@ class RayAgent:
     def _kill(self) -> None:
         end_processes(self._mark)
         with suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(5)
+            self._supervisor.wait(5)
 
     def _cause(self) -> ExitCause | None:
         try:

@@ -1,6 +1,6 @@
 """The process that speaks with a Ray cluster on the coordinator's behalf.
 
-Wishes arrive on a pipe, news leave on it; when the pipe closes the process ends and leaves the runs as they are. Each run
+Requests arrive on a pipe, news leave on it; when the pipe closes the process ends and leaves the runs as they are. Each run
 has a thread (`ray_run`). Ray is imported here and in the agents, never in the coordinator.
 """
 
@@ -22,15 +22,15 @@ from strata.launch.ray_messages import (
     Forget,
     News,
     RayOptions,
+    Request,
     Start,
     Stop,
-    Wish,
 )
 
 CAPACITY_EVERY_S = 2.0
 
 
-def main(connection: Connection[Observation | News, Wish | None], options: RayOptions) -> None:
+def main(connection: Connection[Observation | News, Request | None], options: RayOptions) -> None:
     """What the driver's process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the coordinator, which closes the pipe.
     driver = Driver(connection, options)
@@ -48,7 +48,9 @@ def main(connection: Connection[Observation | News, Wish | None], options: RayOp
 
 
 class Driver:
-    def __init__(self, connection: Connection[Observation | News, Wish | None], options: RayOptions) -> None:
+    def __init__(
+        self, connection: Connection[Observation | News, Request | None], options: RayOptions
+    ) -> None:
         self.options = options
         self._connection = connection
         self._sending = threading.Lock()
@@ -67,30 +69,30 @@ class Driver:
         self._see_capacity()
 
     def serve(self) -> None:
-        """Until the coordinator lets go, or is gone."""
+        """Until the coordinator lets go, or is lost."""
         threading.Thread(target=self._watch_capacity, name="capacity", daemon=True).start()
         while True:
             try:
-                wish = self._connection.recv()
+                request = self._connection.recv()
             except (EOFError, OSError):
                 break
-            match wish:
+            match request:
                 case None:
                     break
                 case Adopt():
-                    self._adopt(wish.plans)
+                    self._adopt(request.plans)
                 case Start():
-                    self._begin(wish.plan)
+                    self._begin(request.plan)
                 case Stop():
-                    run = self._runs.get(wish.run_id)
+                    run = self._runs.get(request.run_id)
                     if run is not None:
-                        run.stop(patience_s=wish.patience_s)
+                        run.stop(patience_s=request.patience_s)
                 case Forget():
-                    self._forget(wish.jobs)
+                    self._forget(request.jobs)
         self._closed.set()
 
     def say(self, news: Observation | News) -> None:
-        """From any thread. Waits while the coordinator is busy; what nobody hears any more is dropped."""
+        """From any thread. Waits while the coordinator is busy; what nobody reads any more is dropped."""
         with self._sending, contextlib.suppress(OSError):
             self._connection.send(news)
 

@@ -48,7 +48,7 @@ class Forget:
     jobs: Sequence[str]
 
 
-Wish = Adopt | Start | Stop | Forget
+Request = Adopt | Start | Stop | Forget
 
 
 # --- driver to coordinator, beside observations -------------------------------------------------------------
@@ -93,7 +93,7 @@ class AgentPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
     name: str = ""
-    """What the driver says it has heard; empty before the first news."""
+    """What the driver says it has received; empty before the first news."""
     incarnation: str
     """Another one: the agent was started anew, on this node or another."""
     node: str

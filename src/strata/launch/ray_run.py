@@ -1,8 +1,8 @@
 """One run in a Ray cluster: its placement group, its agents, and the thread that watches them.
 
-Ray moves what a lost node held: the bundle to a node with room, and with it the agent, which then joins the rendezvous anew.
-Until there is room the others go on without it. The run is over when one agent ended well (then all did), when one failed
-for good, or when it was told to stop; only after everything is gone is its last word said.
+Ray moves what a lost node held: the bundle to a node with capacity, and with it the agent, which then joins the rendezvous anew.
+Until there is capacity the others continue without it. The run is over when one agent ended well (then all did), when one failed
+for good, or when it was asked to stop; only after everything has exited is its end reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from strata.core.messages import ExitCause
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.launch.protocol import (
     Exited,
     LaunchFailed,
@@ -42,20 +42,20 @@ from strata.launch.protocol import (
     Started,
 )
 from strata.launch.ray_agent import RayAgent
-from strata.launch.ray_layout import room_of, workers_by_agent
+from strata.launch.ray_layout import capacity_of, workers_by_agent
 from strata.launch.ray_messages import AgentPlan, AgentReport, RayOptions
 from strata.launch.torchrun import LEAVE_S
 from strata.shared_memory import forget_jobs
 
 Say = Callable[[Any], None]
-ROOM_S = 300.0
-"""How long a run waits for room, where others use the cluster too: the coordinator's queue knows only its own."""
+CAPACITY_S = 300.0
+"""How long a run waits for capacity, where others use the cluster too: the coordinator's queue knows only its own."""
 ANSWER_S = 0.5
 """An agent without news answers after this time."""
 AGAIN_S = 1.0
 """Between questions to an agent that is away."""
 TOGETHER_S = 20.0
-"""Agents of a run that ended well end within moments of each other."""
+"""Agents of a run that ended well end within seconds of each other."""
 GONE_S = 15.0
 GROUP = "strata:"
 FILE_LIMIT_BYTES = 1 << 20
@@ -83,7 +83,7 @@ class _Watched:
     index: int
     actor: Any
     incarnation: str = ""
-    heard: str = ""
+    received: str = ""
     node: str = ""
     away_since_s: float | None = None
     ask_at_s: float = 0.0
@@ -142,7 +142,7 @@ class RayRun:
 
     def _start(self, plan: LaunchPlan) -> int:
         check_reachable(plan.coordinator)
-        deadline_s = time.monotonic() + ROOM_S
+        deadline_s = time.monotonic() + CAPACITY_S
         counts = self._layout(plan, deadline_s)
         cpus = self._options.cpus_per_worker
         bundles = [
@@ -179,22 +179,23 @@ class RayRun:
     def _layout(self, plan: LaunchPlan, deadline_s: float) -> list[int]:
         while True:
             free = ray._private.state.available_resources_per_node()
-            rooms = [
-                room_of(node, cpus=self._options.cpus_per_worker, gpus=plan.gpus_per_worker)
+            capacities = [
+                capacity_of(node, cpus=self._options.cpus_per_worker, gpus=plan.gpus_per_worker)
                 for node in free.values()
             ]
-            counts = workers_by_agent(plan.worker_count, rooms)
+            counts = workers_by_agent(plan.worker_count, capacities)
             if counts is not None:
                 return counts
             gpus = f" with {plan.gpus_per_worker} GPUs each" if plan.gpus_per_worker else ""
             self._give_up_at(
-                deadline_s, f"there is room for {sum(rooms)} of its {plan.worker_count} workers{gpus}"
+                deadline_s,
+                f"there is capacity for {sum(capacities)} of its {plan.worker_count} workers{gpus}",
             )
             self._asked_to_stop.wait(1.0)
 
     def _give_up_at(self, deadline_s: float, reason: str) -> None:
         if self._asked_to_stop.is_set():
-            raise LaunchFailed("It was stopped before it began.")
+            raise LaunchFailed("It was stopped before it started.")
         if time.monotonic() > deadline_s:
             raise LaunchFailed(
                 f"The Ray cluster has no place for the task: {reason}.",
@@ -206,7 +207,7 @@ class RayRun:
     def _watch(self) -> None:
         try:
             lost = self._watch_agents()
-        except Exception as error:  # The cluster is gone, or answers nonsense.
+        except Exception as error:  # The cluster is lost, or answers nonsense.
             lost = f"the Ray cluster no longer answers for it: {type(error).__name__}: {error}"
         self._clear()
         plan = self._plan
@@ -221,10 +222,10 @@ class RayRun:
         """Until every agent has ended. Returns why its end is not known, or nothing."""
         asked: dict[Any, _Watched] = {}
         deadline_s: float | None = None
-        told = False
+        notified = False
         while any(not agent.ended for agent in self._agents):
-            if self._asked_to_stop.is_set() and not told:
-                told, patience_s = True, self._patience_s or 0.0
+            if self._asked_to_stop.is_set() and not notified:
+                notified, patience_s = True, self._patience_s or 0.0
                 deadline_s = time.monotonic() + patience_s + GONE_S
                 for agent in self._agents:
                     agent.actor.stop.remote(patience_s)
@@ -234,7 +235,7 @@ class RayRun:
             waiting = set(map(id, asked.values()))
             for agent in self._agents:
                 if not agent.ended and id(agent) not in waiting and now_s >= agent.ask_at_s:
-                    asked[agent.actor.take.remote(ANSWER_S, agent.heard)] = agent
+                    asked[agent.actor.take.remote(ANSWER_S, agent.received)] = agent
             if not asked:
                 time.sleep(0.1)
                 continue
@@ -243,7 +244,7 @@ class RayRun:
                 try:
                     report = ray.get(ref)
                 except RayActorError as error:
-                    lost = self._away(agent, error, stopping=told)
+                    lost = self._away(agent, error, stopping=notified)
                     if lost:
                         return lost
                 else:
@@ -261,7 +262,7 @@ class RayRun:
         elif agent.away_since_s is not None:
             self._remark(f"agent {agent.index} on node {report.node} is back")
         agent.incarnation, agent.node, agent.away_since_s = report.incarnation, report.node, None
-        agent.heard = report.name
+        agent.received = report.name
         agent.ended = report.ended
         if report.cause is not None and self._cause is None:
             where = f" (agent {agent.index} on node {report.node})" if len(self._agents) > 1 else ""
@@ -273,7 +274,7 @@ class RayRun:
             )
 
     def _away(self, agent: _Watched, error: RayActorError, *, stopping: bool) -> str:
-        """An agent does not answer: its node is lost and Ray starts it elsewhere, or it is gone for good."""
+        """An agent does not answer: its node is lost and Ray starts it elsewhere, or it is lost for good."""
         now_s = time.monotonic()
         agent.ask_at_s = now_s + AGAIN_S
         if stopping:
@@ -283,7 +284,7 @@ class RayRun:
             agent.away_since_s = now_s
             place = f"node {agent.node}" if agent.node else "its node"
             self._remark(
-                f"agent {agent.index} is lost with {place}; the others go on until there is room for it"
+                f"agent {agent.index} is lost with {place}; the others continue until there is capacity for it"
             )
         elif not isinstance(error, ActorUnavailableError) and now_s - agent.away_since_s > GONE_S:
             # Ray restarts agents without limit: one that is dead was ended by somebody.
@@ -302,9 +303,9 @@ class RayRun:
     # --- ending ---------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        """Nothing of the run is left in the cluster afterwards; snapshots only where it failed and may go on."""
+        """Nothing of the run is left in the cluster afterwards; snapshots only where it failed and may continue."""
         over = self._cause is None
-        with contextlib.suppress(Exception):  # Nodes that are gone have nothing left to clear.
+        with contextlib.suppress(Exception):  # Nodes that are lost have nothing left to clear.
             ray.wait(
                 [agent.actor.clear.remote(over) for agent in self._agents],
                 num_returns=max(1, len(self._agents)),

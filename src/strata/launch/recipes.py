@@ -25,12 +25,30 @@ from typing import Any
 
 from strata.config import ConfigError
 from strata.core.messages import InvalidArgument, Unknown
-from strata.launch.schema import InvalidConfig, Schema, check, filled, nearest, schema_problems
+from strata.validation import Problem, Schema, check, filled, nearest, schema_problems
 
 MAX_RECIPES = 1_000
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _PLACE = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 _OWN_PLACES = frozenset({"task_id", "task_dir", "checkpoints", "dataset_path"})
+
+
+PROBLEMS_SHOWN = 20
+
+
+class InvalidConfig(InvalidArgument):
+    """Everything that is wrong with a task's config, at once."""
+
+    def __init__(self, recipe: str, problems: list[Problem]) -> None:
+        shown = "; ".join(map(str, problems[:PROBLEMS_SHOWN]))
+        if len(problems) > PROBLEMS_SHOWN:
+            shown += f"; and {len(problems) - PROBLEMS_SHOWN} more"
+        super().__init__("config", shown + ".", hint=f"GET /api/recipes shows what '{recipe}' takes.")
+        self.problems = problems
+
+    @property
+    def details(self) -> list[dict[str, str]]:
+        return [{"field": p.path, "message": p.message} for p in self.problems[:50]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +74,7 @@ class Recipe:
 
     def check(self, config: Mapping[str, Any], *, worker_count: int, dataset_id: str | None) -> None:
         """Raises `InvalidArgument` with everything that is wrong with a request."""
-        problems = check(self.schema, config)
+        problems = check(self.schema, config, "config")
         if problems:
             raise InvalidConfig(self.name, problems)
         if self.needs_dataset and dataset_id is None:
@@ -146,19 +164,23 @@ def _quoted(text: str) -> str:
     return json.dumps(text)  # A JSON string is a TOML string.
 
 
-_KEYS: dict[str, type | tuple[type, ...]] = {
-    "description": str,
-    "script": str,
-    "module": str,
-    "arguments": list,
-    "config": dict,
-    "required": list,
-    "needs_dataset": bool,
-    "gpus_per_worker": int,
-    "max_workers": int,
-    "working_dir": str,
-    "environment": dict,
-    "warm": bool,
+_TEXT = {"type": "string"}
+_DECLARATION: Schema = {
+    "type": "object",
+    "properties": {
+        "description": _TEXT,
+        "script": _TEXT,
+        "module": _TEXT,
+        "arguments": {"type": "array"},
+        "config": {"type": "object", "additionalProperties": True},
+        "required": {"type": "array"},
+        "needs_dataset": {"type": "boolean"},
+        "gpus_per_worker": {"type": "integer"},
+        "max_workers": {"type": "integer"},
+        "working_dir": _TEXT,
+        "environment": {"type": "object", "additionalProperties": _TEXT},
+        "warm": {"type": "boolean"},
+    },
 }
 
 
@@ -167,11 +189,7 @@ def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> R
     name = path.stem
     if not NAME.fullmatch(name):
         problems.append(f"{path}: a recipe's name is small letters, digits, '.', '_' and '-', at most 64")
-    for key, value in declared.items():
-        if key not in _KEYS:
-            problems.append(f"{path}: {key} is not a known key; {nearest(key, _KEYS)}")
-        elif not isinstance(value, _KEYS[key]) or (isinstance(value, bool) and _KEYS[key] is int):
-            problems.append(f"{path}: {key} must be {_TYPE_WORDS[_KEYS[key]]}, not {value!r}")
+    problems += [f"{path}: {problem}" for problem in check(_DECLARATION, declared)]
     if len(problems) > before:
         return None
     schema = {
@@ -190,12 +208,6 @@ def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> R
                 problems.append(
                     f"{path}: arguments: {{{place}}} is not a key of config; {nearest(place, known)}"
                 )
-    environment = declared.get("environment", {})
-    problems += [
-        f"{path}: environment.{key} must be text, not {value!r}"
-        for key, value in environment.items()
-        if not isinstance(value, str)
-    ]
     if len(problems) > before:
         return None
     working_dir = declared.get("working_dir")
@@ -209,7 +221,7 @@ def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> R
         gpus_per_worker=declared.get("gpus_per_worker", 0),
         max_workers=declared.get("max_workers"),
         working_dir=(path.parent / working_dir).resolve() if working_dir is not None else None,
-        environment=environment,
+        environment=declared.get("environment", {}),
         warm=declared.get("warm", True),
     )
 
@@ -226,15 +238,6 @@ def _program(path: Path, declared: Mapping[str, Any], problems: list[str]) -> tu
     if not script.is_file():
         problems.append(f"{path}: there is no script {script}")
     return (str(script),)
-
-
-_TYPE_WORDS: dict[type | tuple[type, ...], str] = {
-    str: "text",
-    list: "a list",
-    dict: "a table",
-    bool: "true or false",
-    int: "a whole number",
-}
 
 
 def _written(value: Any) -> str:

@@ -1,6 +1,6 @@
 """A batch script that runs a torchrun agent on every node of a Slurm job, meeting through the coordinator.
 
-Guarantees of the script: before the time limit the workers are told to save and leave, and the job goes back into the
+Guarantees of the script: before the time limit the workers are asked to save and leave, and the job goes back into the
 queue under the same name, where it continues from its checkpoint; a lost node does not end the job while `min_nodes`
 are left; no secret is written into it (the token travels in the environment that sbatch passes on). It only writes the
 script: nothing is submitted here.
@@ -29,7 +29,7 @@ class SlurmOptions:
 
     nodes: int = 1
     min_nodes: int = 1
-    """Training goes on while so many are left."""
+    """Training continues while so many are left."""
     workers_per_node: int = 1
     gpus_per_node: int = 0
     cpus_per_node: int = 0

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from strata.launch.leftovers import is_tracker
+from strata.launch.cleanup import is_tracker
 from strata.rendezvous import LOOPBACK, PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, rdzv_conf
 
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
 GONE_S = 10.0
-"""Processes that were killed are gone long before."""
+"""Processes that were killed have exited long before."""
 POLL_S = 0.01
 
 
@@ -118,7 +118,7 @@ class Agent:
         return self.kill()
 
     def kill(self) -> int:
-        """SIGKILL for the agent and everything it started: a machine that is gone.
+        """SIGKILL for the agent and everything it started: a machine that is lost.
 
         All but Python's resource tracker, which removes the semaphores of the dead and then ends by itself.
         """
@@ -156,7 +156,7 @@ def _is_to_end(process: psutil.Process) -> bool:
 
 
 def _group(leader: int) -> list[psutil.Process]:
-    """The processes of a group, whose leader may be gone."""
+    """The processes of a group, whose leader may have exited."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError):

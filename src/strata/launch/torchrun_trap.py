@@ -56,5 +56,5 @@ def _has_fresh_stores() -> bool:
 
 def _all_know_the_attempt() -> bool:
     """Agents count their own restarts, so those of several machines may differ. A static rendezvous cannot change, so
-    there a failure is everybody's; it is the only one that shares a store although it was told not to."""
+    there a failure is everybody's; it is the only one that shares a store although it was asked not to."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") or _has_fresh_stores()

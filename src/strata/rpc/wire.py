@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from strata.core.checkpoints import CheckpointRecord
-from strata.core.datasets import Shard
-from strata.core.membership import Gpu, Report, Resources
+from strata.core.datasets import SHARDS_PER_PROGRESS, Shard
 from strata.core.messages import (
     DEFAULT_JOB,
     ArriveAtBarrier,
@@ -21,13 +20,19 @@ from strata.core.messages import (
     DatasetSpec,
     DeregisterWorker,
     FileSpan,
+    Gpu,
+    Heartbeat,
     InvalidArgument,
     JobId,
     NotifyCheckpoint,
+    ProgressReported,
     ReconcileCheckpoints,
     Refused,
     RegisterWorker,
+    Report,
     ReportRecovery,
+    Resources,
+    ShardProgress,
     WorkerId,
     WorkerSpec,
 )
@@ -69,15 +74,30 @@ def deregister_worker(m: pb.DeregisterWorkerRequest) -> DeregisterWorker:
     return DeregisterWorker(worker_id=WorkerId(m.worker_id), incarnation=m.incarnation, reason=m.reason)
 
 
-def report(m: pb.HeartbeatRequest) -> Report:
+def heartbeat(m: pb.HeartbeatRequest) -> Heartbeat:
     status = m.status
-    return Report(
+    report = Report(
         state=status.state,
         step=status.current_step,
         epoch=status.current_epoch,
         task=status.current_task,
         resources=resources(m.resources) if m.HasField("resources") else None,
         metrics=dict(status.metrics),
+    )
+    return Heartbeat(worker_id=WorkerId(m.worker_id), incarnation=m.incarnation, report=report)
+
+
+def progress(m: pb.Progress, worker_id: WorkerId, incarnation: int) -> ProgressReported:
+    # One more than is allowed is enough to be refused: a flood is not decoded first.
+    shards = m.shards[: SHARDS_PER_PROGRESS + 1]
+    return ProgressReported(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        generation=m.generation,
+        shards=tuple(
+            ShardProgress(DatasetId(s.dataset_id), int(s.epoch), int(s.shard_id), int(s.samples_done))
+            for s in shards
+        ),
     )
 
 

@@ -63,8 +63,8 @@ from strata.core.job import (
     Stop,
     Survey,
 )
-from strata.core.terms import CheckpointId
-from strata.core.words import counted
+from strata.core.text import counted
+from strata.core.types import CheckpointId
 from strata.data.commits import DataLedger
 from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch

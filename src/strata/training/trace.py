@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
 
-from strata.core.words import counted
+from strata.core.text import counted
 from strata.files import write_file
 from strata.shared_memory import PROVEN, make_private, remove_empty, run_folder
 

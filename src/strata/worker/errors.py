@@ -17,7 +17,7 @@ NOBODY_ANSWERED = (
 
 
 class CoordinatorUnavailable(StrataError):
-    """Nobody answers. Training may go on; what was acknowledged is safe."""
+    """Nobody answers. Training may continue; what was acknowledged is safe."""
 
     code = "unavailable"
 

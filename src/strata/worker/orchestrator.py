@@ -30,14 +30,14 @@ from strata.worker.values import (
     checkpoint_record,
     dataset_request,
     message,
+    non_negative,
     shard_assignment,
-    whole,
 )
 
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 7 * 86_400.0
-RECONCILE_ATTEMPTS = 20  # Each fails only if another checkpoint was told of between two calls.
+RECONCILE_ATTEMPTS = 20  # Each fails only if another checkpoint was reported between two calls.
 
 CheckpointState = Literal["in_progress", "completed", "failed", "removed"]
 
@@ -185,9 +185,9 @@ class TrainingOrchestrator:
         status = pb.WorkerStatus()
         status.CopyFrom(self._session.status)
         if current_step is not None:
-            status.current_step = whole("current_step", current_step)
+            status.current_step = non_negative("current_step", current_step)
         if current_epoch is not None:
-            status.current_epoch = whole("current_epoch", current_epoch)
+            status.current_epoch = non_negative("current_epoch", current_epoch)
         if state is not None:
             status.state = state
         if task is not None:
@@ -312,9 +312,9 @@ class TrainingOrchestrator:
         """Say how far a shard is read. Shown at once, counted when a checkpoint commits it. Never waits."""
         self._session.report_progress(
             dataset_id,
-            whole("epoch", epoch),
-            whole("shard_id", shard_id),
-            whole("samples_done", samples_done),
+            non_negative("epoch", epoch),
+            non_negative("shard_id", shard_id),
+            non_negative("samples_done", samples_done),
         )
 
     # --- barriers -------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ class TrainingOrchestrator:
 
         `generation` fences: a notice from a generation of the coordinator's members that is over is refused. So is one
         of an earlier `run_generation` of the run than the newest the coordinator knows. `saved_generation` and
-        `succeeded_by` are for a checkpoint that is told of late, from its manifest: which generation of the run saved
+        `succeeded_by` are for a checkpoint that is reported late, from its manifest: which generation of the run saved
         it, and which newer one there is.
         """
         me = self._me()
@@ -424,7 +424,7 @@ class TrainingOrchestrator:
         self, present: Sequence[str], *, run_id: str = "", run_generation: int = 0
     ) -> tuple[str, ...]:
         """Tell the coordinator which checkpoints of a run exist: what it calls completed and is not among them becomes
-        removed. Returns those of them that it does not know; `notify_checkpoint` tells it."""
+        removed. Returns those of them that it does not know; `notify_checkpoint` describes them."""
         me = self._me()
         request = message(
             pb.ReconcileCheckpointsRequest,
@@ -474,7 +474,7 @@ class TrainingOrchestrator:
         world_after: int,
         reason: str,
     ) -> None:
-        """Tell the coordinator how long a recovery took."""
+        """Report the duration of a recovery, by phase."""
         me = self._me()
         request = message(
             pb.ReportRecoveryRequest,

@@ -172,7 +172,7 @@ class SessionThread:
                 await self.call("DeregisterWorker", request, timeout_s=GOODBYE_S)
         except CoordinatorRefused as refusal:
             if refusal.reason_code not in ("not_found", "stale"):
-                raise  # Those mean that the goodbye was heard after all.
+                raise  # Those mean that the goodbye arrived after all.
         finally:
             self.registration = None
             await self._end_session()
@@ -227,7 +227,7 @@ class SessionThread:
         backoff = Backoff(first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S)
         backoff.worked()
         while not self.stale_reason:
-            began_s = time.monotonic()
+            started_s = time.monotonic()
             try:
                 await self._run_session(registration)
                 if self._has_left:
@@ -250,7 +250,7 @@ class SessionThread:
                 log.debug("session cancelled by the coordinator")
             finally:
                 self.connected.clear()
-            if time.monotonic() - began_s > 5.0:
+            if time.monotonic() - started_s > 5.0:
                 backoff.worked()
             await asyncio.sleep(backoff.pause_s() or 0.0)
 
@@ -369,7 +369,7 @@ class SessionThread:
 
     def _become_stale(self, stale: StaleWorker) -> None:
         if self._goodbye is not None:
-            self._has_left = True  # It was heard, and its answer was lost on the way.
+            self._has_left = True  # It arrived, and its answer was lost on the way.
             return
         self.stale_cause = stale.cause
         self.stale_reason = stale.message

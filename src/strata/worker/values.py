@@ -60,7 +60,7 @@ class BarrierResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
-    """A completed checkpoint as the coordinator knows it, and where training goes on from it."""
+    """A completed checkpoint as the coordinator knows it, and where training continues from it."""
 
     checkpoint_id: str
     step: int
@@ -140,7 +140,7 @@ def message(kind: Callable[..., T], **values: Any) -> T:
         raise ValueError(f"{kind.__name__.removesuffix('Request')}: {error}") from None
 
 
-def whole(name: str, value: int) -> int:
+def non_negative(name: str, value: int) -> int:
     if not 0 <= value < 2**63:
         raise ValueError(f"{name} must be a whole number from 0 on, got {value}")
     return value

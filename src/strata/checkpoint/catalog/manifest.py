@@ -24,7 +24,7 @@ import xxhash
 
 from strata.checkpoint.copying.digest import Digest
 from strata.checkpoint.errors import Damaged
-from strata.core.terms import CheckpointId as CheckpointId
+from strata.core.types import CheckpointId as CheckpointId
 from strata.stores.keys import check_key
 
 SCHEMA = 2

@@ -15,9 +15,9 @@ import grpc
 import grpc.aio
 
 from strata.coordinator.engine import Engine
-from strata.coordinator.grpc.refusals import Context, barrier_text, refuse, unreadable
+from strata.coordinator.grpc.middleware import Context, barrier_text, refuse, unreadable
 from strata.coordinator.grpc.sessions import Sessions
-from strata.coordinator.grpc.streams import Streams, take_heartbeat
+from strata.coordinator.grpc.streams import Streams
 from strata.coordinator.grpc.waits import Outcome
 from strata.coordinator.inspection.datasets import count_samples
 from strata.coordinator.logs.store import LogStore
@@ -115,7 +115,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         # It counts now, and is answered when everything that the answer shows is durable.
         try:
-            job = take_heartbeat(self.engine, request)
+            self.engine.observe(wire.heartbeat(request))
+            job = self.engine.cluster.membership.members[WorkerId(request.worker_id)].spec.job_id
         finally:
             membership = (await self.engine.settled()).membership
         generation = membership.job_generations[job]
@@ -188,7 +189,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         entry = datasets.plans.get(key)
         if entry is None:
             raise Overloaded(
-                f"The plan of epoch {request.epoch} made room for other epochs meanwhile.", hint="Ask again."
+                f"The plan of epoch {request.epoch} was dropped for those of other epochs meanwhile.",
+                hint="Ask again.",
             )
         plan = entry.plan
         generation = cluster.membership.job_generations[member.spec.job_id]

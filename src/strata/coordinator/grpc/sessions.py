@@ -1,12 +1,12 @@
-"""Who is connected, and everything the coordinator has to tell them.
+"""Who is connected, and everything the coordinator notifies them of.
 
 The coordinator never calls a worker: news rides on the worker's own stream, or waits for its next heartbeat.
 Each session has a bounded outbox; a worker that does not read loses its session, not the others their speed.
 News about topology and plans is gathered for a moment, so that a thousand joins are not a million messages, and of news
-that a slow reader has not heard yet only the newest is kept. It is told between two commits of the engine, never during
-one: what workers hear has happened, whatever becomes of the coordinator.
+that a slow reader has not read yet only the newest is kept. It is sent between two commits of the engine, never during
+one: what workers are notified of has happened, whatever becomes of the coordinator.
 
-Runs on the event loop, told of every durable batch by the engine.
+Runs on the event loop, notified of every durable batch by the engine.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from strata.core.messages import (
     Event,
     JobId,
     ShardsMoved,
+    WorkerConnected,
+    WorkerDisconnected,
     WorkerFailed,
     WorkerId,
     WorkerJoined,
@@ -54,8 +56,8 @@ class WorkerSession:
         self._news: dict[str, pb.CoordinatorMessage] = {}
         self._filled = asyncio.Event()
 
-    def tell(self, about: str, message: pb.CoordinatorMessage) -> None:
-        """News, in place of what has not been heard yet about the same."""
+    def notify(self, about: str, message: pb.CoordinatorMessage) -> None:
+        """News, in place of what has not been read yet about the same."""
         self._news[about] = message
         self._filled.set()
 
@@ -90,7 +92,6 @@ class Sessions:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cluster = engine.cluster
-        self._clock = engine.clock
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self.waits = Waits()
         self._changed_jobs: dict[JobId, str] = {}
@@ -110,18 +111,19 @@ class Sessions:
             older.end("a newer stream of the same worker replaced it")
         job = self._cluster.membership.members[worker_id].spec.job_id
         session = self._sessions[worker_id] = WorkerSession(worker_id, incarnation, job)
-        self._cluster.membership.connected(worker_id, self._clock.now())
-        session.tell(TOPOLOGY, pb.CoordinatorMessage(topology=self._topology(session, "connected")))
+        self._engine.observe(WorkerConnected(worker_id=worker_id, incarnation=incarnation))
+        session.notify(TOPOLOGY, pb.CoordinatorMessage(topology=self._topology(session, "connected")))
         return session
 
     def close(self, session: WorkerSession) -> None:
-        """The stream is gone. Without a goodbye its worker is suspect from now on."""
+        """The stream has ended. Without a goodbye its worker is suspect from now on."""
         session.end("its stream ended")
         self.waits.close_all(session.worker_id, owner=session)
         if self._sessions.get(session.worker_id) is session:
             del self._sessions[session.worker_id]
-            now = self._clock.now()
-            self._cluster.membership.dropped(session.worker_id, session.incarnation, now)
+            self._engine.observe(
+                WorkerDisconnected(worker_id=session.worker_id, incarnation=session.incarnation)
+            )
 
     def end_all(self, why: str) -> None:
         for session in self._sessions.values():
@@ -156,9 +158,9 @@ class Sessions:
                     )
                     self._schedule()
                 case _:
-                    pass  # Workers need not hear of the rest.
+                    pass  # Workers need not know of the rest.
         if self._is_overdue:
-            self._tell()
+            self._notify()
 
     def _fence(self, worker_id: WorkerId, incarnation: int, reason: str, cause: Cause) -> None:
         session = self._sessions.get(worker_id)
@@ -173,9 +175,9 @@ class Sessions:
 
     def _schedule(self) -> None:
         if self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(GATHER_S, self._tell)
+            self._flush = asyncio.get_running_loop().call_later(GATHER_S, self._notify)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._is_overdue = not self._engine.is_settled
         if self._is_overdue:
             return  # `committed` is called as soon as the rest is durable.
@@ -189,9 +191,9 @@ class Sessions:
         for session in list(self._sessions.values()):
             if session.job_id in jobs:
                 topology = self._topology(session, jobs[session.job_id])
-                session.tell(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
+                session.notify(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
             for about, message in plan_messages.get(session.job_id, ()):
-                session.tell(about, message)
+                session.notify(about, message)
 
     def _topology(self, session: WorkerSession, reason: str) -> pb.Topology:
         roster = self._cluster.membership.roster(session.job_id)

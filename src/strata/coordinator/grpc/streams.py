@@ -12,18 +12,15 @@ import time
 import grpc.aio
 
 from strata.coordinator.engine import Engine, Unavailable
-from strata.coordinator.grpc.refusals import Context, barrier_text, refuse, unreadable
+from strata.coordinator.grpc.middleware import Context, barrier_text, refuse, unreadable
 from strata.coordinator.grpc.sessions import Sessions, WorkerSession
 from strata.coordinator.grpc.waits import Outcome
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
-from strata.core import checks
 from strata.core.loglines import LogLine
 from strata.core.messages import (
-    DatasetId,
     DeregisterWorker,
     InvalidArgument,
-    JobId,
     Overloaded,
     Refused,
     Reply,
@@ -40,26 +37,12 @@ HELLO_TIMEOUT_S = 10.0
 MESSAGES_PER_SECOND = 2_000
 """What one session may send on average; it is read more slowly beyond that."""
 LOG_LINES_PER_BATCH = 2_000
-SHARDS_PER_PROGRESS = 10_000
 ITEMS_PER_MESSAGE = 20
 """So many log lines or shards in one message weigh as much as a message."""
-LAST_WORDS_S = 1.0
+FLUSH_S = 1.0
 """How long a session that is over may take to read why."""
 
 _END: object = grpc.aio.EOF  # type: ignore[attr-defined]
-
-
-def take_heartbeat(engine: Engine, beat: pb.HeartbeatRequest) -> JobId:
-    """Soft: nothing is journaled, nothing waits. The worker's job, or a refusal, by a state that may not be durable yet:
-    whoever answers waits for `settled` first."""
-    membership = engine.cluster.membership
-    worker_id = WorkerId(beat.worker_id)
-    member = membership.admit(worker_id, incarnation=beat.incarnation)
-    report = wire.report(beat)
-    checks.report(report)
-    membership.heard(worker_id, engine.clock.now())
-    membership.reports[worker_id] = report
-    return member.spec.job_id
 
 
 class Streams:
@@ -95,7 +78,7 @@ class Streams:
         finally:
             reader.cancel()
             self._sessions.close(session)
-            await asyncio.wait({writer}, timeout=LAST_WORDS_S)
+            await asyncio.wait({writer}, timeout=FLUSH_S)
             writer.cancel()
             failed, _ = await asyncio.gather(reader, writer, return_exceptions=True)
         if isinstance(failed, StrataError):
@@ -161,13 +144,14 @@ class Streams:
                 self._metrics.request("Session.heartbeat")
                 beat = message.heartbeat
                 beat.worker_id, beat.incarnation = session.worker_id, session.incarnation
-                take_heartbeat(self._engine, beat)
+                self._engine.observe(wire.heartbeat(beat))
             case "barrier":
                 self._metrics.request("Session.barrier")
                 self._arrive(session, message.barrier)
             case "progress":
                 self._metrics.request("Session.progress")
-                self._progress(session, message.progress)
+                progress = wire.progress(message.progress, session.worker_id, session.incarnation)
+                self._engine.observe(progress)
                 return 1 + len(message.progress.shards) // ITEMS_PER_MESSAGE
             case "logs":
                 self._metrics.request("Session.logs")
@@ -185,7 +169,7 @@ class Streams:
         return 1
 
     def _leave(self, session: WorkerSession, reason: str) -> None:
-        """Answered, and the session ended, once it is durable; one that is refused hears why."""
+        """Answered, and the session ended, once it is durable; one that is refused is sent the reason."""
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, StrataError):
@@ -239,18 +223,8 @@ class Streams:
             wait.close()
             session.end(str(refusal))  # The worker comes back and arrives again.
 
-    def _progress(self, session: WorkerSession, progress: pb.Progress) -> None:
-        membership = self._engine.cluster.membership
-        member = membership.admit(session.worker_id, incarnation=session.incarnation)
-        if progress.generation and progress.generation != membership.job_generations[member.spec.job_id]:
-            return  # Progress of a generation that is over does not count; its reader is being told.
-        checks.between("shards in one progress message", len(progress.shards), 0, SHARDS_PER_PROGRESS)
-        for item in progress.shards:
-            key = (member.spec.job_id, DatasetId(item.dataset_id), int(item.epoch))
-            self._engine.cluster.datasets.report(key, int(item.shard_id), int(item.samples_done))
-
 
 def _look_at(task: asyncio.Task[None]) -> None:
-    """gRPC's errors on a stream that is gone are no news, also when nobody is left to hear of them."""
+    """gRPC's errors on a stream that has ended are no news, also when nobody is left to read them."""
     if not task.cancelled():
         task.exception()

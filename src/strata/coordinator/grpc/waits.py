@@ -1,6 +1,6 @@
-"""Callers that wait for a barrier to end: each is told exactly once, or has gone.
+"""Callers that wait for a barrier to end: each is notified exactly once, or has left.
 
-Whoever stops waiting closes its wait, so nothing is kept for callers that are gone, and one worker can hold only
+Whoever stops waiting closes its wait, so nothing is kept for callers that have left, and one worker can hold only
 so many. Runs on the event loop.
 """
 
@@ -27,7 +27,7 @@ K = TypeVar("K")
 
 
 class Wait:
-    """One caller. `begin` goes along with its arrival; `close` when it is no longer there to be told."""
+    """One caller. `begin` goes along with its arrival; `close` when it is no longer there to be notified."""
 
     __slots__ = ("_deliver", "_order", "_over", "_round", "_waits", "_worker_id", "owner")
 

@@ -1,6 +1,6 @@
 """The dashboard's files: a built single-page application, served from memory as it was when the coordinator started.
 
-Only the application's own views fall back to its index page; everything else that is not a file goes on to the API.
+Only the application's own views fall back to its index page; everything else that is not a file is passed to the API.
 Nothing here needs a token: the files are the same for everyone and hold no data. No inline script runs, nothing is
 loaded from elsewhere, and no foreign page may frame it.
 """
@@ -84,7 +84,7 @@ class File:
 
 
 class Dashboard:
-    """Answers for the files of one build, before the API and its door are asked. Without a build, `/` says how to make one."""
+    """Answers for the files of one build, before the API is asked. Without a build, `/` says how to make one."""
 
     def __init__(self, api: ASGIApp, folder: Path = BUILT) -> None:
         self._api = api

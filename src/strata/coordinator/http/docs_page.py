@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from strata.coordinator.http.dashboard import SECURITY_HEADERS
@@ -25,10 +25,12 @@ table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem 
 """.strip()
 
 
-def install_docs_page(app: FastAPI) -> None:
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(render(app.openapi()), headers=SECURITY_HEADERS)
+router = APIRouter()
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    return HTMLResponse(render(request.app.openapi()), headers=SECURITY_HEADERS)
 
 
 def render(document: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """What happened, live: one ring of ready-made bytes that any number of browsers read at their own pace.
 
 Each entry is serialized once. A reader holds only a position; one that falls out of the ring, or that comes
-from an earlier life of the coordinator, is told to `resync` and goes on from the present. Readers can never
+from an earlier life of the coordinator, is sent `resync` and continues from the present. Readers can never
 slow the engine: publishing is an append.
 """
 
@@ -60,8 +60,8 @@ class Feed:
             body,
         )
         if isinstance(data, dict) and data.get("severity", "debug") != "debug":
-            told = (self.position.encode(), kind.encode(), time.time(), body)
-            self._recent.append(b'{"id":"%s","event":"%s","at":%.3f,"data":%s}' % told)
+            shown = (self.position.encode(), kind.encode(), time.time(), body)
+            self._recent.append(b'{"id":"%s","event":"%s","at":%.3f,"data":%s}' % shown)
         self._entries.append(_Entry(self._number, entry))
         self._bytes += len(entry)
         while len(self._entries) > ENTRIES_KEPT or (self._bytes > BYTES_KEPT and len(self._entries) > 1):

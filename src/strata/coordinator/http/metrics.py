@@ -1,20 +1,30 @@
-"""Figures over time, and where the time of jobs and tasks went, over HTTP."""
+"""Metrics over HTTP: now, for Prometheus, over time, and where the time of jobs and tasks went."""
 
 from __future__ import annotations
 
 import time
 from typing import Annotated, Literal
 
-from fastapi import FastAPI, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
+from strata.coordinator.http.dependencies import (
+    NOT_FOUND,
+    NameFilter,
+    NameInPath,
+    TheRuntime,
+    Timestamp,
+    page_response,
+)
 from strata.coordinator.http.middleware import json_response
-from strata.coordinator.http.params import NOT_FOUND, Moment, NameInPath, Words
 from strata.coordinator.metrics.history import FLEET_SERIES, JOB_SERIES, MINUTES, SECONDS, HistoryView
 from strata.coordinator.runtime import Runtime
+from strata.core import views
 from strata.core.goodput import GoodputView
 from strata.core.messages import InvalidArgument, JobId, TaskId, Unknown
 from strata.core.tasks import Task
+
+router = APIRouter(tags=["metrics"])
 
 SeriesNames = Annotated[
     str | None, Query(max_length=512, description="Names separated by commas; all by default")
@@ -25,56 +35,67 @@ Step = Annotated[
 ]
 
 
-def install_metric_routes(app: FastAPI, runtime: Runtime) -> None:
-    watch = runtime.watch
+@router.get("/api/metrics", response_model=views.MetricsView)
+async def api_metrics(runtime: TheRuntime, request: Request) -> Response:
+    """MB/s of checkpoints completed lately, gRPC requests/s, workers, ms of barriers (p99) and of the last plan."""
+    return await page_response(runtime, "metrics", request)
 
-    @app.get("/api/metrics/history", response_model=HistoryView, responses=NOT_FOUND, tags=["metrics"])
-    async def history(
-        series: SeriesNames = None, job_id: Words = None, since: Moment = None, step: Step = None
-    ) -> Response:
-        """The last hour by the second or the last day by the minute, of the fleet or of one job.
 
-        Each series says its unit. Without `since` the last hour is answered, or the last day where `step` is 60.
-        """
-        now_s = time.time()
-        units = FLEET_SERIES if job_id is None else JOB_SERIES
-        names = series.split(",") if series else list(units)
-        for name in names:
-            if name not in units:
-                raise InvalidArgument(
-                    "series", f"'{name[:64]}' is not one.", hint=f"There are {', '.join(units)}."
-                )
-        track = watch.history.fleet if job_id is None else watch.history.jobs.get(job_id)
-        if track is None:
-            raise Unknown(
-                "history of job", job_id or "", hint="It begins when a worker of the job reports figures."
+@router.get("/metrics", response_class=Response)
+async def prometheus(runtime: TheRuntime) -> Response:
+    return Response(await runtime.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/api/metrics/history", response_model=HistoryView, responses=NOT_FOUND)
+async def history(
+    runtime: TheRuntime,
+    series: SeriesNames = None,
+    job_id: NameFilter = None,
+    since: Timestamp = None,
+    step: Step = None,
+) -> Response:
+    """The last hour by the second or the last day by the minute, of the fleet or of one job.
+
+    Each series says its unit. Without `since` the last hour is answered, or the last day where `step` is 60.
+    """
+    now_s = time.time()
+    units = FLEET_SERIES if job_id is None else JOB_SERIES
+    names = series.split(",") if series else list(units)
+    for name in names:
+        if name not in units:
+            raise InvalidArgument(
+                "series", f"'{name[:64]}' is not one.", hint=f"There are {', '.join(units)}."
             )
-        by_minutes = step == "60" or (step is None and since is not None and now_s - since > SECONDS)
-        if since is None:
-            since = now_s - (MINUTES * 60 if by_minutes else SECONDS)
-        found = track.view(names, now_s=now_s, since_s=since, step=60 if by_minutes else 1, job_id=job_id)
-        return json_response(found)
-
-    @app.get("/api/goodput", response_model=list[GoodputView], tags=["metrics"])
-    async def goodput() -> Response:
-        """Where the time of every known job went, in worker-seconds."""
-        tasks = (await runtime.engine.settled()).tasks.tasks
-        return json_response([_view(runtime, job, tasks.get(TaskId(job))) for job in watch.goodput.jobs()])
-
-    @app.get("/api/jobs/{job_id}/goodput", response_model=GoodputView, responses=NOT_FOUND, tags=["metrics"])
-    async def job_goodput(job_id: NameInPath) -> Response:
-        if JobId(job_id) not in watch.goodput.jobs():
-            raise Unknown("job", job_id, hint="A job is known here once one of its workers reports figures.")
-        tasks = (await runtime.engine.settled()).tasks.tasks
-        return json_response(_view(runtime, JobId(job_id), tasks.get(TaskId(job_id))))
-
-    @app.get("/api/tasks/{task_id}/goodput", response_model=GoodputView, responses=NOT_FOUND, tags=["tasks"])
-    async def task_goodput(task_id: NameInPath) -> Response:
-        task = (await runtime.engine.settled()).tasks.get(TaskId(task_id))
-        return json_response(_view(runtime, JobId(task_id), task))
+    track = runtime.watch.history.fleet if job_id is None else runtime.watch.history.jobs.get(job_id)
+    if track is None:
+        raise Unknown(
+            "history of job", job_id or "", hint="It starts when a worker of the job reports metrics."
+        )
+    by_minutes = step == "60" or (step is None and since is not None and now_s - since > SECONDS)
+    if since is None:
+        since = now_s - (MINUTES * 60 if by_minutes else SECONDS)
+    found = track.view(names, now_s=now_s, since_s=since, step=60 if by_minutes else 1, job_id=job_id)
+    return json_response(found)
 
 
-def _view(runtime: Runtime, job: JobId, task: Task | None) -> GoodputView:
+@router.get("/api/goodput", response_model=list[GoodputView])
+async def goodput(runtime: TheRuntime) -> Response:
+    """Where the time of every known job went, in worker-seconds."""
+    tasks = (await runtime.engine.settled()).tasks.tasks
+    return json_response(
+        [goodput_view(runtime, job, tasks.get(TaskId(job))) for job in runtime.watch.goodput.jobs()]
+    )
+
+
+@router.get("/api/jobs/{job_id}/goodput", response_model=GoodputView, responses=NOT_FOUND)
+async def job_goodput(runtime: TheRuntime, job_id: NameInPath) -> Response:
+    if JobId(job_id) not in runtime.watch.goodput.jobs():
+        raise Unknown("job", job_id, hint="A job is known here once one of its workers reports metrics.")
+    tasks = (await runtime.engine.settled()).tasks.tasks
+    return json_response(goodput_view(runtime, JobId(job_id), tasks.get(TaskId(job_id))))
+
+
+def goodput_view(runtime: Runtime, job: JobId, task: Task | None) -> GoodputView:
     """A task's workers are a job of the task's name."""
     if task is None:
         return runtime.watch.goodput.view(job)

@@ -1,4 +1,4 @@
-"""The HTTP door: who may come in, how much they may carry, and how every refusal looks.
+"""Around every HTTP call: who may make it, how much it may send, and how every refusal looks.
 
 Every error is JSON with a stable `code`, a `message` that says what happened and a `hint` that says what to do; no
 input gives a traceback. Changing calls check Host and Origin. A body has a limit in bytes and in seconds.
@@ -47,8 +47,8 @@ class ErrorBody(BaseModel):
     details: list[dict[str, str]] = Field(default=[], description="One entry for each wrong field")
 
 
-class Door:
-    """The outermost layer: who may come in, and how much they may carry."""
+class AccessMiddleware:
+    """The outermost layer of the API: the role a call needs, and how much it may send."""
 
     def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper) -> None:
         self._app = app
@@ -100,7 +100,7 @@ class Door:
 
 
 async def _discard(receive: Receive) -> None:
-    """Take the rest of a body that is too large, within bounds: whoever is still sending would not hear the answer."""
+    """Take the rest of a body that is too large, within bounds: whoever is still sending would not read the answer."""
     taken = 0
     until_s = asyncio.get_running_loop().time() + DISCARD_S
     with suppress(TimeoutError):

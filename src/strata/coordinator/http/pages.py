@@ -32,7 +32,7 @@ _ENCODER = msgspec.json.Encoder()
 class Page:
     revision: int
     made_mono_s: float
-    took_s: float
+    duration_s: float
     body: bytes
     _gzip: bytes | None = None
 
@@ -63,14 +63,14 @@ class Pages:
             same = page.revision == self._engine.revision and now_s - page.made_mono_s <= SOFT_AGE_S
             if same or page.made_mono_s >= asked_s:
                 return page
-            rest_s = page.made_mono_s + REST * page.took_s - now_s
+            rest_s = page.made_mono_s + REST * page.duration_s - now_s
             if rest_s <= 0:
                 break
             await asyncio.sleep(rest_s)
         # Built and serialized in one go: nothing changes the state in between.
         body = _ENCODER.encode(self._makers[name](cluster))
         page = self._pages[name] = Page(
-            revision=self._engine.revision, made_mono_s=now_s, took_s=time.monotonic() - now_s, body=body
+            revision=self._engine.revision, made_mono_s=now_s, duration_s=time.monotonic() - now_s, body=body
         )
         await asyncio.sleep(0)
         return page

@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import FastAPI, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from strata.coordinator.http.dependencies import (
+    NOT_FOUND,
+    Limit,
+    NameInPath,
+    Responses,
+    TheRuntime,
+    page_response,
+)
+from strata.coordinator.http.logs import Wanted
+from strata.coordinator.http.metrics import goodput_view
 from strata.coordinator.http.middleware import ErrorBody, json_response
-from strata.coordinator.http.params import NOT_FOUND, NameInPath
 from strata.coordinator.runtime import Runtime
-from strata.core import checks, task_views
+from strata.core import checks, task_views, views
+from strata.core.goodput import GoodputView
 from strata.core.messages import (
     CreateTask,
     DatasetId,
@@ -31,9 +42,9 @@ from strata.core.messages import (
 from strata.core.tasks import ENDED, MAX_GPUS_PER_WORKER, MAX_RETRIES, MAX_WORKERS
 from strata.launch.recipes import Recipe
 
-_CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {"model": ErrorBody, "description": "Not while it is in this state"}
-}
+router = APIRouter(prefix="/api", tags=["tasks"])
+
+_CONFLICT: Responses = {409: {"model": ErrorBody, "description": "Not while it is in this state"}}
 
 
 class CreateTaskBody(BaseModel):
@@ -80,67 +91,88 @@ class RecipeBody(BaseModel):
     built_in: bool
 
 
-def install_task_routes(app: FastAPI, runtime: Runtime) -> None:
-    engine, recipes = runtime.engine, runtime.recipes
+@router.get("/recipes", response_model=list[RecipeBody])
+async def list_recipes(runtime: TheRuntime) -> Response:
+    """What may be run here, each with the JSON Schema of its `config`."""
+    return json_response([_recipe(recipe) for recipe in runtime.recipes])
 
-    @app.get("/api/recipes", response_model=list[RecipeBody], tags=["tasks"])
-    async def list_recipes() -> Response:
-        """What may be run here, each with the JSON Schema of its `config`."""
-        return json_response([_recipe(recipe) for recipe in recipes])
 
-    @app.post("/api/tasks", status_code=201, responses={**NOT_FOUND, **_CONFLICT}, tags=["tasks"])
-    async def create_task(body: CreateTaskBody) -> TaskCreatedBody:
-        config_json = _as_json(body.config)
-        recipe = recipes.get(body.type)
-        recipe.check(body.config, worker_count=body.worker_count, dataset_id=body.dataset_id)
-        gpus = body.gpus_per_worker
-        if gpus is None:
-            here = runtime.tasks.capacity().gpus if runtime.tasks is not None else 0
-            gpus = recipe.gpus_for(body.config, worker_count=body.worker_count, gpus=here)
-        spec = TaskSpec(
-            task_id=TaskId(f"task-{secrets.token_hex(6)}"),
-            name=body.name,
-            type=body.type,
-            dataset_id=DatasetId(body.dataset_id) if body.dataset_id is not None else None,
-            worker_count=body.worker_count,
-            config_json=config_json,
-            gpus_per_worker=gpus,
-            max_retries=body.max_retries,
-        )
-        await engine.submit(CreateTask(spec=spec))
-        return TaskCreatedBody(task_id=spec.task_id)
+@router.get("/tasks", response_model=list[task_views.TaskView])
+async def tasks(runtime: TheRuntime, request: Request) -> Response:
+    return await page_response(runtime, "tasks", request)
 
-    @app.get("/api/tasks/{task_id}", response_model=task_views.TaskView, responses=NOT_FOUND, tags=["tasks"])
-    async def one_task(task_id: NameInPath) -> Response:
-        task = (await engine.settled()).tasks.get(TaskId(task_id))
-        return json_response(task_views.task(task, orjson.loads(task.spec.config_json)))
 
-    @app.post("/api/tasks/{task_id}/stop", responses=NOT_FOUND, tags=["tasks"])
-    async def stop_task(
-        task_id: NameInPath,
-        wait: Annotated[
-            float, Query(ge=0, le=60, description="Seconds to wait until its processes are gone")
-        ] = 0,
-    ) -> TaskAnswer:
-        """Workers make a final checkpoint and leave; those that do not are killed. Stopping twice is no error."""
-        await engine.submit(StopTask(task_id=TaskId(task_id), reason="stop requested over the API"))
-        return await answer(task_id, wait)
+@router.post("/tasks", status_code=201, responses={**NOT_FOUND, **_CONFLICT})
+async def create_task(runtime: TheRuntime, body: CreateTaskBody) -> TaskCreatedBody:
+    config_json = _as_json(body.config)
+    recipe = runtime.recipes.get(body.type)
+    recipe.check(body.config, worker_count=body.worker_count, dataset_id=body.dataset_id)
+    gpus = body.gpus_per_worker
+    if gpus is None:
+        here = runtime.tasks.capacity().gpus if runtime.tasks is not None else 0
+        gpus = recipe.gpus_for(body.config, worker_count=body.worker_count, gpus=here)
+    spec = TaskSpec(
+        task_id=TaskId(f"task-{secrets.token_hex(6)}"),
+        name=body.name,
+        type=body.type,
+        dataset_id=DatasetId(body.dataset_id) if body.dataset_id is not None else None,
+        worker_count=body.worker_count,
+        config_json=config_json,
+        gpus_per_worker=gpus,
+        max_retries=body.max_retries,
+    )
+    await runtime.engine.submit(CreateTask(spec=spec))
+    return TaskCreatedBody(task_id=spec.task_id)
 
-    @app.post("/api/tasks/{task_id}/restart", responses={**NOT_FOUND, **_CONFLICT}, tags=["tasks"])
-    async def restart_task(task_id: NameInPath) -> TaskAnswer:
-        """Run a task that has failed or was stopped again, from its latest good checkpoint."""
-        cluster = await engine.settled()
-        saved = cluster.checkpoints.latest(JobId(task_id))
-        begins = f"step {saved.step}" if saved is not None else "step 0: no checkpoint"
-        reason = f"restart requested; resumes at {begins}"
-        await engine.submit(RestartTask(task_id=TaskId(task_id), reason=reason))
-        return await answer(task_id, 0)
 
-    async def answer(task_id: str, wait_s: float) -> TaskAnswer:
-        task = (await engine.settled()).tasks.get(TaskId(task_id))
-        if wait_s and runtime.tasks is not None and task.status not in ENDED:
-            task = await runtime.tasks.ended(TaskId(task_id), timeout_s=wait_s)
-        return TaskAnswer(task_id=task_id, status=task.status, reason=task.reason)
+@router.get("/tasks/{task_id}", response_model=task_views.TaskView, responses=NOT_FOUND)
+async def one_task(runtime: TheRuntime, task_id: NameInPath) -> Response:
+    task = (await runtime.engine.settled()).tasks.get(TaskId(task_id))
+    return json_response(task_views.task(task, orjson.loads(task.spec.config_json)))
+
+
+@router.post("/tasks/{task_id}/stop", responses=NOT_FOUND)
+async def stop_task(
+    runtime: TheRuntime,
+    task_id: NameInPath,
+    wait: Annotated[
+        float, Query(ge=0, le=60, description="Seconds to wait until its processes are gone")
+    ] = 0,
+) -> TaskAnswer:
+    """Workers make a final checkpoint and leave; those that do not are killed. Stopping twice is no error."""
+    await runtime.engine.submit(StopTask(task_id=TaskId(task_id), reason="stop requested over the API"))
+    return await _answer(runtime, task_id, wait)
+
+
+@router.post("/tasks/{task_id}/restart", responses={**NOT_FOUND, **_CONFLICT})
+async def restart_task(runtime: TheRuntime, task_id: NameInPath) -> TaskAnswer:
+    """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+    cluster = await runtime.engine.settled()
+    saved = cluster.checkpoints.latest(JobId(task_id))
+    begins = f"step {saved.step}" if saved is not None else "step 0: no checkpoint"
+    reason = f"restart requested; resumes at {begins}"
+    await runtime.engine.submit(RestartTask(task_id=TaskId(task_id), reason=reason))
+    return await _answer(runtime, task_id, 0)
+
+
+@router.get("/tasks/{task_id}/logs", response_model=list[views.LogView], responses=NOT_FOUND)
+async def task_logs(runtime: TheRuntime, task_id: NameInPath, wanted: Wanted, limit: Limit = 100) -> Response:
+    """That task's entries, newest first."""
+    (await runtime.engine.settled()).tasks.get(TaskId(task_id))
+    return json_response(await runtime.logs.search(limit, replace(wanted, task_id=task_id)))
+
+
+@router.get("/tasks/{task_id}/goodput", response_model=GoodputView, responses=NOT_FOUND)
+async def task_goodput(runtime: TheRuntime, task_id: NameInPath) -> Response:
+    task = (await runtime.engine.settled()).tasks.get(TaskId(task_id))
+    return json_response(goodput_view(runtime, JobId(task_id), task))
+
+
+async def _answer(runtime: Runtime, task_id: str, wait_s: float) -> TaskAnswer:
+    task = (await runtime.engine.settled()).tasks.get(TaskId(task_id))
+    if wait_s and runtime.tasks is not None and task.status not in ENDED:
+        task = await runtime.tasks.ended(TaskId(task_id), timeout_s=wait_s)
+    return TaskAnswer(task_id=task_id, status=task.status, reason=task.reason)
 
 
 def _as_json(config: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Re-hashing a registered checkpoint on behalf of the API: is every byte what was saved?
 
 Files are read on threads, a few checkpoints at a time, and only through their manifests; nothing is changed, opened
-or unpickled. A caller waits a moment for the answer; where the bytes are many it hears that the work goes on, and
+or unpickled. A caller waits a moment for the answer; where the bytes are many it learns that the work continues, and
 asks again for the outcome.
 """
 
@@ -18,7 +18,7 @@ from strata.core.messages import CheckpointId, InvalidArgument, Overloaded, Unkn
 
 AT_ONCE = 2
 PATIENCE_S = 15.0
-"""How long a caller is kept waiting; the work goes on."""
+"""How long a caller is kept waiting; the work continues."""
 DAMAGES_SHOWN = 20
 LIST_HINT = "GET /api/checkpoints (or: strata checkpoints) lists the known ones."
 SEE_HINT = (
@@ -47,7 +47,7 @@ class VerificationView:
 
 
 class Verifications:
-    """What is being verified now, and outcomes that nobody has heard yet."""
+    """What is being verified now, and outcomes that nobody has asked for yet."""
 
     def __init__(self) -> None:
         self._begun: dict[CheckpointId, asyncio.Future[VerificationView]] = {}
@@ -84,7 +84,7 @@ class Verifications:
                 hint="Try again when one is done.",
             )
         work = begin(_verify, record, name="verifying")
-        work.add_done_callback(lambda ended: ended.exception())  # Whoever asked may be gone.
+        work.add_done_callback(lambda ended: ended.exception())  # Whoever asked may have left.
         self._begun[record.checkpoint_id] = work
         return work
 

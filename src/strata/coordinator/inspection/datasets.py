@@ -60,10 +60,10 @@ async def count_samples(
     """The number of samples, and the files they are in where this process can see them."""
     if total_samples is not None:
         return total_samples, ()
-    return await _apart(_count, path, format)
+    return await _on_thread(_count, path, format)
 
 
-async def _apart(work: Callable[..., T], *arguments: object) -> T:
+async def _on_thread(work: Callable[..., T], *arguments: object) -> T:
     """Run `work` on a thread that can be left behind; its place is free again when it has really ended."""
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -79,7 +79,7 @@ async def _apart(work: Callable[..., T], *arguments: object) -> T:
 
 def _leave(ended: asyncio.Future[Any]) -> None:
     _gate.release()
-    ended.exception()  # Nobody may be waiting any more; then nobody needs to hear of it.
+    ended.exception()  # Nobody may be waiting any more; then nobody needs to know.
 
 
 def _count(path: str, format: str) -> tuple[int, tuple[FileSpan, ...]]:
@@ -107,8 +107,8 @@ class Previews:
     async def show(
         self, cluster: Cluster, spec: DatasetSpec, worker_id: WorkerId | None, limit: int
     ) -> PreviewView:
-        epoch, shard_id, indices = whereabouts(cluster, spec, worker_id, limit)
-        samples = await _apart(self._read, spec, indices)
+        epoch, shard_id, indices = current_position(cluster, spec, worker_id, limit)
+        samples = await _on_thread(self._read, spec, indices)
         return PreviewView(
             dataset_id=spec.dataset_id,
             worker_id=worker_id,
@@ -169,7 +169,7 @@ class _TokenReader:
         return shown
 
 
-def whereabouts(
+def current_position(
     cluster: Cluster, spec: DatasetSpec, worker_id: WorkerId | None, limit: int
 ) -> tuple[int, int | None, list[int]]:
     """The epoch, the shard, and the numbers of the samples that a worker reads next; without a worker, the first."""

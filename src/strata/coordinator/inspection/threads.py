@@ -31,7 +31,7 @@ def begin(work: Callable[..., T], *arguments: object, name: str) -> asyncio.Futu
             result = work(*arguments)
         except Exception as error:
             failure = error
-        with suppress(RuntimeError):  # The loop is gone: nobody waits any more.
+        with suppress(RuntimeError):  # The loop has ended: nobody waits any more.
             loop.call_soon_threadsafe(end, result, failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,9 +1,9 @@
 """The log on disk: one SQLite file with a writer thread of its own, bounded by size and by age.
 
-Whoever has entries hands them over and goes on; they are on disk a moment later, and outlive a `kill -9` from then on.
+Whoever has entries hands them over and continues; they are on disk a moment later, and outlive a `kill -9` from then on.
 When more comes than the disk takes, entries are refused and counted, never waited for. Searches read on connections of
 their own, outside the interpreter's lock, and are ended when they take too long. A file that cannot be read is put
-aside and a new one begun: the log is worth having, and nothing depends on it.
+aside and a new one started: the log is worth having, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PENDING_LIMIT = 50_000
 TIDY_EVERY_S = 1.0
 DROP_AT_A_TIME = 5_000
 SPARE = 0.05
-"""Share of the limit that is freed when it is reached, so that not every line has to make room for itself."""
+"""Share of the limit that is freed when it is reached, so that not every line has to free space for itself."""
 CACHE_KIB = 16_384
 SEARCH_LIMIT_S = 5.0
 CLOCK_SLACK_S = 3600.0
@@ -128,9 +128,9 @@ class LogArchive:
 
     def put(self, entries: Sequence[LogView]) -> None:
         with self._changed:
-            room = PENDING_LIMIT - len(self._pending)
-            self._pending += entries[:room] if len(entries) > room else entries
-            self.refused_total += max(0, len(entries) - room)
+            space = PENDING_LIMIT - len(self._pending)
+            self._pending += entries[:space] if len(entries) > space else entries
+            self.refused_total += max(0, len(entries) - space)
 
     def keep_note(self, key: str, value: bytes) -> None:
         """A small value that is to be there after a restart."""
@@ -298,7 +298,7 @@ def _open(path: Path) -> sqlite3.Connection:
     except sqlite3.DatabaseError as error:
         aside = path.with_name(f"{path.name}.unreadable-{time.time_ns() // 1_000_000_000}")
         log.warning(
-            "the log %s cannot be read (%s); it is kept as %s and a new one begun", path, error, aside.name
+            "the log %s cannot be read (%s); it is kept as %s and a new one started", path, error, aside.name
         )
         for suffix in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):

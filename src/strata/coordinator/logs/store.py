@@ -43,9 +43,9 @@ COALESCE_S = 0.1
 KEEPALIVE_S = 15.0
 FOLLOWERS = 64
 FOLLOWED_AT_ONCE = 1_000
-"""A reader that follows is told of so many entries at a time, and how many more there were."""
+"""A reader that follows is sent so many entries at a time, and how many more there were."""
 RESUMED_AT_ONCE = 10_000
-"""One that comes back is told of so many that it has not seen."""
+"""One that comes back is sent so many that it has not seen."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class _Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missed:
-    """So many entries a follower could not be told of."""
+    """So many entries a follower could not be sent."""
 
     count: int
 

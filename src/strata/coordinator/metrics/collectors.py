@@ -1,4 +1,4 @@
-"""Figures that are counted elsewhere, handed to Prometheus when it asks."""
+"""Metrics that are counted elsewhere, handed to Prometheus when it asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from strata.coordinator.logs.store import LogStore
-from strata.coordinator.metrics.watch import JobFigures, Watch
+from strata.coordinator.metrics.watch import JobMetrics, Watch
 from strata.core.checkpoints import Checkpoints
 from strata.core.goodput import PARTS
 
@@ -38,18 +38,18 @@ class LogCollector(Collector):
 
 
 class JobCollector(Collector):
-    """What jobs report. A job whose workers are gone has no series: the last value of a gauge is not its present."""
+    """What jobs report. A job whose workers have left has no series: the last value of a gauge is not its present."""
 
     def __init__(self, watch: Watch, checkpoints: Checkpoints) -> None:
         self._watch = watch
         self._checkpoints = checkpoints
 
     def collect(self) -> Iterator[Metric]:
-        figures = dict(list(self._watch.figures.items())[:JOBS_SHOWN])
+        jobs = dict(list(self._watch.jobs.items())[:JOBS_SHOWN])
 
-        def gauge(name: str, about: str, value: Callable[[JobFigures], float | None]) -> GaugeMetricFamily:
+        def gauge(name: str, about: str, value: Callable[[JobMetrics], float | None]) -> GaugeMetricFamily:
             family = GaugeMetricFamily(name, about, labels=["job_id"])
-            for job, found in figures.items():
+            for job, found in jobs.items():
                 number = value(found)
                 if number is not None:
                     family.add_metric([job], number)
@@ -81,7 +81,7 @@ class JobCollector(Collector):
             "When the checkpoint that a recovery would use was completed",
             labels=["job_id"],
         )
-        for job in figures:
+        for job in jobs:
             view = self._watch.goodput.view(job)
             for part in PARTS:
                 spent.add_metric([job, part], getattr(view, f"{part}_s"))

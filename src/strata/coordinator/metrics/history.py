@@ -1,4 +1,4 @@
-"""What figures were lately: the last hour by the second, the last day by the minute, in memory of fixed size.
+"""What metrics were lately: the last hour by the second, the last day by the minute, in memory of fixed size.
 
 A second nothing was measured in is a gap, not a zero; a minute is the mean of its seconds. Nothing is kept over a
 restart.

@@ -1,4 +1,4 @@
-"""Figures about the coordinator itself, each measured where it happens.
+"""Metrics about the coordinator itself, each measured where it happens.
 
 The same measurements serve `/metrics` (Prometheus) and `/api/metrics`. Nothing is estimated: a figure that has
 not been measured yet is absent, not zero.
@@ -113,7 +113,7 @@ class CoordinatorMetrics:
     # --- measured where it happens --------------------------------------------------------------------------
 
     def request(self, method: str) -> None:
-        """Cheap enough for every heartbeat: Prometheus hears of it when it asks."""
+        """Cheap enough for every heartbeat: Prometheus collects it when it asks."""
         self._counts[method] = self._counts.get(method, 0) + 1
         self._total += 1
 

@@ -1,7 +1,7 @@
-"""The coordinator's figures over OTLP, for those who run an OpenTelemetry collector. Optional.
+"""The coordinator's metrics over OTLP, for those who run an OpenTelemetry collector. Optional.
 
 What `/metrics` shows is sent, under the same names, every few seconds. The event loop takes a snapshot; a thread of the
-SDK sends it, so a collector that is away costs nobody anything but its figures. Of a histogram its count and sum are
+SDK sends it, so a collector that is away costs nobody anything but its metrics. Of a histogram its count and sum are
 sent.
 """
 
@@ -19,7 +19,7 @@ EXPORT_TIMEOUT_S = 5.0
 
 
 class OtelExport:
-    """`refresh` about once a second, on the thread that owns the figures; `close` sends what there is."""
+    """`refresh` about once a second, on the thread that owns the metrics; `close` sends what there is."""
 
     def __init__(self, registry: CollectorRegistry, *, endpoint: str = "", reader: Any = None) -> None:
         try:
@@ -40,7 +40,7 @@ class OtelExport:
             make(name, [self._observe(name)], description=about)
 
     def refresh(self) -> None:
-        """Take the figures as they are now."""
+        """Take the metrics as they are now."""
         values: dict[str, list[tuple[dict[str, str], float]]] = {}
         for metric in self._registry.collect():
             for sample in metric.samples:

@@ -1,7 +1,7 @@
 """Once a second: what every job's workers report, added up, remembered and judged.
 
-From heartbeats come a job's figures (loss, speed, step times), where its time went, and which of its ranks the others
-wait for. From the coordinator itself come its own figures. All of it is soft: read from state that is there anyway,
+From heartbeats come a job's metrics (loss, speed, step times), where its time went, and which of its ranks the others
+wait for. From the coordinator itself come its own metrics. All of it is soft: read from state that is there anyway,
 kept in memory of fixed size; only goodput is written down, so that a restart does not forget it. Looking takes no more
 than a small part of the time, however large the fleet.
 """
@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from strata.coordinator.engine import Engine
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.history import History
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core import views
-from strata.core.cluster import Cluster
 from strata.core.goodput import Goodput
-from strata.core.membership import Report
-from strata.core.messages import JobId, WorkerId
+from strata.core.messages import JobId, Report, StragglersMarked, WorkerId
 from strata.core.stragglers import Change, Pace, Stragglers
 from strata.core.stream_events import publish_change
 
@@ -37,7 +36,7 @@ MAKING_STEPS = ("training", "checkpointing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobFigures:
+class JobMetrics:
     """What the ranks of one job say, put together. None where none of them says it."""
 
     loss: float | None
@@ -57,23 +56,22 @@ class JobFigures:
 class Watch:
     def __init__(
         self,
-        cluster: Cluster,
+        engine: Engine,
         metrics: CoordinatorMetrics,
         logs: LogStore,
         publish: Callable[[str, Any], None],
-        fleet_figures: Callable[[], views.MetricsView],
+        fleet_metrics: Callable[[], views.MetricsView],
     ) -> None:
         self.history = History()
         self.goodput = Goodput()
-        self.figures: dict[JobId, JobFigures] = {}
+        self.jobs: dict[JobId, JobMetrics] = {}
         self.loop_lag_s = 0.0
-        self._cluster = cluster
+        self._engine = engine
         self._metrics = metrics
         self._logs = logs
         self._publish = publish
-        self._fleet_figures = fleet_figures
+        self._fleet_metrics = fleet_metrics
         self._stragglers = Stragglers()
-        cluster.membership.slow = self._stragglers.slow
         self._next_look_mono_s = 0.0
         self._next_keep_mono_s = 0.0
         self._due_mono_s: float | None = None
@@ -87,17 +85,17 @@ class Watch:
         if now_mono_s >= self._next_look_mono_s:
             self._look()
             self._next_look_mono_s = now_mono_s + REST * (time.monotonic() - now_mono_s)
-        self.history.put(now_s, self._fleet(now_mono_s), {job: self._shown(job) for job in self.figures})
+        self.history.put(now_s, self._fleet(now_mono_s), {job: self._shown(job) for job in self.jobs})
         if now_mono_s >= self._next_keep_mono_s and self._logs.archive is not None:
-            began_mono_s = time.monotonic()
+            started_mono_s = time.monotonic()
             self._logs.archive.keep_note(GOODPUT_NOTE, self.goodput.dump())
-            took_s = time.monotonic() - began_mono_s
-            self._next_keep_mono_s = now_mono_s + max(KEEP_EVERY_S, REST * took_s)
+            duration_s = time.monotonic() - started_mono_s
+            self._next_keep_mono_s = now_mono_s + max(KEEP_EVERY_S, REST * duration_s)
 
     # --- jobs -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        membership = self._cluster.membership
+        membership = self._engine.cluster.membership
         by_job: dict[JobId, list[tuple[WorkerId, Report]]] = {}
         for member in membership.members.values():
             worker_id = member.spec.worker_id
@@ -106,15 +104,20 @@ class Watch:
                 by_job.setdefault(member.spec.job_id, []).append((worker_id, report))
                 self.goodput.take(member.spec.job_id, worker_id, report.metrics)
         self._stragglers.keep_only(by_job)
-        for job, reports in by_job.items():
-            for change in self._stragglers.judge(job, _paces(reports)):
-                self._tell(change)
-        self.figures = {job: self._figures(reports) for job, reports in by_job.items()}
+        changes = [
+            change
+            for job, reports in by_job.items()
+            for change in self._stragglers.judge(job, _paces(reports))
+        ]
+        self._engine.observe(StragglersMarked(reasons=dict(self._stragglers.slow)))
+        for change in changes:
+            self._publish_change(change)
+        self.jobs = {job: self._job_metrics(reports) for job, reports in by_job.items()}
 
-    def _figures(self, reports: list[tuple[WorkerId, Report]]) -> JobFigures:
+    def _job_metrics(self, reports: list[tuple[WorkerId, Report]]) -> JobMetrics:
         metrics = [report.metrics for _, report in reports]
         losses = _values(metrics, "loss")
-        return JobFigures(
+        return JobMetrics(
             loss=statistics.fmean(losses) if losses else None,
             tokens_per_second=_median(metrics, "tokens_per_second"),
             samples_per_second=_median(metrics, "samples_per_second"),
@@ -126,20 +129,20 @@ class Watch:
         )
 
     def _shown(self, job: JobId) -> dict[str, float | None]:
-        figures = self.figures[job]
+        metrics = self.jobs[job]
         return {
-            "loss": figures.loss,
-            "tokens_per_second": figures.tokens_per_second,
-            "samples_per_second": figures.samples_per_second,
-            "step_time": figures.step_time_s,
-            "sync_wait": figures.sync_wait_s,
-            "step": figures.step,
-            "workers": figures.workers,
-            "slow_workers": figures.slow_workers,
+            "loss": metrics.loss,
+            "tokens_per_second": metrics.tokens_per_second,
+            "samples_per_second": metrics.samples_per_second,
+            "step_time": metrics.step_time_s,
+            "sync_wait": metrics.sync_wait_s,
+            "step": metrics.step,
+            "workers": metrics.workers,
+            "slow_workers": metrics.slow_workers,
             "goodput": self.goodput.view(job).goodput,
         }
 
-    def _tell(self, change: Change) -> None:
+    def _publish_change(self, change: Change) -> None:
         """A reason on the worker, an event for everyone who watches, and a line in the log."""
         kind, data = publish_change(change, at_s=time.time())
         level = logging.WARNING if change.slow else logging.INFO
@@ -157,7 +160,7 @@ class Watch:
             rates = [(now - then) / passed_s for now, then in zip(counts[1:], before[1:], strict=True)]
         lines, dropped, events = rates
         return {
-            **asdict(self._fleet_figures()),
+            **asdict(self._fleet_metrics()),
             "log_lines": lines,
             "log_lines_dropped": dropped,
             "events": events,

@@ -1,4 +1,4 @@
-"""The launcher that the settings ask for, and what it is told about this machine."""
+"""The launcher that the settings ask for, and what it needs to know about this machine."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Planner:
         return f"{task.spec.task_id}-{task.attempt}"
 
     def plan(self, cluster: Cluster, task: Task) -> LaunchPlan:
-        """The present attempt. Raises `Unknown` where the recipe or the dataset is gone."""
+        """The present attempt. Raises `Unknown` where the recipe or the dataset is no longer known."""
         spec = task.spec
         recipe = self.recipes.get(spec.type)
         task_dir = self.tasks_dir / spec.task_id

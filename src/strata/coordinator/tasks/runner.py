@@ -1,8 +1,8 @@
 """Tasks made real: the queue is watched, a launcher starts what fits, and what it observes becomes facts.
 
 Every decision is the core's; this shell carries it out. An attempt is durable before its processes exist and over only
-when they are gone, so that a coordinator killed at any moment finds each task either running, and adopts it, or to be run.
-Oldest first: a task that waits for room lets none behind it pass, unless it could never have room here.
+when they have exited, so that a coordinator killed at any moment finds each task either running, and adopts it, or to be run.
+Oldest first: a task that waits for capacity lets none behind it pass, unless there could never be enough here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from strata.launch.protocol import (
     Output,
     Started,
 )
-from strata.launch.trouble import Trouble
+from strata.logs import OutageLog
 
 log = logging.getLogger("strata.coordinator.tasks")
 
@@ -81,7 +81,7 @@ class TaskRunner:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._stopping: set[str] = set()
-        """Runs that the launcher was told to stop."""
+        """Runs that the launcher was asked to stop."""
         self._unended: set[TaskId] = set()
         """Tasks that have not ended, or that the launcher has still to forget."""
         self._retry_mono_s: dict[TaskId, float] = {}
@@ -93,9 +93,9 @@ class TaskRunner:
         engine.listeners.append(self._committed)
 
     async def run(self) -> None:
-        """Until cancelled; the launched processes go on."""
+        """Until cancelled; the launched processes continue."""
         adopted = False
-        trouble = Trouble(log, over="tasks are looked after again")
+        outage = OutageLog(log, over="tasks are looked after again")
         try:
             while True:
                 try:
@@ -103,14 +103,14 @@ class TaskRunner:
                         await self._adopt()
                         adopted = True
                     await self._look()
-                    trouble.ended()
+                    outage.ended()
                 except Unavailable:
                     pass  # The coordinator is stopping, or has too much to do for a moment.
                 except StrataError as error:
-                    trouble.met(f"tasks cannot be looked after now: {error}", level=logging.ERROR)
+                    outage.met(f"tasks cannot be looked after now: {error}", level=logging.ERROR)
                 except Exception as error:  # A mistake here must not take the coordinator down.
                     text = f"tasks could not be looked after; trying again: {error!r}"
-                    trouble.met(text, level=logging.ERROR, traceback=True)
+                    outage.met(text, level=logging.ERROR, traceback=True)
                 try:
                     async with asyncio.timeout(LOOK_S):
                         await self._wake.wait()
@@ -167,7 +167,7 @@ class TaskRunner:
         await self._launcher.adopt(plans)
 
     async def _look_up_known(self, plan: LaunchPlan) -> None:
-        """The newest line of each stream that is in the log already: launchers tell some lines again."""
+        """The newest line of each stream that is in the log already: launchers repeat some lines."""
         known = self._known.setdefault(plan.run_id, {})
         for entry in await self._logs.search(KNOWN_ENTRIES, LogFilter(task_id=plan.task_id)):
             stream = (entry.worker_id, entry.source)
@@ -209,7 +209,7 @@ class TaskRunner:
                     task, f"waiting for a larger place: it needs {_needs(task)}, and {_has(capacity)} here"
                 )
             elif wait_s > 0:
-                continue  # Its reason tells of the failure.
+                continue  # Its reason names the failure.
             elif place == 0 and _fits(task, free):
                 free = Capacity(workers=free.workers - task.spec.worker_count, gpus=free.gpus - _gpus(task))
                 await self._start(task)
@@ -372,8 +372,8 @@ def _gpus(task: Task) -> int:
     return task.spec.worker_count * task.spec.gpus_per_worker
 
 
-def _fits(task: Task, room: Capacity) -> bool:
-    return task.spec.worker_count <= room.workers and _gpus(task) <= room.gpus
+def _fits(task: Task, free: Capacity) -> bool:
+    return task.spec.worker_count <= free.workers and _gpus(task) <= free.gpus
 
 
 def _needs(task: Task) -> str:
@@ -381,10 +381,10 @@ def _needs(task: Task) -> str:
     return f"{task.spec.worker_count} workers" + (f" and {gpus} GPUs" if gpus else "")
 
 
-def _has(room: Capacity) -> str:
+def _has(free: Capacity) -> str:
     return (
-        f"{max(0, room.workers)} workers"
-        + (f" and {max(0, room.gpus)} GPUs" if room.gpus > 0 else "")
+        f"{max(0, free.workers)} workers"
+        + (f" and {max(0, free.gpus)} GPUs" if free.gpus > 0 else "")
         + " are"
     )
 

@@ -1,10 +1,10 @@
 """The one process of a run that outlives coordinators: it starts the agent, keeps its output, and writes down its end.
 
-    python -m strata.launch.keeper RUN_DIR COMMAND...
+    python -m strata.launch.supervisor RUN_DIR COMMAND...
 
 Files in RUN_DIR, each complete from the moment it exists: `keeper.json` (who keeps this run), `output-NNNNNN.jsonl` (what
 its processes wrote, in segments, the oldest of which go when there are too many), `ended.json` (how it ended, written
-when nothing of the run is left). SIGTERM is passed on to the agent, whose workers save and leave. Were the keeper killed,
+when nothing of the run is left). SIGTERM is passed on to the agent, whose workers save and leave. Were the supervisor killed,
 the kernel would send the agent the same signal. A run whose workers fail the same way again and again is given up.
 """
 
@@ -25,18 +25,18 @@ from typing import Any
 from strata.core.messages import ExitCause
 from strata.files import write_file
 from strata.launch.causes import TICK_S, Failures
-from strata.launch.entry import KEEPER_VARIABLE
-from strata.launch.leftovers import RUN_VARIABLE, end_processes
+from strata.launch.cleanup import RUN_VARIABLE, end_processes
+from strata.launch.entry import SUPERVISOR_VARIABLE
 from strata.launch.output import LINE_LIMIT_BYTES, OutputFile
 from strata.processes import end_with_parent, this_process
 
 DRAIN_S = 1.0
-TELL_AGAIN_S = 3.0
-"""A signal may be lost in whatever the agent does: one that still starts workers after this time is told again."""
+SIGNAL_AGAIN_S = 3.0
+"""A signal may be lost in whatever the agent does: one that still starts workers after this time is signalled again."""
 CHUNK_BYTES = 64 * 1024
 
 
-class Keeper:
+class Supervisor:
     def __init__(self, run_dir: Path, command: Sequence[str]) -> None:
         self._run_dir = run_dir
         self._command = command
@@ -45,7 +45,7 @@ class Keeper:
         self._readers: set[asyncio.Task[None]] = set()
         self._asked_to_stop = False
         self._given_up = False
-        self._tell_again_s = 0.0
+        self._signal_again_s = 0.0
         self._agent: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:
@@ -54,10 +54,10 @@ class Keeper:
             loop.add_signal_handler(number, self._stop)
         address = f"strata-{this_process().token}"
         server = await asyncio.start_unix_server(self._accept, path="\0" + address)
-        write_whole(self._run_dir / "keeper.json", {"process": this_process().token, "pid": os.getpid()})
+        write_atomically(self._run_dir / "keeper.json", {"process": this_process().token, "pid": os.getpid()})
         self._agent = agent = await asyncio.create_subprocess_exec(
             *self._command,
-            env={**os.environ, KEEPER_VARIABLE: address},
+            env={**os.environ, SUPERVISOR_VARIABLE: address},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -79,7 +79,9 @@ class Keeper:
         server.close()
         self._output.close()
         cause = self._failures.cause(code, asked_to_stop=self._asked_to_stop)
-        write_whole(self._run_dir / "ended.json", {"cause": asdict(cause) if cause is not None else None})
+        write_atomically(
+            self._run_dir / "ended.json", {"cause": asdict(cause) if cause is not None else None}
+        )
 
     async def _tick(self) -> None:
         while True:
@@ -99,9 +101,9 @@ class Keeper:
         if not self._given_up:
             self._given_up = True
             self._say(f"given up: {cause.message}")
-        elif time.monotonic() < self._tell_again_s:
+        elif time.monotonic() < self._signal_again_s:
             return
-        self._tell_again_s = time.monotonic() + TELL_AGAIN_S
+        self._signal_again_s = time.monotonic() + SIGNAL_AGAIN_S
         with suppress(ProcessLookupError):
             self._agent.terminate()
 
@@ -112,7 +114,7 @@ class Keeper:
         try:
             header = json.loads(await reader.readline())
             if "failure" in header:
-                self._failures.told(header["rank"], header["failure"])
+                self._failures.reported(header["rank"], header["failure"])
                 self._give_up_if_hopeless()
             else:
                 await self._read(reader, header["stream"], header["rank"])
@@ -166,20 +168,20 @@ class Keeper:
             await asyncio.wait(set(self._readers), timeout=DRAIN_S)
 
 
-def write_whole(path: Path, value: Mapping[str, Any]) -> None:
+def write_atomically(path: Path, value: Mapping[str, Any]) -> None:
     """The file is there with all of it, or not at all."""
     write_file(path, json.dumps(value), durable=True)
 
 
 def main() -> None:
     run_dir, *command = sys.argv[1:]
-    keeper = Keeper(Path(run_dir), command)
+    supervisor = Supervisor(Path(run_dir), command)
     try:
-        asyncio.run(keeper.run())
+        asyncio.run(supervisor.run())
     except OSError as error:
         cause = ExitCause(kind="launch", message=f"the run could not be kept: {error}")
         with suppress(OSError):
-            write_whole(Path(run_dir) / "ended.json", {"cause": asdict(cause)})
+            write_atomically(Path(run_dir) / "ended.json", {"cause": asdict(cause)})
         raise
 
 

@@ -39,9 +39,9 @@ def end_processes(run_id: str, *, spare: Collection[int] = (), patience_s: float
     if not run_id:
         return 0
     ended: set[int] = set()
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     while left := [pid for pid in processes_of(run_id) if pid not in spare]:
-        waited_s = time.monotonic() - began_s
+        waited_s = time.monotonic() - started_s
         for pid in left:
             if waited_s > patience_s / 2 or not is_tracker(pid):
                 with suppress(ProcessLookupError, PermissionError):

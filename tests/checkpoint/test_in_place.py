@@ -137,7 +137,7 @@ def test_damage_is_told_by_its_type_and_no_target_is_torn_unless_it_may_be(
 def test_no_target_stays_as_it_is_without_a_word(
     folder: Path, memory: Memory, into: dict[str, Any], name: str, tier: str
 ) -> None:
-    state = {"rows": [torch.ones(2), torch.ones(2)], "one": torch.ones(2), "number": 5}
+    state: dict[str, Any] = {"rows": [torch.ones(2), torch.ones(2)], "one": torch.ones(2), "number": 5}
     into = {"one": torch.zeros(2), **copy.deepcopy(into)}
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save(state, step=1).result(60)
@@ -147,8 +147,8 @@ def test_no_target_stays_as_it_is_without_a_word(
 
 def test_targets_may_be_fewer_than_what_was_saved(folder: Path, memory: Memory) -> None:
     """And an entry that nobody saved, such as an optimizer's before its first step, leaves its targets alone."""
-    state = {"rows": [torch.ones(2), torch.ones(2)], "optimizer": {"state": {}}}
-    into = {"rows": [torch.zeros(2)], "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}
+    state: dict[str, Any] = {"rows": [torch.ones(2), torch.ones(2)], "optimizer": {"state": {}}}
+    into: dict[str, Any] = {"rows": [torch.zeros(2)], "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save(state, step=1).result(60)
         restored = manager.restore(into=into).state

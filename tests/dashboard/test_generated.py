@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.dashboard.browser import ROOT
+from tests.support_programs import ROOT
 
 
 def test_generated_types_are_current() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,8 +117,13 @@ def test_options_reach_the_client_under_the_names_of_boto(monkeypatch: pytest.Mo
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
     endpoint = "http://127.0.0.1:9"
-    options = {"endpoint_url": endpoint, "connect_timeout": 1.0, "read_timeout": 7.0, "max_retries": 2}
-    config = S3Config("bucket", "runs", **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "endpoint_url": endpoint,
+        "connect_timeout": 1.0,
+        "read_timeout": 7.0,
+        "max_retries": 2,
+    }
+    config = S3Config("bucket", "runs", **options)
     for backend in (S3Backend("bucket", "runs", **options), S3Backend(config)):
         with backend:
             assert backend.url == backend.store.url == "s3://bucket/runs"

@@ -294,12 +294,12 @@ def test_dividing_by_the_loss_scale_factor_gives_the_gradient_of_the_whole_batch
     samples = torch.arange(8.0)
     weight = torch.ones(1, requires_grad=True)
     ((weight * samples) ** 2).mean().backward()
-    whole = weight.grad.clone() if weight.grad is not None else None
-    weight.grad = None
+    assert weight.grad is not None
+    whole = weight.grad.clone()
+    weight.grad.zero_()
     for micro_batch in samples.split(2):
         (((weight * micro_batch) ** 2).mean() / manager.loss_scale_factor).backward()
     assert manager.loss_scale_factor == manager.accumulation_steps == 4
-    assert weight.grad is not None
     assert torch.equal(weight.grad, whole)
 
 

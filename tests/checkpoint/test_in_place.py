@@ -148,7 +148,10 @@ def test_no_target_stays_as_it_is_without_a_word(
 def test_targets_may_be_fewer_than_what_was_saved(folder: Path, memory: Memory) -> None:
     """And an entry that nobody saved, such as an optimizer's before its first step, leaves its targets alone."""
     state: dict[str, Any] = {"rows": [torch.ones(2), torch.ones(2)], "optimizer": {"state": {}}}
-    into: dict[str, Any] = {"rows": [torch.zeros(2)], "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}
+    into: dict[str, Any] = {
+        "rows": [torch.zeros(2)],
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}},
+    }
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save(state, step=1).result(60)
         restored = manager.restore(into=into).state

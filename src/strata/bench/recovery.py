@@ -1,8 +1,8 @@
 """How quickly a job is back, and what the harness costs when nothing goes wrong.
 
 A small real job (`strata.launch.sample_job`) is killed again and again. Peers in the same run: the same model and data
-in a plain DDP loop that saves with `torch.save`, under torchrun as it is and with its rendezvous tuned; on request also
-torchft and Ray Train, in environments of their own.
+in a plain DDP loop that saves with `torch.save`, under torchrun as it is and with its rendezvous tuned. torchft and
+Ray Train are measured from a checkout: `benchmarks/recovery.py`.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ def _plain_torchrun(folder: Path, kills: int) -> Iterator[Row]:
             rdzv_endpoint="127.0.0.1:0",
             rdzv_conf=conf,
             warm=False,
+            agent="torch.distributed.run",
         )
         agent = Agent(spec, log=folder / f"{name}.log")
         try:

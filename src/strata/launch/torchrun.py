@@ -48,6 +48,8 @@ class TorchrunSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     warm: bool = True
     """Workers are forked with torch in place; without it, each is a process that starts from nothing."""
+    agent: str = "strata.launch.agent"
+    """The module that is run: ours, or torch's own, `torch.distributed.run`."""
 
     def command(self, *, log_dir: Path | None = None, python: str | None = None) -> list[str]:
         """Without `log_dir` torchrun makes a temporary folder, and leaves it behind when it is killed. With `python`,
@@ -57,7 +59,7 @@ class TorchrunSpec:
             str(self.min_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
         )
         return [
-            *(python or sys.executable, "-m", "strata.launch.agent"),
+            *(python or sys.executable, "-m", self.agent),
             *(f"--nnodes={nodes}", f"--nproc-per-node={self.nproc}", f"--max-restarts={self.max_restarts}"),
             f"--rdzv-backend={self.rdzv_backend}",
             f"--rdzv-endpoint={self.rdzv_endpoint}",  # An empty one too: it wins over RDZV_ENDPOINT.

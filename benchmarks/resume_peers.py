@@ -33,7 +33,7 @@ class Numbers:
         return index
 
 
-STEPS = 6  # In each world but the last, which goes on to the end of the epoch.
+STEPS = 6  # In each world but the last, which continues to the end of the epoch.
 BATCH = 5  # Of one rank.
 
 

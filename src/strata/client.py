@@ -48,7 +48,7 @@ class Client:
         max_retries: int | None = None,
     ) -> str:
         """The id of a new task of the recipe `type`."""
-        wish = {
+        request = {
             "name": name or type,
             "type": type,
             "dataset_id": dataset_id,
@@ -57,7 +57,7 @@ class Client:
             "gpus_per_worker": gpus_per_worker,
             "max_retries": max_retries,
         }
-        body = {key: value for key, value in wish.items() if value is not None}
+        body = {key: value for key, value in request.items() if value is not None}
         return str(self._post("/api/tasks", body)["task_id"])
 
     def tasks(self) -> list[dict[str, Any]]:

@@ -135,7 +135,7 @@ def test_files_of_torch_save_are_checked_by_their_own_checksums(folder: Path) ->
     flip(path, 30_000)
     (one,) = verified(folder)
     assert not one.is_whole
-    assert "not whole" in str(one.damages[0])
+    assert "not intact" in str(one.damages[0])
 
 
 def test_a_file_without_checksums_says_so(folder: Path) -> None:

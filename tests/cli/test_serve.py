@@ -145,7 +145,7 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_journal_and_log(
             socket.create_server(("127.0.0.1", port)).close()
 
         server.start()
-        # A clean stop fails nobody: everyone is who they were, and the barrier they wait at goes on.
+        # A clean stop fails nobody: everyone is who they were, and the barrier they wait at continues.
         for name in ("b", "c"):
             fleet.begin(name, "barrier", "across", participants=3)
         assert waiting.result(30).value["participants"] == 3

@@ -108,7 +108,7 @@ def test_a_loop_left_in_the_next_epoch_goes_back_to_what_was_committed_in_the_on
     assert (loader.epoch, loader.position) == (0, 80)
     assert (
         flat(steps(loader, 2)) == calm(1)[:20]
-    )  # The epoch was read to its end: the loop goes on with the next.
+    )  # The epoch was read to its end: the loop continues with the next.
     assert flat(list(loader)) == calm(0)[80:]  # That loop was left: what waits for its commit is read again.
 
 

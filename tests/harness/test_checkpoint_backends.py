@@ -126,7 +126,7 @@ def test_a_changed_bit_is_noticed_whoever_wrote_the_file(
     damage(path)
     assert torch.load(path, weights_only=True)["step"] == 1  # PyTorch itself does not notice.
     with pytest.raises(
-        CheckpointLoadError, match=r"Failed to load checkpoint from 'a\.pt': .*(changed|not whole)"
+        CheckpointLoadError, match=r"Failed to load checkpoint from 'a\.pt': .*(changed|not intact)"
     ):
         backend.load("a.pt")
 

@@ -1,4 +1,4 @@
-"""The trainer's checkpoints and the harness's open with each other, and training goes on from either."""
+"""The trainer's checkpoints and the harness's open with each other, and training continues from either."""
 
 from __future__ import annotations
 

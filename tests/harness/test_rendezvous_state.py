@@ -335,7 +335,7 @@ def test_a_pause_of_the_onlooker_is_not_taken_for_silence_of_the_members(run_id:
     window_s = 0.3
 
     class Paused(DictCasClient):
-        """Everything stands still while the onlooker looks for the second time; then the member goes on."""
+        """Everything stands still while the onlooker looks for the second time; then the member continues."""
 
         looks = 0
 

@@ -1,4 +1,4 @@
-"""A job under real torchrun meets through a real etcd, and goes on when workers, agents or the etcd are lost."""
+"""A job under real torchrun meets through a real etcd, and continues when workers, agents or the etcd are lost."""
 
 from __future__ import annotations
 

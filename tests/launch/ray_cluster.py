@@ -52,7 +52,7 @@ class RayCluster:
     def lose(self, node: Any) -> None:
         """Everything that runs on the node is gone at once, as with a machine that lost its power.
 
-        All but Python's resource trackers: this machine goes on, and they remove the semaphores of the dead from it.
+        All but Python's resource trackers: this machine continues, and they remove the semaphores of the dead from it.
         """
         (raylet,) = node.all_processes["raylet"]
         daemon = psutil.Process(raylet.process.pid)

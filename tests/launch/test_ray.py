@@ -86,7 +86,7 @@ def test_a_task_spreads_over_nodes_outlives_one_of_them_and_stops_without_a_trac
             said = f"/api/tasks/{task_id}/logs?worker_id={task_id}-rank0"
             eventually(lambda: any("loss" in entry["message"] for entry in server.get(said)), within_s=60)
 
-            # A node is lost: its agent is started on another one, and training goes on from what was saved.
+            # A node is lost: its agent is started on another one, and training continues from what was saved.
             lost_at = time.time()
             cluster.lose(cluster.nodes[1])
             eventually(
@@ -107,7 +107,7 @@ def test_a_task_spreads_over_nodes_outlives_one_of_them_and_stops_without_a_trac
             assert "is lost with node" in messages(server, task_id)
             before = task(server)["step"]
             eventually(
-                lambda: task(server)["step"] > before + 10, within_s=60, what="it goes on", every_s=0.2
+                lambda: task(server)["step"] > before + 10, within_s=60, what="it continues", every_s=0.2
             )
             now = task(server)
             assert (now["status"], now["attempts"]) == ("running", 1), now
@@ -138,7 +138,7 @@ def test_a_task_outlives_coordinator_and_driver_and_a_failing_one_says_why(tmp_p
             server.start()
             before = task(server)["step"]
             eventually(
-                lambda: task(server)["step"] > before + 10, within_s=120, what="it goes on", every_s=0.2
+                lambda: task(server)["step"] > before + 10, within_s=120, what="it continues", every_s=0.2
             )
             (driver,) = [
                 p for p in psutil.Process(server.pid).children() if "spawn_main" in " ".join(p.cmdline())

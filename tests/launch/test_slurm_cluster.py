@@ -40,7 +40,7 @@ def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
         workers = lambda: [w for w in coordinator.get("/api/workers") if w["status"] == "training"]  # noqa: E731
         eventually(lambda: len(workers()) == 3, within_s=90, what="three nodes train", every_s=0.5)
 
-        # Slurm warns; workers save and leave; the job is requeued and goes on from what was saved.
+        # Slurm warns; workers save and leave; the job is requeued and continues from what was saved.
         eventually(
             lambda: "the time limit is near" in log.read_text(), within_s=150, what="warned", every_s=0.5
         )
@@ -50,7 +50,7 @@ def test_a_job_trains_on_all_nodes_saves_before_its_time_limit_and_comes_back(
         eventually(
             lambda: len(workers()) == 3 and min(w["current_step"] for w in workers()) > saved,
             within_s=120,
-            what="it goes on",
+            what="it continues",
             every_s=0.5,
         )
         cluster.run("scancel", job_id)

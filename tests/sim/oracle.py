@@ -3,7 +3,7 @@
 * I4: a barrier never releases early, never twice, and tells each call one thing only.
 * I5: nothing from a stale incarnation or generation takes effect, and nobody is called stale who is not.
 * I6: whatever was acknowledged is there after any crash.
-* Nobody is called superseded whose place no other process has taken, so that one of them always goes on.
+* Nobody is called superseded whose place no other process has taken, so that one of them always continues.
 * Once a run has told which of its checkpoints exist, no other one is called completed; none that exists is called
   removed, however late the word of it is.
 * Every unfinished shard of every plan has exactly one owner, who is present; a new plan is even.

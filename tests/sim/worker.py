@@ -77,7 +77,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Where training goes on from."""
+    """Where training continues from."""
 
     step: int
     commit: DataCommit

@@ -17,7 +17,7 @@ from strata.stores import AlreadyExists, Store, open_store
 
 
 def value_of(number: int, size_bytes: int) -> bytes:
-    """A value that shows whether it is whole: one byte repeated, its last two bytes the number."""
+    """A value that shows whether it is intact: one byte repeated, its last two bytes the number."""
     return bytes([number % 251]) * (size_bytes - 2) + number.to_bytes(2, "big")
 
 

@@ -81,7 +81,7 @@ def test_a_task_trains_through_a_killed_worker_and_a_killed_coordinator_to_its_e
         tasks.server.kill()
         folder = tasks.server.data_dir / "tasks" / task_id
         before = written(folder)
-        eventually(lambda: written(folder) > before, within_s=60)  # Training goes on.
+        eventually(lambda: written(folder) > before, within_s=60)  # Training continues.
         tasks.server.start()
         again = tasks.get(task_id)
         assert (again["status"], again["attempts"], again["started_at"]) == (

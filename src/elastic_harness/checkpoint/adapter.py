@@ -88,7 +88,7 @@ class AsyncSavePolicy:
     """What a failed save means for training."""
 
     WARN = "warn"
-    """A warning in the log; training goes on."""
+    """A warning in the log; training continues."""
     FAIL = "fail"
     """`CheckpointSaveError` from the next save, or from waiting."""
     RETRY = "retry"
@@ -312,7 +312,7 @@ class Pending:
             self._futures.append(future)
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until those begun so far have ended, well or not; whether they have, in time."""
+        """Wait until those started so far have ended, well or not; whether they have, in time."""
         with self._lock:
             futures = list(self._futures)
         return not wait(futures, timeout_s).not_done
@@ -475,7 +475,7 @@ class StorageBackend(Closing, abc.ABC):
             store, key = self._locate(path)
             store.delete(
                 _manifest_of(key)
-            )  # First, so that half a checkpoint is never taken for a whole one.
+            )  # First, so that half a checkpoint is never taken for an intact one.
             store.delete(key)
 
     def get_latest_checkpoint(self) -> str | None:
@@ -1077,7 +1077,7 @@ class CheckpointManager(Closing):
         """A save has failed: what the policy says."""
         if self.config.async_save_policy == AsyncSavePolicy.FAIL or not self.config.async_save:
             raise error
-        log.warning("%s Training goes on without this checkpoint.", error.message)
+        log.warning("%s Training continues without this checkpoint.", error.message)
 
     def _raise_failures(self) -> bool:
         """Whether every save that has ended since the last time has ended well."""

@@ -192,7 +192,7 @@ def _training_rows(load: Load, place: Path) -> Iterator[Row]:
         unit="of 3",
         target=0,
         better="lower",
-        note="compared bit for bit, while the loop goes on",
+        note="compared bit for bit, while the loop continues",
     )
 
 

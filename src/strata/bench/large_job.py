@@ -85,11 +85,11 @@ def plain(name: str, folder: Path, state_bytes: int, device: str) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = int(state["step"])
-    moments = Footprints(name, rank=0)
+    footprints = Footprints(name, rank=0)
     while True:
         _step(model, optimizer, inputs)
         step += 1
-        moments.leave(step, 1)
+        footprints.leave(step, 1)
         # As often as the disk allows: training stands still for half of the time.
         if time.monotonic() > saved_s:
             began_s = time.monotonic()

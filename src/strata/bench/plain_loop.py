@@ -44,14 +44,14 @@ def train(checkpoint: str, name: str) -> None:
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = int(state["step"])
-    moments = Footprints(name, rank=rank)
+    timestamps = Footprints(name, rank=rank)
     while True:
         x = torch.randn(64, 96)
         nn.functional.mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        moments.leave(step, world_size)
+        timestamps.leave(step, world_size)
         if step % SAVE_EVERY == 0 and rank == 0:
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, checkpoint + ".new")

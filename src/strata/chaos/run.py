@@ -1,6 +1,6 @@
 """A job of our own, hurt at intervals and watched step by step.
 
-Steps are read from the moments that workers leave in shared memory (`strata.training.trace`), so the recovery time
+Steps are read from the timestamps that workers leave in shared memory (`strata.training.trace`), so the recovery time
 runs from the signal to the first step that had never been made before, whoever makes it.
 """
 

@@ -62,7 +62,7 @@ class SaveFailed(CheckpointError):
 
 
 class SaveSkipped(CheckpointError):
-    """A save was not begun because the pipeline was full and its policy is to skip."""
+    """A save was not started because the pipeline was full and its policy is to skip."""
 
     code = "save_skipped"
 
@@ -146,7 +146,7 @@ class CheckpointNotFound(LoadFailed):
 
 
 class StateMismatch(LoadFailed):
-    """The checkpoint is whole, but does not fit the tensors it should be loaded into."""
+    """The checkpoint is intact, but does not fit the tensors it should be loaded into."""
 
     code = "state_mismatch"
 

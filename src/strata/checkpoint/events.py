@@ -20,7 +20,7 @@ class CheckpointInfo:
     step: int
     epoch: int
     path: str
-    """Of the payload, in the first lasting tier that has it."""
+    """Of the payload, in the first durable tier that has it."""
     size_bytes: int
     created_at: float
     digest: str
@@ -53,14 +53,14 @@ class CheckpointInfo:
         failures: tuple[str, ...] = (),
         skipped: tuple[str, ...] = (),
     ) -> CheckpointInfo:
-        """`places`: tier and path, fastest first. What is in memory ends with the job; anything more lasting is the
+        """`places`: tier and path, fastest first. What is in memory ends with the job; anything more durable is the
         better path to hand out."""
-        lasting = [path for tier, path in places if tier != MEMORY] or [path for _, path in places]
+        durable = [path for tier, path in places if tier != MEMORY] or [path for _, path in places]
         return cls(
             checkpoint_id=manifest.checkpoint_id,
             step=manifest.step,
             epoch=manifest.epoch,
-            path=lasting[0],
+            path=durable[0],
             size_bytes=manifest.size_bytes,
             created_at=manifest.created_at,
             digest=manifest.digest,
@@ -82,7 +82,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A save that has begun: the facts known before a byte has moved."""
+    """A save that has started: the facts known before a byte has moved."""
 
     checkpoint_id: CheckpointId
     step: int
@@ -117,7 +117,7 @@ class Observer(Protocol):
 
 
 class SaveHandle:
-    """A save under way. It goes on whether or not anybody waits for it."""
+    """A save under way. It continues whether or not anybody waits for it."""
 
     def __init__(self, checkpoint_id: CheckpointId, step: int) -> None:
         self.checkpoint_id = checkpoint_id

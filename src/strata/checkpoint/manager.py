@@ -1,4 +1,4 @@
-"""`CheckpointManager`: save from a training loop without stopping it, and load what is whole.
+"""`CheckpointManager`: save from a training loop without stopping it, and load what is intact.
 
     with CheckpointManager("s3://bucket/run", keep_count=5) as manager:
         handle = manager.save({"model": model.state_dict(), "step": step}, step=step)
@@ -386,7 +386,7 @@ class CheckpointManager:
         trusted_source: bool = False,
         tiers: Sequence[str] | None = None,
     ) -> Any:
-        """The state or bytes of a checkpoint: of the newest whole one, or of the one asked for by its step, its id, the
+        """The state or bytes of a checkpoint: of the newest intact one, or of the one asked for by its step, its id, the
         handle of its save (which is waited for) or what was listed.
 
         `into` is a state whose tensors receive the loaded values in place. `tiers` limits where to look, by name.

@@ -134,7 +134,7 @@ class Policy:
     """What happens when a save cannot go as planned."""
 
     on_error: Literal["warn", "fail", "retry"] = "fail"
-    """`warn`: log, training goes on. `fail`: also raise at the next call. `retry`: try again first, then as `fail`."""
+    """`warn`: log, training continues. `fail`: also raise at the next call. `retry`: try again first, then as `fail`."""
     retries: int = 3
     retry_delay_s: float = 5.0
     when_full: Literal["wait", "skip"] = "wait"
@@ -301,7 +301,7 @@ class Pipeline:
         _pipelines.add(self)
 
     def check_room(self, save: Save) -> None:
-        """Leave out the stores that have no room; with none left, raise before the save has begun."""
+        """Leave out the stores that have no room; with none left, raise before the save has started."""
         if self._policy.on_error == "retry":
             return  # There may be room at the next try.
         roomy = []

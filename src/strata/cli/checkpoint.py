@@ -1,4 +1,4 @@
-"""`strata checkpoint`: what a folder or bucket holds, whether it is whole, copies in other formats, and removal.
+"""`strata checkpoint`: what a folder or bucket holds, whether it is intact, copies in other formats, and removal.
 
 Exit status: 0 done, 1 the answer is no (damaged, refused), 2 the question could not be answered. With `--json` the
 answer, or `{"error", "code", "hint"}`, is the only thing on stdout.
@@ -155,11 +155,11 @@ def rm(
         list[str] | None, typer.Option("--id", help="The one with this id; may be given again.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if nothing that is whole would be left.")
+        bool, typer.Option("--force", help="Also if nothing that is intact would be left.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Remove checkpoints; not the last one that is whole, unless forced."""
+    """Remove checkpoints; not the last one that is intact, unless forced."""
     with _answering(json):
         named = [*(chosen or []), *map(str, steps or []), *(ids or [])]
         if not named:

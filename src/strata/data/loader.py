@@ -112,7 +112,7 @@ class ElasticLoader(WithSampler):
             yield batch
             if this != self._iterations:  # They would share the loader processes and what those read ahead.
                 raise StateMismatch(
-                    "Another iteration of this loader has begun since.", hint="Use one iteration at a time."
+                    "Another iteration of this loader has started since.", hint="Use one iteration at a time."
                 )
         if self._explicit:
             self.sampler.read_to_end(start[0])

@@ -7,7 +7,7 @@ not, as often as one likes.
 
 Its position is what the trainer **committed**, never what a loader read ahead. `commit` moves it, one step at
 a time; `records` says what was committed since `DataLedger` last asked. An iteration begins at the position, so
-what was taken and not committed is read again; but after one that was read to the epoch's end the next goes on in
+what was taken and not committed is read again; but after one that was read to the epoch's end the next continues in
 the next epoch, and the commits may follow later. Needs no torch.
 """
 

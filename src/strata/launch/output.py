@@ -2,7 +2,7 @@
 
 Segments of bounded size, numbered from 1; the oldest go when there are too many, so a run that floods costs a bounded
 part of the disk. Every segment begins with the number of lines before it: a reader that comes too late knows how many it
-has missed. A line is whole when it ends with a newline.
+has missed. A line is complete when it ends with a newline.
 """
 
 from __future__ import annotations

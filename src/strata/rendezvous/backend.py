@@ -57,7 +57,7 @@ class CasRendezvousBackend(RendezvousBackend):
         self._window_s = window_s
         self._unreachable = unreachable
         self._seen: dict[Node, tuple[int, float]] = {}  # Each node's counter, and when it last moved.
-        self._handed: dict[Node, datetime] = {}  # The same moments as torch was told them.
+        self._handed: dict[Node, datetime] = {}  # The same timestamps as torch was told them.
         self._last_read_s: float | None = None
         self._incarnation = ""
         self._entered = False

@@ -77,7 +77,7 @@ class CasRendezvousHandler(DynamicHandler):
                 time.sleep(RETRY_S)
 
     def num_nodes_waiting(self) -> int:
-        """Zero while the server is away: a running job goes on without it."""
+        """Zero while the server is away: a running job continues without it."""
         return self._tolerating_outage(super().num_nodes_waiting, meanwhile=0)
 
     def is_closed(self) -> bool:
@@ -118,7 +118,7 @@ class CasRendezvousHandler(DynamicHandler):
         not heard of for a while, each node by its own watch, so that their worlds may differ."""
         known = self.backend.known
         if known is None or not known.complete or self.this_node not in known.participants:
-            raise RoundLost(f"A round of '{self.settings.run_id}' went on without this node")
+            raise RoundLost(f"A round of '{self.settings.run_id}' continued without this node")
         self._round, self._members = known.round, frozenset(known.participants)
         return known.participants[self.this_node], len(known.participants)
 

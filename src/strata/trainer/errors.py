@@ -307,7 +307,7 @@ class TopologyChangeError(ElasticTrainingError):
 
     @classmethod
     def no_checkpoint(cls) -> TopologyChangeError:
-        """Every tier is empty although training had begun."""
+        """Every tier is empty although training had started."""
         return cls(
             "No checkpoint available for recovery",
             suggestions=(

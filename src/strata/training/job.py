@@ -323,7 +323,7 @@ class ElasticJob:
         batches = self._batches() if self._batches is not None else None
         if kind is None and batches is not None:  # Somebody holds it, so that it was not closed by `break`.
             batches.close()
-        if kind is None and not self._has_finished:  # The loop ended by `break`, or was never begun.
+        if kind is None and not self._has_finished:  # The loop ended by `break`, or never started.
             try:
                 self._finish()
             except BaseException:

@@ -1,9 +1,9 @@
 """Where the time of a recovery went: detect, rendezvous, spawn, load, first step.
 
-Clocks: `time.monotonic` is the machine's, so the moments of dead processes, of the agent and of this one can be
+Clocks: `time.monotonic` is the machine's, so the timestamps of dead processes, of the agent and of this one can be
 compared. Each rank leaves the moment of its last step in a small file below the memory root; the agent's rendezvous
 leaves when it began and ended; this process knows its own start. What cannot be known (another machine, another
-rendezvous back end) is counted to the phase around it, never guessed. A run removes its moments when it ends; what one
+rendezvous back end) is counted to the phase around it, never guessed. A run removes its timestamps when it ends; what one
 that was killed left is removed by another run, a day after its last moment.
 """
 
@@ -73,14 +73,14 @@ def clear_old_runs(*, keep: str, root: Path | None = None) -> None:
 
 
 def _is_old(folder: Path) -> bool:
-    """By the moments themselves: a step is written through a mapping, which leaves a file's own time as it was."""
-    moments = [footprint.mono_s for footprint in _footprints_in(folder)]
+    """By the timestamps themselves: a step is written through a mapping, which leaves a file's own time as it was."""
+    timestamps = [footprint.mono_s for footprint in _footprints_in(folder)]
     met = _read_rendezvous(folder)
     if met is not None:
-        moments.append(met[1])
-    if not moments:  # A run that never made a step, or has not made one yet.
+        timestamps.append(met[1])
+    if not timestamps:  # A run that never made a step, or has not made one yet.
         return time.time() - folder.stat().st_mtime > KEPT_S
-    age_s = time.monotonic() - max(moments)
+    age_s = time.monotonic() - max(timestamps)
     return not 0.0 <= age_s <= KEPT_S
 
 
@@ -198,17 +198,17 @@ def last_step_here() -> int | None:
 
 @dataclass(slots=True)
 class Tracer:
-    """Collects the moments of one recovery. `mark` them in order; `finish` adds them up."""
+    """Collects the timestamps of one recovery. `mark` them in order; `finish` adds them up."""
 
     job: str
     before: Footprint | None
-    moments: dict[str, float] = field(default_factory=dict)
+    timestamps: dict[str, float] = field(default_factory=dict)
     is_recent: bool = True
 
     @classmethod
     def begin(cls, job: str, *, root: Path | None = None) -> Tracer:
         return cls(
-            job=job, before=last_footprint(job, root=root), moments={"spawned": process_start_mono_s()}
+            job=job, before=last_footprint(job, root=root), timestamps={"spawned": process_start_mono_s()}
         )
 
     def find_before(self, job: str, *, root: Path | None, within_s: float) -> bool:
@@ -224,11 +224,11 @@ class Tracer:
         return changed and self.is_recent
 
     def mark(self, name: str) -> None:
-        self.moments.setdefault(name, time.monotonic())
+        self.timestamps.setdefault(name, time.monotonic())
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase, as far as they are known."""
-        m = self.moments
+        m = self.timestamps
         spawned = m["spawned"]
         ready = m.get("ready", m.get("joined", spawned))
         joined = m.get("joined", ready)

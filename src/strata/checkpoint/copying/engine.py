@@ -3,7 +3,7 @@
 On the CPU a few threads sweep over the state, and `Copying` tells how far they have come, so that the first bytes can be
 on their way to disk while the last ones are copied.
 
-On CUDA the copy runs on a stream of its own into page-locked memory, and the computation goes on. Where the device has
+On CUDA the copy runs on a stream of its own into page-locked memory, and the computation continues. Where the device has
 room for it, the state is first copied within the device, forty times as fast as to the host, and leaves from there; where it
 has none, it leaves from where it is. What may change next decides who waits until it is copied, on the device:
 
@@ -222,7 +222,7 @@ class Copier:
             for _ in range(min(THREADS, sweep.parts) - 1):
                 self._helping.submit(_or_fail, copying, sweep.work)
         sweep.work()
-        copying.wait()  # For pieces that others have begun.
+        copying.wait()  # For pieces that others have started.
 
     def _copy_from_cuda(self, copying: Copying, copies: _Copies) -> None:
         by_step, at_once = copies.divided(self._guarded_tensors())
@@ -413,7 +413,7 @@ def _or_fail(copying: Copying, work: Callable[[], None]) -> None:
 
 
 _guarding: weakref.WeakSet[Copier] = weakref.WeakSet()
-"""Those that copy while the computation goes on."""
+"""Those that copy while the computation continues."""
 
 
 @functools.cache

@@ -690,7 +690,7 @@ class Staging:
         return buffer.folder is not None and buffer.folder.is_relative_to(images_folder(root))
 
     def _keep_only_one(self, plan: Plan, deadline_s: float | None) -> ImageBuffer | None:
-        """There is no space for two images: go on with one, when nobody uses the other any more."""
+        """There is no space for two images: continue with one, when nobody uses the other any more."""
 
         def choose() -> ImageBuffer | None:
             if any(buffer.is_busy for buffer in self._buffers):

@@ -90,7 +90,7 @@ def check_records(file: str, *, path: str) -> bool:
                     while record.read(_PIECE_BYTES):
                         pass
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, RuntimeError, OSError) as error:
-        raise Damaged(path=path, reason=f"the file is not whole ({error})") from error
+        raise Damaged(path=path, reason=f"the file is not intact ({error})") from error
     return checked
 
 

@@ -25,6 +25,6 @@ async def checkpoints(runtime: TheRuntime, request: Request) -> Response:
     responses={202: {"model": VerificationView, "description": "It is being read"}, **NOT_FOUND},
 )
 async def verify_checkpoint(runtime: TheRuntime, checkpoint_id: NameInPath) -> Response:
-    """Read every byte again and compare it with the manifest. 202 while that goes on: ask again."""
+    """Read every byte again and compare it with the manifest. 202 while that is under way: ask again."""
     found = await runtime.verifications.verify(await runtime.engine.settled(), CheckpointId(checkpoint_id))
     return json_response(found, status=202 if found.status == "verifying" else 200)

@@ -49,7 +49,7 @@ def scan(source: Source, options: ReadOptions, *, quoted: bool = False) -> FileI
 def _records(source: Source, *, quoted: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Start and length of every record that is not blank."""
     line_start = data_start(source)
-    has_content, quotes = False, 0  # Of the line that a chunk ends in: it goes on in the next.
+    has_content, quotes = False, 0  # Of the line that a chunk ends in: it continues in the next.
     starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for offset, chunk in chunks(source, line_start):
         ends, quotes = _line_ends(chunk, quotes if quoted else None)

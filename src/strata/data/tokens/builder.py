@@ -1,7 +1,7 @@
 """Building a token index: `build_index`.
 
 The result depends on the sources, the tokenizer and the options alone: not on the number of processes, not on
-how often the build was killed and begun again. Until it is published nothing stands at the output path that
+how often the build was killed and started again. Until it is published nothing stands at the output path that
 was not there before; a failed build leaves its finished chunks for the next attempt.
 """
 
@@ -155,7 +155,7 @@ def build_index(
             raise
         raise BuildFailed(
             f"Writing the index {output} failed: {error}.",
-            hint="Once that is mended the same command continues where it stopped.",
+            hint="Once that is fixed the same command continues where it stopped.",
         ) from error
     return BuildReport(
         path=output,
@@ -238,7 +238,7 @@ class _Build:
                 entry_interval=self.options.entry_interval,
             )
         except BuildFailed:
-            raise  # worth trying again: the next attempt goes on with what is finished
+            raise  # worth trying again: the next attempt continues with what is finished
         except StrataError:
             workfolder.remove(self.folder)  # a remedy changes the data or the options, and so the plan
             raise

@@ -1,7 +1,7 @@
 """Parts, in order, into one index file; durable up to a journaled point, published in one step.
 
 Merged tokens are synced before the journal says so, and only then are their parts removed. After a crash the
-files are cut back to what the journal says and merging goes on from there. The index appears under its final
+files are cut back to what the journal says and merging continues from there. The index appears under its final
 name complete and synced, or not at all.
 """
 

@@ -1,4 +1,4 @@
-"""The recipe `indexing`: the token index of a text dataset, made once. A stopped one goes on where it was."""
+"""The recipe `indexing`: the token index of a text dataset, made once. A stopped one continues where it was."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ TELL_S = 0.2
 
 
 class Presence:
-    """Work goes on without a coordinator; then nobody is told."""
+    """Work continues without a coordinator; then nobody is told."""
 
     def __init__(self, task: TaskContext) -> None:
         self._worker_id = f"{task.task_id}-rank{os.environ.get('RANK', '0')}"

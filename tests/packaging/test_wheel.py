@@ -194,5 +194,5 @@ def test_the_demonstration_runs_from_the_installed_wheel(wheel: Path, tmp_path: 
         timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "What was proved" in done.stdout
+    assert "Verified" in done.stdout
     assert "recovered" in done.stdout

@@ -148,7 +148,7 @@ class Demonstration:
             )
         reports = audit_epochs(self.job.checkpoints, DATASET)
         recoveries = [r for r in get(self.api, "/api/recoveries") if r["job_id"] == self.job.name]
-        console.print(Text("\nWhat was proved", style="bold"))
+        console.print(Text("\nVerified", style="bold"))
         _fact("trained", f"{max(v.step or 0 for v in found):,} steps on {self.job.workers} workers")
         for r in reversed(recoveries):
             phases = ", ".join(f"{p} {r['phases_s'][p]:.2f}" for p in PHASES if p in r["phases_s"])

@@ -126,7 +126,7 @@ def test_goodput_survives_a_crash_of_the_coordinator(coordinator: Coordinator) -
     [
         ("/api/metrics/history?series=nothing", 422, "coordinator_rps"),
         ("/api/metrics/history?series=loss", 422, "series"),
-        ("/api/metrics/history?job_id=nobody", 404, "begins when"),
+        ("/api/metrics/history?job_id=nobody", 404, "starts when"),
         ("/api/metrics/history?step=7", 422, "step"),
         ("/api/metrics/history?since=soon", 422, "since"),
         ("/api/jobs/nobody/goodput", 404, "reports"),

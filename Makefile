@@ -41,9 +41,10 @@ style:
 types:
 	$(BIN)/mypy
 
-# What needs no server, no disk and no other process: layers, core and simulators.
+# What needs no server, no disk and no other process: layers, core and simulators, with fewer examples than `make test` has.
 fast-tests:
-	$(BIN)/python -m pytest -q tests/core tests/sim tests/test_layers.py tests/test_tidy.py
+	STRATA_SIM_JOB_RUNS=200 STRATA_SIM_RUNS=50 $(BIN)/python -m pytest -q --hypothesis-profile=quick tests/core tests/sim \
+	  tests/test_layers.py tests/test_tidy.py
 
 # Side by side: types take one core and tests the other. What one of them prints is shown when it has ended.
 check: setup

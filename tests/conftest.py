@@ -18,6 +18,7 @@ from tests.support_programs import program as find_program
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("strata", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=20)  # For `make check`.
 settings.load_profile("strata")
 
 

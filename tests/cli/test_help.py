@@ -53,7 +53,11 @@ def test_a_help_page_swallows_nothing_that_stands_in_brackets(path: tuple[str, .
 )
 def test_a_group_shows_the_first_line_of_each_of_its_commands(group: tuple[str, ...]) -> None:
     shown = page(*group)
-    inside = [command for path, command in commands(get_command(app)) if path[:-1] == group and path]
+    inside = [
+        command
+        for path, command in commands(get_command(app))
+        if path[:-1] == group and path and not command.hidden
+    ]
     assert inside
     for command in inside:
         assert (command.help or "").partition("\n")[0] in shown

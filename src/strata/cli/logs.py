@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+import threading
 import time
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -52,7 +55,7 @@ def logs(
     since: Annotated[str | None, typer.Option(help="Only from then on: 90s, 10m, 2h, 3d ago.")] = None,
     until: Annotated[str | None, typer.Option(help="Only until then: 90s, 10m, 2h, 3d ago.")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Continue with new lines until Ctrl-C.")
     ] = False,
 ) -> None:
     """The log of the whole fleet, oldest line first."""
@@ -77,6 +80,7 @@ def logs(
 
 def _follow(api: str, query: dict[str, Any], last_id: str, *, as_json: bool) -> None:
     """Over as many connections as it takes: it was there, so whoever follows waits for it to come back."""
+    _end_at_ctrl_c()
     while True:
         sys.stdout.flush()
         try:
@@ -90,6 +94,18 @@ def _follow(api: str, query: dict[str, Any], last_id: str, *, as_json: bool) -> 
         except Unreachable:
             pass
         time.sleep(BACK_AFTER_S)
+
+
+def _end_at_ctrl_c() -> None:
+    """From a thread that waits for nothing else. Python would notice the signal between two instructions, and one that comes
+    just before a wait for the next line is noticed only with that line."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    def end() -> None:
+        signal.sigwait({signal.SIGINT})
+        os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def show_entry(entry: dict[str, Any], *, as_json: bool) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,23 @@ from strata.training.trace import forget_rendezvous
 @pytest.fixture(scope="module", autouse=True)
 def _server_with_torch() -> None:
     preload()
+
+
+_runs: list[str] = []
+
+
+def new_run() -> str:
+    _runs.append(f"test-{os.getpid()}-{time.monotonic_ns()}")
+    return _runs[-1]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """What an agent does when its run ends."""
+    yield
+    for run in _runs:
+        forget_rendezvous(run)
+    _runs.clear()
 
 
 def who_am_i(wait_s: float) -> int:
@@ -211,7 +228,7 @@ def second(monkeypatch: pytest.MonkeyPatch) -> preload_module.SecondServer:
 def test_workers_that_replace_others_begin_with_what_those_had_imported(
     tmp_path: Path, second: preload_module.SecondServer
 ) -> None:
-    run = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    run = new_run()
     first, _ = life(tmp_path, run, 1, until_second=True)
     old = [server._forkserver_pid for server in second._retired]
     again, _ = life(tmp_path, run, 2, until_second=False)
@@ -234,7 +251,7 @@ def test_a_module_that_starts_a_thread_is_left_out_and_the_rest_is_imported(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    run = new_run()
     names = [package, "torch._dynamo"]
     monkeypatch.setattr(second, "_take_note", lambda run: take_note(second, run, names))
     life(tmp_path, run, 1, until_second=True)
@@ -251,7 +268,7 @@ def take_note(second: preload_module.SecondServer, run: str, names: list[str]) -
 
 
 def test_an_agent_that_comes_back_to_a_run_imports_what_was_proven_from_the_start() -> None:
-    run = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    run = new_run()
     folder = run_folder(run)
     make_private(folder, inside=folder.parent)
     server: Any = forkserver._forkserver

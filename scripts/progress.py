@@ -129,5 +129,12 @@ def cause(lines: Sequence[str]) -> list[str]:
     said = [line for line in lines if line.strip()]
     builds = [number for number, line in enumerate(said) if _BUILD_OUTPUT_ENDS.search(line)]
     built = said[max(0, builds[0] - CAUSE_LINES) : builds[0]] if builds else []
-    telling = [line for line in said if _TELLING.search(line) and line not in built]
+    telling, in_conflict = [], False
+    for line in said:
+        # What pip says of versions that do not go together is indented below its heading.
+        in_conflict = line.startswith("The conflict is caused by:") or (
+            in_conflict and line.startswith("    ")
+        )
+        if (in_conflict or _TELLING.search(line)) and line not in built:
+            telling.append(line)
     return [*built, *list(dict.fromkeys(telling))[-CAUSE_LINES:]] or said[-CAUSE_LINES:]

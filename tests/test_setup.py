@@ -57,10 +57,30 @@ def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["Building x", "  stream.c:3: no such type", "  [end of output]", "note: not pip's", "ERROR: Failed"],
             ["Building x", "  stream.c:3: no such type", "ERROR: Failed"],
         ),
+        (
+            [
+                "Collecting x",
+                "ERROR: Cannot install strata-runtime because these package versions have conflicting dependencies.",
+                "",
+                "The conflict is caused by:",
+                "    x 1.0 depends on y>=11.0",
+                "    The user requested (constraint) y==13.0",
+                "",
+                "To fix this you could try to:",
+                "ERROR: ResolutionImpossible: for help visit https://pip.pypa.io",
+            ],
+            [
+                "ERROR: Cannot install strata-runtime because these package versions have conflicting dependencies.",
+                "The conflict is caused by:",
+                "    x 1.0 depends on y>=11.0",
+                "    The user requested (constraint) y==13.0",
+                "ERROR: ResolutionImpossible: for help visit https://pip.pypa.io",
+            ],
+        ),
         (["npm error code ENOTFOUND", "npm error network", "bye"], ["npm error code ENOTFOUND", "npm error network"]),
         ([f"line {number}" for number in range(50)], [f"line {number}" for number in range(38, 50)]),
     ],
-    ids=["apt", "pip and the network", "pip and a build", "npm", "another"],
+    ids=["apt", "pip and the network", "pip and a build", "pip and versions", "npm", "another"],
 )  # fmt: skip
 def test_of_a_tools_output_the_cause_is_shown(said: list[str], cause: list[str]) -> None:
     assert progress.cause(said) == cause

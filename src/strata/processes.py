@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import io
 import os
 import string
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -118,6 +120,13 @@ def end_with_parent(number: int) -> None:
     this call is not noticed: see `os.getppid`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def write_line_by_line() -> None:
+    """Each line that this process prints in one piece, as soon as it is complete: others write to the same place."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def let_fork_server_end() -> None:

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from strata.core.restarts import WorkerError
 from strata.launch.program import run_file, run_module
-from strata.processes import end_with_parent
+from strata.processes import end_with_parent, write_line_by_line
 from strata.rendezvous.frames import describe, report, script_frames
 
 SUPERVISOR_VARIABLE = "STRATA_KEEPER"  # As supervisors of earlier versions, whose runs may be live, have it.
@@ -32,6 +32,7 @@ def main() -> None:
     if not program or program == ["-m"]:
         sys.exit("usage: python -m strata.launch.entry (-m MODULE | SCRIPT) [ARGUMENTS]")
     end_with_parent(signal.SIGKILL)
+    write_line_by_line()
     supervisor = os.environ.get(SUPERVISOR_VARIABLE)
     if supervisor:
         for name, number in (("stdout", 1), ("stderr", 2)):

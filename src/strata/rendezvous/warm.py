@@ -11,7 +11,6 @@ Without that start method nothing here has an effect.
 from __future__ import annotations
 
 import atexit
-import io
 import multiprocessing
 import os
 import signal
@@ -24,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from strata.data.loader_workers import end_with_trainer
 from strata.launch.torchrun_trap import separate_attempts
-from strata.processes import end_with_parent, let_fork_server_end
+from strata.processes import end_with_parent, let_fork_server_end, write_line_by_line
 from strata.rendezvous.agent import CarefulAgent
 from strata.rendezvous.frames import describe, report, script_frames
 from strata.rendezvous.preload import SecondServer, note_imports, preload
@@ -94,11 +93,7 @@ def _part_from_server() -> None:
     os.setpgid(0, 0)
     let_fork_server_end()
     multiprocessing.set_start_method(None, force=True)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # Each line in one piece: other workers write to the same place.
-            stream.reconfigure(line_buffering=True, write_through=False)
+    write_line_by_line()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))  # Which torch reads when it is imported.

@@ -243,7 +243,9 @@ def test_an_agent_of_our_own_names_its_rendezvous_whatever_the_variables_say(
 
 def test_lines_of_workers_that_print_at_once_are_not_mixed(tmp_path: Path) -> None:
     """In pieces, as `print` with several arguments writes where nothing is buffered."""
-    (tmp_path / "train.py").write_text("for _ in range(2000):\n    print('one', 'two', 'three', flush=True)\n")
+    (tmp_path / "train.py").write_text(
+        "for _ in range(2000):\n    print('one', 'two', 'three', flush=True)\n"
+    )
     for start in ("--start-method=spawn", "--start-method=forkserver"):
         ran = torchrun(start, "--nproc-per-node=2", "train.py", cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr

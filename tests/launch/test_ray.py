@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from strata.launch.ray_layout import capacity_of, workers_by_agent
+from strata.launch.ray.placement import capacity_of, workers_by_agent
 from strata.shared_memory import folders_of
 from tests.launch.ray_cluster import ENVIRONMENT, agents_on, kept, ray_cluster
 from tests.support import Coordinator, eventually

@@ -23,8 +23,8 @@ def launcher_maker(settings: CoordinatorSettings) -> Callable[[Listener], Launch
         return LocalLauncher(listener, tasks_dir=tasks_dir, capacity=machine_capacity(settings))
 
     def ray(listener: Listener) -> Launcher:
-        from strata.launch.ray import RayLauncher, namespace
-        from strata.launch.ray_messages import RayOptions
+        from strata.launch.ray.launcher import RayLauncher, namespace
+        from strata.launch.ray.messages import RayOptions
 
         options = RayOptions(
             address=settings.ray_address,

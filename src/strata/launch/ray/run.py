@@ -41,9 +41,9 @@ from strata.launch.protocol import (
     OutputLine,
     Started,
 )
-from strata.launch.ray_agent import RayAgent
-from strata.launch.ray_layout import capacity_of, workers_by_agent
-from strata.launch.ray_messages import AgentPlan, AgentReport, RayOptions
+from strata.launch.ray.agent import RayAgent
+from strata.launch.ray.messages import AgentPlan, AgentReport, RayOptions
+from strata.launch.ray.placement import capacity_of, workers_by_agent
 from strata.launch.torchrun import LEAVE_S
 from strata.shared_memory import forget_jobs
 

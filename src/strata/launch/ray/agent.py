@@ -26,7 +26,7 @@ from strata.core.messages import ExitCause
 from strata.files import write_file
 from strata.launch.cleanup import RUN_VARIABLE, end_processes
 from strata.launch.output import OutputReader, Place
-from strata.launch.ray_messages import AgentPlan, AgentReport
+from strata.launch.ray.messages import AgentPlan, AgentReport
 from strata.launch.torchrun import TorchrunSpec
 from strata.processes import end_with_parent
 from strata.shared_memory import forget_jobs

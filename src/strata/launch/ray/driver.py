@@ -1,7 +1,7 @@
 """The process that speaks with a Ray cluster on the coordinator's behalf.
 
 Requests arrive on a pipe, news leave on it; when the pipe closes the process ends and leaves the runs as they are. Each run
-has a thread (`ray_run`). Ray is imported here and in the agents, never in the coordinator.
+has a thread (`run`). Ray is imported here and in the agents, never in the coordinator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from strata.launch.protocol import Capacity, LaunchPlan, Lost, Observation
-from strata.launch.ray_messages import (
+from strata.launch.ray.messages import (
     Adopt,
     Adopted,
     CapacitySeen,
@@ -99,13 +99,13 @@ class Driver:
     # --- runs -----------------------------------------------------------------------------------------------
 
     def _begin(self, plan: LaunchPlan) -> None:
-        from strata.launch.ray_run import RayRun
+        from strata.launch.ray.run import RayRun
 
         run = self._runs[plan.run_id] = RayRun(plan.run_id, self.options, self.say)
         run.begin(plan)
 
     def _adopt(self, plans: Iterable[LaunchPlan]) -> None:
-        from strata.launch.ray_run import RayRun, find_runs
+        from strata.launch.ray.run import RayRun, find_runs
 
         found = find_runs(self.options.namespace)
         for plan in plans:
@@ -122,7 +122,7 @@ class Driver:
         self.say(Adopted())
 
     def _forget(self, jobs: Sequence[str]) -> None:
-        from strata.launch.ray_run import forget_everywhere
+        from strata.launch.ray.run import forget_everywhere
 
         threading.Thread(target=forget_everywhere, args=(jobs,), name="forget", daemon=True).start()
 

@@ -1,6 +1,6 @@
 """Tasks over a Ray cluster: a placement group of torchrun agents, spread over its nodes.
 
-The coordinator speaks with Ray through a process of its own (`ray_driver`), because a Ray client ends its process when the
+The coordinator speaks with Ray through a process of its own (`driver`), because a Ray client ends its process when the
 cluster goes away. When that process ends it is started again and takes the runs up where they are: agents and placement
 groups are detached, so they outlive driver and coordinator. This module imports no Ray.
 """
@@ -20,7 +20,6 @@ from pathlib import Path
 
 from strata.core.messages import TaskId
 from strata.errors import MissingDependency
-from strata.launch import ray_driver
 from strata.launch.protocol import (
     Capacity,
     Exited,
@@ -32,7 +31,8 @@ from strata.launch.protocol import (
     Output,
     Started,
 )
-from strata.launch.ray_messages import (
+from strata.launch.ray.driver import main as drive
+from strata.launch.ray.messages import (
     Adopt,
     Adopted,
     CapacitySeen,
@@ -197,7 +197,7 @@ class _Driver:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=ray_driver.main, args=(theirs, launcher._options), name="strata-ray-driver", daemon=True
+            target=drive, args=(theirs, launcher._options), name="strata-ray-driver", daemon=True
         )
         self._process.start()
         theirs.close()

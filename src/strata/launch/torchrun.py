@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from strata.launch.cleanup import is_tracker
-from strata.rendezvous import LOOPBACK, PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, rdzv_conf
+from strata.rendezvous import LOOPBACK, LOOPBACK_ONLY, PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, rdzv_conf
 
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
@@ -72,7 +72,7 @@ class TorchrunSpec:
         ]
 
     def variables(self) -> dict[str, str]:
-        on_this_host = {"GLOO_SOCKET_IFNAME": "lo"} if self.local_addr == LOOPBACK else {}
+        on_this_host = LOOPBACK_ONLY if self.local_addr == LOOPBACK else {}
         defaults = {**TORCHRUN_ENVIRONMENT, **on_this_host, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         if self.arguments[0] == "-m":
             defaults[PRELOAD_VARIABLE] = self.arguments[1]

@@ -327,7 +327,8 @@ def _own_coordinator(
     from strata.launch.coordinator import CoordinatorProcess
     from strata.launch.recipes import script_recipe
 
-    data_dir.mkdir(parents=True, exist_ok=True)
+    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    data_dir.mkdir(mode=0o700, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="strata-recipes-") as folder:
         os.environ["STRATA_TASK_WORKERS"] = str(max(workers, os.cpu_count() or 1))
         os.environ["STRATA_LAUNCHER"] = "local"

@@ -37,6 +37,7 @@ from strata.coordinator.tasks.plans import Planner
 from strata.coordinator.tasks.runner import TaskRunner
 from strata.core.logtext import Tidy
 from strata.errors import StrataError
+from strata.files import write_file
 from strata.launch.recipes import read_recipes
 from strata.launch.recipes_builtin import BUILT_IN
 from strata.rpc.methods import handlers
@@ -235,7 +236,7 @@ class Server:
             {"pid": os.getpid(), "host": self._settings.host, "grpc": self.grpc_port, "http": self.http_port}
         )
         with suppress(OSError):  # A convenience: a full disk is the journal's to complain about.
-            self.address_file.write_text(text)
+            write_file(self.address_file, text, durable=False)
 
 
 async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None:

@@ -599,9 +599,7 @@ class Staging:
             make_private(folder, inside=images_folder(root))
         except PermissionError as error:
             if error.filename and Path(error.filename).exists():
-                raise CheckpointError(
-                    f"{error.filename} belongs to another user.", hint=_ANOTHER_FOLDER
-                ) from None
+                raise CheckpointError(f"{error.filename}: {error.strerror}.", hint=_ANOTHER_FOLDER) from None
             raise self._unusable(root, error) from None
         except OSError as error:
             raise self._unusable(root, error) from None

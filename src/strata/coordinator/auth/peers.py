@@ -86,8 +86,8 @@ class PeerOwners:
         _, kind, _, number, _ = _HEADER.unpack_from(answer)
         if kind != SOCK_DIAG_BY_FAMILY or number != self._asked:
             return None  # There is no such socket, or we may not know.
-        if answer[_IDENTITY_AT : _IDENTITY_AT + _SOCKET_ID.size] != identity:
-            return None
+        if answer[_IDENTITY_AT : _IDENTITY_AT + 4] != identity[:4]:
+            return None  # The ports; addresses may be written the IPv6 way, as gRPC's sockets have them.
         uid, inode = _OWNER.unpack_from(answer, _OWNER_AT)
         # A socket that its process has closed has no owner any more, and the kernel says 0: that is not root.
         return int(uid) if inode else None

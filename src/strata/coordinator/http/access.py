@@ -170,7 +170,11 @@ async def revoke_token(gatekeeper: TheGatekeeper, token_id: NameInPath) -> Respo
     return Response(status_code=204)
 
 
-@router.get("/audit-log", response_model=list[AuditEntry])
+@router.get(
+    "/audit-log",
+    response_model=list[AuditEntry],
+    responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}},
+)
 async def audit_log(
     audit: TheAuditLog,
     limit: Limit = 100,

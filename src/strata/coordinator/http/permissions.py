@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs
 
 from strata.coordinator.auth.principals import Principal, Role
 from strata.core.messages import JobId
@@ -55,7 +55,7 @@ def need_of(method: str, path: str, query: str) -> Need:
         return Need(role=role, fleet=False)
     found = _OF_A_JOB.fullmatch(path)
     if found is not None:
-        return Need(role=role, job=JobId(unquote(found[1])))
+        return Need(role=role, job=JobId(found[1]))
     if path in _FILTERED:
         named = parse_qs(query, max_num_fields=50).get(_FILTERED[path], []) if query.count("&") < 50 else []
         if len(named) == 1:

@@ -147,5 +147,5 @@ def test_own_folders_that_are_open_are_closed(folder: Path) -> None:
 
 def test_files_are_private_unless_they_are_meant_for_others(tmp_path: Path) -> None:
     write_file(tmp_path / "own", "secret", durable=False)
-    write_file(tmp_path / "shared", "index", durable=False, shared=True)
+    write_file(tmp_path / "shared", "index", durable=False, mode=0o666)
     assert (mode(tmp_path / "own"), mode(tmp_path / "shared")) == (0o600, 0o644)

@@ -8,8 +8,8 @@ and for what can be made again.
 Stores (`strata.stores.files`) keep unfinished values in a place of their own, for they must tell those of the dead from those
 of the living; they flush folders with `sync_folder`.
 
-Files are their user's alone, unless they are meant for others too (`shared`): then they are as the umask says. Needs nothing
-but Python.
+Files are their user's alone, unless they are meant for others too (`mode`, less what the umask takes away). Needs nothing but
+Python.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 
-def write_file(path: Path, content: bytes | str, *, durable: bool, shared: bool = False) -> None:
+def write_file(path: Path, content: bytes | str, *, durable: bool, mode: int = 0o600) -> None:
     """Give a file this content; text is UTF-8."""
-    with fresh_file(path, durable=durable, shared=shared) as file:
+    with fresh_file(path, durable=durable, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def fresh_file(path: Path, *, durable: bool, shared: bool = False) -> Iterator[BinaryIO]:
+def fresh_file(path: Path, *, durable: bool, mode: int = 0o600) -> Iterator[BinaryIO]:
     """A file to be written, which takes its place when the block is left; not if that is by an exception."""
     fresh = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
-        mode = 0o666 if shared else 0o600
         with open(fresh, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             if durable:

@@ -62,7 +62,7 @@ def write_note(
         "sightings": [asdict(sighting) for sighting in sightings],
     }
     write_file(
-        note_path(index), json.dumps(note, indent=2, ensure_ascii=False) + "\n", durable=True, shared=True
+        note_path(index), json.dumps(note, indent=2, ensure_ascii=False) + "\n", durable=True, mode=0o666
     )
 
 

@@ -50,6 +50,7 @@ KNOWN = frozenset(
         "STRATA_SEEN_IMPORTS",
         "STRATA_SHIP_LOGS",
         "STRATA_TASK",
+        "STRATA_TASK_ENVIRONMENT",
         "STRATA_TASK_GPUS",
         "STRATA_TASK_ID",
         "STRATA_TASK_STOP_TIMEOUT",

@@ -28,6 +28,7 @@ _TYPES = {
     "object": "a table of keys",
     "array": "a list",
     "string": "text",
+    "secret": "text",
     "boolean": "true or false",
     "integer": "a whole number",
     "number": "a number",
@@ -54,9 +55,11 @@ DIALECT: Schema = {
         "title": _TEXT,
         "description": _TEXT,
         "examples": {},
+        "variable": _TEXT,
     },
 }
-"""The part of JSON Schema that a recipe may use, as a schema: what the dashboard can show as a form."""
+"""The part of JSON Schema that a recipe may use, as a schema: what the dashboard can show as a form. Of our own are the type
+`secret`, a text that is never shown, and its `variable` (`strata.launch.recipes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,7 @@ def _validator() -> Any:
     types = Draft202012Validator.TYPE_CHECKER.redefine_many(
         {
             "object": lambda _, value: isinstance(value, Mapping),
+            "secret": lambda _, value: isinstance(value, str),
             "integer": lambda _, value: isinstance(value, int) and not isinstance(value, bool),
             "number": lambda _, value: _is_number(value) and math.isfinite(value),
         }
@@ -178,6 +182,12 @@ def _closed(schema: Any) -> Any:
 
 def _message(error: ValidationError) -> str:
     value, limit = error.instance, error.validator_value
+    if (
+        isinstance(error.schema, Mapping)
+        and error.schema.get("type") == "secret"
+        and error.validator in ("type", "enum")
+    ):
+        return "must be text (what was given is not shown)"
     match error.validator:
         case "type":
             wanted = "a finite number" if _is_number(value) and not math.isfinite(value) else _TYPES[limit]

@@ -137,6 +137,7 @@ def torchrun_spec(agent: AgentPlan, *, local_addr: str) -> TorchrunSpec:
         local_addr=local_addr,
         max_restarts=plan.max_restarts,
         warm=plan.warm,
+        inherited=plan.inherited,
         environment=plan.environment,
     )
 

@@ -49,6 +49,7 @@ KNOWN = frozenset(
         "STRATA_RUN_ID",
         "STRATA_SEEN_IMPORTS",
         "STRATA_SHIP_LOGS",
+        "STRATA_SIGNING_KEY",
         "STRATA_TASK",
         "STRATA_TASK_ENVIRONMENT",
         "STRATA_TASK_GPUS",

@@ -6,6 +6,7 @@ import base64
 import multiprocessing
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torch.distributed import TCPStore
 
+from strata.torch_compat.stores import TCPStore
 from tests.harness.etcd_server import free_port
 from tests.support import Coordinator, eventually
 from tests.tasks.conftest import Tasks
@@ -45,7 +46,7 @@ def listening(processes: list[psutil.Process]) -> set[tuple[str, int]]:
         (connection.laddr.ip, connection.laddr.port)
         for process in processes
         for connection in process.net_connections(kind="inet")
-        if connection.status == psutil.CONN_LISTEN or (connection.laddr and connection.type == 2)
+        if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
     }
 
 

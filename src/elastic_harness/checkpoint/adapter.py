@@ -38,12 +38,13 @@ from typing import Any, Final, NoReturn, Self
 import torch
 from torch import distributed
 
+from strata.checkpoint.catalog import signing
 from strata.checkpoint.catalog.listing import Catalog, where
 from strata.checkpoint.catalog.manifest import IMAGE, CheckpointId, Manifest, Part
 from strata.checkpoint.catalog.naming import manifest_key, new_id, step_stem
 from strata.checkpoint.copying.digest import digest_of
 from strata.checkpoint.copying.staging import ImagePayload, Staging
-from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, SaveFailed
+from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, SaveFailed, Untrusted
 from strata.checkpoint.events import MEMORY, CheckpointInfo, SaveHandle
 from strata.checkpoint.image.layout import Plan, prepare
 from strata.checkpoint.image.plain import SUFFIX, load_plain, plain_files
@@ -620,6 +621,9 @@ def read(
     `is_named`, nobody has asked for just this file: then one that has lost its manifest is refused."""
     manifest = _manifest(store, key)
     if manifest is None:
+        keys = signing.configured()
+        if keys is not None and not (keys.accepts_unsigned or trusted_source):
+            raise Untrusted(path=where(store, key), reason="it has no manifest that a key could have signed")
         return load_plain(store, key, trusted_source=trusted_source, warn=warn, refuse_images=not is_named)
     if manifest.format != IMAGE:
         raise LoadFailed(f"it holds {manifest.format}, not a state.")
@@ -651,7 +655,7 @@ def _put(store: Store, key: str, image: memoryview, manifest: Manifest) -> None:
         if before is not None:
             store.put(beside, before)
         raise
-    store.put(beside, manifest.encode())
+    store.put(beside, manifest.encode(signing.configured()))
 
 
 def _manifest_of(key: str) -> str:

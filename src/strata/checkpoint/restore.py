@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from strata.checkpoint.catalog import leases
 from strata.checkpoint.catalog.listing import Catalog, Entry, Listing, where
 from strata.checkpoint.catalog.manifest import BYTES, SHARDED, CheckpointId, Manifest, no_collection
+from strata.checkpoint.copying.digest import KEY_VARIABLE
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
 from strata.checkpoint.image.reading import Held, fetch_bytes, fetched, open_image, open_tensors
 from strata.core.lineage import fallback_order
+from strata.core.text import counted
 from strata.errors import StrataError
-from strata.stores.protocol import PartReader, StoreError
+from strata.stores.protocol import AccessDenied, PartReader, StoreError
 
 if TYPE_CHECKING:
     from strata.checkpoint.copying.staging import Snapshot, Staging
@@ -200,11 +202,23 @@ def look(sources: Iterable[Source], *, fresh: bool) -> tuple[list[Found], list[s
             unread.append(error)
             continue
         problems.extend(listing.problems)
+        if listing.untrusted and not listing.entries:
+            unread.append(_nothing_trusted(source, listing))
         for entry in listing.entries:
             copies.setdefault(entry.manifest.checkpoint_id, []).append((source, entry))
     manifests = fallback_order(held[0][1].manifest for held in copies.values())
     found = [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests]
     return found, problems, unread
+
+
+def _nothing_trusted(source: Source, listing: Listing) -> StoreError:
+    """To start from nothing where others have put unsigned checkpoints, or where the key has just been set, loses a run."""
+    return AccessDenied(
+        f"{source.place(None)} holds {counted(listing.untrusted, 'checkpoint')}, none signed with an accepted key.",
+        tier=source.tier,
+        key="",
+        hint=f"Is {KEY_VARIABLE} the key of this run? For a run that was not signed so far: {KEY_VARIABLE}=KEYFILE,unsigned.",
+    )
 
 
 @no_collection()

@@ -70,7 +70,7 @@ class CasRendezvousHandler(DynamicHandler):
             try:
                 self._workers_store = None
                 met = super().next_rendezvous()
-                if met.rank == 0:
+                if met.rank == 0 and met.bootstrap_store_info is not None:
                     self._workers_store = self._serve(met.bootstrap_store_info)
                 note_rendezvous(self.settings.run_id, began_s, time.monotonic())
                 return met

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
+from strata.checkpoint.catalog import signing
 from strata.checkpoint.catalog.listing import Entry, where
 from strata.checkpoint.catalog.manifest import CheckpointId, Manifest, Part, decode
 from strata.checkpoint.catalog.naming import Stem, claim_key, manifest_key, payload_key
@@ -101,7 +102,7 @@ def commit(
             manifest = write()
             if admit is not None:
                 admit(store)
-            store.put(at, manifest.encode(), if_absent=True)
+            store.put(at, manifest.encode(signing.configured()), if_absent=True)
             entry = Entry(key=at, manifest=manifest)
         except Exception as error:
             entry = _find_own_after(error, store, at, checkpoint_id)
@@ -151,7 +152,7 @@ def _find_own(store: Store, key: str, checkpoint_id: CheckpointId) -> Entry | No
     """The manifest that this very save has put at `key`; None where there is none. Raises `AlreadyExists` where another save's
     is there, and `Damaged` where nobody can tell whose it is."""
     try:
-        found = decode(store.read(key), path=where(store, key))
+        found = decode(store.read(key), path=where(store, key), keys=signing.configured())
     except NotFound:
         return None
     if found.checkpoint_id != checkpoint_id:

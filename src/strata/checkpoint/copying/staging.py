@@ -827,7 +827,7 @@ def read_snapshot(folder: Path) -> Snapshot | None:
     """The snapshot in one image's folder, if its mark is there and readable. Bytes are not verified here."""
     mark = folder / MARK_NAME
     try:
-        manifest = decode(mark.read_bytes(), path=str(mark))
+        manifest = decode(mark.read_bytes(), path=str(mark), keys=None)  # The folder is this user's alone.
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (Damaged, OSError) as error:

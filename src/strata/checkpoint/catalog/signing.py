@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from strata.checkpoint.copying.digest import KEY_VARIABLE
+from strata.checkpoint.copying.digest import KEY_VARIABLE as KEY_VARIABLE
 from strata.checkpoint.errors import CheckpointError
 from strata.errors import MissingDependency
 
@@ -178,7 +178,7 @@ def _read_pem(path: Path, content: bytes, *, is_public: bool) -> Ed25519Key:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
     except ImportError:
-        raise MissingDependency("cryptography", extra="signing", feature="Signing with Ed25519") from None
+        raise MissingDependency("cryptography", extra="security", feature="Signing with Ed25519") from None
     try:
         if is_public:
             public = serialization.load_pem_public_key(content)

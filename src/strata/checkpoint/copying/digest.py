@@ -8,17 +8,18 @@ it is SHA-256, which nobody can forge.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import xxhash
 
-from strata.stores.protocol import Buffer
+Buffer: TypeAlias = bytes | bytearray | memoryview | ctypes.Array[ctypes.c_char]
 
 CHUNK_BYTES = 16 << 20
 KEY_VARIABLE = "STRATA_SIGNING_KEY"

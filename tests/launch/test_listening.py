@@ -142,6 +142,14 @@ def test_agents_that_meet_through_the_coordinator_listen_at_their_own_address_al
         coordinator.stop()
 
 
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    made = Tasks(tmp_path / "data", {"STRATA_TASK_WORKERS": "2"})
+    made.server.start()
+    yield made
+    made.close()
+
+
 def test_a_task_listens_on_loopback_alone(tasks: Tasks) -> None:
     task_id = tasks.submit(
         workers=2,

@@ -44,6 +44,7 @@ from elastic_harness.checkpoint.storage_backends import (
     NVMeBackend,
     S3Backend,
     StorageBackend,
+    file_name,
 )
 from strata.checkpoint.catalog.naming import step_of, step_stem
 from strata.checkpoint.errors import CheckpointNotFound, LoadFailed, SaveFailed
@@ -137,16 +138,16 @@ class CheckpointManager(Closing):
         self._pending = Pending()
         self.nvme_backend: NVMeBackend | None = None
         self.s3_backend: S3Backend | None = None
-        stores: list[Store] = []
+        self._backends: dict[CheckpointTier, StorageBackend] = {}
         if config.nvme_path:
             self.nvme_backend = NVMeBackend(config.nvme_path, pending=self._pending)
-            stores.append(self._open(self.nvme_backend))
+            self._backends[CheckpointTier.NVME] = self.nvme_backend
         if config.s3_bucket:
             self.s3_backend = S3Backend(config.s3_bucket, config.s3_prefix, pending=self._pending)
-            stores.append(self._open(self.s3_backend))
+            self._backends[CheckpointTier.S3] = self.s3_backend
         self._starting = threading.Lock()
         self._engine = Engine(
-            stores,
+            [self._open(backend) for backend in self._backends.values()],
             config.keep_last_n,
             memory=Memory(job=job, budget_bytes=budget_bytes(config.max_memory_mb)),
             policy=Policy(
@@ -169,12 +170,15 @@ class CheckpointManager(Closing):
         self, state: CheckpointState, tier: CheckpointTier = CheckpointTier.NVME
     ) -> str | None:
         """Save to one tier; where it will be, None for memory. With the policy `fail`, an earlier failure is raised."""
-        self._check_configured(tier)
+        if not self._is_configured(tier):
+            setting = "s3_bucket" if tier == CheckpointTier.S3 else "nvme_path"
+            raise InvalidCheckpointConfig(f"{setting} is not set, so nothing can be saved to {tier.name}")
         self._raise_failures()
         try:
             handle = self._start(state, tier)
         except (StrataError, OSError) as error:
-            path = f"checkpoint_step_{state.step:08d}.pt"
+            backend = self._backends.get(tier)
+            path = "shared memory" if backend is None else f"{backend.url}/{file_name(state.step)}"
             self._failed(save_error(error, tier=tier.name, path=path))
             return None
         if not self.config.async_save:
@@ -249,9 +253,8 @@ class CheckpointManager(Closing):
 
     def close(self) -> None:
         super().close()
-        for backend in (self.nvme_backend, self.s3_backend):
-            if backend is not None:
-                backend.close()
+        for backend in self._backends.values():
+            backend.close()
 
     @staticmethod
     def _open(backend: StorageBackend) -> Store:
@@ -259,13 +262,7 @@ class CheckpointManager(Closing):
         return open_deferred(lambda: backend.store, url=backend.url)
 
     def _is_configured(self, tier: CheckpointTier) -> bool:
-        backends = {CheckpointTier.NVME: self.nvme_backend, CheckpointTier.S3: self.s3_backend}
-        return tier == CheckpointTier.MEMORY or backends[tier] is not None
-
-    def _check_configured(self, tier: CheckpointTier) -> None:
-        if not self._is_configured(tier):
-            setting = "s3_bucket" if tier == CheckpointTier.S3 else "nvme_path"
-            raise InvalidCheckpointConfig(f"{setting} is not set, so nothing can be saved to {tier.name}")
+        return tier == CheckpointTier.MEMORY or tier in self._backends
 
     def _failed(self, error: CheckpointError) -> None:
         """A save has failed: what the policy says."""
@@ -283,13 +280,8 @@ class CheckpointManager(Closing):
     def _load_named(
         self, path: str, tier: CheckpointTier | None, config: CheckpointLoadConfig
     ) -> CheckpointState:
-        backends: dict[CheckpointTier, StorageBackend] = {}
-        if self.nvme_backend and tier in (None, CheckpointTier.NVME) and "://" not in path:
-            backends[CheckpointTier.NVME] = self.nvme_backend
-        if self.s3_backend and tier in (None, CheckpointTier.S3) and not os.path.isabs(path):
-            backends[CheckpointTier.S3] = self.s3_backend
-        for place, backend in backends.items():
-            if not backend.exists(path):
+        for place, backend in self._backends.items():
+            if tier not in (None, place) or not backend.could_mean(path) or not backend.exists(path):
                 continue
             key = backend.key_of(path)
             if key is None:

@@ -19,6 +19,8 @@ from typing import Any
 
 from elastic_harness.checkpoint.common import Closing, InvalidCheckpointConfig, Pending, close_engines
 from elastic_harness.checkpoint.state import CheckpointState, checked_state
+from strata.checkpoint.catalog.manifest import CheckpointId
+from strata.checkpoint.catalog.naming import step_stem
 from strata.checkpoint.catalog.retention import newest_first, remove_named, remove_older
 from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.image.plain import SUFFIX
@@ -73,6 +75,10 @@ _OTHER_NAMES = {
 """What boto3 calls the store's options."""
 
 
+def file_name(step: int) -> str:
+    return step_stem(step, CheckpointId("")) + SUFFIX
+
+
 class StorageBackend(Closing, abc.ABC):
     """What both backends share. `path` is a name in the place, or the full path or URL of it."""
 
@@ -101,7 +107,7 @@ class StorageBackend(Closing, abc.ABC):
 
     def save_async(self, state: CheckpointState, path: str | os.PathLike[str] | None = None) -> Future[str]:
         """Copy the state now, write it in the background. What has this name is replaced."""
-        name = os.fspath(path) if path is not None else f"checkpoint_step_{state.step:08d}.pt"
+        name = os.fspath(path) if path is not None else file_name(state.step)
         with saving(tier=self.tier, path=name):
             store, key = self._locate(name)
             handle = self._engine(store).save(state.to_dict(), state.step, state.epoch, name=key)
@@ -179,6 +185,10 @@ class StorageBackend(Closing, abc.ABC):
             return self._engines[store.url]
 
     @abc.abstractmethod
+    def could_mean(self, path: str) -> bool:
+        """Whether a path looks like one of here."""
+
+    @abc.abstractmethod
     def _locate(self, path: str | os.PathLike[str]) -> tuple[Store, str]:
         """The store and key that a path means."""
 
@@ -198,6 +208,9 @@ class NVMeBackend(StorageBackend):
         self.base_path = Path(base_path)
         self.use_atomic_save = use_atomic_save
         super().__init__(os.path.abspath(base_path), pending)
+
+    def could_mean(self, path: str) -> bool:
+        return "://" not in path
 
     def _locate(self, path: str | os.PathLike[str]) -> tuple[Store, str]:
         name = os.fspath(path)
@@ -237,6 +250,9 @@ class S3Backend(StorageBackend):
         self.region = region
         settings = {**options, **({"region": region} if region else {})}
         super().__init__(f"s3://{bucket}/{self.prefix}".rstrip("/"), pending, **settings)
+
+    def could_mean(self, path: str) -> bool:
+        return not os.path.isabs(path)
 
     def _locate(self, path: str | os.PathLike[str]) -> tuple[Store, str]:
         name = os.fspath(path)

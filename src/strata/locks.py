@@ -132,7 +132,7 @@ def exclusively_inside(path: Path, *, inside: Path) -> Iterator[int]:
                 continue
             yield fd
             return
-    raise FileNotFoundError(errno.ENOENT, "removed again and again by another process", str(path.parent))
+    raise FileNotFoundError(errno.ENOENT, "removed repeatedly by another process", str(path.parent))
 
 
 def _open_locked(path: Path) -> int:

@@ -46,7 +46,7 @@ class Process:
         """Whether nobody here can tell if it has ended."""
         return self.machine != machine_token()
 
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         """True only when this machine can tell that the process has ended."""
         if self.is_elsewhere():
             return False

@@ -325,14 +325,14 @@ class BlindStore:
             writer.commit()
 
 
-@pytest.mark.parametrize("room_bytes", [64 << 10, 300 << 10, 700 << 10])
+@pytest.mark.parametrize("free_bytes", [64 << 10, 300 << 10, 700 << 10])
 def test_a_disk_that_fills_up_half_way_costs_one_save_and_nothing_else(
-    tmp_path: Path, memory: Memory, room_bytes: int
+    tmp_path: Path, memory: Memory, free_bytes: int
 ) -> None:
     """Room for one checkpoint and some bytes: the second one hits the end of the device while it is written."""
     first = small_state(1)
     with small_tmpfs(
-        tmp_path / "small", size_bytes=400 << 10 if room_bytes < 100 << 10 else (400 << 10) + room_bytes
+        tmp_path / "small", size_bytes=400 << 10 if free_bytes < 100 << 10 else (400 << 10) + free_bytes
     ) as at:
         with CheckpointManager(
             BlindStore(open_store(at)), memory=memory, policy=Policy(on_error="warn")

@@ -341,11 +341,11 @@ def test_a_job_name_cannot_lead_elsewhere(name: str) -> None:
 def test_a_process_that_is_gone_is_told_from_one_that_is_not() -> None:
     mine = this_process()
     assert Process.parse(mine.token) == mine
-    assert not mine.is_gone()
+    assert not mine.has_ended()
     recycled = Process(machine=mine.machine, pid=mine.pid, started_ticks=mine.started_ticks - 1)
-    assert recycled.is_gone()
+    assert recycled.has_ended()
     elsewhere = Process(machine="ffffff", pid=1, started_ticks=1)
-    assert not elsewhere.is_gone()
+    assert not elsewhere.has_ended()
 
 
 def test_a_zombie_counts_as_gone() -> None:
@@ -356,10 +356,10 @@ def test_a_zombie_counts_as_gone() -> None:
             pid=process.pid,
             started_ticks=int(status.rpartition(")")[2].split()[19]),
         )
-        assert not child.is_gone()
+        assert not child.has_ended()
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # Dead, and not yet waited for.
-        assert child.is_gone()
+        assert child.has_ended()
 
 
 def test_a_failed_copy_ends_in_the_handle_and_leaves_the_engine_usable(

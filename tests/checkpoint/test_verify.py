@@ -53,7 +53,7 @@ def verified(folder: Path) -> list[Verified]:
 
 def test_whole_checkpoints_are_whole(folder: Path, saved: CheckpointInfo, sharded: Path) -> None:
     found = verified(folder)
-    assert [(each.step, each.format, each.is_whole) for each in found] == [
+    assert [(each.step, each.format, each.is_intact) for each in found] == [
         (2, "sharded", True),
         (1, "image", True),
     ]
@@ -109,7 +109,7 @@ def test_a_file_of_the_wrong_length_names_what_is_lost(
     else:
         payload.unlink()
     (one,) = verified(folder)
-    assert not one.is_whole
+    assert not one.is_intact
     said = str(one.damages[0])
     assert ("missing" if damage == "gone" else "its manifest says") in said
     if damage == "cut":
@@ -122,7 +122,7 @@ def test_a_manifest_that_cannot_be_read_is_told(folder: Path, saved: CheckpointI
     (manifest,) = folder.glob("*.manifest.json")
     flip(manifest, 200)
     (unreadable,) = verified(folder)
-    assert not unreadable.is_whole
+    assert not unreadable.is_intact
     assert manifest.name in str(unreadable.damages[0])
 
 
@@ -131,10 +131,10 @@ def test_files_of_torch_save_are_checked_by_their_own_checksums(folder: Path) ->
     path = folder / "old.pt"
     torch.save(small_state(1), path)
     (one,) = verified(folder)
-    assert (one.format, one.name, one.is_whole, one.note) == ("file", "old.pt", True, "")
+    assert (one.format, one.name, one.is_intact, one.note) == ("file", "old.pt", True, "")
     flip(path, 30_000)
     (one,) = verified(folder)
-    assert not one.is_whole
+    assert not one.is_intact
     assert "not intact" in str(one.damages[0])
 
 
@@ -142,7 +142,7 @@ def test_a_file_without_checksums_says_so(folder: Path) -> None:
     folder.mkdir()
     torch.save(small_state(1), folder / "older.pt", _use_new_zipfile_serialization=False)
     (one,) = verified(folder)
-    assert one.is_whole
+    assert one.is_intact
     assert "nothing to compare with" in one.note
 
 

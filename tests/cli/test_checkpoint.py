@@ -97,7 +97,7 @@ def test_ls_of_an_empty_folder_is_empty_and_of_none_a_mistake(tmp_path: Path) ->
 def test_verify_says_whole_or_which_tensor_is_damaged(folder: Path) -> None:
     code, output = run("verify", folder)
     assert code == 0
-    assert output.count("whole: ") == 2
+    assert output.count("intact: ") == 2
     damage(folder / "checkpoint_step_00000010.pt")
     code, output = run("verify", folder)
     assert code == 1
@@ -105,8 +105,8 @@ def test_verify_says_whole_or_which_tensor_is_damaged(folder: Path) -> None:
     assert "model.layer" in output.replace("\n", "")
     code, found = run_json("verify", folder)
     assert code == 1
-    assert found["is_whole"] is False
-    bad = next(each for each in found["checkpoints"] if not each["is_whole"])
+    assert found["is_intact"] is found["is_whole"] is False  # The second is its deprecated name.
+    bad = next(each for each in found["checkpoints"] if not each["is_intact"])
     assert bad["step"] == 10
     tensors = bad["damages"][0]["tensors"]
     assert {"name", "start_bytes", "end_bytes"} == set(tensors[0])

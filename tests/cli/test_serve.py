@@ -136,8 +136,8 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_journal_and_log(
             server.process.send_signal(number)
             time.sleep(0.02)
         assert server.process.wait(30) == 0
-        took_s = time.monotonic() - began_s
-        assert took_s < 20, f"it took {took_s:.1f} s to stop"
+        elapsed_s = time.monotonic() - began_s
+        assert elapsed_s < 20, f"it took {elapsed_s:.1f} s to stop"
         assert not any(child.is_running() for child in children)
         assert sorted(os.listdir(server.data_dir)) == ["journal.sqlite", "lock", "logs.sqlite"]
         assert "Traceback" not in "".join(server.output), "".join(server.output)

@@ -112,7 +112,7 @@ class Training:
 
     def await_words(self, words: str) -> None:
         def said() -> bool:
-            assert self.process.poll() is None, f"it ended without saying '{words}':\n{self.told}"
+            assert self.process.poll() is None, f"it ended without printing '{words}':\n{self.told}"
             return words in self.told
 
         eventually(said, within_s=LIMIT_S, what=words)
@@ -355,7 +355,7 @@ def test_retry_saves_as_soon_as_the_bucket_can_be_reached(
         with training(
             job, tmp_path, environment=environment, checkpoint=retrying(s3_bucket="runs")
         ) as started:
-            started.await_words("does not answer, asking again")
+            started.await_words("does not answer, retrying")
             proxy.refusing = False
             started.end().assert_complete()
         assert saved_steps("s3://runs")[0] == 30

@@ -68,7 +68,7 @@ def test_s3_is_the_last_resort_and_the_nearest_copy_of_a_step_wins(
         damage(file(folder, 100))
         manager.clear_memory_snapshots()
         assert_is(manager.load_checkpoint(), 100)
-        assert "did not load step 100 in NVME" in caplog.text
+        assert "could not load step 100 in NVME" in caplog.text
     assert manager.s3_backend is not None
     assert manager.s3_backend.list_checkpoints() == ["checkpoint_step_00000100.pt"]
     manager.s3_backend.save(state_of(5), "named.pt")

@@ -178,7 +178,7 @@ def test_waiting_in_vain_says_who_was_there(etcd: EtcdServer, run_id: str) -> No
     for error in errors:
         assert isinstance(error, RendezvousTimeoutError)
         assert str(error).startswith("Timed out waiting for rendezvous")
-        assert "2 nodes are needed, no other node came" in str(error)
+        assert "2 nodes are needed, no other node joined" in str(error)
         assert "same --rdzv-id" in str(error)
 
 

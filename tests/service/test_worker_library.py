@@ -161,15 +161,15 @@ def test_training_step_never_waits(shared: Coordinator, worker: TrainingOrchestr
         worker.heartbeat(step)
         worker.report_progress("quick-data", 0, step % 10, step)
 
-    told_s = sorted(took_s(lambda n=number: tell(n)) for number in range(5_000))  # type: ignore[misc]
-    answered_s = statistics.median(took_s(worker.latest_checkpoint) for _ in range(50))
+    told_s = sorted(elapsed_s(lambda n=number: tell(n)) for number in range(5_000))  # type: ignore[misc]
+    answered_s = statistics.median(elapsed_s(worker.latest_checkpoint) for _ in range(50))
     # Four microseconds each on a quiet machine, where an answer takes a hundred times as long. One in a hundred may be
     # interrupted by the machine.
     assert told_s[4_950] < answered_s
     worker.deregister()
 
 
-def took_s(call: Callable[[], object]) -> float:
+def elapsed_s(call: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     call()
     return time.perf_counter() - began_s

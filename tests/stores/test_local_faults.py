@@ -64,8 +64,8 @@ def test_a_disk_that_fills_at_any_byte_keeps_the_old_value(small_disk: Path) -> 
     value = value_of(9, 160_000)
     filler = small_disk / "filler"
     full_at: list[int] = []
-    for room_bytes in range(0, 400_000, PAGE_BYTES):
-        leave_free(filler, store, room_bytes)
+    for free_bytes in range(0, 400_000, PAGE_BYTES):
+        leave_free(filler, store, free_bytes)
         try:
             with store.open_write(
                 "k"
@@ -74,7 +74,7 @@ def test_a_disk_that_fills_at_any_byte_keeps_the_old_value(small_disk: Path) -> 
                     writer.write(value[start : start + 10_000])
                 writer.commit()
         except NoSpace as error:
-            full_at.append(room_bytes)
+            full_at.append(free_bytes)
             assert "[NVME]" in str(error)  # noqa: PT017 - the loop is about when it stops being raised
             assert error.reason == "No space left on device"  # noqa: PT017
             assert store.read("k") == b"old"
@@ -91,8 +91,8 @@ def test_a_large_aligned_value_on_a_full_disk_keeps_the_old_one(small_disk: Path
     store.put("k", b"old")
     filler = small_disk / "filler"
     with mmap.mmap(-1, 2 << 20) as pages, memoryview(pages) as value:
-        for room_bytes in (0, 512 << 10, (1 << 20) + PAGE_BYTES):
-            leave_free(filler, store, room_bytes)
+        for free_bytes in (0, 512 << 10, (1 << 20) + PAGE_BYTES):
+            leave_free(filler, store, free_bytes)
             with pytest.raises(NoSpace):
                 stream(store, value)
             assert store.read("k") == b"old"
@@ -127,10 +127,10 @@ def stream(store: LocalStore, *chunks: bytes | memoryview) -> None:
         writer.commit()
 
 
-def leave_free(filler: Path, store: LocalStore, room_bytes: int) -> None:
-    """Fill the disk up to `room_bytes`, about: file systems round."""
+def leave_free(filler: Path, store: LocalStore, free_bytes: int) -> None:
+    """Fill the disk up to `free_bytes`, about: file systems round."""
     filler.unlink(missing_ok=True)
-    to_fill_bytes = store.free_bytes() - room_bytes
+    to_fill_bytes = store.free_bytes() - free_bytes
     with open(filler, "wb", buffering=0) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, max(to_fill_bytes, 1))

@@ -292,7 +292,7 @@ def test_a_place_prepared_by_somebody_else_is_refused(
 ) -> None:
     trap = tmp_path_factory.mktemp("trap")
     (shm / f"strata-{os.geteuid()}").symlink_to(trap)
-    with pytest.raises(AccessDenied, match="belongs to somebody else"):
+    with pytest.raises(AccessDenied, match="belongs to another user"):
         MemoryStore("job", shm=shm)
     assert list(trap.iterdir()) == []
 
@@ -302,7 +302,7 @@ def test_a_directory_of_another_user_is_refused(shm: Path) -> None:
     home = shm / f"strata-{os.geteuid()}"
     home.mkdir()
     os.chown(home, 12345, -1)
-    with pytest.raises(AccessDenied, match="belongs to somebody else"):
+    with pytest.raises(AccessDenied, match="belongs to another user"):
         MemoryStore("job", shm=shm)
 
 

@@ -21,8 +21,8 @@ class Story:
         self.kills = 0
         self.failures = Failures(clock=lambda: self.now_s, oom_kills=lambda: self.kills)
 
-    def round(self, *, rank: int, code: int, took_s: float = 5.0) -> str:
-        self.now_s += took_s
+    def round(self, *, rank: int, code: int, elapsed_s: float = 5.0) -> str:
+        self.now_s += elapsed_s
         cause = self.failures.read_line(
             None, f"E1115 failed (exitcode: {code}) local_rank: {rank} (pid: 4711) of fn: x"
         )
@@ -90,7 +90,7 @@ def test_an_error_that_comes_back_without_a_new_step_is_given_up() -> None:
     assert cause is not None
     assert not cause.may_retry
     assert cause.rank == 0
-    assert cause.message == "rank 0: ValueError: bad value at 0x9 (it came back without a new step)"
+    assert cause.message == "rank 0: ValueError: bad value at 0x9 (it restarted without a new step)"
 
 
 def test_the_same_crash_again_and_again_is_given_up_and_bad_luck_is_not() -> None:
@@ -102,9 +102,9 @@ def test_the_same_crash_again_and_again_is_given_up_and_bad_luck_is_not() -> Non
     assert cause is not None
     assert not cause.may_retry
     assert "times in a row" in cause.message
-    for story, code, took_s in ((Story(), -signal.SIGKILL, 5.0), (Story(), -signal.SIGSEGV, 100.0)):
+    for story, code, elapsed_s in ((Story(), -signal.SIGKILL, 5.0), (Story(), -signal.SIGSEGV, 100.0)):
         for _ in range(5):
-            story.round(rank=0, code=code, took_s=took_s)
+            story.round(rank=0, code=code, elapsed_s=elapsed_s)
         assert story.failures.hopeless() is None
 
 

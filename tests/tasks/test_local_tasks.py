@@ -170,7 +170,7 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         ids = {how: tasks.submit("ends", how=how) for how in ("wait", "raise", "crash")}
         ids |= {how: tasks.submit("ends-cold", how=how) for how in cold}
         for how, kind, message in (
-            ("raise", "exception", "rank 0: ValueError: the answer is 41 (it came back without a new step)"),
+            ("raise", "exception", "rank 0: ValueError: the answer is 41 (it restarted without a new step)"),
             ("crash", "signal", "rank 0 was killed by SIGSEGV (3 times in a row)"),
             ("refuse", "exit", "rank 0 ended with status 2"),
         ):
@@ -207,7 +207,7 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         Client(tasks.server.url).stop(ids["linger"], wait_s=STOP_S)
         stopped = tasks.get(ids["linger"])
         assert stopped["status"] == "stopped"
-        assert "did not leave in time and was killed" in stopped["reason"]
+        assert "did not exit in time and was killed" in stopped["reason"]
         assert all(tasks.processes(task_id) == {} for task_id in ids.values())
     finally:
         tasks.close()

@@ -458,7 +458,7 @@ def test_an_optimizer_that_never_steps_is_a_clear_error(
 ) -> None:
     monkeypatch.setattr("strata.training.job.UNSTEPPED_LIMIT", 5)
     loop = Loop(tmp_path / "a")
-    with pytest.raises(StrataError, match="has made no step"), loop.job as job:
+    with pytest.raises(StrataError, match="has not stepped"), loop.job as job:
         for _ in job:
             pass
 

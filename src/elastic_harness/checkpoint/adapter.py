@@ -272,7 +272,7 @@ def load_checkpoint_to_model(
                 ) from error
             if strict:
                 raise
-            log.warning("the optimizer starts anew, its state does not fit: %s", error)
+            log.warning("the optimizer starts afresh, its state does not fit: %s", error)
     if lr_scheduler is not None and state.lr_scheduler_state_dict:
         lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
     _restore_generators(state.rng_states)
@@ -937,7 +937,7 @@ def files_in(store: Store, tier: CheckpointTier) -> list[Candidate]:
     try:
         blobs = plain_files(store)
     except StoreError as error:
-        log.warning("passed over while looking for a checkpoint: %s", error)
+        log.warning("skipped while looking for a checkpoint: %s", error)
         return []
     return [
         Candidate(step=int(named[1]), tier=tier, key=blob.key, saved_at=blob.modified_s)
@@ -1048,7 +1048,7 @@ class CheckpointManager(Closing):
             except StrataError as error:
                 reason = f"{candidate}: {getattr(error, 'message', error)}"
                 reasons.append(reason)
-                log.warning("did not load %s", reason)
+                log.warning("could not load %s", reason)
                 continue
             log.info("loaded %s", candidate)
             return state

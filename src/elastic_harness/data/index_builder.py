@@ -139,9 +139,9 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=DEFAULT_ENTRY_INTERVAL,
         metavar="TOKENS",
-        help=f"one landmark per so many tokens (default: {DEFAULT_ENTRY_INTERVAL})",
+        help=f"tokens between index entries (default: {DEFAULT_ENTRY_INTERVAL})",
     )
-    parser.add_argument("--force", action="store_true", help="build even if an equal index stands there")
+    parser.add_argument("--force", action="store_true", help="build even if an up-to-date index exists")
     return parser
 
 

@@ -124,13 +124,13 @@ def _kill_a_minute(folder: Path, coordinator: CoordinatorProcess) -> Iterator[Ro
             calm.append(_rate(run, 30.0))
             run.hurt(["kill"], patience_s=PATIENCE_S)
             calm.append(_rate(run, began_s + 60.0 * minute - time.monotonic() - 1.0))
-        made, took_s, rate = run.step - before, time.monotonic() - began_s, statistics.median(calm)
+        made, elapsed_s, rate = run.step - before, time.monotonic() - began_s, statistics.median(calm)
     yield Row(
         name="effective training time, one kill a minute",
-        measured=100 * made / (rate * took_s),
+        measured=100 * made / (rate * elapsed_s),
         unit="%",
         target=95.0,
-        note=f"{made} steps in {took_s:.0f} s with 3 kills; between them {rate:.1f} steps/s",
+        note=f"{made} steps in {elapsed_s:.0f} s with 3 kills; between them {rate:.1f} steps/s",
     )
 
 

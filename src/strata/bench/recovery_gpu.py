@@ -167,7 +167,7 @@ def main(*, as_json: bool = False, quick: bool = False, device: str = "cuda") ->
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Kill a job with a large state, and time its way back.")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="small and meaningless: does it run?")
+    parser.add_argument("--quick", action="store_true", help="small, as a smoke test")
     parser.add_argument("--device", default="cuda", help="'cpu' where there is no other")
     given = parser.parse_args()
     main(as_json=given.json, quick=given.quick, device=given.device)

@@ -192,7 +192,7 @@ class Connection(asyncio.Protocol):
                 self.window_bytes += more
             self._unblock()
         elif kind == _GOAWAY:
-            self.closed = f"The server said goodbye: {payload[8:].decode(errors='replace')}."
+            self.closed = f"The server closed the connection: {payload[8:].decode(errors='replace')}."
         ended = kind == _RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM)
         if ended and stream is not None:
             self._end(stream)

@@ -82,11 +82,11 @@ def judge_checkpoints(checkpoints: Path) -> Verdict:
     from strata.stores import open_store
 
     verified = list(verify_store(open_store(checkpoints)))
-    damaged = [v for v in verified if not v.is_whole]
+    damaged = [v for v in verified if not v.is_intact]
     return Verdict(
         name="checkpoints",
         passed=bool(verified) and not damaged,
-        found="; ".join(str(v) for v in damaged) or f"{len(verified)} hashed, every byte as it was saved",
+        found="; ".join(str(v) for v in damaged) or f"{len(verified)} verified, checksums match",
     )
 
 

@@ -112,7 +112,7 @@ class ChaosRun:
         heal()
         self.injuries.append(injury)
         took = (
-            "no new step in time"
+            "no new step within the limit"
             if injury.recovery_s is None
             else f"new step after {injury.recovery_s:.2f} s"
         )
@@ -168,7 +168,7 @@ class ChaosRun:
     def _workers(self) -> list[int]:
         found = [pid for agent in self.agents if agent.is_running for pid in agent.workers()]
         if not found:
-            raise ChaosError("There is no worker to hurt.")
+            raise ChaosError("There is no worker to inject a fault into.")
         return found
 
     def start_agent(self, number: int) -> None:
@@ -203,7 +203,7 @@ class ChaosRun:
         while not self.step:
             if time.monotonic() > deadline_s or not self.is_running:
                 raise ChaosError(
-                    f"The first step did not come within {FIRST_STEP_S:.0f} s:\n{self.agents[0].tail()}"
+                    f"The first step did not finish within {FIRST_STEP_S:.0f} s:\n{self.agents[0].tail()}"
                 )
             time.sleep(POLL_S)
 

@@ -10,10 +10,10 @@ from typing import TypeAlias
 from strata.stores import open_store, store_from_env
 from strata.stores.protocol import Store
 
-Place: TypeAlias = "str | os.PathLike[str] | Store"
+Destination: TypeAlias = "str | os.PathLike[str] | Store"
 
 
-def open_stores(path: Place | Sequence[Place] | None) -> list[Store]:
+def open_stores(path: Destination | Sequence[Destination] | None) -> list[Store]:
     if path is None and not os.environ.get("CHECKPOINT_BUCKET"):
         path = os.environ.get("CHECKPOINT_DIR") or None
     if path is None:

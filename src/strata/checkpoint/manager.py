@@ -35,7 +35,7 @@ from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.catalog.naming import Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.catalog.retention import remove_orphans, remove_superseded
-from strata.checkpoint.destinations import Place, default_job, open_stores
+from strata.checkpoint.destinations import Destination, default_job, open_stores
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
 from strata.checkpoint.pipeline import ByteBudget, BytesPayload, Payload, Pipeline, Policy, Save
@@ -140,7 +140,7 @@ class LoadOptions(TypedDict, total=False):
 class CheckpointManager:
     def __init__(
         self,
-        path: Place | Sequence[Place] | None = None,
+        path: Destination | Sequence[Destination] | None = None,
         keep_count: int = 5,
         *,
         memory: Memory | None = None,
@@ -206,7 +206,7 @@ class CheckpointManager:
         machine. A save that `must_arrive` waits for an image whatever the policy says, and no newer one overtakes it on its
         way. With `on_error='fail'`, a failure of an earlier save is raised here.
         """
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         self._check_open()
         self.raise_failure()
         for name, number in (("step", step), ("epoch", epoch)):
@@ -224,14 +224,14 @@ class CheckpointManager:
             key=payload_key(self._stem(step, draft.checkpoint_id), staged.format),
             size_bytes=staged.size_bytes,
             handle=SaveHandle(draft.checkpoint_id, step),
-            begun_s=begun_s,
+            started_s=started_s,
             must_arrive=must_arrive,
         )
         if staged.format == BYTES and not save.stores:
             raise InvalidSave("Bytes are kept in stores, and this save is for none.")
         self._await(save.handle)
         try:
-            self._pipeline.check_room(save)
+            self._pipeline.check_space(save)
             if placement is None:
                 self._continue_lineage(save)
             save.payload, fill = staged.make(save)
@@ -313,7 +313,7 @@ class CheckpointManager:
         found, problems = gather(self._sources())
         removed = [each for each in found if each.was_removed()]
         for problem in [*problems, *(f"{each.info.path} was removed" for each in removed)]:
-            log.warning("passed over while listing checkpoints: %s", problem)
+            log.warning("skipped while listing checkpoints: %s", problem)
         return [each.info for each in found if each not in removed and self._is_own(each.manifest)]
 
     list_checkpoints = all_checkpoints

@@ -236,12 +236,12 @@ def restore(
         and (checkpoint_id is None or candidate.manifest.checkpoint_id == checkpoint_id)
     ]
     for reason in reasons:
-        log.warning("passed over while looking for a checkpoint: %s", reason)
+        log.warning("skipped while looking for a checkpoint: %s", reason)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="strata-verify") as pool:
         for candidate in wanted:
             if candidate.was_removed():
                 reasons.append(f"step {candidate.manifest.step}: {candidate.info.path} was removed")
-                log.warning("did not load %s", reasons[-1])
+                log.warning("could not load %s", reasons[-1])
                 continue
             damaged = 0
             with reading(candidate.manifest.checkpoint_id):
@@ -259,7 +259,7 @@ def restore(
                         reasons.append(reason)
                         causes.append(error)
                         damaged += isinstance(error, Damaged)
-                        log.warning("did not load %s", reason)
+                        log.warning("could not load %s", reason)
                         continue
                     log.info("loaded checkpoint %s from %s", candidate.manifest.checkpoint_id, source.tier)
                     return Restored(

@@ -61,7 +61,7 @@ class Verified:
     note: str = ""
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         return not self.damages
 
 
@@ -139,7 +139,7 @@ def _verify_part(
         end_bytes = min(start_bytes + chunk_bytes, part.size_bytes)
         if end_bytes > readable_bytes:
             break  # Told above.
-        view = buffer.room(end_bytes - start_bytes)
+        view = buffer.window(end_bytes - start_bytes)
         store.read_into(part.key, view, offset=start_bytes)
         number = start_bytes // chunk_bytes
         if part.digest.chunks[number : number + 1] != (xxhash.xxh3_128_hexdigest(view),):

@@ -13,13 +13,11 @@ from strata.cli.literal_help import LiteralGroup
 app = typer.Typer(
     cls=LiteralGroup,
     name="bench",
-    help="Measure this machine: every figure beside its target, and beside its peers or the hardware's limit.",
+    help="Measure this machine: every result beside its target, and beside its peers or the hardware's limit.",
     no_args_is_help=True,
 )
 
-Quick = Annotated[
-    bool, typer.Option("--quick", help="Small and fast: shows that it runs, its figures prove nothing.")
-]
+Quick = Annotated[bool, typer.Option("--quick", help="Small and fast: a smoke test, not a measurement.")]
 
 Gpu = Annotated[bool, typer.Option("--gpu", help="With state on a CUDA device, instead of on the CPU.")]
 

@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
 
 def chaos(
-    interval: Annotated[float, typer.Option(min=0.0, help="Seconds of peace between two faults.")] = 15.0,
-    duration: Annotated[float, typer.Option(min=1.0, help="Seconds to go on hurting.")] = 60.0,
+    interval: Annotated[float, typer.Option(min=0.0, help="Seconds between two faults.")] = 15.0,
+    duration: Annotated[
+        float, typer.Option(min=1.0, help="Seconds during which faults are injected.")
+    ] = 60.0,
     rto_threshold: Annotated[
-        float, typer.Option(min=0.1, help="The longest recovery, in seconds, that passes.")
+        float, typer.Option(min=0.1, help="The longest recovery allowed, in seconds.")
     ] = 30.0,
-    single_kill: Annotated[bool, typer.Option("--single-kill", help="One SIGKILL, then let it end.")] = False,
+    single_kill: Annotated[
+        bool, typer.Option("--single-kill", help="One SIGKILL, then run to the end.")
+    ] = False,
     kinds: Annotated[
         str, typer.Option(help="Faults to choose from: kill, stop, agent, coordinator.")
     ] = "kill",
@@ -38,21 +42,19 @@ def chaos(
         str, typer.Option(help="What `kill` sends: SIGKILL, SIGTERM, SIGINT, SIGABRT, SIGSEGV …")
     ] = "SIGKILL",
     min_survivors: Annotated[
-        int, typer.Option(min=0, help="Leave at least so many workers untouched by a fault.")
+        int, typer.Option(min=0, help="Keep at least this many workers unaffected by a fault.")
     ] = 0,
     jitter: Annotated[
         float,
-        typer.Option(
-            min=0.0, help="Make each interval longer or shorter at random by up to so many seconds."
-        ),
+        typer.Option(min=0.0, help="Vary each interval at random by up to this many seconds."),
     ] = 0.0,
     verify_progress: Annotated[
         bool,
-        typer.Option("--verify-progress", help="Also check that training got further after every fault."),
+        typer.Option("--verify-progress", help="Also check that training progressed after every fault."),
     ] = False,
     workers: Annotated[int, typer.Option(min=1, max=64)] = 2,
-    agents: Annotated[int, typer.Option(min=1, max=16, help="Agents, each standing for a machine.")] = 1,
-    seed: Annotated[int, typer.Option(help="Chooses faults and victims.")] = 0,
+    agents: Annotated[int, typer.Option(min=1, max=16, help="Agents, each simulating a machine.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed for the choice of faults and victims.")] = 0,
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Also train undisturbed and compare the loss.")
     ] = True,
@@ -69,7 +71,7 @@ def chaos(
             f"a fault hits {hit} of {workers} workers, which leaves fewer than {min_survivors} untouched"
         )
     wanted = _signal(kill_signal)
-    need("torch", "omegaconf", feature="The job that is hurt", extra="harness")
+    need("torch", "omegaconf", feature="The job under test", extra="harness")
 
     def say(text: str) -> None:
         if not json:
@@ -172,7 +174,7 @@ def _run(
             if time.monotonic() - began_s >= duration_s:
                 break
         run.train_for(min(interval_s, 5.0))
-        steps, took_s = run.step, time.monotonic() - began_s
+        steps, elapsed_s = run.step, time.monotonic() - began_s
         for agent in run.agents:
             agent.stop()
         if not run.injuries:
@@ -187,7 +189,7 @@ def _run(
         if compare:
             verdicts.append(_compare(run, folder, say))
         return ChaosReport(
-            injuries=tuple(run.injuries), verdicts=tuple(verdicts), steps=steps, duration_s=took_s
+            injuries=tuple(run.injuries), verdicts=tuple(verdicts), steps=steps, duration_s=elapsed_s
         )
     finally:
         run.close()

@@ -64,8 +64,8 @@ def logs(
         "task_id": task,
         "worker_id": worker,
         "q": grep,
-        "since": _moment("since", since),
-        "until": _moment("until", until),
+        "since": _timestamp("since", since),
+        "until": _timestamp("until", until),
     }
     query = {key: value for key, value in wanted.items() if value is not None}
     found = get_rows(api, "/api/logs?" + urlencode({**query, "limit": limit}))
@@ -90,7 +90,9 @@ def _follow(api: str, query: dict[str, Any], last_id: str, *, as_json: bool) -> 
                     show_entry(data, as_json=as_json)
                     sys.stdout.flush()
                 elif kind == "missed":
-                    errors.print(f"({data['count']:,} lines came too fast to be shown)", style="dim")
+                    errors.print(
+                        f"({data['count']:,} lines were dropped: they arrived too fast)", style="dim"
+                    )
         except Unreachable:
             pass
         time.sleep(BACK_AFTER_S)
@@ -127,7 +129,7 @@ def show_entry(entry: dict[str, Any], *, as_json: bool) -> None:
     )
 
 
-def _moment(option: str, text: str | None) -> float | None:
+def _timestamp(option: str, text: str | None) -> float | None:
     if text is None:
         return None
     ago = _AGO.fullmatch(text.strip())

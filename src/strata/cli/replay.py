@@ -27,7 +27,7 @@ def replay(
     ] = DEFAULT_DATA_DIR,
     json: AsJson = False,
     kind: Annotated[list[str] | None, typer.Option(help="Only events of this kind; may be repeated.")] = None,
-    last: Annotated[int | None, typer.Option(min=1, help="Only the newest so many.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the newest N.")] = None,
 ) -> None:
     """Print what happened, as the coordinator's journal has it. Safe beside a running coordinator."""
     for name in kind or ():

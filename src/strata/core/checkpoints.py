@@ -172,7 +172,7 @@ class Checkpoints:
             parent_id=command.parent_id,
             data_json=command.data_json,
             metadata=dict(command.metadata),
-            reason=_durable_in(tiers),
+            reason=_saved_to(tiers),
             at_s=now.wall_s,
             run_id=command.run_id,
             generation=_generation(command),
@@ -317,11 +317,11 @@ def _decide_tiers(
     if known.removed or not new_tiers:
         return None
     tiers = (*known.tiers, *new_tiers)
-    return replace(_completed(known), tiers=tiers, reason=_durable_in(tiers), at_s=now.wall_s)
+    return replace(_completed(known), tiers=tiers, reason=_saved_to(tiers), at_s=now.wall_s)
 
 
-def _durable_in(tiers: tuple[str, ...]) -> str:
-    return f"durable in {', '.join(tiers) or 'storage'}"
+def _saved_to(tiers: tuple[str, ...]) -> str:
+    return f"saved to {', '.join(tiers) or 'storage'}"
 
 
 def _recorded(

@@ -49,7 +49,7 @@ def main() -> None:
         if described is not None:
             report(described)
             if supervisor:
-                _tell_failure(supervisor, described, exit_code=_status(error))
+                _report_failure(supervisor, described, exit_code=_status(error))
         raise
 
 
@@ -81,7 +81,7 @@ def _send_output(supervisor: str, name: str, number: int) -> None:
             getattr(sys, name).reconfigure(line_buffering=True, errors="backslashreplace")
 
 
-def _tell_failure(supervisor: str, error: WorkerError, *, exit_code: int) -> None:
+def _report_failure(supervisor: str, error: WorkerError, *, exit_code: int) -> None:
     with suppress(OSError):
         _connect(supervisor, {"failure": {**error.to_dict(), "exit_code": exit_code}}).close()
 

@@ -179,7 +179,7 @@ def main() -> None:
     try:
         asyncio.run(supervisor.run())
     except OSError as error:
-        cause = ExitCause(kind="launch", message=f"the run could not be kept: {error}")
+        cause = ExitCause(kind="launch", message=f"the run could not be supervised: {error}")
         with suppress(OSError):
             write_atomically(Path(run_dir) / "ended.json", {"cause": asdict(cause)})
         raise

@@ -35,7 +35,7 @@ def warning() -> str | None:
     if _separated or not _shares_store() or not _attempt() or _has_fresh_stores():
         return None
     return (
-        f"this is attempt {_attempt() + 1}, and torchrun lets it meet where the last one did: it may read addresses of dead "
+        f"this is attempt {_attempt() + 1}, and torchrun reuses the last attempt's rendezvous store: it may read addresses of dead "
         "workers, fail again or hang. Start it with `strata torchrun …` in place of `torchrun …`, or set "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     )

@@ -121,7 +121,7 @@ class CasRendezvousBackend(RendezvousBackend):
             self._entered, self._known = True, shared
             self._seen, self._handed = seen, dict(mine.last_heartbeats)
             return state, now_there[1], True
-        found = self._tell_again() if now_there is None else now_there
+        found = self._restore_state() if now_there is None else now_there
         return None if found is None else (self._for_torch(self._adopt(found[0])), found[1], False)
 
     def leave(self, node: Node) -> None:
@@ -146,7 +146,7 @@ class CasRendezvousBackend(RendezvousBackend):
             found = self._client.get(self.state_key)
         except ConnectionError as error:
             self._raise_unreachable(error)
-        there = self._tell_again() if found is None else (SharedState.from_json(found[0]), found[1])
+        there = self._restore_state() if found is None else (SharedState.from_json(found[0]), found[1])
         return None if there is None else (self._adopt(there[0]), there[1])
 
     def _cas(
@@ -161,7 +161,7 @@ class CasRendezvousBackend(RendezvousBackend):
             return written, None
         return written, (state if written else SharedState.from_json(value), now_token)
 
-    def _tell_again(self) -> tuple[SharedState, Token] | None:
+    def _restore_state(self) -> tuple[SharedState, Token] | None:
         """Give a server that has lost the state what this member last knew of it. A newcomer knows nothing."""
         if not self._entered or self._known is None or self._known.closed:
             return None

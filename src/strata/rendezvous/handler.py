@@ -89,7 +89,9 @@ class CasRendezvousHandler(DynamicHandler):
         try:
             self.backend.leave(self.this_node)
         except RendezvousError as error:
-            logger.warning("left the rendezvous '%s' without saying so: %s", self.settings.run_id, error)
+            logger.warning(
+                "left the rendezvous '%s' without notifying the others: %s", self.settings.run_id, error
+            )
         return closed
 
     @contextmanager
@@ -137,7 +139,9 @@ class CasRendezvousHandler(DynamicHandler):
         if not self._server_lost:  # Once per outage: the agent asks ten times a second.
             self._server_lost = True
             logger.warning(
-                "the rendezvous server of '%s' is away, going on without it: %s", self.settings.run_id, error
+                "the rendezvous server of '%s' is unreachable, continuing without it: %s",
+                self.settings.run_id,
+                error,
             )
 
     def _timeout_text(self) -> str:
@@ -145,7 +149,7 @@ class CasRendezvousHandler(DynamicHandler):
         present = sorted(
             {str(node) for node in (*state.participants, *state.wait_list)} - {str(self.this_node)}
         )
-        others = f"besides this node there was {', '.join(present)}" if present else "no other node came"
+        others = f"besides this node there was {', '.join(present)}" if present else "no other node joined"
         return (
             f"Timed out waiting for rendezvous '{settings.run_id}' after {settings.timeout.join.total_seconds():g} s: "
             f"{settings.min_nodes} nodes are needed, {others}. All nodes must use the same --rdzv-id and endpoint; "
@@ -164,7 +168,7 @@ def _meet(meet: Callable[[], None], handler: object) -> None:
                 meet()
             return
         except RoundLost as lost:
-            logger.warning("%s before all ranks were known; meeting again", lost)
+            logger.warning("%s before all ranks were known; joining again", lost)
 
 
 def create_cas_handler(

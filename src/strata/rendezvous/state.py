@@ -75,7 +75,7 @@ class SharedState:
             )
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise RendezvousStateError(
-                f"Stale state detected: what stands under this rendezvous id was not written by this version of "
+                f"Stale state detected: what is stored under this rendezvous id was not written by this version of "
                 f"Strata ({type(error).__name__}: {error}). Use another --rdzv-id, or remove it: "
                 f"etcdctl del --prefix /torch/elastic/ID"
             ) from error

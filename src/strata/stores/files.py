@@ -56,7 +56,7 @@ class FileStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
         self._temporary = self.root / RESERVED / "tmp"
-        self.remove_leftovers()
+        self.clean_up()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -159,14 +159,14 @@ class FileStore:
         while not os.path.exists(folder) and folder != folder.parent:
             folder = folder.parent
         try:
-            room = os.statvfs(folder)
+            space = os.statvfs(folder)
         except OSError as error:
             raise store_error(
                 error, tier=self.tier, key="", doing=f"measure the free space of {self.root}"
             ) from error
-        return room.f_bavail * room.f_frsize
+        return space.f_bavail * space.f_frsize
 
-    def remove_leftovers(self) -> int:
+    def clean_up(self) -> int:
         """Remove the temporary files of writers that are gone; how many there were."""
         removed = 0
         with contextlib.suppress(OSError), os.scandir(self._temporary) as entries:
@@ -180,12 +180,12 @@ class FileStore:
                     finally:
                         os.close(fd)
         if removed:
-            log.info("%s: removed %d unfinished values of writers that are gone", self.url, removed)
+            log.info("%s: removed %d unfinished values of writers that have ended", self.url, removed)
         return removed
 
     # --- writing, for FileWriter ---
 
-    def check_room(self, key: str, size_bytes: int) -> None:
+    def check_space(self, key: str, size_bytes: int) -> None:
         """Raise `NoSpace` if a value of this size cannot fit, before anything is written."""
         free_bytes = self.free_bytes()
         if size_bytes > free_bytes:
@@ -352,7 +352,7 @@ class FileWriter:
     def __init__(
         self, store: FileStore, key: str, path: Path, *, size_hint_bytes: int, if_absent: bool
     ) -> None:
-        store.check_room(key, size_hint_bytes)
+        store.check_space(key, size_hint_bytes)
         self._store = store
         self._key = key
         self._path = path

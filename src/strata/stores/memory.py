@@ -128,7 +128,7 @@ class MemoryStore(FileStore):
             if error.filename != str(_home(self._shm)):
                 raise self._not_opened(error) from error
             raise AccessDenied(
-                f"{error.filename} belongs to somebody else.",
+                f"{error.filename} belongs to another user.",
                 tier=self.tier,
                 key="",
                 hint="Have its owner or an administrator remove it.",
@@ -159,7 +159,7 @@ def reclaim_orphans(
     with contextlib.suppress(OSError):
         removed = _remove(Path(shm), lambda job: job != spare and _orphaned(home / job, grace_s))
     for job in removed:
-        log.info("memory://%s: reclaimed, its owners are gone", job)
+        log.info("memory://%s: reclaimed, its owners have ended", job)
     return removed
 
 

@@ -317,7 +317,7 @@ class ObjectStore:
             if self._read_version(key, target, offset, found["e_tag"]):
                 return target
         raise Unavailable(
-            f"'{key}' in {self.url} was replaced again and again while it was read.", tier=self.tier, key=key
+            f"'{key}' in {self.url} was replaced repeatedly while it was read.", tier=self.tier, key=key
         )
 
     def _found(self, key: str) -> Any:

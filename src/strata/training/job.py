@@ -38,7 +38,7 @@ from strata.checkpoint.catalog.manifest import Manifest
 from strata.checkpoint.catalog.naming import Stem, new_id, unique_stem
 from strata.checkpoint.catalog.runs import RunClaim, launch_key, open_run
 from strata.checkpoint.copying.staging import read_snapshot
-from strata.checkpoint.destinations import Place, open_stores
+from strata.checkpoint.destinations import Destination, open_stores
 from strata.checkpoint.errors import (
     CheckpointError,
     FinalSaveFailed,
@@ -177,7 +177,7 @@ class ElasticJob:
         model: torch.nn.Module,
         optimizer: Stateful,
         data: ElasticLoader,
-        checkpoints: Place | Sequence[Place] | None = None,
+        checkpoints: Destination | Sequence[Destination] | None = None,
         scheduler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
         options: ElasticOptions | None = None,
@@ -296,7 +296,7 @@ class ElasticJob:
             self._account = TimeAccount(self._tracer.before)
         self.metrics["total_steps"] = float(self._total_steps())
         self._open_link(opened)
-        self._tell("recovering" if self._restarts != "0" else "loading")
+        self._report("recovering" if self._restarts != "0" else "loading")
         if self._keeps_state:
             self._manager = self._open_manager(opened)
             if isinstance(self._state.optimizer, torch.optim.Optimizer):
@@ -415,7 +415,7 @@ class ElasticJob:
                     raise _unreachable([str(error.message)]) from error
                 _announce(
                     logging.WARNING,
-                    f"a destination does not answer, asking again in {pause_s:.1f} s: {error.message}",
+                    f"a destination does not answer, retrying in {pause_s:.1f} s: {error.message}",
                 )
             time.sleep(pause_s)
 
@@ -576,7 +576,7 @@ class ElasticJob:
                 image = load.images[load.mapped.index(self.rank)]
                 found = read_snapshot(Path(image).parent)
                 if found is None or found.manifest.checkpoint_id != load.offer.checkpoint_id:
-                    return None, LoadReport(error="the image is not there any more", fault="copy")
+                    return None, LoadReport(error="the image no longer exists", fault="copy")
                 # Its keeper verifies it meanwhile; where nothing may be torn, each rank looks for itself.
                 state = load_mapped(
                     found.path, found.manifest, into=self._state.targets(), verify=not load.may_tear
@@ -601,7 +601,7 @@ class ElasticJob:
             if self.rank in resume.load.receivers:
                 state = received
         if state["position"] is None:
-            log.warning("the checkpoint says nothing about data: it is read from its beginning")
+            log.warning("the checkpoint has no data position: data is read from its beginning")
         else:
             self._ledger.restore(
                 state["position"], checkpoint_id=offer.checkpoint_id, durable=resume.is_durable
@@ -718,13 +718,13 @@ class ElasticJob:
             has_stepped = batch.step.ends_step
         elif has_stepped and not batch.step.ends_step:
             raise StrataError(
-                "The optimizer made a step in the middle of a global batch, which would train part of it twice.",
+                "The optimizer stepped in the middle of a global batch, which would train part of it twice.",
                 hint="Step only where batch.step.ends_step, or leave out micro_batch_size.",
             )
         if not has_stepped:
             if len(self._taken) >= UNSTEPPED_LIMIT and not self._steps_seen:
                 raise StrataError(
-                    f"{UNSTEPPED_LIMIT:,} batches were taken, and the optimizer given to strata.elastic has made no step.",
+                    f"{UNSTEPPED_LIMIT:,} batches were taken, and the optimizer given to strata.elastic has not stepped.",
                     hint="Give it the optimizer that steps, or set ElasticOptions(commit_on='batch').",
                 )
             return False
@@ -772,7 +772,7 @@ class ElasticJob:
         self.metrics["step_time_s"] = self._step_s
         self.metrics["samples_per_second"] = samples / max(self._step_s, 1e-9)
         self.metrics["data_position"] = float(self._data.position)
-        self._tell("training")
+        self._report("training")
         self._account.enter("waiting")
         self._agree()
         self._account.enter("checkpoint")
@@ -825,7 +825,7 @@ class ElasticJob:
                 self._manager.wait_pending(self.options.preemption_deadline_s)
         assert self._preemption is not None
         asked = self._preemption.requested
-        who = "asked to leave" if asked else "others were asked to leave"
+        who = "asked to leave" if asked else "other ranks were asked to stop"
         _announce(logging.INFO, f"{who}: step {self.step:,} is saved, ending")
         raise Preempted(asked=asked)
 
@@ -872,7 +872,7 @@ class ElasticJob:
         self._snapshot_step = self.step
         if self._manager is None:
             return
-        self._tell("checkpointing")
+        self._report("checkpointing")
         state = self._state.capture(
             step=self.step, epoch=self._data.epoch, rng_states=rng_states, world_size=self.world_size
         )
@@ -891,7 +891,7 @@ class ElasticJob:
             self._saving[checkpoint_id] = handle
         if self._first is None and not self._first_is_noted:
             self._first = handle
-        self._tell("training")
+        self._report("training")
 
     def _finish(self) -> None:
         """Training has ended here: return when its state is in every destination, or raise what is missing."""
@@ -915,7 +915,7 @@ class ElasticJob:
                 assert isinstance(instruction, Finished)
                 break
         self._has_finished = True
-        self._tell("idle")
+        self._report("idle")
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
         limit_bytes = self.options.snapshot_limit_bytes
@@ -924,7 +924,7 @@ class ElasticJob:
         needed_bytes = tensor_bytes(state)
         if needed_bytes > limit_bytes:
             log.warning(
-                "Cannot save snapshot: %.1fMB required, but only %.1fMB available; only durable checkpoints are made",
+                "Cannot save snapshot: %.1fMB required, but only %.1fMB available; only durable checkpoints are written",
                 needed_bytes / 2**20,
                 limit_bytes / 2**20,
             )
@@ -940,7 +940,7 @@ class ElasticJob:
 
     # --- reporting ------------------------------------------------------------------------------------------
 
-    def _tell(self, state: str) -> None:
+    def _report(self, state: str) -> None:
         if self._link is not None:
             metrics = {**self.metrics, **self._account.totals()}
             self._link.status(state, step=self.step, epoch=self._data.epoch, metrics=metrics)
@@ -985,7 +985,7 @@ def _outcome(handle: SaveHandle, destinations: Sequence[str]) -> SaveEnded:
 
 def _unreachable(reasons: Sequence[str]) -> StrataError:
     return LoadFailed(
-        "A destination of this job does not answer, so nobody can say what there is to restore. Nothing was changed.",
+        "A destination of this job does not answer, so it is unknown which checkpoints exist. Nothing was changed.",
         reasons=reasons,
         hint="Check credentials, network and the address, then start the job again.",
     )
@@ -1004,7 +1004,7 @@ def _error_of(stop: Stop, *, step: int = -1) -> StrataError:
         return LoadFailed(
             "There are checkpoints of this run, and none of them can be loaded. Nothing was removed.",
             reasons=stop.reasons,
-            hint="Look at them with: strata checkpoint verify. To start anew, name another destination.",
+            hint="Look at them with: strata checkpoint verify. To start over, name another destination.",
         )
     if stop.kind == "superseded":
         return CheckpointError(stop.reasons[0], hint="This process ends; the run continues elsewhere.")

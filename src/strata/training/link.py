@@ -6,7 +6,7 @@ registry can be rebuilt from them: the link remembers which checkpoints exist, a
 or the coordinator has lost its memory, it tells all of them again (`reconcile`). So what was said in vain is reflected
 in the end.
 
-A process that was taken for dead registers anew, ever more slowly. One whose place another process has taken, or whose
+A process that was taken for dead registers again, ever more slowly. One whose place another process has taken, or whose
 name belongs to another live run, falls silent and says so (`superseded`, `refused`): two processes under one name must
 not fence each other for ever.
 """
@@ -97,7 +97,7 @@ class CoordinatorLink:
     def status(
         self, state: str, *, step: int, epoch: int, metrics: Mapping[str, float] | None = None
     ) -> None:
-        with suppress(StaleWorker):  # The notice thread registers anew, or has fallen silent.
+        with suppress(StaleWorker):  # The notice thread registers again, or has fallen silent.
             self._orchestrator.heartbeat(step, epoch, state=state, metrics=metrics)
 
     def describe_data(
@@ -215,7 +215,9 @@ class CoordinatorLink:
                 with suppress(queue.Empty):
                     self._notices.get_nowait()
                     if not self._is_behind:
-                        log.warning("the coordinator is away; the oldest notices to it are being dropped")
+                        log.warning(
+                            "the coordinator is unreachable; the oldest notifications to it are being dropped"
+                        )
                     self._is_behind = True
 
     @property
@@ -249,9 +251,9 @@ class CoordinatorLink:
                 self.refused = str(error)
             # What was never told of need not be removed.
             level = logging.DEBUG if error.reason_code == "not_found" else logging.WARNING
-            log.log(level, "the coordinator refused a notice: %s", error)
+            log.log(level, "the coordinator rejected a notification: %s", error)
         except StrataError as error:
-            log.warning("the coordinator could not be told: %s", error)
+            log.warning("the coordinator could not be notified: %s", error)
         return True
 
     def _register(self) -> None:
@@ -281,7 +283,9 @@ class CoordinatorLink:
     def _become_stale(self, cause: str, reason: str) -> None:
         if StaleWorker("stale", reason, cause=cause).superseded:
             if self.superseded is None:
-                log.warning("this process was superseded and says no more to the coordinator: %s", reason)
+                log.warning(
+                    "this process was superseded and no longer reports to the coordinator: %s", reason
+                )
             self.superseded = reason
             return
         if cause == "unknown":  # It has lost its memory, also of what it was told before.

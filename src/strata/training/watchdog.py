@@ -68,7 +68,7 @@ class Watchdog:
             if silent_s < self._timeout_s or told == seen:
                 continue
             told = seen
-            self._tell(silent_s)
+            self._report(silent_s)
             if self._policy == "restart":
                 log.error("%s ends now, so that the job restarts from its last snapshot", self._name)
                 with suppress(Exception):  # Nothing may keep a hung process alive.
@@ -77,7 +77,7 @@ class Watchdog:
                 logging.shutdown()
                 os._exit(EXIT_HUNG)
 
-    def _tell(self, silent_s: float) -> None:
+    def _report(self, silent_s: float) -> None:
         verdict = "waits for other ranks" if self._only_waits() else "is stuck itself"
         log.error(
             "%s has made no step for %.1f s while %s; it %s. Stacks:\n%s",

@@ -439,7 +439,7 @@ class TrainingOrchestrator:
             if answer.made:
                 return tuple(answer.unknown)
             request.revision = answer.revision
-        why = "its list of checkpoints changes faster than it can be compared"
+        why = "its list of checkpoints changes faster than it can be reconciled"
         raise CoordinatorUnavailable(self._session.address, why)
 
     async def notify_checkpoint_async(

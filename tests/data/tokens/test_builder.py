@@ -302,7 +302,7 @@ def test_nothing_of_the_users_is_written_over(tmp_path: Path) -> None:
         (tmp_path / "train.index", "is one of the data files"),  # its note would be train.json
         (data, r"ends with \.json"),
         (other, "is not a token index"),
-        (tmp_path / "config.index", "is not a note about an index"),
+        (tmp_path / "config.index", "is not index metadata"),
         (tmp_path, "is a folder"),
     ):
         with pytest.raises(WouldOverwrite, match=reason):

@@ -63,7 +63,9 @@ def remove_orphans(catalog: Catalog) -> int:
         if kind not in ("pt", "bin", "claim"):
             continue
         writer = writer_of(store.read(key).decode(errors="replace") if kind == "claim" else stem)
-        if writer is None or not (writer.is_gone() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S):
+        if writer is None or not (
+            writer.has_ended() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S
+        ):
             continue
         is_complete = manifest_key(stem) in blobs
         if kind == "claim":
@@ -85,8 +87,8 @@ class LastGood(CheckpointError):
 
     def __init__(self, *, names: list[str]) -> None:
         super().__init__(
-            f"Nothing that could be restored would be left without {', '.join(names)}.",
-            hint="Use --force to remove it all the same.",
+            f"No restorable checkpoint would be left without {', '.join(names)}.",
+            hint="Use --force to remove it anyway.",
         )
         self.names = tuple(names)
 
@@ -108,7 +110,7 @@ def remove_chosen(store: Store, chosen: list[str], *, force: bool = False) -> li
     names = [*(str(entry.manifest.checkpoint_id) for entry in entries), *files]
     if not force:
         others = [e for e in Catalog(store).list().entries if e.manifest.checkpoint_id not in ids]
-        if not any(verified.is_whole for verified in verify_store(store, others)):
+        if not any(verified.is_intact for verified in verify_store(store, others)):
             raise LastGood(names=names)
     catalog = Catalog(store)
     removed = []

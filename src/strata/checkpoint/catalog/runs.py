@@ -119,7 +119,7 @@ class RunClaim:
             decision = judge(
                 newest,
                 launch=launch,
-                holder_is_gone=_is_gone(newest, farthest),
+                holder_has_ended=_holder_has_ended(newest, farthest),
                 changed=newest != first,
                 unchanged_s=time.monotonic() - since_s,
             )
@@ -266,7 +266,7 @@ def _read_record(store: Store) -> RunRecord | None:
         raise RunMismatch(error.message, hint=error.hint) from None
 
 
-def _is_gone(claim: Claim | None, store: Store) -> bool | None:
+def _holder_has_ended(claim: Claim | None, store: Store) -> bool | None:
     """Whether the process that holds a claim has ended; None where this machine cannot know."""
     if claim is None:
         return None
@@ -276,4 +276,4 @@ def _is_gone(claim: Claim | None, store: Store) -> bool | None:
         return None
     if holder == this_process():
         return (store.url, claim.generation) not in _held_here
-    return holder.is_gone() if holder.machine == this_process().machine else None
+    return holder.has_ended() if holder.machine == this_process().machine else None

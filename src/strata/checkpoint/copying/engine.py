@@ -325,8 +325,8 @@ class _Copies:
         """Queue copies of slots on a stream of the current device: to spare memory of the device, or to the image at once."""
         if self.to.is_page_locked and can_queue_copies() and can_queue_copies_within():
             sizes = [self.to.sizes[n] for n in numbers]
-            *offsets, room_bytes = itertools.accumulate(map(_aligned, sizes), initial=0)
-            between = spare.take(room_bytes, stream)
+            *offsets, needed_bytes = itertools.accumulate(map(_aligned, sizes), initial=0)
+            between = spare.take(needed_bytes, stream)
             if between is not None:
                 stops = [between.data_ptr() + offset_bytes for offset_bytes in offsets]
                 tables = queue_copies_within(stops, [self.addresses[n] for n in numbers], sizes, stream)

@@ -155,7 +155,7 @@ class ImageBuffer:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             placement = self._placement_if_same(plan, self.folder)
-        self._body_bytes = placement.body_room_bytes if placement else 0
+        self._body_bytes = placement.body_capacity_bytes if placement else 0
         if placement is None:
             self._unmap()
             self._remove_file()  # Who still has the old file mapped must not see it shrink.
@@ -582,7 +582,7 @@ class Staging:
                 except OSError as error:
                     raise self._unusable(root, error) from error
                 return folder
-        raise CheckpointError(f"{folder} is removed again and again by another process.")
+        raise CheckpointError(f"{folder} is being removed repeatedly by another process.")
 
     def _sign(self, folder: Path) -> None:
         """Say who holds a folder, and whose end is the end of the job."""
@@ -663,7 +663,7 @@ class Staging:
         self._say_once(
             "none",
             f"there is no space for an image of {plan.bound_bytes / 1e6:.1f} MB, so no snapshot in memory is made; "
-            f"durable checkpoints are, through anonymous memory. {hint}",
+            f"durable checkpoints are still written, through anonymous memory. {hint}",
         )
         buffer.move_to(None)
         buffer.prepare_for(plan)
@@ -845,7 +845,7 @@ def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float
         with contextlib.suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
             if job.name != keep and _job_is_dead(job, grace_s) and _remove_job(job):
                 removed.append(job.name)
-                log.info("removed the memory images of job %s, which is gone", job.name)
+                log.info("removed the memory images of job %s, which has ended", job.name)
     return removed
 
 
@@ -926,7 +926,7 @@ def _is_left(folder: Path) -> bool:
         with contextlib.suppress(OSError):
             return time.time() - touched_s(folder) > UNKNOWN_GRACE_S
         return False
-    return process.is_gone()
+    return process.has_ended()
 
 
 def _snapshots_in(holder: Path) -> Iterator[Snapshot]:

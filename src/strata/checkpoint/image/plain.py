@@ -46,9 +46,9 @@ def load_plain(
     with _held(store, key) as held:
         is_checked = check_records(held.path, path=path)
         if refuse_images and _is_image(held.path):
-            raise Damaged(path=path, reason="its manifest is missing, so nothing proves it whole")
+            raise Damaged(path=path, reason="its manifest is missing, so it cannot be verified")
         if not is_checked:
-            log.warning("%s has no manifest and no checksums: nothing proves it whole", path)
+            log.warning("%s has no manifest and no checksums: it cannot be verified", path)
         return open_image(held.path, trusted_source=trusted_source, warn=warn, name=path)
 
 

@@ -45,7 +45,7 @@ from strata.rpc.methods import Malformed
 log = logging.getLogger("strata.coordinator.grpc")
 
 SHARDS_AT_A_TIME = 1_000
-BROKEN_HINT = b"Look at the missing workers' logs; then meet at the barrier again."
+BROKEN_HINT = b"Look at the missing workers' logs; then wait at the barrier again."
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")

@@ -88,7 +88,7 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse(
             408,
             "too_slow",
-            f"The request's head did not come within {HEAD_TIMEOUT_S:.0f} s.",
+            f"The request's head did not arrive within {HEAD_TIMEOUT_S:.0f} s.",
             "Send it in one go.",
         )
 

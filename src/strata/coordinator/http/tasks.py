@@ -63,7 +63,7 @@ class CreateTaskBody(BaseModel):
         default=None, ge=0, le=MAX_GPUS_PER_WORKER, description="The recipe's when not given"
     )
     max_retries: int = Field(
-        default=3, ge=0, le=MAX_RETRIES, description="Attempts that may fail before the task has"
+        default=3, ge=0, le=MAX_RETRIES, description="Failed attempts allowed before the task fails"
     )
 
 
@@ -136,7 +136,7 @@ async def stop_task(
     runtime: TheRuntime,
     task_id: NameInPath,
     wait: Annotated[
-        float, Query(ge=0, le=60, description="Seconds to wait until its processes are gone")
+        float, Query(ge=0, le=60, description="Seconds to wait until its processes have exited")
     ] = 0,
 ) -> TaskAnswer:
     """Workers make a final checkpoint and leave; those that do not are killed. Stopping twice is no error."""

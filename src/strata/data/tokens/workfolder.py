@@ -45,7 +45,7 @@ def _acquire(folder: Path) -> int:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                log.warning("Another process (pid %s) builds this index: waiting for it.", holder)
+                log.warning("Another process (pid %s) is building this index: waiting for it.", holder)
                 fcntl.flock(fd, fcntl.LOCK_EX)
             if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
                 os.truncate(fd, 0)

@@ -14,7 +14,7 @@ def dataset_files(dataset: TaskDataset) -> list[str]:
     if is_remote(dataset.path):
         raise DataError.at(
             dataset.path,
-            "text is read from this machine's disks, and this is elsewhere",
+            "text is read from local disks, and this path is remote",
             hint="Copy it here, or register a recipe that reads it where it is.",
         )
     return list(dataset.files) or [ref.path for ref in find(dataset.path, TEXT_SUFFIXES)]

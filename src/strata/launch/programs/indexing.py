@@ -23,14 +23,14 @@ class _Progress:
 
     def begin(self, *, total_bytes: int, done_bytes: int) -> None:
         self._total, self._done = total_bytes, done_bytes
-        self._tell()
+        self._report()
 
     def advance(self, *, source_bytes: int, tokens: int) -> None:
         self._done += source_bytes
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
-        self._presence.tell(self._done // KIB, max(1, self._total // KIB))
+    def _report(self) -> None:
+        self._presence.report(self._done // KIB, max(1, self._total // KIB))
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ class Client:
         return api.get_facts(self.url, f"/api/tasks/{_quoted(task_id)}", having="status", token=self._token)
 
     def stop(self, task_id: str, *, wait_s: float = 0.0) -> dict[str, Any]:
-        """Ask a task to save and leave; with `wait_s`, until its processes are gone or so much time has passed."""
+        """Ask a task to save and leave; with `wait_s`, until its processes have exited or that time has passed."""
         query = urlencode({"wait": wait_s}) if wait_s else ""
         path = f"/api/tasks/{_quoted(task_id)}/stop" + (f"?{query}" if query else "")
         return self._post(path, {}, timeout_s=wait_s + api.TIMEOUT_S)

@@ -119,7 +119,7 @@ def test_three_workers_with_loaders_add_gradients_in_the_same_order_after_a_cras
     undisturbed = start_run(name="calm3", **options)
     undisturbed.wait(WAIT_S)
     run = start_run(name="hurt3", loader_workers=1, **options)
-    run.hurt(["kill"], patience_s=120.0)
+    run.inject(["kill"], patience_s=120.0)
     run.wait(WAIT_S)
     assert_same_parameters(undisturbed, run)
     assert_exact(run)

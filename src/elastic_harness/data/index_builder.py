@@ -65,7 +65,7 @@ class IndexBuilder:
     def build(
         self, files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]
     ) -> IndexHeader:
-        """Build the index of `files` at `path`. Returns at once if an equal one stands there already."""
+        """Build the index of `files` at `path`. Returns at once if an up-to-date one exists."""
         names = [files] if isinstance(files, str | os.PathLike) else list(files)
         with reading_data(index_command=COMMAND):
             self.report = build_index(

@@ -48,7 +48,7 @@ MB = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much of everything. `QUICK` proves that the benchmark works; its figures prove nothing."""
+    """How much of everything. `QUICK` shows that the benchmark works; its results mean nothing."""
 
     size_bytes: int = 1 << 30
     tensor_counts: tuple[int, ...] = (256, 10_000)

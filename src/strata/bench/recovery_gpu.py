@@ -34,7 +34,7 @@ SCRIPT = Path(__file__).with_name("large_job.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much of everything. `QUICK` proves that the benchmark works; its figures prove nothing."""
+    """How much of everything. `QUICK` shows that the benchmark works; its results mean nothing."""
 
     state_bytes: int = 6_000_000_000
     snapshot_every: int = 25

@@ -65,7 +65,7 @@ class Stream:
         self._unsent = b""
 
     def send(self, messages: bytes, *, end: bool = False) -> None:
-        """Framed messages, sent as far as the other side has room for and otherwise when it has."""
+        """Framed messages, sent as far as the other side's window allows, the rest when it opens."""
         self.ends = end
         self._unsent += messages
         self.flush()

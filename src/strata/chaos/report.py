@@ -48,7 +48,7 @@ def judge_recoveries(injuries: tuple[Injury, ...], threshold_s: float) -> Verdic
     times = [i.recovery_s for i in injuries if i.recovery_s is not None]
     slow = [t for t in times if t > threshold_s]
     failed = len(injuries) - len(times)
-    worst = f"worst {max(times):.2f} s of {threshold_s:g} s allowed" if times else "nothing was hurt"
+    worst = f"worst {max(times):.2f} s of {threshold_s:g} s allowed" if times else "no fault was injected"
     return Verdict(
         name="recovery time",
         passed=not slow and not failed and bool(injuries),
@@ -77,7 +77,7 @@ def judge_ledger(checkpoints: Path, dataset: str) -> Verdict:
 
 
 def judge_checkpoints(checkpoints: Path) -> Verdict:
-    """Hashes every checkpoint that is listed: what is complete must be whole."""
+    """Hashes every checkpoint that is listed: what is complete must be intact."""
     from strata.checkpoint.verify import verify_store
     from strata.stores import open_store
 

@@ -105,7 +105,7 @@ def export(
     overwrite: bool = False,
     trusted_source: bool = False,
 ) -> Exported:
-    """Write a copy of a checkpoint to `to`, a path or URL. `format` is told by the ending where it is left out; `key`
+    """Write a copy of a checkpoint to `to`, a path or URL. `format` defaults to what the suffix of `to` says; `key`
     chooses a part of the state, such as `model_state_dict`."""
     chosen = format or _BY_ENDING.get(os.path.splitext(to)[1])
     if chosen not in FORMATS:

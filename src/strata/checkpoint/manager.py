@@ -73,7 +73,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Author:
-    """Who writes, as it stands in the manifests."""
+    """Who writes, as recorded in the manifests."""
 
     worker: str = ""
     world_size: int = 1
@@ -319,7 +319,7 @@ class CheckpointManager:
     list_checkpoints = all_checkpoints
 
     def survey(self) -> Surveyed:
-        """What could be restored, copy by copy, and what stands in the way of knowing it: for those who decide themselves
+        """What could be restored, copy by copy, and what prevents knowing it: for those who decide themselves
         what to load. Reads every manifest anew, and no payload."""
         sources = self._sources()
         found, problems, unread = look(sources, fresh=True)
@@ -564,7 +564,7 @@ class CheckpointManager:
         return not self.author.run or manifest.run in ("", self.author.run)
 
     def remove_orphans(self) -> None:
-        """Remove payloads that never got a manifest and never will, because their writer is gone."""
+        """Remove payloads that never got a manifest and never will, because their writer has ended."""
         for catalog in self._catalogs:
             with contextlib.suppress(StoreError):  # The next process will try again.
                 remove_orphans(catalog)
@@ -637,7 +637,7 @@ class CheckpointManager:
             damaged=self._damaged,
         )
         others = {i for other in self._catalogs if other is not catalog for i in other.known_ids()}
-        for manifest in (gone.manifest for gone in removed):
+        for manifest in (entry.manifest for entry in removed):
             if self._observer is not None and manifest.checkpoint_id not in others:
                 self._observer.on_removed(
                     manifest.checkpoint_id,

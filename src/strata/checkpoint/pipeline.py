@@ -98,7 +98,7 @@ class FilePayload:
 
 
 class ByteBudget:
-    """Room for bytes under way. One payload larger than the whole budget may pass alone."""
+    """Space for bytes in flight. One payload larger than the whole budget may pass alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -254,7 +254,7 @@ class _Thread:
                 task = self._tasks.popleft()
             try:
                 task()
-            except BaseException:  # The thread must go on, or the next save would wait for ever.
+            except BaseException:  # The thread must continue, or the next save would wait for ever.
                 log.exception("a step of saving a checkpoint failed in an unexpected way")
             del task  # What it holds may go while the thread waits.
 
@@ -301,9 +301,9 @@ class Pipeline:
         _pipelines.add(self)
 
     def check_space(self, save: Save) -> None:
-        """Leave out the stores that have no room; with none left, raise before the save has started."""
+        """Leave out the stores that have no space; with none left, raise before the save has started."""
         if self._policy.on_error == "retry":
-            return  # There may be room at the next try.
+            return  # There may be space at the next attempt.
         roomy = []
         for store in save.stores:
             free_bytes = store.free_bytes()
@@ -561,7 +561,7 @@ class Pipeline:
             if save.is_over:
                 return
             save.is_over = True
-        # With stores, a save is judged by them: memory is what they are filled from, and a failure there is told.
+        # With stores, a save is judged by them: memory is what they are filled from, and a failure there is reported.
         counted = [each for each in save.failures if each.tier != MEMORY or not save.places]
         is_saved = any(tier != MEMORY or not save.stores for tier, _ in save.places)
         failed = counted[0] if counted else None

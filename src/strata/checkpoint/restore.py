@@ -48,7 +48,7 @@ class Source(Protocol):
     def path(self, entry: Entry) -> str: ...
 
     def place(self, entry: Entry | None) -> str:
-        """Where a copy is, as others can be told: the store, or the image in memory."""
+        """Where a copy is, as reported to others: the store, or the image in memory."""
         ...
 
     def has_payload(self, entry: Entry) -> bool: ...
@@ -73,7 +73,7 @@ class Found:
         return CheckpointInfo.of(self.manifest, places=places)
 
     def was_removed(self) -> bool:
-        """Whether somebody has deleted its payload from every durable tier that had it: training is meant to go on
+        """Whether somebody has deleted its payload from every durable tier that had it: training is meant to continue
         from the one before, so a copy that is still in memory is not wanted either."""
         return len(self.copies) > len(self._durable()) and self.has_lost_its_payload()
 
@@ -106,7 +106,7 @@ class StoreSource:
         return self._catalog.store.url
 
     def has_payload(self, entry: Entry) -> bool:
-        """Whole or not; where nobody can tell, it counts as there."""
+        """Complete or not; where that cannot be determined, it counts as present."""
         try:
             return self._catalog.store.stat(entry.manifest.parts[0].key) is not None
         except StoreError:
@@ -189,7 +189,7 @@ def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Foun
 
 
 def look(sources: Iterable[Source], *, fresh: bool) -> tuple[list[Found], list[str], list[StoreError]]:
-    """As `gather`; the stores that could not be listed are told by their errors."""
+    """As `gather`; the stores that could not be listed are returned as their errors."""
     copies: dict[CheckpointId, list[tuple[Source, Entry]]] = {}
     problems: list[str] = []
     unread: list[StoreError] = []

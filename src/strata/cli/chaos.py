@@ -1,4 +1,4 @@
-"""`strata chaos`: hurt a job of our own at intervals, and say whether it got over it."""
+"""`strata chaos`: inject faults into a job of our own at intervals, and report whether it recovered."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _run(
         began_s = time.monotonic()
         while True:
             run.train_for(max(0.0, interval_s + chance.uniform(-jitter_s, jitter_s)))
-            run.hurt(cast("list[Fault]", kinds), patience_s=max(60.0, 3 * threshold_s))
+            run.inject(cast("list[Fault]", kinds), patience_s=max(60.0, 3 * threshold_s))
             if time.monotonic() - began_s >= duration_s:
                 break
         run.train_for(min(interval_s, 5.0))
@@ -178,7 +178,7 @@ def _run(
         for agent in run.agents:
             agent.stop()
         if not run.injuries:
-            raise StrataError("Nothing was hurt.", hint="Use a longer --duration.")
+            raise StrataError("No fault was injected.", hint="Use a longer --duration.")
         verdicts = [
             judge_recoveries(tuple(run.injuries), threshold_s),
             judge_ledger(job.checkpoints, DATASET),
@@ -197,7 +197,7 @@ def _run(
 
 
 def _compare(run: ChaosRun, folder: Path, say: Callable[[str], None]) -> Verdict:
-    """Train the same steps again in peace, and evaluate both models on the same text."""
+    """Train the same steps again undisturbed, and evaluate both models on the same text."""
     from dataclasses import replace
 
     from strata.chaos.evaluate import loss_of
@@ -209,11 +209,11 @@ def _compare(run: ChaosRun, folder: Path, say: Callable[[str], None]) -> Verdict
         latest = manager.get_latest()
     assert latest is not None
     say(f"training {latest.step} steps again, undisturbed, to compare")
-    peace = replace(run.job, name=f"{run.job.name}-peace", steps=latest.step)
-    undisturbed = ChaosRun(peace, run.coordinator)
+    undisturbed_job = replace(run.job, name=f"{run.job.name}-undisturbed", steps=latest.step)
+    undisturbed = ChaosRun(undisturbed_job, run.coordinator)
     try:
         undisturbed.start()
         undisturbed.wait(600.0)
     finally:
         undisturbed.close()
-    return judge_loss(loss_of(run.job), loss_of(peace))
+    return judge_loss(loss_of(run.job), loss_of(undisturbed_job))

@@ -182,11 +182,11 @@ def _answering(as_json: bool) -> Iterator[None]:
     try:
         yield
     except (StrataError, OSError, ValueError) as error:
-        told = error if isinstance(error, StrataError) else StrataError(str(error))
+        shown = error if isinstance(error, StrataError) else StrataError(str(error))
         if as_json:
-            print_json({"error": told.message, "code": told.code, "hint": told.hint})
+            print_json({"error": shown.message, "code": shown.code, "hint": shown.hint})
         else:
-            say_error(told)
+            say_error(shown)
         raise typer.Exit(_status(error)) from None
 
 

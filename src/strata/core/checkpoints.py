@@ -4,7 +4,7 @@ A completed checkpoint is final: a repeated notice of it is accepted, a differen
 conflict. Removal by retention takes it out of what a recovery may use but leaves its data position in the
 history, because the proof that every sample was trained exactly once needs the whole chain. Notices can be lost on the
 way, so whoever owns a run also reports which of its checkpoints exist at all: the registry then follows (`decide_reconcile`).
-Pure. Bytes live elsewhere; what stands here can be rebuilt from the manifests.
+Pure. Bytes live elsewhere; what is kept here can be rebuilt from the manifests.
 """
 
 from __future__ import annotations

@@ -462,7 +462,7 @@ class BarrierTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped:
-    """Whether the swap was made, and what stands there now (version 0: nothing)."""
+    """Whether the swap was made, and what is stored now (version 0: nothing)."""
 
     made: bool
     body: bytes

@@ -5,7 +5,7 @@
 Files in RUN_DIR, each complete from the moment it exists: `keeper.json` (who keeps this run), `output-NNNNNN.jsonl` (what
 its processes wrote, in segments, the oldest of which go when there are too many), `ended.json` (how it ended, written
 when nothing of the run is left). SIGTERM is passed on to the agent, whose workers save and leave. Were the supervisor killed,
-the kernel would send the agent the same signal. A run whose workers fail the same way again and again is given up.
+the kernel would send the agent the same signal. A run whose workers fail the same way repeatedly is abandoned.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def separate_attempts() -> None:
 
 
 def warning() -> str | None:
-    """What to tell the user of a restarted worker that may read what dead ones have left; None where it cannot."""
+    """The warning for the user of a restarted worker that may read what dead ones have left; None where it cannot."""
     if _separated or not _shares_store() or not _attempt() or _has_fresh_stores():
         return None
     return (

@@ -1,7 +1,7 @@
 """Torch's dynamic rendezvous over a compare-and-swap server, with times in seconds and errors in words.
 
 Guarantees beyond torch's own handler: an outage of the server does not disturb a running job and is waited for
-by one that is joining; a member that is gone before all know their ranks is not waited for; time-outs and closed
+by one that is joining; a member that is lost before all know their ranks is not waited for; time-outs and closed
 runs say who was there, and what to do; restarts get a fresh store.
 """
 
@@ -41,7 +41,7 @@ RETRY_S = 0.5
 
 
 class RoundLost(Exception):
-    """The round that this node has joined is no more: a member of it is gone, or was taken for gone."""
+    """The round that this node has joined was lost: a member of it is lost, or was taken for lost."""
 
 
 class CasRendezvousHandler(DynamicHandler):
@@ -97,7 +97,7 @@ class CasRendezvousHandler(DynamicHandler):
     @contextmanager
     def agreeing(self) -> Iterator[None]:
         """From a round's beginning until its agents know their workers' ranks. Each waits for what the others say in
-        the store; meanwhile a wait for one that is gone ends with `RoundLost`."""
+        the store; meanwhile a wait for one that is lost ends with `RoundLost`."""
         self._is_agreeing = True
         try:
             yield
@@ -117,7 +117,7 @@ class CasRendezvousHandler(DynamicHandler):
 
     def world(self) -> tuple[int, int]:
         """This node's rank and how many there are, the same number for all who have joined. Torch leaves out whom it has
-        not heard of for a while, each node by its own watch, so that their worlds may differ."""
+        silent for a while, each node by its own clock, so that their worlds may differ."""
         known = self.backend.known
         if known is None or not known.complete or self.this_node not in known.participants:
             raise RoundLost(f"A round of '{self.settings.run_id}' continued without this node")
@@ -158,7 +158,7 @@ class CasRendezvousHandler(DynamicHandler):
 
 
 def _meet(meet: Callable[[], None], handler: object) -> None:
-    """In the agent, in place of torch's way, which waits five minutes for the rank of a member that is gone."""
+    """In the agent, in place of torch's way, which waits five minutes for the rank of a member that is lost."""
     if not isinstance(handler, CasRendezvousHandler):
         meet()
         return
@@ -174,7 +174,7 @@ def _meet(meet: Callable[[], None], handler: object) -> None:
 def create_cas_handler(
     client: CasClient, params: RendezvousParameters, *, unreachable: Callable[[Exception], str]
 ) -> CasRendezvousHandler:
-    """The handler for `params.backend` over `client`. Raises `RendezvousConnectionError` if nobody answers there;
+    """The handler for `params.backend` over `client`. Raises `RendezvousConnectionError` if it is unreachable;
     `unreachable` puts that into words."""
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -122,7 +122,7 @@ def import_seen() -> None:
                 _leave(path, {"spoiled": [name, spoiled]})
                 os._exit(1)
         _leave(path, {"imported": imported})
-    except OSError:  # The run has ended, and its folder is gone.
+    except OSError:  # The run has ended, and its folder was removed.
         os._exit(1)
     _die_with_parent(0)
 
@@ -164,7 +164,7 @@ class SecondServer:
         """Servers whose workers may still live."""
 
     def look(self, run: str) -> None:
-        """Called again and again while workers run; does a little at a time, and never waits."""
+        """Called repeatedly while workers run; does a little at a time, and never waits."""
         if self._path is None:
             self._take_note(run)
             return
@@ -178,7 +178,7 @@ class SecondServer:
             self._take_over()
 
     def replace_workers(self) -> None:
-        """Called when all workers are gone, before others are started: nobody needs an old server any more."""
+        """Called when all workers have ended, before others are started: an old server is no longer needed."""
         for server in self._retired:
             _end(server)
         self._retired.clear()

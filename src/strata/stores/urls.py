@@ -1,7 +1,7 @@
 """From a URL, or the environment, to a store.
 
 `/dir`, `file:///dir`, `memory://job`, `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`.
-Opening touches neither network nor disk beyond the leftovers of dead writers: a wrong bucket or missing
+Opening touches neither network nor disk beyond the temporary files of dead writers: a wrong bucket or missing
 credentials show on first use.
 """
 

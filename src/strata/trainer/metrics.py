@@ -156,7 +156,7 @@ class LRMetrics:
 
 
 class TrainingMetrics:
-    """The figures of one run, from its first start to now."""
+    """The metrics of one run, from its first start to now."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

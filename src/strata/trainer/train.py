@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lazy_dynamo.install()
         Trainer(config, world, tracer).run()
     except StrataError as error:
-        # A save that failed under the policy `fail` is told in the words that the guide explains.
+        # A save that failed under the policy `fail` is reported in the words that the guide explains.
         _complain(
             save_error(error, tier=error.tier, path=error.path) if isinstance(error, SaveFailed) else error
         )
@@ -396,7 +396,7 @@ def _seed_everything(seed: int, *, deterministic: bool) -> None:
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
-        # `torch.use_deterministic_algorithms` would also load the compiler, to tell it.
+        # `torch.use_deterministic_algorithms` would also load the compiler, to configure it.
         lazy_dynamo.use_deterministic_algorithms()
 
 

@@ -10,7 +10,7 @@
 
 Entering restores the newest state that any machine or destination has, on every rank; iterating trains from the exact
 next step. After each step the job saves by interval (shared memory often, destinations less often), keeps the ledger of
-trained samples, informs the coordinator, and asks whether anybody was told to leave. A batch counts as trained when the
+trained samples, informs the coordinator, and asks whether any rank was asked to stop. A batch counts as trained when the
 optimizer has stepped on it: work that a crash, a `break` or an exception interrupts is neither saved nor in the ledger.
 
 What is restored, saved, continued and given up is decided by `strata.core.job`; this module carries it out.
@@ -90,9 +90,9 @@ OnError = Literal["warn", "fail", "retry"]
 
 AGREE_EVERY_S = 0.5
 AWAIT_S = 2.0
-"""Ranks that wait for the final save tell each other so this often: no collective waits long enough to time out."""
+"""Ranks that wait for the final save report that to each other this often: no collective waits long enough to time out."""
 OFFERS = 20
-"""How many checkpoints of each destination are told to the other ranks: the newest."""
+"""How many checkpoints of each destination are reported to the other ranks: the newest."""
 UNSTEPPED_LIMIT = 1000
 """After so many batches without a step of the optimizer, it is taken to be the wrong one."""
 MEMORY_RUN = "memory-"
@@ -249,7 +249,7 @@ class ElasticJob:
         self._batches: weakref.ref[Generator[Batch]] | None = None
         self._is_closed = False
         self._saving: dict[CheckpointId, SaveHandle] = {}
-        """Durable saves under way: rank 0 writes them and tells the others what became of each."""
+        """Durable saves under way: rank 0 writes them and reports the outcome of each to the others."""
         self._durable: list[Manifest] = []
         """What the destinations had when this job started."""
         self._first: SaveHandle | None = None
@@ -577,7 +577,7 @@ class ElasticJob:
                 found = read_snapshot(Path(image).parent)
                 if found is None or found.manifest.checkpoint_id != load.offer.checkpoint_id:
                     return None, LoadReport(error="the image no longer exists", fault="copy")
-                # Its keeper verifies it meanwhile; where nothing may be torn, each rank looks for itself.
+                # Its owner verifies it meanwhile; where nothing may be torn, each rank looks for itself.
                 state = load_mapped(
                     found.path, found.manifest, into=self._state.targets(), verify=not load.may_tear
                 )
@@ -786,7 +786,7 @@ class ElasticJob:
         self._step_began_s = time.monotonic()
 
     def _agree(self) -> None:
-        """Every half second or so all ranks ask each other whether one of them was told to leave, or superseded."""
+        """Every half second or so all ranks ask each other whether one of them was asked to stop, or superseded."""
         if self._steps_here < self._next_agreement:
             return
         assert self._preemption is not None
@@ -804,7 +804,7 @@ class ElasticJob:
         self._next_agreement = self._steps_here + int(gap)
 
     def _superseded(self) -> StrataError | None:
-        """Why this process may not go on: another start of the run has taken over, or another run has its name."""
+        """Why this process may not continue: another start of the run has taken over, or another run has its name."""
         if self._claim is not None and self._claim.superseded is not None:
             return CheckpointError(
                 self._claim.superseded, hint="This process ends; the run continues elsewhere."
@@ -841,7 +841,7 @@ class ElasticJob:
     # --- saving ---------------------------------------------------------------------------------------------
 
     def _exchange_news(self) -> tuple[CheckpointId, int, dict[str, Any]]:
-        """All ranks hear what became of the saves under way, and the name and time of the next one, which are rank
+        """All ranks learn the outcome of the saves in flight, and the name and time of the next one, which are rank
         0's; and they exchange their random number generators."""
         everyone = gather((rng.capture(), self._news(), new_id(self.step), int(time.time() * 1000)))
         learned = self._protocol.learn([ended for _, news, _, _ in everyone for ended in news])
@@ -855,7 +855,7 @@ class ElasticJob:
         return everyone[0][2], everyone[0][3], rng_states
 
     def _news(self) -> tuple[SaveEnded, ...]:
-        """What became of this rank's durable saves since it was last asked."""
+        """The outcome of this rank's durable saves since it was last asked."""
         ended = [handle for handle in self._saving.values() if handle.done()]
         for handle in ended:
             del self._saving[handle.checkpoint_id]

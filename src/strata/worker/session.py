@@ -178,7 +178,7 @@ class SessionThread:
             await self._end_session()
 
     async def call(self, method: str, request: Any, *, timeout_s: float | None = None) -> Any:
-        """A unary call, retried while nobody answers. Every call of the contract may be repeated safely."""
+        """A unary call, retried while the coordinator is unreachable. Every call of the contract may be repeated safely."""
         budget_s = timeout_s if timeout_s is not None else self.call_timeout_s
         deadline_s = time.monotonic() + budget_s
         backoff = Backoff(first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S, budget_s=budget_s)

@@ -50,10 +50,10 @@ def remove_superseded(
 
 
 def remove_orphans(catalog: Catalog) -> int:
-    """Remove payloads that never got a manifest and never will, because their writer is gone; how many.
+    """Remove payloads that never got a manifest and never will, because their writer has ended; how many.
 
     Only what tells its writer is touched: by its own name, or by the claim beside it. Whether a writer on another
-    machine is gone cannot be known from here, so its leftovers go by age.
+    machine has ended cannot be known from here, so its orphans are removed by age.
     """
     store = catalog.store
     blobs = {blob.key: blob for blob in store.list()}
@@ -69,7 +69,7 @@ def remove_orphans(catalog: Catalog) -> int:
             continue
         is_complete = manifest_key(stem) in blobs
         if kind == "claim":
-            # Payloads first: without its claim, a payload would look like somebody else's file.
+            # Payloads first: without its claim, a payload would look like another program's file.
             for payload in () if is_complete else (stem + ".pt", stem + ".bin"):
                 store.delete(payload)
             store.delete(key)
@@ -81,7 +81,7 @@ def remove_orphans(catalog: Catalog) -> int:
 
 
 class LastGood(CheckpointError):
-    """Nothing whole would be left. Nothing has been removed."""
+    """No intact checkpoint would be left. Nothing has been removed."""
 
     code = "last_good"
 
@@ -103,7 +103,7 @@ class Removed:
 
 def remove_chosen(store: Store, chosen: list[str], *, force: bool = False) -> list[Removed]:
     """Remove checkpoints by step, id or file name, and files without a manifest by name: the manifest first, so that a
-    half-removed one is never found. Others are verified until one is found whole; if there is none, `LastGood` is raised, unless
+    half-removed one is never found. Others are verified until an intact one is found; if there is none, `LastGood` is raised, unless
     `force`."""
     entries, files = _meant(store, chosen)
     ids = {entry.manifest.checkpoint_id for entry in entries}

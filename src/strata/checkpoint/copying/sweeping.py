@@ -29,7 +29,7 @@ Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Sweep:
-    """Work in parts that any number of threads take front to back. `report` hears how many are done from the front on."""
+    """Work in parts that any number of threads take front to back. `report` receives how many are done from the front on."""
 
     def __init__(self, parts: int, do: Callable[[int], None], report: Callable[[int], None]) -> None:
         self.parts = parts

@@ -3,7 +3,7 @@
 `plan` looks at the geometry of a state's tensors, never at their bytes, and decides where everything goes;
 `Plan.lay_out` writes such a file with holes where tensor bytes belong; `Plan.fill` copies those bytes to their
 places. A plan serves every later state of the same structure: what may differ are the tensors' values and all
-numbers, strings and the like between them, as long as their pickle fits the room that was reserved for it.
+numbers, strings and the like between them, as long as their pickle fits the space reserved for it.
 
 The file opens with `torch.load(path, weights_only=True, mmap=True)`: tensors that shared memory share it again,
 views are views, strides are kept. Of a larger storage only the span in use is stored. All tensors are tagged `cpu`,

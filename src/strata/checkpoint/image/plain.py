@@ -26,7 +26,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def plain_files(store: Store) -> list[Blob]:
-    """The `.pt` files of a store that belong to no checkpoint of ours, whole or unfinished."""
+    """The `.pt` files of a store that belong to no checkpoint of ours, complete or unfinished."""
     blobs = {blob.key: blob for blob in store.list()}
     return [
         blob
@@ -41,7 +41,7 @@ def load_plain(
     store: Store, key: str, *, trusted_source: bool = False, warn: bool = True, refuse_images: bool = False
 ) -> Any:
     """The state in such a file. Raises `Damaged`, `LoadFailed` or the store's error. With `refuse_images`, a file of the
-    engine's own is refused: its manifest is missing, and with it all that could prove it whole."""
+    engine's own is refused: its manifest is missing, and with it all that could verify it."""
     path = where(store, key)
     with _held(store, key) as held:
         is_checked = check_records(held.path, path=path)

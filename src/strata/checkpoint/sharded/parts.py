@@ -2,7 +2,7 @@
 
 A part is the bytes of its items one after the other, each at a multiple of 64. It is durable when `PartWriter.finish`
 returns, and means nothing until a manifest names it. Its own name tells which process wrote it, so parts that never
-got a manifest can be told from those that still may. Reading fetches whole chunks and compares each with its digest
+got a manifest can be distinguished from those that still may. Reading fetches whole chunks and compares each with its digest
 before a byte of it is used.
 """
 
@@ -145,7 +145,7 @@ class PartReader:
 
 
 def forget(store: Store, keys: Iterable[str]) -> None:
-    """These parts are named by a manifest, or gone."""
+    """These parts are named by a manifest, or removed."""
     with _lock:
         _unnamed.get(store.url, set()).difference_update(keys)
 

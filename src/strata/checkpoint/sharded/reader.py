@@ -80,7 +80,7 @@ class StrataStorageReader(StorageReader):
         if len(chosen) > 1:
             raise LoadFailed(
                 f"The ranks would load different checkpoints: {', '.join(chosen)}.",
-                hint="One was saved meanwhile. Choose a step on one rank, tell the others, and load that.",
+                hint="One was saved meanwhile. Choose a step on one rank, broadcast it, and load that.",
             )
         return plans
 

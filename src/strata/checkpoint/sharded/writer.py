@@ -53,7 +53,7 @@ log = logging.getLogger("strata.checkpoint")
 
 
 class StaleGeneration(CheckpointError):
-    """A newer generation has saved since: this writer's world is gone, and so is its right to save."""
+    """A newer generation has saved since: this writer belongs to an earlier world and may no longer save."""
 
     code = "stale_generation"
 

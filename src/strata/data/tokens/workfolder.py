@@ -1,7 +1,7 @@
 """The folder beside an index in which it is being built: `train.index.partial/`.
 
 One build at a time holds it, by a lock that goes with its process. What a killed build left in it is reused only
-by one with the same plan. It is gone once the index is published.
+by one with the same plan. It is removed once the index is published.
 """
 
 from __future__ import annotations

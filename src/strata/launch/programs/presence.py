@@ -17,7 +17,7 @@ REPORT_INTERVAL_S = 0.2
 
 
 class Presence:
-    """Work continues without a coordinator; then nobody is told."""
+    """Work continues without a coordinator; then progress is not reported."""
 
     def __init__(self, task: TaskContext) -> None:
         self._worker_id = f"{task.task_id}-rank{os.environ.get('RANK', '0')}"

@@ -287,7 +287,7 @@ class RayRun:
                 f"agent {agent.index} is lost with {place}; the others continue until there is capacity for it"
             )
         elif not isinstance(error, ActorUnavailableError) and now_s - agent.away_since_s > EXIT_TIMEOUT_S:
-            # Ray restarts agents without limit: one that is dead was ended by somebody.
+            # Ray restarts agents without limit: one that is dead was killed on purpose.
             agent.ended = True
             if all(other.ended for other in self._agents):
                 return f"its agents were ended in the Ray cluster: {error}"

@@ -173,7 +173,7 @@ def test_what_is_there_is_replaced_only_when_asked(place: str, tmp_path: Path) -
     for name, format in (("copy.pt", None), ("copy", "dcp")):
         to = tmp_path / name
         export(place, str(to), format=format, step=1)
-        with pytest.raises(InvalidExport, match="there already"):
+        with pytest.raises(InvalidExport, match="already exists"):
             export(place, str(to), format=format)
         export(place, str(to), format=format, overwrite=True)
     assert torch.load(tmp_path / "copy.pt", weights_only=True)["step"] == 7

@@ -131,13 +131,13 @@ def test_a_crash_resumes_at_the_committed_position_however_much_was_taken(
 def test_batches_are_committed_once_and_in_order(kind: str) -> None:
     loader = explicit(kind, None, {})
     first, second, third = islice(loader, 3)
-    with pytest.raises(StateMismatch, match="out of turn"):
+    with pytest.raises(StateMismatch, match="out of order"):
         loader.commit(second)
     loader.commit(first, second)
-    with pytest.raises(StateMismatch, match="out of turn"):
+    with pytest.raises(StateMismatch, match="out of order"):
         loader.commit(second)
     loader.set_world(0, 2)  # The third was another slice.
-    with pytest.raises(StateMismatch, match="out of turn"):
+    with pytest.raises(StateMismatch, match="out of order"):
         loader.commit(third)
 
 

@@ -103,7 +103,7 @@ def test_explicit_commits_count_only_what_was_committed(kind: str, options: dict
     assert loader.position == 0
     loader.commit(first)
     assert loader.position == 10
-    with pytest.raises(StateMismatch, match="out of turn"):
+    with pytest.raises(StateMismatch, match="out of order"):
         loader.commit(first)
     loader.commit(second)
     assert loader.position == 20

@@ -1,4 +1,4 @@
-"""Hurting a running job on purpose, and measuring what it does about it.
+"""Injecting faults into a running job, and measuring how it recovers.
 
     faults.py   what can be done to a job: kill, stop, cut off
     run.py      a job of our own, with faults injected at intervals, watched step by step

@@ -7,7 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from strata.chaos.run import Injury
+from strata.chaos.run import Injury, final_parameters
+from strata.launch.sample_job import SampleJob
+
+COMPARED_SEQUENCES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +100,24 @@ def judge_loss(disturbed: float, undisturbed: float, *, tolerance: float = 0.01)
         passed=off <= tolerance,
         found=f"{disturbed:.4f} against {undisturbed:.4f} undisturbed ({off:.2%} off, {tolerance:.0%} allowed)",
     )
+
+
+def loss_of(job: SampleJob) -> float:
+    """Mean loss of the newest checkpoint over the first sequences of the data."""
+    import numpy as np
+    import torch
+
+    from strata.data.tokens.index import TokenIndex
+    from strata.data.tokens.sequences import SequenceReader
+    from strata.trainer.model import GPT, GPTConfig
+
+    settings = job.settings()["model"]
+    parameters = final_parameters(job.checkpoints)
+    vocabulary = parameters["tokens.weight"].shape[0]  # type: ignore[attr-defined]
+    model = GPT(GPTConfig(vocab_size=vocabulary, **settings))  # type: ignore[arg-type]
+    model.load_state_dict(parameters)
+    model.eval()
+    reader = SequenceReader(TokenIndex(job.index), int(str(settings["seq_length"])))
+    inputs, labels = reader.read(np.arange(min(COMPARED_SEQUENCES, reader.full)))
+    with torch.no_grad():
+        return float(model(torch.from_numpy(inputs), torch.from_numpy(labels)))

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from strata.cli.common import AsJson
-from strata.cli.literal_help import LiteralGroup
+from strata.cli.common import AsJson, LiteralGroup
 
 app = typer.Typer(
     cls=LiteralGroup,

@@ -200,8 +200,7 @@ def _compare(run: ChaosRun, folder: Path, say: Callable[[str], None]) -> Verdict
     """Train the same steps again undisturbed, and evaluate both models on the same text."""
     from dataclasses import replace
 
-    from strata.chaos.evaluate import loss_of
-    from strata.chaos.report import judge_loss
+    from strata.chaos.report import judge_loss, loss_of
     from strata.chaos.run import ChaosRun
     from strata.checkpoint.manager import CheckpointManager
 

@@ -20,8 +20,7 @@ from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed
 from strata.checkpoint.export import FORMATS, export, find
 from strata.checkpoint.image.plain import plain_files
 from strata.checkpoint.verify import FILE, Verified, verify_file, verify_store
-from strata.cli.common import AsJson, ago, console, print_json, print_table, say_error, size
-from strata.cli.literal_help import LiteralGroup
+from strata.cli.common import AsJson, LiteralGroup, ago, console, print_json, print_table, say_error, size
 from strata.errors import StrataError
 from strata.stores import open_store
 from strata.stores.protocol import Store

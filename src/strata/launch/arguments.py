@@ -133,7 +133,7 @@ def _stay_on_this_machine(args: Namespace) -> None:
 
 def entrypoint(args: Namespace, command: Any, words: list[str]) -> tuple[Any, list[str]]:
     """What workers run, in place of torch's `command` and its `words`: Python programs report how they failed."""
-    from strata.launch.program import run_file, run_module
+    from strata.launch.entry import run_file, run_module
 
     if args.no_python:
         return command, words

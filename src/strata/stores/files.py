@@ -229,9 +229,7 @@ class FileStore:
                     path.unlink(missing_ok=True)
                 raise
         if if_absent:
-            with contextlib.suppress(
-                OSError
-            ):  # It is published; a second name that stays is only an orphan.
+            with contextlib.suppress(OSError):  # It is published; a second name that stays is only an orphan.
                 os.unlink(temporary)
 
     # --- inside ---

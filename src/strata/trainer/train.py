@@ -30,7 +30,7 @@ from strata.errors import StrataError
 from strata.logs import formatter
 from strata.torch_compat import lazy_dynamo
 from strata.trainer.config import TrainConfig, coordinator_address, read_train_config
-from strata.trainer.data import ResumableDataset
+from strata.trainer.data import ResumableDataset, SequenceDataset, collate
 from strata.trainer.distributed import (
     WorldInfo,
     cleanup_distributed,
@@ -48,7 +48,6 @@ from strata.trainer.scaling import (
     ScalingRule,
     cosine_factor,
 )
-from strata.trainer.sequences import SequenceDataset, collate
 from strata.trainer.sync import SyncTimer
 from strata.training.job import ElasticJob, ElasticOptions
 from strata.training.preemption import EXIT_AGAIN

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from strata.platform import require_linux
+from strata.errors import require_linux
 
 if TYPE_CHECKING:
     import torch

@@ -68,9 +68,8 @@ from strata.core.types import CheckpointId
 from strata.data.commits import DataLedger
 from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch
-from strata.errors import StrataError
+from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
-from strata.platform import require_linux
 from strata.processes import machine_token
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError

@@ -104,7 +104,7 @@ def settings(task: TaskContext, files: list[str], index: Path) -> dict[str, dict
 
 def _files(task: TaskContext, folder: Path) -> list[str]:
     if task.dataset is not None:
-        from strata.launch.programs.files import dataset_files
+        from strata.launch.programs.indexing import dataset_files
 
         return dataset_files(task.dataset)
     from strata.launch.sample_job import standard_library

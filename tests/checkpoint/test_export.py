@@ -133,7 +133,7 @@ def test_a_dcp_folder_is_read_by_pytorch_itself(place: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("format", ["pt", "safetensors", "dcp"])
-def test_a_sharded_checkpoint_exports_like_a_whole_one(
+def test_a_sharded_checkpoint_exports_like_an_unsharded_one(
     sharded_place: str, tmp_path: Path, format: str
 ) -> None:
     to = tmp_path / f"copy.{format}"
@@ -226,7 +226,9 @@ def test_bytes_are_no_state(folder: Path, memory: Memory, tmp_path: Path) -> Non
         export(str(folder), str(tmp_path / "copy.pt"))
 
 
-def test_values_that_safetensors_cannot_hold_are_told(folder: Path, memory: Memory, tmp_path: Path) -> None:
+def test_values_that_safetensors_cannot_hold_are_reported(
+    folder: Path, memory: Memory, tmp_path: Path
+) -> None:
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save({"a": np.arange(6.0)[::-1], "n": np.float64(2.5), "raw": b"x"}, step=1).result(30)
     made = export(str(folder), str(tmp_path / "copy.safetensors"))

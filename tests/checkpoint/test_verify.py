@@ -51,7 +51,7 @@ def verified(folder: Path) -> list[Verified]:
     return list(verify_store(open_store(folder)))
 
 
-def test_whole_checkpoints_are_whole(folder: Path, saved: CheckpointInfo, sharded: Path) -> None:
+def test_intact_checkpoints_verify(folder: Path, saved: CheckpointInfo, sharded: Path) -> None:
     found = verified(folder)
     assert [(each.step, each.format, each.is_intact) for each in found] == [
         (2, "sharded", True),
@@ -61,7 +61,9 @@ def test_whole_checkpoints_are_whole(folder: Path, saved: CheckpointInfo, sharde
     assert found[1].size_bytes == saved.size_bytes
 
 
-def test_a_changed_byte_is_told_with_its_tensor_and_both_ranges(folder: Path, saved: CheckpointInfo) -> None:
+def test_a_changed_byte_is_reported_with_its_tensor_and_both_ranges(
+    folder: Path, saved: CheckpointInfo
+) -> None:
     payload = Path(saved.path)
     flip(payload, payload.stat().st_size - 70_000)  # The end of the last tensor.
     (one,) = verified(folder)
@@ -75,7 +77,7 @@ def test_a_changed_byte_is_told_with_its_tensor_and_both_ranges(folder: Path, sa
     assert f"model.layer2.weight (bytes {tensor.start_bytes} to {tensor.end_bytes})" in str(damage)
 
 
-def test_every_damaged_chunk_is_told(folder: Path, saved: CheckpointInfo) -> None:
+def test_every_damaged_chunk_is_reported(folder: Path, saved: CheckpointInfo) -> None:
     payload = Path(saved.path)
     for offset in range(0, payload.stat().st_size, CHUNK_BYTES):
         flip(payload, offset)
@@ -118,7 +120,7 @@ def test_a_file_of_the_wrong_length_names_what_is_lost(
         assert len(one.damages[0].tensors) == 3
 
 
-def test_a_manifest_that_cannot_be_read_is_told(folder: Path, saved: CheckpointInfo) -> None:
+def test_a_manifest_that_cannot_be_read_is_reported(folder: Path, saved: CheckpointInfo) -> None:
     (manifest,) = folder.glob("*.manifest.json")
     flip(manifest, 200)
     (unreadable,) = verified(folder)
@@ -146,7 +148,7 @@ def test_a_file_without_checksums_says_so(folder: Path) -> None:
     assert "nothing to compare with" in one.note
 
 
-def test_an_unfinished_save_is_no_file_of_somebody_else(folder: Path) -> None:
+def test_an_unfinished_save_is_not_taken_for_a_foreign_file(folder: Path) -> None:
     folder.mkdir()
     torch.save(small_state(1), folder / "checkpoint_step_00000001.pt")
     (folder / "checkpoint_step_00000001.claim").write_text("somebody")

@@ -44,7 +44,7 @@ STORY = [
 ]
 
 
-def test_story_is_told_in_order_beside_a_running_coordinator(history: Coordinator) -> None:
+def test_replay_is_in_order_beside_a_running_coordinator(history: Coordinator) -> None:
     ran = strata("replay", "--data-dir", str(history.data_dir))
     assert (ran.code, ran.err) == (0, "")
     places = [

@@ -143,7 +143,7 @@ def test_batches_are_committed_once_and_in_order(kind: str) -> None:
 
 @kinds
 @pytest.mark.parametrize("persistent", [False, True])
-def test_an_iteration_ends_with_an_error_once_another_has_begun(kind: str, persistent: bool) -> None:
+def test_an_iteration_ends_with_an_error_once_another_has_started(kind: str, persistent: bool) -> None:
     options = {"num_workers": 1, "persistent_workers": True} if persistent else {}
     loader = explicit(kind, None, options)
     older = iter(loader)

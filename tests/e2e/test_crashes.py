@@ -95,7 +95,7 @@ def test_a_finished_job_leaves_no_shared_memory(calm: ChaosRun) -> None:
     assert not find_snapshots(f"job-{calm.job.name}")
 
 
-def test_twenty_kills_of_any_rank_at_any_moment_leave_no_trace_in_the_model(
+def test_twenty_kills_of_any_rank_at_any_time_leave_no_trace_in_the_model(
     calm: ChaosRun, start_run: StartRun
 ) -> None:
     run = start_run(name="hurt", workers=2, steps=STEPS)
@@ -126,7 +126,7 @@ def test_three_workers_with_loaders_add_gradients_in_the_same_order_after_a_cras
 
 
 @pytest.mark.etcd
-def test_training_goes_on_while_etcd_is_away_and_a_killed_worker_is_back_once_it_is(
+def test_training_continues_while_etcd_is_down_and_a_killed_worker_is_back_once_it_is(
     calm: ChaosRun, start_run: StartRun, tmp_path: Path
 ) -> None:
     server = EtcdServer(tmp_path)

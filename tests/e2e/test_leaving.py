@@ -47,7 +47,7 @@ def test_a_recovery_is_traced_by_phase_and_shown(run: ChaosRun) -> None:
     assert found["lost_steps"] <= 2 * run.job.snapshot_every, "the snapshot under way may be lost as well"
 
 
-def test_the_coordinator_may_die_while_training_goes_on(run: ChaosRun) -> None:
+def test_the_coordinator_may_die_while_training_continues(run: ChaosRun) -> None:
     before, workers = run.step, run.agents[0].workers()
     run.coordinator.kill()
     eventually(lambda: run.step > before + 20, within_s=60, what="training without a coordinator")

@@ -172,7 +172,7 @@ def saved_steps(place: Path | str) -> list[int]:
         return [info.step for info in manager.all_checkpoints()]
 
 
-def test_training_under_torchrun_ends_with_the_promised_words(job: SampleJob, tmp_path: Path) -> None:
+def test_training_under_torchrun_ends_with_the_promised_line(job: SampleJob, tmp_path: Path) -> None:
     spec = TorchrunSpec(
         run_id=tmp_path.name,
         arguments=["-m", "elastic_harness.train", "--config", str(configure(job, tmp_path))],
@@ -217,7 +217,7 @@ def test_without_torchrun_the_missing_variables_are_named(job: SampleJob, tmp_pa
     )
 
 
-def test_a_job_whose_every_checkpoint_is_gone_does_not_begin_again_in_silence(
+def test_a_job_whose_every_checkpoint_is_lost_does_not_silently_start_over(
     job: SampleJob, tmp_path: Path
 ) -> None:
     forever = {"max_steps": 1_000_000}
@@ -331,7 +331,7 @@ def retrying(**checkpoint: Any) -> dict[str, Any]:
     }
 
 
-def test_retry_saves_as_soon_as_the_disk_has_room(job: SampleJob, tmp_path: Path) -> None:
+def test_retry_saves_as_soon_as_the_disk_has_space(job: SampleJob, tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "checkpoints", size_bytes=16 << 20) as disk:
         ballast = fill(disk, 16 << 20)
         with training(job, tmp_path, checkpoint=retrying()) as started:

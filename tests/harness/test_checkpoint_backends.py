@@ -151,7 +151,7 @@ def test_a_file_that_lost_its_manifest_loads_by_name_with_a_warning(
         ([1, 2], "it holds a list, not a dictionary"),
     ],
 )
-def test_what_is_no_checkpoint_is_told_in_the_guides_words(
+def test_what_is_no_checkpoint_is_reported_in_the_guides_words(
     backend: NVMeBackend, tmp_path: Path, content: Any, said: str
 ) -> None:
     torch.save(content, tmp_path / "a.pt")
@@ -250,7 +250,7 @@ def test_loading_settings_have_safe_defaults() -> None:
 # Failing disks
 
 
-def test_a_full_disk_is_told_in_the_guides_words_and_what_was_there_stays(
+def test_a_full_disk_is_reported_in_the_guides_words_and_what_was_there_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_tmpfs(tmp_path / "nvme", size_bytes=4 << 20) as folder, NVMeBackend(folder) as backend:

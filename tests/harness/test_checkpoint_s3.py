@@ -94,7 +94,7 @@ def test_missing_permissions_are_named(
     assert "s3:PutObject" in caught.value.message
 
 
-def test_missing_credentials_are_told_in_the_guides_words_and_leave_the_disk_usable(
+def test_missing_credentials_are_reported_in_the_guides_words_and_leave_the_disk_usable(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):

@@ -66,7 +66,7 @@ def test_a_cpu_copy_shares_nothing_and_keeps_tied_tensors_tied() -> None:
     assert not copied.model_state_dict["a"].requires_grad
 
 
-def test_training_goes_on_bit_for_bit_from_a_state() -> None:
+def test_training_continues_bit_for_bit_from_a_state() -> None:
     model, optimizer, scheduler = trained()
     np.random.seed(5)
     state = create_checkpoint_state(

@@ -84,7 +84,7 @@ def test_last_arrival_releases_everyone_in_order_of_arrival(shared: Coordinator)
     assert {r.participants for r in results} == {3}
 
 
-def test_one_name_serves_again_and_again(shared: Coordinator) -> None:
+def test_one_name_serves_repeatedly(shared: Coordinator) -> None:
     with workers(shared.address, "a", "b", job="rounds") as (a, b):
         for _ in range(20):
             with waiting(lambda: a.barrier("step"), lambda: b.barrier("step")) as both:
@@ -219,7 +219,7 @@ def test_barriers_and_their_outcomes_outlive_the_coordinator(mortal: Coordinator
         assert calls.WaitBarrier(ended, timeout=30, wait_for_ready=True) == released, "it is remembered"
 
 
-def test_heartbeats_go_on_while_a_worker_waits(shared: Coordinator) -> None:
+def test_heartbeats_continue_while_a_worker_waits(shared: Coordinator) -> None:
     with workers(shared.address, "patient", "late", job="beats") as (patient, late):
         with waiting(lambda: patient.barrier("b")) as (wait,):
             arrived(shared, "b", 1)
@@ -350,7 +350,7 @@ def test_session_refuses_a_bad_barrier_and_stays(shared: Coordinator) -> None:
         session.close()
 
 
-def test_wait_ends_when_nobody_has_answered_for_its_time_out(
+def test_wait_ends_when_its_time_out_passes_without_an_answer(
     mortal: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It gives up after a second, and a coordinator that lives would long wait on: what ends the wait is certain.
@@ -365,7 +365,7 @@ def test_wait_ends_when_nobody_has_answered_for_its_time_out(
         assert worker.wait_connected(30)
 
 
-def test_plain_client_whose_worker_is_replaced_is_told_and_not_left_waiting(shared: Coordinator) -> None:
+def test_plain_client_whose_worker_is_replaced_is_notified_and_not_left_waiting(shared: Coordinator) -> None:
     with stub(shared.address) as calls:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="replaced", job_id="left"))
         pending = calls.WaitBarrier.future(

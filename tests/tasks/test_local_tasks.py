@@ -111,7 +111,7 @@ def written(folder: Path) -> int:
 
 
 @pytest.mark.timeout(400)
-def test_stop_saves_and_leaves_nothing_and_restart_goes_on_from_there(tasks: Tasks) -> None:
+def test_stop_saves_and_leaves_nothing_and_restart_continues_from_there(tasks: Tasks) -> None:
     client = Client(tasks.server.url)
     task_id = tasks.submit(workers=2, steps=1_000_000, **TINY)
     tasks.until(task_id, lambda task: task["step"] > 10)
@@ -246,7 +246,7 @@ def test_what_a_task_said_last_is_on_disk_before_it_has_ended(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_coordinator_killed_at_any_moment_loses_no_task(tmp_path: Path, seed: int) -> None:
+def test_a_coordinator_killed_at_any_time_loses_no_task(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     recipes = tmp_path / "recipes"
     recipes.mkdir()

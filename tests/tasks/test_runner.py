@@ -50,7 +50,7 @@ class Flaky:
     async def close(self) -> None: ...
 
 
-async def test_an_outage_is_told_when_it_begins_when_it_changes_and_when_it_is_over(
+async def test_an_outage_is_logged_when_it_starts_when_it_changes_and_when_it_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks_module, "LOOK_S", 0.01)

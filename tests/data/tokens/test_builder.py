@@ -223,7 +223,7 @@ class Poisoned(WordTokenizer):
         return super().encode(text)
 
 
-def test_death_of_a_tokenizing_process_names_the_place(tmp_path: Path) -> None:
+def test_death_of_a_tokenizing_process_names_the_position(tmp_path: Path) -> None:
     lines = texts(2000)
     lines[1500] = "poison"
     data = write_jsonl(tmp_path / "a.jsonl", lines)

@@ -158,7 +158,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://does-not-exist.invalid"])
-def test_hub_out_of_reach_says_so_at_once_and_what_to_do(
+def test_unreachable_hub_says_so_at_once_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"):

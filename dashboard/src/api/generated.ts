@@ -206,7 +206,7 @@ export interface CreateTaskBody {
   config?: Record<string, unknown>;
   /** The recipe's when not given */
   gpus_per_worker?: number | null;
-  /** Attempts that may fail before the task has */
+  /** Failed attempts allowed before the task fails */
   max_retries?: number;
 }
 

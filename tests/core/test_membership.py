@@ -487,7 +487,7 @@ def test_a_full_fleet_refuses_strangers_and_keeps_its_own() -> None:
     fleet.joins("a", "b")
     with pytest.raises(Overloaded, match="limit"):
         fleet.join("c")
-    fleet.join("a")  # Known already: registering anew needs no further place.
+    fleet.join("a")  # Known already: registering again needs no further place.
     fleet.leave("b")
     fleet.join("c")
 

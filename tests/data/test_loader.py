@@ -158,7 +158,7 @@ def test_changing_the_world_during_an_iteration_is_refused() -> None:
     reading = iter(loader)
     next(reading)
     loader.set_world(0, 2)
-    with pytest.raises(StateMismatch, match="iterate anew after set_world"):
+    with pytest.raises(StateMismatch, match="iterate again after set_world"):
         next(reading)
 
 

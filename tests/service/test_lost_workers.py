@@ -89,7 +89,7 @@ def test_frozen_worker_fails_after_heartbeat_timeout_and_wakes_up_stale(
             sleeper.call("sleeper", method, *args, **kwargs)
         assert refused.value.kind == "StaleWorker", what
         assert "failed" in refused.value.message, what
-        assert "egister anew" in refused.value.message, what
+        assert "egister again" in refused.value.message, what
     assert _state(impatient) == before
 
     second = sleeper.register("sleeper")[0]

@@ -475,7 +475,7 @@ export interface Resources {
   network_tx_bytes: number;
 }
 
-/** Events between the last one that was read and this one are lost to this reader: fetch the state anew. */
+/** Events between the last one that was read and this one are lost to this reader: fetch the state again. */
 export interface Resync {
   reason: string;
 }

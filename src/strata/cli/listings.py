@@ -34,7 +34,7 @@ GOODPUT_PARTS = (
 
 
 def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Is the coordinator there, and how is the fleet?"""
+    """Show whether the coordinator is up, and the state of the fleet."""
     state = get_facts(api, "/api/status", having="generation")
     metrics = get_facts(api, "/api/metrics", having="coordinator_rps")
     times = get_rows(api, "/api/goodput")
@@ -173,7 +173,7 @@ def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """What recoveries took, by phase, newest first."""
+    """Duration of recoveries by phase, newest first."""
     found = get_rows(api, "/api/recoveries")
     if json:
         print_json(found)

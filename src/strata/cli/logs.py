@@ -51,7 +51,9 @@ def logs(
     level: Annotated[str | None, typer.Option(help="Least severe level: debug, info, warn, error.")] = None,
     task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
     worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
-    grep: Annotated[str | None, typer.Option(help="Only lines that contain this text, in any case.")] = None,
+    grep: Annotated[
+        str | None, typer.Option(help="Only lines that contain this text, ignoring case.")
+    ] = None,
     since: Annotated[str | None, typer.Option(help="Only from then on: 90s, 10m, 2h, 3d ago.")] = None,
     until: Annotated[str | None, typer.Option(help="Only until then: 90s, 10m, 2h, 3d ago.")] = None,
     follow: Annotated[

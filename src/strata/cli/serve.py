@@ -16,9 +16,9 @@ def serve(
     http_port: Annotated[
         int | None, typer.Option(help="Port of API and dashboard; 0 picks a free one. [3000]")
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the journal lives. [~/.strata]")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Directory of the journal. [~/.strata]")] = None,
     heartbeat_timeout: Annotated[
-        float | None, typer.Option(help="Seconds of silence after which a worker is failed. [30]")
+        float | None, typer.Option(help="Seconds without a heartbeat after which a worker is failed. [30]")
     ] = None,
     launcher: Annotated[str | None, typer.Option(help="What runs tasks: local, ray or none. [local]")] = None,
     ray_address: Annotated[

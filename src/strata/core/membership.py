@@ -136,7 +136,7 @@ class Membership:
             raise Stale(
                 f"Incarnation {checks.number(incarnation)} of worker '{worker_id}' is not known here.",
                 cause="unknown",
-                hint="The coordinator has lost its memory. Register anew.",
+                hint="The coordinator has lost its memory. Register again.",
             )
         if incarnation and incarnation != member.incarnation:
             raise Stale(
@@ -149,7 +149,7 @@ class Membership:
             raise Stale(
                 f"Worker '{worker_id}' was declared failed: {member.reason}.",
                 cause="failed",
-                hint="Register anew.",
+                hint="Register again.",
             )
         current = self.job_generations[member.spec.job_id]
         if generation and generation != current:

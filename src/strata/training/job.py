@@ -648,7 +648,11 @@ class ElasticJob:
             reasons=reasons,
         )
         if self.rank == 0:
-            what = f"resumed at step {resumed:,} from {tier}" if self.restored else "training starts anew"
+            what = (
+                f"resumed at step {resumed:,} from {tier}"
+                if self.restored
+                else "training starts from scratch"
+            )
             _announce(
                 logging.INFO,
                 f"{what}, {counted(lost, 'step')} lost (run {self.run[:8]}, generation {self.generation})",

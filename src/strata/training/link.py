@@ -292,7 +292,7 @@ class CoordinatorLink:
             self._is_behind = True
             if self._describe is not None:
                 self._put(self._describe)
-        log.warning("registering anew: %s", reason)
+        log.warning("registering again: %s", reason)
 
     def _catch_up(self) -> None:
         """Tell which checkpoints exist, and describe those that the registry does not know."""

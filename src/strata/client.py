@@ -74,7 +74,7 @@ class Client:
         return self._post(path, {}, timeout_s=wait_s + api.TIMEOUT_S)
 
     def restart(self, task_id: str) -> dict[str, Any]:
-        """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+        """Run a failed or stopped task again, from its latest intact checkpoint."""
         return self._post(f"/api/tasks/{_quoted(task_id)}/restart", {})
 
     def logs(self, task_id: str, *, limit: int = 1_000, after: str | None = None) -> list[dict[str, Any]]:

@@ -165,7 +165,7 @@ def main(*, as_json: bool = False, quick: bool = False, device: str = "cuda") ->
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Kill a job with a large state, and time its way back.")
+    parser = argparse.ArgumentParser(description="Kill a job with a large state, and time its recovery.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="small, as a smoke test")
     parser.add_argument("--device", default="cuda", help="'cpu' where there is no other")

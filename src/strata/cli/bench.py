@@ -28,7 +28,7 @@ Peers = Annotated[
 
 @app.command()
 def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
-    """Heartbeats, barriers, shard plans, and a fleet of 1,000 with people watching. Takes about five minutes."""
+    """Heartbeats, barriers, shard plans, and a fleet of 1,000 with open dashboards. Takes about five minutes."""
     from strata.bench import coordinator
 
     coordinator.main(json=as_json, quick=quick)

@@ -61,7 +61,7 @@ def chaos(
     output: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Kill, stop and cut off workers of a job started for this, and measure the way back. Exit 0: it passed."""
+    """Kill, stop and disconnect workers of a job started for this, and measure its recovery. Exit 0: it passed."""
     chosen = _kinds("kill" if single_kill else kinds)
     if workers % agents:
         raise typer.BadParameter(f"{workers} workers cannot be divided among {agents} agents")

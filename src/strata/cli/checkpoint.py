@@ -76,7 +76,7 @@ def ls(place: Place, json: AsJson = False) -> None:
 
 @app.command("verify")
 def verify(place: Place, step: Step = None, id: Id = None, json: AsJson = False) -> None:
-    """Read everything again, and name each tensor that is damaged."""
+    """Verify checksums, and name each damaged tensor."""
     with _answering(json):
         results = []
         for verified in _verified(place, step, id):
@@ -158,7 +158,7 @@ def rm(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Remove checkpoints; not the last one that is intact, unless forced."""
+    """Remove checkpoints; not the last intact one, unless forced."""
     with _answering(json):
         named = [*(chosen or []), *map(str, steps or []), *(ids or [])]
         if not named:

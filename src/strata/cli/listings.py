@@ -58,7 +58,7 @@ def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Who is in the fleet, and how they are."""
+    """List the workers and their state."""
     found = get_rows(api, "/api/workers")
     if json:
         print_json(found)
@@ -95,7 +95,7 @@ def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Which datasets are registered."""
+    """List the registered datasets."""
     found = get_rows(api, "/api/datasets")
     if json:
         print_json(found)
@@ -112,7 +112,7 @@ def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Which checkpoints there are, newest first."""
+    """List the known checkpoints, newest first."""
     found = get_rows(api, "/api/checkpoints")
     if json:
         print_json(found)
@@ -148,7 +148,7 @@ def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Who waits for whom."""
+    """List the barriers and the workers they wait for."""
     found = get_rows(api, "/api/barriers")
     if json:
         print_json(found)
@@ -206,7 +206,7 @@ def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Which tasks were submitted, newest first."""
+    """List the submitted tasks, newest first."""
     found = get_rows(api, "/api/tasks")
     if json:
         print_json(found)

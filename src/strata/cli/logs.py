@@ -60,7 +60,7 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Continue with new lines until Ctrl-C.")
     ] = False,
 ) -> None:
-    """The log of the whole fleet, oldest line first."""
+    """Show the log of the whole fleet, oldest line first."""
     wanted = {
         "level": level,
         "task_id": task,

@@ -53,7 +53,7 @@ class WrongCall(StrataError):
 
 
 def recipes(api: Api = DEFAULT_API, as_json: AsJson = False) -> None:
-    """What may be run, and which settings each takes."""
+    """List the recipes and the settings each takes."""
     found = get_rows(api, "/api/recipes")
     if as_json:
         print_json(found)
@@ -116,12 +116,12 @@ def stop(
     api: Api = DEFAULT_API,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a task: its workers make a final checkpoint and leave."""
+    """Stop a task: its workers save a final checkpoint and exit."""
     _print_answer(Client(api).stop(task, wait_s=STOP_S if wait else 0.0), as_json=as_json)
 
 
 def restart(task: TaskId, api: Api = DEFAULT_API, as_json: AsJson = False) -> None:
-    """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+    """Run a failed or stopped task again, from its latest intact checkpoint."""
     _print_answer(Client(api).restart(task), as_json=as_json)
 
 

@@ -79,7 +79,7 @@ INDEXING = Recipe(
 
 SHARDING = Recipe(
     name="sharding",
-    description="Read a dataset of any format once, shard by shard over all workers, and write down what each holds.",
+    description="Read a dataset of any format once, shard by shard over all workers, and record what each holds.",
     program=("-m", "strata.launch.programs.sharding"),
     built_in=True,
     needs_dataset=True,

@@ -146,7 +146,7 @@ async def stop_task(
 
 @router.post("/tasks/{task_id}/restart", responses={**NOT_FOUND, **_CONFLICT})
 async def restart_task(runtime: TheRuntime, task_id: NameInPath) -> TaskAnswer:
-    """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+    """Run a failed or stopped task again, from its latest intact checkpoint."""
     cluster = await runtime.engine.settled()
     saved = cluster.checkpoints.latest(JobId(task_id))
     begins = f"step {saved.step}" if saved is not None else "step 0: no checkpoint"

@@ -649,9 +649,9 @@ class CheckpointManager:
 
     def _ended(self, save: Save, error: SaveFailed | None) -> None:
         with self._lock:
-            if self._lineage is not None and any(tier != MEMORY for tier, _ in save.places):
+            if self._lineage is not None and any(tier != MEMORY for tier, _ in save.copies):
                 self._lineage.confirm(save.draft.checkpoint_id)
-            elif self._lineage is not None and not save.places:
+            elif self._lineage is not None and not save.copies:
                 self._lineage.fail(save.draft.checkpoint_id)
             if error is not None and self._policy.on_error != "warn":
                 self._failed = self._failed or error

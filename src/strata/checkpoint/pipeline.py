@@ -192,7 +192,7 @@ class Save:
     """No newer save may overtake it."""
     payload: Payload | None = None
     hashed: Future[Digest] = field(default_factory=Future)
-    places: list[tuple[str, str]] = field(default_factory=list)
+    copies: list[tuple[str, str]] = field(default_factory=list)
     """Where it has arrived: tier and path."""
     failures: list[SaveFailed] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -562,8 +562,8 @@ class Pipeline:
                 return
             save.is_over = True
         # With stores, a save is judged by them: memory is what they are filled from, and a failure there is reported.
-        counted = [each for each in save.failures if each.tier != MEMORY or not save.places]
-        is_saved = any(tier != MEMORY or not save.stores for tier, _ in save.places)
+        counted = [each for each in save.failures if each.tier != MEMORY or not save.copies]
+        is_saved = any(tier != MEMORY or not save.stores for tier, _ in save.copies)
         failed = counted[0] if counted else None
         if is_saved and self._policy.on_error == "warn":
             failed = None
@@ -576,7 +576,7 @@ class Pipeline:
             part = Part(key=save.key, size_bytes=save.size_bytes, digest=digest)
             info = CheckpointInfo.of(
                 replace(save.draft, parts=(part,)),
-                places=save.places,
+                copies=save.copies,
                 failures=tuple(str(failure) for failure in save.failures),
                 skipped=tuple(save.skipped),
             )
@@ -604,7 +604,7 @@ class Pipeline:
             return None
 
     def _arrived(self, save: Save, tier: str, path: str) -> None:
-        save.places.append((tier, path))
+        save.copies.append((tier, path))
         save.handle.tiers = (*save.handle.tiers, tier)
         seconds = time.monotonic() - save.started_s
         size = save.size_bytes / 1e6

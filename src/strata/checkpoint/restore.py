@@ -69,8 +69,8 @@ class Found:
 
     @property
     def info(self) -> CheckpointInfo:
-        places = [(source.tier, source.path(entry)) for source, entry in self.copies]
-        return CheckpointInfo.of(self.manifest, places=places)
+        copies = [(source.tier, source.path(entry)) for source, entry in self.copies]
+        return CheckpointInfo.of(self.manifest, copies=copies)
 
     def was_removed(self) -> bool:
         """Whether somebody has deleted its payload from every durable tier that had it: training is meant to continue

@@ -182,7 +182,7 @@ class AsyncCheckpointWriter:
             )
         except Exception as error:
             raise self._failed(error) from error
-        return CheckpointInfo.of(entry.manifest, places=[(self._store.tier, where(self._store, self._key))])
+        return CheckpointInfo.of(entry.manifest, copies=[(self._store.tier, where(self._store, self._key))])
 
     def _failed(self, error: Exception) -> SaveFailed:
         return SaveFailed.because(

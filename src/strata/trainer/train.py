@@ -165,14 +165,14 @@ class Trainer:
 
     def _build_job(self, tracer: Tracer) -> ElasticJob:
         saving, elastic = self.config.checkpoint, self.config.elastic
-        places = [saving.nvme_path] if saving.nvme_path else []
+        destinations = [saving.nvme_path] if saving.nvme_path else []
         if saving.s3_bucket:
-            places.append(f"s3://{saving.s3_bucket}/{saving.s3_prefix}".rstrip("/"))
+            destinations.append(f"s3://{saving.s3_bucket}/{saving.s3_prefix}".rstrip("/"))
         return ElasticJob(
             model=self.ddp,
             optimizer=self.optimizer,
             data=self.loader,
-            checkpoints=places,
+            checkpoints=destinations,
             extra={"scaling": self.scaling, "metrics": self.metrics},
             epochs=self.config.training.epochs,
             max_steps=self.config.training.max_steps,

@@ -161,7 +161,7 @@ class _Opened:
     """What rank 0 found out about the run, for all ranks."""
 
     run: str = ""
-    place: str = ""
+    destination: str = ""
     generation: int = 0
     last_known_step: int = 0
     error: StrataError | None = None
@@ -290,7 +290,7 @@ class ElasticJob:
         opened = self._open_run()
         self.run = self._protocol.lineage.run = opened.run
         if self.name in ("default", "none"):
-            self.name = f"{opened.place or 'job'}-{self.run[:6]}"
+            self.name = f"{opened.destination or 'job'}-{self.run[:6]}"
         if self._tracer.find_before(self._memory_name, root=self._memory_root, within_s=RECENT_S):
             self._account = TimeAccount(self._tracer.before)
         self.metrics["total_steps"] = float(self._total_steps())
@@ -396,7 +396,7 @@ class ElasticJob:
             return _Opened(error=error)
         return _Opened(
             run=record.run,
-            place=self._stores[0].url.rstrip("/").rpartition("/")[2],
+            destination=self._stores[0].url.rstrip("/").rpartition("/")[2],
             generation=self._claim.generation,
             last_known_step=self._claim.last_known_step,
         )
@@ -959,7 +959,7 @@ def _launch_name() -> str | None:
 
 
 def _newest_of_each(offers: Sequence[Offer]) -> list[Offer]:
-    """The newest offers of each place."""
+    """The newest offers of each destination."""
     newest = sorted(offers, key=lambda offer: offer.order, reverse=True)
     return [
         o

@@ -36,7 +36,7 @@ def sharded(catalog: Catalog) -> list[Entry]:
 
 
 def info_of(store: Store, manifest: Manifest) -> CheckpointInfo:
-    return CheckpointInfo.of(manifest, places=[(store.tier, where(store, key_of(manifest)))])
+    return CheckpointInfo.of(manifest, copies=[(store.tier, where(store, key_of(manifest)))])
 
 
 def key_of(manifest: Manifest) -> str:

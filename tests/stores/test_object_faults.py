@@ -241,7 +241,7 @@ def test_a_server_that_never_answers_costs_no_more_than_the_budget(
             call()
         assert time.monotonic() - began_s < 20
     # Two retries each, and a last look for what was written. The proxy may hear of a try after it was given up.
-    eventually(lambda: len(proxy.spoilt) >= 9, within_s=30, what=lambda: f"nine tries: {proxy.spoilt}")
+    eventually(lambda: len(proxy.spoilt) >= 9, within_s=30, what=lambda: f"nine attempts: {proxy.spoilt}")
     assert len(proxy.spoilt) <= 12
     assert plain.read("k") == b"old"
 

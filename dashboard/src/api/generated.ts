@@ -376,7 +376,7 @@ export interface MetricsEvent {
   data: MetricsView;
 }
 
-/** Each figure is measured; a figure nothing has been measured for is null. */
+/** Each metric is measured; one that has no measurement yet is null. */
 export interface MetricsView {
   /** In MB/s. */
   checkpoint_throughput: number | null;

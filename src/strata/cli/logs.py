@@ -116,10 +116,10 @@ def show_entry(entry: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(entry, in_one_line=True)
         return
-    moment = time.strftime("%H:%M:%S", time.localtime(entry["timestamp"]))
+    timestamp = time.strftime("%H:%M:%S", time.localtime(entry["timestamp"]))
     console.print(
         Text.assemble(
-            (moment, "dim"),
+            (timestamp, "dim"),
             " ",
             (f"{entry['level']:5}", LEVEL_STYLES.get(entry["level"], "")),
             " ",

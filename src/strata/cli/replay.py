@@ -43,11 +43,11 @@ def replay(
             typer.echo(msgspec.json.encode(line).decode())
             continue
         severity, text = describe(entry.event)
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.event.at_s))
+        timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.event.at_s))
         console.print(
             Text.assemble(
                 (f"{entry.seq:>7} ", "dim"),
-                (f"{moment}  ", "dim"),
+                (f"{timestamp}  ", "dim"),
                 (f"{name:20}", STYLES.get(severity, "bold")),
                 f" {text}",
             ),

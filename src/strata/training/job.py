@@ -146,7 +146,7 @@ class ElasticOptions:
 
 
 class Preempted(SystemExit):
-    """Somebody was asked to leave, and the job has saved its state.
+    """A rank was asked to stop, and the job has saved its state.
 
     Ends the process: with status 0 if it was this one, else with one that makes torchrun start it again, in the world
     that is left.
@@ -828,7 +828,7 @@ class ElasticJob:
                 self._manager.wait_pending(self.options.preemption_deadline_s)
         assert self._preemption is not None
         asked = self._preemption.requested
-        who = "asked to leave" if asked else "other ranks were asked to stop"
+        who = "asked to stop" if asked else "other ranks were asked to stop"
         _announce(logging.INFO, f"{who}: step {self.step:,} is saved, ending")
         raise Preempted(asked=asked)
 

@@ -623,7 +623,7 @@ def test_abandoned_saves_wait_for_nothing_and_leave_their_snapshots(
     began_s = time.monotonic()
     manager.abandon()
     assert time.monotonic() - began_s < 2.0
-    with pytest.raises(SaveFailed, match="given up"):
+    with pytest.raises(SaveFailed, match="abandoned"):
         seen.result(0)
     with CheckpointManager(tmp_path / "far", memory=memory) as again:
         assert_is_step(again.load(), 1)

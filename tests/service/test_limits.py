@@ -28,7 +28,11 @@ SLOWER_AT_MOST = 40
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Coordinator]:
-    limits = {"STRATA_MAX_CONNECTIONS": "6", "STRATA_MAX_WORKERS": "3"}
+    limits = {
+        "STRATA_MAX_CONNECTIONS": "6",
+        "STRATA_MAX_CONNECTIONS_PER_CLIENT": "6",
+        "STRATA_MAX_WORKERS": "3",
+    }
     server = Coordinator(tmp_path / "coordinator", env=limits).start()
     yield server
     server.stop()
@@ -75,9 +79,9 @@ def test_connections_over_the_limit_get_a_reason_and_freed_ones_serve_again(smal
 def test_request_that_never_ends_is_given_up(shared: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's time is fifteen seconds; waiting for it is for the slow tests."""
     with _connect(shared.http_port, b"GET /api/health HTTP/1.1\r\nHost:") as wire:
-        with _connect(shared.http_port, b"GET /api/health HTTP/1.1\r\nHost: x\r\n\r\n") as other:
+        with _connect(shared.http_port, b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n\r\n") as other:
             assert other.recv(100).startswith(b"HTTP/1.1 200 ")
-        wire.sendall(b" x\r\n\r\n")
+        wire.sendall(b" localhost\r\n\r\n")
         assert wire.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
@@ -174,7 +178,7 @@ def test_flood_of_log_lines_is_dropped_counted_and_reported(shared: Coordinator)
 
 
 def test_readers_of_events_that_do_not_read_cost_little(shared: Coordinator) -> None:
-    request = b"GET /api/events HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
     stalled = [_connect(shared.http_port, request, receive_buffer_bytes=4096) for _ in range(20)]
     process = psutil.Process(shared.pid)
     before_bytes = process.memory_info().rss
@@ -231,7 +235,7 @@ def _closed(wire: socket.socket) -> bool:
 def _served(coordinator: Coordinator) -> bool:
     """Whoever is turned away may see the connection reset before it has read why."""
     with suppress(ConnectionError):
-        with _connect(coordinator.http_port, b"GET /api/health HTTP/1.1\r\nHost: x\r\n\r\n") as wire:
+        with _connect(coordinator.http_port, b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n\r\n") as wire:
             return wire.recv(100).startswith(b"HTTP/1.1 200 ")
     return False
 

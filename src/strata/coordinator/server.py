@@ -21,17 +21,21 @@ import grpc.aio
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from strata.coordinator.auth import Gatekeeper
-from strata.coordinator.grpc.middleware import AccessInterceptor
+from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.gatekeeper import LOOPBACK_NAMES, AccessRules, Gatekeeper
+from strata.coordinator.auth.peers import is_loopback
+from strata.coordinator.auth.tokens import TaskTokens, TokenStore
+from strata.coordinator.grpc.middleware import GrpcAccess
 from strata.coordinator.grpc.service import CoordinatorService
 from strata.coordinator.http.app import create_app
 from strata.coordinator.http.connections import HttpConnection
+from strata.coordinator.http.middleware import MetricsOnly
 from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.coordinator.logs.archive import LogArchive
 from strata.coordinator.logs.store import LogStore, LogStoreHandler
 from strata.coordinator.metrics.otel import OtelExport
 from strata.coordinator.runtime import Runtime
-from strata.coordinator.settings import CoordinatorSettings, is_loopback
+from strata.coordinator.settings import CoordinatorSettings
 from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, worker_address
 from strata.coordinator.tasks.plans import Planner
 from strata.coordinator.tasks.runner import TaskRunner
@@ -71,34 +75,48 @@ class Server:
         self._journal = SqliteJournal(settings.data_dir)
         self.runtime = Runtime.create(self._journal, settings.limits, _open_logs(settings), recipes)
         self._otel = _otel_export(settings, self.runtime)
+        self._gatekeeper = Gatekeeper(
+            _access_rules(settings),
+            tokens=TokenStore(settings.data_dir),
+            task_tokens=TaskTokens(settings.data_dir),
+            is_live=self.runtime.is_live,
+            on_failure=self.runtime.metrics.access_refused,
+        )
+        self._audit_log = AuditLog(settings.data_dir)
         self.grpc_port = 0
         self.http_port = 0
         self._grpc: grpc.aio.Server | None = None
-        self._http: uvicorn.Server | None = None
+        self._http: list[uvicorn.Server] = []
+        self.metrics_port = 0
         self._log_handler: LogStoreHandler | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         settings, runtime = self._settings, self.runtime
         replayed = runtime.engine.replay()
-        listener = _listen("HTTP", settings.host, settings.http_port)
-        self.http_port = listener.getsockname()[1]
-        gatekeeper = Gatekeeper(settings.secrets, hosts=_host_names(settings.host))
-        self._grpc = await self._start_grpc(gatekeeper)
+        listeners = [_listen("HTTP", settings.host, settings.http_port)]
+        self.http_port = listeners[0].getsockname()[1]
+        if settings.metrics_port >= 0:
+            listeners.append(_listen("metrics", settings.host, settings.metrics_port))
+            self.metrics_port = listeners[1].getsockname()[1]
+        self._grpc = await self._start_grpc()
         runtime.address = f"{settings.url_host}:{self.grpc_port}"
         loop = asyncio.get_running_loop()
         self._log_handler = LogStoreHandler(runtime.logs, loop.call_soon_threadsafe)
         for logger in _own_loggers():
             logger.addHandler(self._log_handler)
-        http = self._http = _http_server(create_app(runtime, gatekeeper), settings)
+        app = create_app(runtime, self._gatekeeper, self._audit_log)
+        apps = [app, MetricsOnly(app)][: len(listeners)]
+        self._http = [_http_server(each, settings, self._gatekeeper) for each in apps]
         self._tasks = [
             asyncio.create_task(runtime.engine.run(), name="engine"),
-            asyncio.create_task(self._serve_http(listener), name="http"),
+            asyncio.create_task(self._serve_http(listeners), name="http"),
             asyncio.create_task(self._pulse(), name="pulse"),
         ]
-        await _until(lambda: http.started, self._tasks)
+        await _until(lambda: all(server.started for server in self._http), self._tasks)
         self._start_tasks()
         self._write_address()
+        self._warn_about_exposure()
         log.info(
             "serving: gRPC on port %d, API and dashboard on port %d of %s (%d events replayed)",
             self.grpc_port,
@@ -119,11 +137,12 @@ class Server:
         self.runtime.sessions.end_all("the coordinator is stopping")
         if self._grpc is not None:
             await self._grpc.stop(0.2)
-        if self._http is not None:
+        if self._http:
             self.runtime.feed.close()
             self.runtime.logs.end_followers()
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # Connections we cut are no news.
-            self._http.should_exit = True
+            for server in self._http:
+                server.should_exit = True
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_S):
                 await asyncio.gather(*self._tasks[:2], return_exceptions=True)
@@ -137,17 +156,18 @@ class Server:
             await asyncio.to_thread(self._otel.close)
         self.runtime.engine.close()
         self.runtime.logs.close()
+        self._audit_log.close()
+        self._gatekeeper.owners.close()
         with suppress(FileNotFoundError):
             self.address_file.unlink()
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    async def _start_grpc(self, gatekeeper: Gatekeeper) -> grpc.aio.Server:
+    async def _start_grpc(self) -> grpc.aio.Server:
         settings, runtime = self._settings, self.runtime
         # A frozen process answers no pings: how long that is borne is for heartbeat_timeout to say.
         ping_timeout_ms = max(5_000, int(settings.heartbeat_timeout * 1000))
         server = grpc.aio.server(
-            interceptors=() if gatekeeper.open else (AccessInterceptor(gatekeeper),),
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
                 ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
@@ -164,11 +184,13 @@ class Server:
             ],
             maximum_concurrent_rpcs=2 * settings.max_workers + 1_000,
         )
+        access = GrpcAccess(self._gatekeeper, self._audit_log, ours=lambda: (settings.host, self.grpc_port))
         service = CoordinatorService(
             runtime.engine,
             runtime.sessions,
             runtime.logs,
             runtime.metrics,
+            access,
             heartbeat_interval_s=settings.heartbeat_interval,
             worker_config={"heartbeat_timeout": f"{settings.heartbeat_timeout:g}"},
         )
@@ -198,7 +220,7 @@ class Server:
             recipes=runtime.recipes,
             tasks_dir=tasks_dir_of(settings),
             coordinator=worker_address(settings, self.grpc_port),
-            token=settings.tokens.get("worker", settings.token),
+            token=self._gatekeeper.task_tokens.of,
             stop_timeout_s=settings.task_stop_timeout,
         )
         runtime.tasks = TaskRunner(
@@ -210,20 +232,34 @@ class Server:
         )
         self._tasks.append(asyncio.create_task(runtime.tasks.run(), name="tasks"))
 
-    async def _serve_http(self, listener: socket.socket) -> None:
-        assert self._http is not None
-        await self._http.serve(sockets=[listener])
+    async def _serve_http(self, listeners: list[socket.socket]) -> None:
+        serving = [
+            server.serve(sockets=[listener]) for server, listener in zip(self._http, listeners, strict=True)
+        ]
+        await asyncio.gather(*serving)
 
     async def _pulse(self) -> None:
         while True:
             try:
                 await self.runtime.pulse()
+                self._audit_log.flush()
                 if self._otel is not None:
                     self.runtime.measure(await self.runtime.engine.settled())
                     self._otel.refresh()
             except Exception:  # Who only watches must not end what is watched.
                 log.exception("measuring failed")
             await asyncio.sleep(1.0)
+
+    def _warn_about_exposure(self) -> None:
+        settings = self._settings
+        if not is_loopback(settings.host) and settings.tls_cert is None:
+            log.warning(
+                "listening on %s without TLS: tokens and data can be read on the way. `strata certs init` makes "
+                "certificates for tls_cert and tls_key.",
+                settings.host,
+            )
+        if settings.trust_loopback:
+            log.warning("every user of this machine is an admin here (trust_loopback)")
 
     @property
     def address_file(self) -> Path:
@@ -232,7 +268,13 @@ class Server:
     def _write_address(self) -> None:
         """For tools on this machine that know only the data directory."""
         text = json.dumps(
-            {"pid": os.getpid(), "host": self._settings.host, "grpc": self.grpc_port, "http": self.http_port}
+            {
+                "pid": os.getpid(),
+                "host": self._settings.host,
+                "grpc": self.grpc_port,
+                "http": self.http_port,
+                "metrics": self.metrics_port or None,
+            }
         )
         with suppress(OSError):  # A convenience: a full disk is the journal's to complain about.
             self.address_file.write_text(text)
@@ -290,7 +332,11 @@ def _open_logs(settings: CoordinatorSettings) -> LogStore:
         )
     except (sqlite3.Error, OSError) as error:
         log.warning("log lines are kept in memory only: %s", error)
-    return LogStore(archive, tidy=Tidy(settings.secrets), lines_per_second=settings.log_lines_per_second)
+    return LogStore(
+        archive,
+        tidy=Tidy([token for _, token in settings.named_secrets()]),
+        lines_per_second=settings.log_lines_per_second,
+    )
 
 
 def _otel_export(settings: CoordinatorSettings, runtime: Runtime) -> OtelExport | None:
@@ -326,10 +372,11 @@ def _listen(name: str, host: str, port: int) -> socket.socket:
     return listener
 
 
-def _http_server(app: object, settings: CoordinatorSettings) -> uvicorn.Server:
+def _http_server(app: object, settings: CoordinatorSettings, gatekeeper: Gatekeeper) -> uvicorn.Server:
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=HttpConnection,
+        http=HttpConnection.serving(gatekeeper.owners, most_per_client=settings.connections_per_client),
+        proxy_headers=False,  # Who calls is what the kernel says, not what a header does.
         log_config=None,
         log_level="error",
         access_log=False,
@@ -374,11 +421,17 @@ def _grpc_credentials(settings: CoordinatorSettings) -> grpc.ServerCredentials |
     return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 
-def _host_names(host: str) -> frozenset[str]:
-    """Names under which browsers may address this coordinator; any, where it serves other machines."""
-    if is_loopback(host):
-        return frozenset({"localhost", "127.0.0.1", "::1", host})
-    return frozenset()
+def _access_rules(settings: CoordinatorSettings) -> AccessRules:
+    hosts = frozenset(settings.allowed_hosts)
+    if is_loopback(settings.host) or hosts:  # On other addresses, names that nobody has listed are not known.
+        hosts |= LOOPBACK_NAMES | {settings.host.strip("[]")}
+    return AccessRules(
+        secrets=settings.secrets,
+        hosts=hosts,
+        trust_loopback=settings.trust_loopback,
+        certificate_roles=settings.certificate_roles,
+        needs_credentials=bool(settings.secrets) or settings.tls_client_ca is not None,
+    )
 
 
 async def _until(ready: Callable[[], bool], tasks: list[asyncio.Task[None]]) -> None:

@@ -1,4 +1,4 @@
-"""The environment variables that Strata reads, and what becomes of those that look like one and are not.
+"""The environment variables that Strata reads, and what happens to those that look like one and are not.
 
 A `.env` in the working directory may be anybody's, such as the author's of a repository that was cloned: only what can
 neither reveal a secret nor send anything elsewhere nor name a program is taken from it (`SAFE`). `unread` names every variable that changes nothing although somebody probably meant it to, with the nearest one that

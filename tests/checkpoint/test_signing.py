@@ -18,7 +18,8 @@ from strata.checkpoint import CheckpointManager
 from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.signing import KEY_VARIABLE, SigningError
 from strata.checkpoint.copying.digest import digest_of
-from strata.checkpoint.errors import CheckpointNotFound, LoadFailed, SaveFailed
+from strata.checkpoint.errors import CheckpointNotFound, LoadFailed, SaveFailed, Untrusted
+from strata.checkpoint.image.plain import load_plain
 from strata.checkpoint.verify import verify_store
 from strata.stores.local import LocalStore
 from tests.cli.running import strata
@@ -232,6 +233,15 @@ def test_damaged_signatures_are_no_traceback(tmp_path: Path, use: Use) -> None:
             listing = Catalog(store).list()
             assert listing.entries == ()
             assert len(listing.problems) == 1
+
+
+def test_a_file_without_a_manifest_is_refused_unless_its_source_is_trusted(tmp_path: Path, use: Use) -> None:
+    torch.save({"weight": torch.ones(3)}, tmp_path / "plain.pt")
+    use(secret(tmp_path / "key"))
+    store = LocalStore(tmp_path)
+    with pytest.raises(Untrusted, match="no manifest"):
+        load_plain(store, "plain.pt")
+    assert load_plain(store, "plain.pt", trusted_source=True)["weight"].sum() == 3
 
 
 def test_keys_of_openssl_are_read(tmp_path: Path, use: Use) -> None:

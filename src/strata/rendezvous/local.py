@@ -84,7 +84,7 @@ def create_local_handler(params: RendezvousParameters) -> LocalRendezvous:
     rendezvous' options are where workers meet. Raises `RendezvousConnectionError` for a run of several machines."""
     if params.max_nodes > 1:
         raise RendezvousConnectionError(
-            "Several machines need a place to meet, and no --rdzv-endpoint was given. Start a coordinator on one of them "
+            "Several machines need a rendezvous endpoint, and no --rdzv-endpoint was given. Start a coordinator on one of them "
             "with `strata serve` and give every machine --rdzv-endpoint=HOST:50051, or --rdzv-backend=etcd with the "
             "endpoint of an etcd server."
         )

@@ -40,7 +40,7 @@ def serve(address: str, port: int = 0, *, bind: str | None = None) -> tuple[TCPS
         listener = _listen(host, port)
     except OSError as error:
         raise RendezvousConnectionError(
-            f"Workers cannot meet at {address}:{port}: {error}. Leave --master-port and --master-addr out and a free port "
+            f"Workers cannot rendezvous at {address}:{port}: {error}. Leave --master-port and --master-addr out and a free port "
             "is picked, or name others."
         ) from error
     port = listener.getsockname()[1]

@@ -128,7 +128,7 @@ def test_with_a_key_changed_weights_are_refused_for_the_next_older_step(
     assert (restored.info.step, float(restored.state["weight"][0])) == (1, 1.0)
     assert any("signature" in reason and "forged" in reason for reason in restored.reasons)
     found = {each.step: each for each in verify_store(LocalStore(folder))}
-    assert found[1].is_whole
+    assert found[1].is_intact
     assert "forged" in str(found[None].damages[0])
 
 

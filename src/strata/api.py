@@ -66,6 +66,14 @@ def post(
     return _call(api, path, data, token=token, timeout_s=timeout_s)
 
 
+def post_facts(api: str, path: str, body: object, *, having: str, token: str = "") -> dict[str, Any]:
+    """What was made, known by a key it must have."""
+    made = post(api, path, body, token=token)
+    if not isinstance(made, dict) or having not in made:
+        raise _not_a_coordinator(api)
+    return made
+
+
 def events(api: str, path: str, *, last_id: str = "") -> Iterator[tuple[str, Any]]:
     """Server-sent events, as (kind, data), until the coordinator ends the stream."""
     with _open(

@@ -22,6 +22,7 @@ from strata.cli import (
     demo,
     doctor,
     index,
+    links,
     listings,
     logs,
     replay,
@@ -67,6 +68,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     doctor.doctor,
     chaos.chaos,
     slurm.slurm,
+    links.dashboard_link,
 )
 for command in COMMANDS:
     app.command()(command)

@@ -74,6 +74,11 @@ def post_facts(api: str, path: str, body: object, *, having: str, token: str = "
     return made
 
 
+def delete(api: str, path: str, *, token: str = "") -> None:
+    with _open(api, path, token=token, method="DELETE"):
+        pass
+
+
 def events(api: str, path: str, *, last_id: str = "") -> Iterator[tuple[str, Any]]:
     """Server-sent events, as (kind, data), until the coordinator ends the stream."""
     with _open(
@@ -109,9 +114,11 @@ def _open(
     headers: Mapping[str, str] | None = None,
     token: str = "",
     timeout_s: float | None = None,
+    method: str | None = None,
 ) -> Any:
     try:
-        request = urllib.request.Request(api.rstrip("/") + path, data=data, headers=dict(headers or {}))
+        url = api.rstrip("/") + path
+        request = urllib.request.Request(url, data=data, headers=dict(headers or {}), method=method)
         if data is not None:
             request.add_header("Content-Type", "application/json")
         token = token or os.environ.get("STRATA_TOKEN", "")

@@ -42,10 +42,10 @@ def test_another_local_user_needs_a_token_and_is_told_how_to_get_one(shared: Coo
             assert "strata token create" in answer["hint"]
         assert ask(port, "/api/health")[0] == 200
     with relayed(shared.grpc_port) as port, stub(f"127.0.0.1:{port}") as calls:
-        status, code, message, _ = refusal(
+        refused, code, message, _ = refusal(
             lambda: calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="intruder"), timeout=30)
         )
-        assert (status, code) == (grpc.StatusCode.UNAUTHENTICATED, "forbidden")
+        assert (refused, code) == (grpc.StatusCode.UNAUTHENTICATED, "forbidden")
         assert f"user {UID}" in message
     assert all(worker["id"] != "intruder" for worker in shared.get("/api/workers"))
 
@@ -53,6 +53,12 @@ def test_another_local_user_needs_a_token_and_is_told_how_to_get_one(shared: Coo
 def test_own_user_needs_nothing(shared: Coordinator) -> None:
     assert shared.get("/api/session")["role"] == "admin"
     assert f"(uid {os.geteuid()})" in shared.get("/api/session")["name"]
+
+
+def test_a_cookie_that_has_ended_is_no_sign_in(shared: Coordinator) -> None:
+    cookie = {"Cookie": f"strata_session_{shared.http_port}=of-an-earlier-coordinator"}
+    status, session = ask(shared.http_port, "/api/session", headers=cookie)
+    assert (status, session["role"], session["signed_in"]) == (200, "admin", False)
 
 
 @needs_root

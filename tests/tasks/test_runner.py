@@ -57,7 +57,7 @@ async def test_an_outage_is_told_when_it_begins_when_it_changes_and_when_it_is_o
     caplog.set_level(logging.INFO, logger="strata.coordinator.tasks")
     engine = Engine(Cluster(), SqliteJournal(tmp_path), SystemClock())
     planner = Planner(
-        recipes=Recipes(()), tasks_dir=tmp_path, coordinator="127.0.0.1:1", token="", stop_timeout_s=1.0
+        recipes=Recipes(()), tasks_dir=tmp_path, coordinator="127.0.0.1:1", token=str, stop_timeout_s=1.0
     )
     launcher = Flaky()
     runner = TaskRunner(engine, LogStore(), planner, lambda listener: launcher, stop_timeout_s=1.0)

@@ -15,8 +15,10 @@ import typer
 
 import strata
 from strata.cli import (
+    access,
     audit,
     bench,
+    certs,
     chaos,
     checkpoint,
     demo,
@@ -69,6 +71,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     chaos.chaos,
     slurm.slurm,
     links.dashboard_link,
+    access.audit_log,
 )
 for command in COMMANDS:
     app.command()(command)
@@ -83,6 +86,8 @@ app.command(
     }
 )(torchrun.torchrun)
 app.add_typer(checkpoint.app)
+app.add_typer(access.app)
+app.add_typer(certs.app)
 app.add_typer(bench.app)
 
 

@@ -26,6 +26,7 @@ from strata.api import get as get
 from strata.api import get_facts as get_facts
 from strata.api import get_rows as get_rows
 from strata.api import post as post
+from strata.api import post_facts as post_facts
 from strata.api import printable as printable
 from strata.config import environment, read_env_file
 from strata.errors import StrataError

@@ -25,6 +25,7 @@ from strata.cli import (
     demo,
     doctor,
     index,
+    links,
     listings,
     logs,
     replay,
@@ -69,6 +70,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     doctor.doctor,
     chaos.chaos,
     slurm.slurm,
+    links.dashboard_link,
     access.audit_log,
 )
 for command in COMMANDS:

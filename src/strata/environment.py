@@ -89,15 +89,15 @@ OTHER_NAMES = {
 }
 """What other programs call them."""
 
-# Kubernetes sets these for every service of a namespace, whatever its name.
-_SERVICE_LINK = re.compile(r"\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
+# Kubernetes sets these for every service of a namespace, whatever its name; of those that end in `_PORT` the value tells.
+_SERVICE_LINK = re.compile(r"\w+_(SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
 
 
 def unread(environ: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for each variable that changes nothing, in alphabetical order."""
     found = []
-    for name in sorted(os.environ if environ is None else environ):
-        if name in KNOWN or _SERVICE_LINK.fullmatch(name):
+    for name, value in sorted((os.environ if environ is None else environ).items()):
+        if name in KNOWN or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
         near = OTHER_NAMES.get(name)
         if near is None and name.startswith(OURS):

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from strata.processes import LAUNCH_VARIABLE
 from strata.rendezvous import LOOPBACK, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.warm import warm_up
-from strata.torch_compat.stores import HashStore, PrefixStore, Store, TCPStore
+from strata.torch_compat.stores import HashStore, PrefixStore, Store, TCPStore, serve_on
 from strata.training.trace import forget_rendezvous, note_rendezvous
 
 STORE_TIMEOUT = timedelta(seconds=300)
@@ -124,13 +124,4 @@ def _serve(address: str, port: int) -> tuple[TCPStore, int]:
             "is picked, or name others."
         ) from error
     port = listener.getsockname()[1]
-    store = TCPStore(
-        address,
-        port,
-        None,
-        is_master=True,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
+    return serve_on(listener, address, timeout=STORE_TIMEOUT), port

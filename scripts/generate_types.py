@@ -19,7 +19,9 @@ from typing import Any
 
 import httpx
 
-from strata.coordinator.auth import Gatekeeper
+from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.gatekeeper import AccessRules, Gatekeeper
+from strata.coordinator.auth.tokens import TaskTokens, TokenStore
 from strata.coordinator.http.app import create_app
 from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.coordinator.logs.store import LogStore
@@ -39,7 +41,13 @@ Schema = dict[str, Any]
 def openapi() -> Schema:
     async def ask(folder: str) -> Schema:
         runtime = Runtime.create(SqliteJournal(Path(folder)), Limits(), LogStore())
-        transport = httpx.ASGITransport(create_app(runtime, Gatekeeper({}, hosts=frozenset())))
+        gatekeeper = Gatekeeper(
+            AccessRules(trust_loopback=True),
+            tokens=TokenStore(Path(folder)),
+            task_tokens=TaskTokens(Path(folder)),
+            is_live=lambda task_id: False,
+        )
+        transport = httpx.ASGITransport(create_app(runtime, gatekeeper, AuditLog(Path(folder))))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = await client.get("/openapi.json")
         document: Schema = answer.raise_for_status().json()

@@ -122,18 +122,26 @@ class Coordinator:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return json.load(answer)
 
-    def post(self, path: str, body: object) -> tuple[int, Any]:
+    def post(self, path: str, body: object, *, token: str = "") -> tuple[int, Any]:
         """Status and parsed answer; refusals are answers too."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.call("POST", path, body, token=token)
+
+    def call(self, method: str, path: str, body: object = None, *, token: str = "") -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, data=data, headers={"Content-Type": "application/json"}, method="POST"
+            self.url + path, data=data, headers={"Content-Type": "application/json"}, method=method
         )
+        if token:
+            request.add_header("Authorization", f"Bearer {token}")
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status, json.load(answer)
+                text = answer.read()
+                is_json = answer.headers.get_content_type() == "application/json"
+                return answer.status, json.loads(text) if text and is_json else text
         except urllib.error.HTTPError as error:
             with error:
-                return error.code, json.load(error)
+                text = error.read()
+                return error.code, json.loads(text) if text else text
 
 
 def eventually(

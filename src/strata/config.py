@@ -153,6 +153,10 @@ def _convert(value: Any, hint: Any, about: Field[Any]) -> Any:
         if not isinstance(value, str | Path):
             raise ValueError(f"must be a path, not {value!r}")
         return Path(value).expanduser()
+    if get_origin(hint) is tuple:
+        value = (
+            [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        )
     if hint in (bool, int, float):
         value = _read_text(value, hint) if isinstance(value, str) else value
         if hint is int and isinstance(value, float) and value.is_integer():
@@ -163,12 +167,16 @@ def _convert(value: Any, hint: Any, about: Field[Any]) -> Any:
         message = problems[0].message
         # A secret is not printed, whatever is wrong with it.
         raise ValueError(where + (message if about.repr else message.partition(", not ")[0]))
+    if get_origin(hint) is tuple:
+        return tuple(value)
     return hint(value) if hint in (int, float) else value
 
 
 def _schema(hint: Any, about: Field[Any]) -> Schema:
     if get_origin(hint) is dict:
         return {"type": "object", "additionalProperties": {"type": "string"}}
+    if get_origin(hint) is tuple:
+        return {"type": "array", "items": {"type": "string"}}
     names = {bool: "boolean", int: "integer", float: "number"}
     limits = {
         "minimum": about.metadata["least"],

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 
-def write_file(path: Path, content: bytes | str, *, durable: bool) -> None:
+def write_file(path: Path, content: bytes | str, *, durable: bool, mode: int = 0o666) -> None:
     """Give a file this content; text is UTF-8."""
-    with fresh_file(path, durable=durable) as file:
+    with fresh_file(path, durable=durable, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def fresh_file(path: Path, *, durable: bool) -> Iterator[BinaryIO]:
+def fresh_file(path: Path, *, durable: bool, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file to be written, which takes its place when the block is left; not if that is by an exception."""
     fresh = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
-        with open(fresh, "xb") as file:
+        with open(fresh, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             if durable:
                 sync(file)

@@ -150,7 +150,7 @@ def test_names_of_ten_megabytes_are_too_large(shared: Coordinator) -> None:
     assert explained(answer)
     for path in (f"/api/datasets/{HUGE[:30_000]}/shards", f"/api/tasks/{HUGE[:30_000]}/logs"):
         status, body = exchange(
-            shared, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+            shared, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
         )
         assert status == 422
         assert explained(json.loads(body))
@@ -318,10 +318,10 @@ def test_noise_on_the_port_is_answered_in_kind(shared: Coordinator) -> None:
     for noise in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 200,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"NONSENSE\r\n\r\n",
-        b"GET /api/health HTTP/9.9\r\nHost: x\r\n\r\n",
-        b"GET /api/health HTTP/1.1\r\nHost: x\r\nBad Header\r\n\r\n",
+        b"GET /api/health HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"GET /api/health HTTP/1.1\r\nHost: localhost\r\nBad Header\r\n\r\n",
     ):
         status, body = exchange(shared, noise)
         assert status == 400, noise[:40]
@@ -331,7 +331,7 @@ def test_noise_on_the_port_is_answered_in_kind(shared: Coordinator) -> None:
 
 
 def test_endless_headers_are_cut_off(shared: Coordinator) -> None:
-    head = b"GET /api/health HTTP/1.1\r\nHost: x\r\n"
+    head = b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n"
     status, body = exchange(shared, head, more=(b"X-More: " + b"x" * 8_000 + b"\r\n",) * 1_000)
     assert status == 431
     assert explained(json.loads(body))
@@ -346,7 +346,9 @@ def test_wrong_method_is_refused(shared: Coordinator) -> None:
 
 
 def _get(coordinator: Coordinator, path: str) -> tuple[int, bytes]:
-    return exchange(coordinator, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    return exchange(
+        coordinator, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    )
 
 
 def _no_traceback(coordinator: Coordinator) -> bool:

@@ -34,8 +34,8 @@ class Authority:
             "-keyout", str(self._key), "-out", str(self.cert),
         )  # fmt: skip
 
-    def issue(self, name: str) -> tuple[Path, Path]:
-        """Certificate and key for `name`, valid for this machine's loopback."""
+    def issue(self, name: str, role: str = "worker") -> tuple[Path, Path]:
+        """Certificate and key for `name`, valid for this machine's loopback; the unit is the role."""
         cert, key, request = (self._folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
         extra = self._folder / f"{name}.ext"
         extra.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
@@ -45,7 +45,7 @@ class Authority:
             "rsa:2048",
             "-nodes",
             "-subj",
-            f"/CN={name}",
+            f"/OU={role}/CN={name}",
             "-keyout",
             str(key),
             "-out",
@@ -153,7 +153,7 @@ def test_plain_callers_get_nothing_and_break_nothing(mutual: Coordinator) -> Non
     worker.close()
     for port in (mutual.http_port, mutual.grpc_port):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as wire:
-            wire.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            wire.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert b"200" not in wire.recv(1_000)
 

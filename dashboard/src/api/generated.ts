@@ -1,5 +1,17 @@
 /** Types of the HTTP API and of the event stream. Generated: `npm run types`. Times are Unix seconds. */
 
+export interface AuditEntry {
+  at: number;
+  who: string;
+  role: string;
+  action: string;
+  target: string;
+  outcome: "allowed" | "refused" | "failed";
+  reason: string;
+  client: string;
+  count: number;
+}
+
 /** The committed history of one epoch, added up. */
 export interface AuditView {
   job_id: string;
@@ -210,6 +222,27 @@ export interface CreateTaskBody {
   max_retries?: number;
 }
 
+export interface CreateTokenBody {
+  name?: string;
+  role: "viewer" | "worker" | "operator" | "admin";
+  job_id?: string | null;
+  /** 7d, 12h, 30m; or never */
+  expires?: string;
+}
+
+export interface CreatedTokenView {
+  id: string;
+  name: string;
+  role: "viewer" | "worker" | "operator" | "admin";
+  job_id: string | null;
+  created_at: number;
+  expires_at: number | null;
+  created_by: string;
+  expired: boolean;
+  /** Shown now and never again */
+  token: string;
+}
+
 export interface DamageView {
   path: string;
   reason: string;
@@ -332,6 +365,18 @@ export interface HistoryView {
   step: number;
   job_id: string | null;
   series: Record<string, SeriesView>;
+}
+
+export interface LinkBody {
+  /** At most the caller's own, which is the default */
+  role?: "viewer" | "worker" | "operator" | "admin" | null;
+}
+
+export interface LinkView {
+  /** To be put behind the coordinator's address */
+  path: string;
+  /** In seconds */
+  expires_in: number;
 }
 
 export interface LogView {
@@ -494,6 +539,16 @@ export interface SeriesView {
   values: (number | null)[];
 }
 
+/** Who is asking, and what they may do. */
+export interface SessionView {
+  name: string;
+  role: "viewer" | "worker" | "operator" | "admin";
+  /** The only job this credential is about; null: all of them */
+  job_id: string | null;
+  /** Whether a cookie says so, which signing out would end */
+  signed_in: boolean;
+}
+
 export interface ShardPlanView {
   dataset_id: string;
   job_id: string;
@@ -536,6 +591,12 @@ export interface ShardsMovedEvent {
   at: number;
   event: "shards_moved";
   data: ShardsMoved;
+}
+
+/** A token, or the code of a link. One of them. */
+export interface SignInBody {
+  token?: string | null;
+  code?: string | null;
 }
 
 export interface StatusView {
@@ -661,6 +722,17 @@ export interface TaskView {
   max_retries: number;
   exit_cause: ExitCause | null;
   reason: string;
+}
+
+export interface TokenView {
+  id: string;
+  name: string;
+  role: "viewer" | "worker" | "operator" | "admin";
+  job_id: string | null;
+  created_at: number;
+  expires_at: number | null;
+  created_by: string;
+  expired: boolean;
 }
 
 export interface VerificationView {

@@ -16,6 +16,9 @@ def serve(
     http_port: Annotated[
         int | None, typer.Option(help="Port of API and dashboard; 0 picks a free one. [3000]")
     ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="A further port for /api/health and /metrics alone. [none]")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the journal lives. [~/.strata]")] = None,
     heartbeat_timeout: Annotated[
         float | None, typer.Option(help="Seconds of silence after which a worker is failed. [30]")
@@ -23,6 +26,10 @@ def serve(
     launcher: Annotated[str | None, typer.Option(help="What runs tasks: local, ray or none. [local]")] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="Where the Ray cluster is, for --launcher ray. [auto]")
+    ] = None,
+    trust_loopback: Annotated[
+        bool | None,
+        typer.Option("--trust-loopback", help="Trust every user of this machine, not only your own."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with a [coordinator] table.")] = None,
 ) -> None:
@@ -34,7 +41,9 @@ def serve(
         "host": host,
         "grpc_port": grpc_port,
         "http_port": http_port,
+        "metrics_port": metrics_port,
         "data_dir": data_dir,
+        "trust_loopback": trust_loopback,
         "heartbeat_timeout": heartbeat_timeout,
         "launcher": launcher,
         "ray_address": ray_address,

@@ -38,7 +38,7 @@ def slurm(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. [stdout]")] = None,
 ) -> None:
     """Write an sbatch script: an agent per node, a checkpoint before the time limit, back into the queue."""
-    from strata.coordinator.settings import is_loopback
+    from strata.coordinator.auth.peers import is_loopback
     from strata.launch.slurm import SlurmOptions, sbatch_script
     from strata.launch.torchrun import TorchrunSpec
 

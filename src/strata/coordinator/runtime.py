@@ -28,9 +28,10 @@ from strata.coordinator.metrics.watch import Watch
 from strata.coordinator.tasks.runner import TaskRunner
 from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
-from strata.core.messages import TaskStatus
+from strata.core.messages import TaskId, TaskStatus
 from strata.core.stream_events import LogsSkipped
 from strata.core.task_views import TaskView
+from strata.core.tasks import ENDED
 from strata.core.views import LogView
 from strata.launch.recipes import Recipe, Recipes
 from strata.launch.recipes_builtin import BUILT_IN
@@ -93,6 +94,11 @@ class Runtime:
         runtime.logs.on_entries = runtime._publish_logs
         runtime._define_pages()
         return runtime
+
+    def is_live(self, task_id: str) -> bool:
+        """Whether a task may still act: it is known and has not ended."""
+        task = self.engine.cluster.tasks.tasks.get(TaskId(task_id))
+        return task is not None and task.status not in ENDED
 
     async def pulse(self) -> None:
         """Once a second: what changes all the time is measured and published together."""

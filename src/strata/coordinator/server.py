@@ -21,17 +21,21 @@ import grpc.aio
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from strata.coordinator.auth import Gatekeeper
-from strata.coordinator.grpc.middleware import AccessInterceptor
+from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.gatekeeper import LOOPBACK_NAMES, AccessRules, Gatekeeper
+from strata.coordinator.auth.peers import is_loopback
+from strata.coordinator.auth.tokens import TaskTokens, TokenStore
+from strata.coordinator.grpc.middleware import GrpcAccess
 from strata.coordinator.grpc.service import CoordinatorService
 from strata.coordinator.http.app import create_app
 from strata.coordinator.http.connections import HttpConnection
+from strata.coordinator.http.middleware import MetricsOnly
 from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.coordinator.logs.archive import LogArchive
 from strata.coordinator.logs.store import LogStore, LogStoreHandler
 from strata.coordinator.metrics.otel import OtelExport
 from strata.coordinator.runtime import Runtime
-from strata.coordinator.settings import CoordinatorSettings, is_loopback
+from strata.coordinator.settings import CoordinatorSettings
 from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, worker_address
 from strata.coordinator.tasks.plans import Planner
 from strata.coordinator.tasks.runner import TaskRunner
@@ -71,34 +75,49 @@ class Server:
         self._journal = SqliteJournal(settings.data_dir)
         self.runtime = Runtime.create(self._journal, settings.limits, _open_logs(settings), recipes)
         self._otel = _otel_export(settings, self.runtime)
+        self._gatekeeper = Gatekeeper(
+            _access_rules(settings),
+            tokens=TokenStore(settings.data_dir),
+            task_tokens=TaskTokens(settings.data_dir),
+            is_live=self.runtime.is_live,
+            on_failure=self.runtime.metrics.access_refused,
+        )
+        self._audit_log = AuditLog(settings.data_dir)
+        self._certificates = _Certificates(settings) if settings.tls_cert is not None else None
         self.grpc_port = 0
         self.http_port = 0
         self._grpc: grpc.aio.Server | None = None
-        self._http: uvicorn.Server | None = None
+        self._http: list[uvicorn.Server] = []
+        self.metrics_port = 0
         self._log_handler: LogStoreHandler | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         settings, runtime = self._settings, self.runtime
         replayed = runtime.engine.replay()
-        listener = _listen("HTTP", settings.host, settings.http_port)
-        self.http_port = listener.getsockname()[1]
-        gatekeeper = Gatekeeper(settings.secrets, hosts=_host_names(settings.host))
-        self._grpc = await self._start_grpc(gatekeeper)
+        listeners = [_listen("HTTP", settings.host, settings.http_port)]
+        self.http_port = listeners[0].getsockname()[1]
+        if settings.metrics_port >= 0:
+            listeners.append(_listen("metrics", settings.host, settings.metrics_port))
+            self.metrics_port = listeners[1].getsockname()[1]
+        self._grpc = await self._start_grpc()
         runtime.address = f"{settings.url_host}:{self.grpc_port}"
         loop = asyncio.get_running_loop()
         self._log_handler = LogStoreHandler(runtime.logs, loop.call_soon_threadsafe)
         for logger in _own_loggers():
             logger.addHandler(self._log_handler)
-        http = self._http = _http_server(create_app(runtime, gatekeeper), settings)
+        app = create_app(runtime, self._gatekeeper, self._audit_log)
+        apps = [app, MetricsOnly(app)][: len(listeners)]
+        self._http = [_http_server(each, settings, self._gatekeeper, self._certificates) for each in apps]
         self._tasks = [
             asyncio.create_task(runtime.engine.run(), name="engine"),
-            asyncio.create_task(self._serve_http(listener), name="http"),
+            asyncio.create_task(self._serve_http(listeners), name="http"),
             asyncio.create_task(self._pulse(), name="pulse"),
         ]
-        await _until(lambda: http.started, self._tasks)
+        await _until(lambda: all(server.started for server in self._http), self._tasks)
         self._start_tasks()
         self._write_address()
+        self._warn_about_exposure()
         log.info(
             "serving: gRPC on port %d, API and dashboard on port %d of %s (%d events replayed)",
             self.grpc_port,
@@ -119,11 +138,12 @@ class Server:
         self.runtime.sessions.end_all("the coordinator is stopping")
         if self._grpc is not None:
             await self._grpc.stop(0.2)
-        if self._http is not None:
+        if self._http:
             self.runtime.feed.close()
             self.runtime.logs.end_followers()
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # Connections we cut are no news.
-            self._http.should_exit = True
+            for server in self._http:
+                server.should_exit = True
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_S):
                 await asyncio.gather(*self._tasks[:2], return_exceptions=True)
@@ -137,17 +157,18 @@ class Server:
             await asyncio.to_thread(self._otel.close)
         self.runtime.engine.close()
         self.runtime.logs.close()
+        self._audit_log.close()
+        self._gatekeeper.owners.close()
         with suppress(FileNotFoundError):
             self.address_file.unlink()
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    async def _start_grpc(self, gatekeeper: Gatekeeper) -> grpc.aio.Server:
+    async def _start_grpc(self) -> grpc.aio.Server:
         settings, runtime = self._settings, self.runtime
         # A frozen process answers no pings: how long that is borne is for heartbeat_timeout to say.
         ping_timeout_ms = max(5_000, int(settings.heartbeat_timeout * 1000))
         server = grpc.aio.server(
-            interceptors=() if gatekeeper.open else (AccessInterceptor(gatekeeper),),
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
                 ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
@@ -164,11 +185,13 @@ class Server:
             ],
             maximum_concurrent_rpcs=2 * settings.max_workers + 1_000,
         )
+        access = GrpcAccess(self._gatekeeper, self._audit_log, ours=lambda: (settings.host, self.grpc_port))
         service = CoordinatorService(
             runtime.engine,
             runtime.sessions,
             runtime.logs,
             runtime.metrics,
+            access,
             heartbeat_interval_s=settings.heartbeat_interval,
             worker_config={"heartbeat_timeout": f"{settings.heartbeat_timeout:g}"},
         )
@@ -178,11 +201,10 @@ class Server:
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
         address = f"{settings.url_host}:{settings.grpc_port}"
         try:
-            credentials = _grpc_credentials(settings)
-            if credentials is None:
+            if self._certificates is None:
                 self.grpc_port = server.add_insecure_port(address)
             else:
-                self.grpc_port = server.add_secure_port(address, credentials)
+                self.grpc_port = server.add_secure_port(address, self._certificates.for_grpc())
         except RuntimeError as error:
             raise PortTaken("gRPC", settings.host, settings.grpc_port, "it is in use") from error
         await server.start()
@@ -198,7 +220,7 @@ class Server:
             recipes=runtime.recipes,
             tasks_dir=tasks_dir_of(settings),
             coordinator=worker_address(settings, self.grpc_port),
-            token=settings.tokens.get("worker", settings.token),
+            token=self._gatekeeper.task_tokens.of,
             stop_timeout_s=settings.task_stop_timeout,
         )
         runtime.tasks = TaskRunner(
@@ -210,20 +232,37 @@ class Server:
         )
         self._tasks.append(asyncio.create_task(runtime.tasks.run(), name="tasks"))
 
-    async def _serve_http(self, listener: socket.socket) -> None:
-        assert self._http is not None
-        await self._http.serve(sockets=[listener])
+    async def _serve_http(self, listeners: list[socket.socket]) -> None:
+        serving = [
+            server.serve(sockets=[listener]) for server, listener in zip(self._http, listeners, strict=True)
+        ]
+        await asyncio.gather(*serving)
 
     async def _pulse(self) -> None:
         while True:
             try:
                 await self.runtime.pulse()
+                self._audit_log.flush()
+                self.runtime.sessions.end_revoked(self._gatekeeper.still_counts)
+                if self._certificates is not None:
+                    self._certificates.refresh()
                 if self._otel is not None:
                     self.runtime.measure(await self.runtime.engine.settled())
                     self._otel.refresh()
             except Exception:  # Who only watches must not end what is watched.
                 log.exception("measuring failed")
             await asyncio.sleep(1.0)
+
+    def _warn_about_exposure(self) -> None:
+        settings = self._settings
+        if not is_loopback(settings.host) and settings.tls_cert is None:
+            log.warning(
+                "listening on %s without TLS: tokens and data can be read on the way. `strata certs init` makes "
+                "certificates for tls_cert and tls_key.",
+                settings.host,
+            )
+        if settings.trust_loopback:
+            log.warning("every user of this machine is an admin here (trust_loopback)")
 
     @property
     def address_file(self) -> Path:
@@ -232,7 +271,13 @@ class Server:
     def _write_address(self) -> None:
         """For tools on this machine that know only the data directory."""
         text = json.dumps(
-            {"pid": os.getpid(), "host": self._settings.host, "grpc": self.grpc_port, "http": self.http_port}
+            {
+                "pid": os.getpid(),
+                "host": self._settings.host,
+                "grpc": self.grpc_port,
+                "http": self.http_port,
+                "metrics": self.metrics_port or None,
+            }
         )
         with suppress(OSError):  # A convenience: a full disk is the journal's to complain about.
             self.address_file.write_text(text)
@@ -290,7 +335,11 @@ def _open_logs(settings: CoordinatorSettings) -> LogStore:
         )
     except (sqlite3.Error, OSError) as error:
         log.warning("log lines are kept in memory only: %s", error)
-    return LogStore(archive, tidy=Tidy(settings.secrets), lines_per_second=settings.log_lines_per_second)
+    return LogStore(
+        archive,
+        tidy=Tidy([token for _, token in settings.named_secrets()]),
+        lines_per_second=settings.log_lines_per_second,
+    )
 
 
 def _otel_export(settings: CoordinatorSettings, runtime: Runtime) -> OtelExport | None:
@@ -326,10 +375,16 @@ def _listen(name: str, host: str, port: int) -> socket.socket:
     return listener
 
 
-def _http_server(app: object, settings: CoordinatorSettings) -> uvicorn.Server:
+def _http_server(
+    app: object,
+    settings: CoordinatorSettings,
+    gatekeeper: Gatekeeper,
+    certificates: _Certificates | None,
+) -> uvicorn.Server:
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=HttpConnection,
+        http=HttpConnection.serving(gatekeeper.owners, most_per_client=settings.connections_per_client),
+        proxy_headers=False,  # Who calls is what the kernel says, not what a header does.
         log_config=None,
         log_level="error",
         access_log=False,
@@ -344,6 +399,9 @@ def _http_server(app: object, settings: CoordinatorSettings) -> uvicorn.Server:
         ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca else None,
         ssl_cert_reqs=2 if settings.tls_client_ca else 0,
     )
+    config.load()
+    if certificates is not None and config.ssl is not None:
+        certificates.for_http(config.ssl)
     return _HttpServer(config)
 
 
@@ -354,31 +412,83 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _grpc_credentials(settings: CoordinatorSettings) -> grpc.ServerCredentials | None:
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    files = [str(f) for f in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if f is not None]
-    try:
-        # gRPC would only say that the port cannot be opened.
-        probe = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        probe.load_cert_chain(settings.tls_cert, settings.tls_key)
-        if settings.tls_client_ca is not None:
-            probe.load_verify_locations(settings.tls_client_ca)
-        pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
-        authority = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
-    except OSError as error:  # ssl.SSLError is one of them.
-        raise StrataError(
-            f"The certificates cannot be used ({', '.join(files)}): {error.strerror or error}.",
-            hint="tls_cert and tls_key are a PEM certificate and its key; tls_client_ca is a PEM authority.",
-        ) from error
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+class _Certificates:
+    """The files of TLS, read again when they change, for every connection that begins after that."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        """Raises `StrataError` for files that cannot be used."""
+        assert settings.tls_cert is not None
+        assert settings.tls_key is not None
+        self._cert, self._key, self._authority = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+        self._seen = self._stamps()
+        self._http: list[ssl.SSLContext] = []
+        self._pair = self._read()
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), lambda: self._configuration(), self._authority is not None
+        )
+
+    def for_http(self, context: ssl.SSLContext) -> None:
+        self._http.append(context)
+
+    def refresh(self) -> None:
+        """Called now and then. New files that cannot be used are reported, and the old ones stay in use."""
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return
+        self._seen = stamps
+        try:
+            self._pair = self._read()
+            for context in self._http:
+                context.load_cert_chain(self._cert, self._key)
+        except (StrataError, OSError) as error:
+            log.error("the new certificates are not used, and the old ones stay: %s", error)
+        else:
+            log.info("certificates were read again: %s", self._cert)
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        key, cert, authority = self._pair
+        return grpc.ssl_server_certificate_configuration([(key, cert)], authority)
+
+    def _read(self) -> tuple[bytes, bytes, bytes | None]:
+        files = [str(f) for f in (self._cert, self._key, self._authority) if f is not None]
+        try:
+            # gRPC would only say that the port cannot be opened.
+            probe = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            probe.load_cert_chain(self._cert, self._key)
+            if self._authority is not None:
+                probe.load_verify_locations(self._authority)
+            authority = self._authority.read_bytes() if self._authority is not None else None
+            return self._key.read_bytes(), self._cert.read_bytes(), authority
+        except OSError as error:  # ssl.SSLError is one of them.
+            raise StrataError(
+                f"The certificates cannot be used ({', '.join(files)}): {error.strerror or error}.",
+                hint="tls_cert and tls_key are a PEM certificate and its key; tls_client_ca is a PEM authority.",
+            ) from error
+
+    def _stamps(self) -> list[tuple[int, int] | None]:
+        def stamp(path: Path | None) -> tuple[int, int] | None:
+            try:
+                found = path.stat() if path is not None else None
+            except OSError:
+                return None
+            return (found.st_mtime_ns, found.st_ino) if found is not None else None
+
+        return [stamp(path) for path in (self._cert, self._key, self._authority)]
 
 
-def _host_names(host: str) -> frozenset[str]:
-    """Names under which browsers may address this coordinator; any, where it serves other machines."""
-    if is_loopback(host):
-        return frozenset({"localhost", "127.0.0.1", "::1", host})
-    return frozenset()
+def _access_rules(settings: CoordinatorSettings) -> AccessRules:
+    hosts = frozenset(settings.allowed_hosts)
+    if is_loopback(settings.host) or hosts:  # On other addresses, names that nobody has listed are not known.
+        hosts |= LOOPBACK_NAMES | {settings.host.strip("[]")}
+    return AccessRules(
+        secrets=settings.secrets,
+        hosts=hosts,
+        trust_loopback=settings.trust_loopback,
+        certificate_roles=settings.certificate_roles,
+        needs_credentials=bool(settings.secrets) or settings.tls_client_ca is not None,
+    )
 
 
 async def _until(ready: Callable[[], bool], tasks: list[asyncio.Task[None]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -10,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from strata.config import read_config, setting
+from strata.coordinator.auth.gatekeeper import DIGEST_PREFIX
+from strata.coordinator.auth.peers import is_loopback
+from strata.coordinator.auth.principals import ROLES, Role
 from strata.core.barriers import BarrierLimits
 from strata.core.cluster import Limits
 from strata.core.membership import MembershipLimits
 
 SECTION = "coordinator"
+TOKEN_CHARACTERS = 16
+"""What a configured token must have where other machines can try to guess it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,14 @@ class CoordinatorSettings:
     )
     http_port: int = setting(
         3000, "Port of API and dashboard; 0 picks a free one.", env="STRATA_HTTP_PORT", least=0, most=65535
+    )
+    metrics_port: int = setting(
+        -1,
+        "Port of a second listener for /api/health and /metrics alone, which no flood of calls takes away; "
+        "0 picks a free one, -1: none.",
+        env="STRATA_METRICS_PORT",
+        least=-1,
+        most=65535,
     )
     data_dir: Path = setting(
         lambda: Path.home() / ".strata", "Where the journal lives.", env="STRATA_DATA_DIR"
@@ -61,6 +73,13 @@ class CoordinatorSettings:
         "HTTP connections served at a time.",
         env="STRATA_MAX_CONNECTIONS",
         least=1,
+        most=1_000_000,
+    )
+    max_connections_per_client: int = setting(
+        0,
+        "HTTP connections of one address, or of one user of this machine; 0: half of max_connections.",
+        env="STRATA_MAX_CONNECTIONS_PER_CLIENT",
+        least=0,
         most=1_000_000,
     )
     log_limit_mb: int = setting(
@@ -129,6 +148,17 @@ class CoordinatorSettings:
     tokens: dict[str, str] = setting(
         dict, "Further secrets, as role = token (viewer, worker, operator, admin).", secret=True
     )
+    trust_loopback: bool = setting(
+        False,
+        "Trust every user of this machine, not only the coordinator's own.",
+        env="STRATA_TRUST_LOOPBACK",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "Further names under which browsers may address the coordinator.", env="STRATA_ALLOWED_HOSTS"
+    )
+    certificate_roles: dict[str, str] = setting(
+        dict, "Roles of client certificates, as common name or pattern = role, or role:job."
+    )
     tls_cert: Path | None = setting(None, "Server certificate (PEM).", env="STRATA_TLS_CERT")
     tls_key: Path | None = setting(None, "Key of the server certificate (PEM).", env="STRATA_TLS_KEY")
     tls_client_ca: Path | None = setting(
@@ -153,10 +183,18 @@ class CoordinatorSettings:
         return f"[{host}]" if ":" in host else host
 
     @property
-    def secrets(self) -> dict[str, str]:
+    def secrets(self) -> dict[str, Role]:
         """Role by token."""
-        by_token = {token: role for role, token in self.tokens.items()}
+        by_token = {token: role for role in ROLES for name, token in self.tokens.items() if name == role}
         return {**by_token, self.token: "admin"} if self.token else by_token
+
+    def named_secrets(self) -> list[tuple[str, str]]:
+        named = [(f"tokens.{role}", token) for role, token in self.tokens.items() if token]
+        return [("token", self.token), *named] if self.token else named
+
+    @property
+    def connections_per_client(self) -> int:
+        return self.max_connections_per_client or max(1, self.max_connections // 2)
 
 
 def read_settings(
@@ -175,13 +213,18 @@ def read_settings(
     )
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+def _weakness(token: str, host: str) -> str:
+    """What is wrong with a configured token, on an address that other machines reach."""
+    if token.startswith(DIGEST_PREFIX):
+        digest = token.removeprefix(DIGEST_PREFIX)
+        is_digest = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
+        return "" if is_digest else f"not a digest; write {DIGEST_PREFIX} and 64 hexadecimal digits"
+    if is_loopback(host) or len(token) >= TOKEN_CHARACTERS:
+        return ""
+    return (
+        f"shorter than {TOKEN_CHARACTERS} characters, and other machines may guess it; "
+        "`python -c 'import secrets; print(secrets.token_urlsafe(24))'` makes a good one"
+    )
 
 
 def _contradictions(s: CoordinatorSettings) -> list[str]:
@@ -191,13 +234,24 @@ def _contradictions(s: CoordinatorSettings) -> list[str]:
             f"heartbeat_timeout ({s.heartbeat_timeout:g}) must be longer than heartbeat_interval "
             f"({s.heartbeat_interval:g}), or every worker fails at once"
         )
-    if s.grpc_port == s.http_port != 0:
-        problems.append(f"grpc_port and http_port are both {s.grpc_port}; give each its own")
-    roles = {"viewer", "worker", "operator", "admin"}
+    ports = {"grpc_port": s.grpc_port, "http_port": s.http_port, "metrics_port": s.metrics_port}
     problems += [
-        f"tokens.{role} is not a role; use {', '.join(sorted(roles))}"
+        f"{one} and {other} are both {ports[one]}; give each its own"
+        for one, other in combinations(ports, 2)
+        if ports[one] == ports[other] and ports[one] > 0
+    ]
+    problems += [
+        f"tokens.{role} is not a role; use {', '.join(sorted(ROLES))}"
         for role in s.tokens
-        if role not in roles
+        if role not in ROLES
+    ]
+    problems += [
+        f"certificate_roles.{name} is '{meaning}'; use a role ({', '.join(sorted(ROLES))}), or role:job"
+        for name, meaning in s.certificate_roles.items()
+        if meaning.partition(":")[0] not in ROLES
+    ]
+    problems += [
+        f"{name} is {problem}" for name, token in s.named_secrets() if (problem := _weakness(token, s.host))
     ]
     problems += [
         f"tokens.{role} is empty; a token must be something" for role, t in s.tokens.items() if not t

@@ -6,13 +6,16 @@ is stale in `strata-cause` why.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, cast
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
-from strata.coordinator.auth import Forbidden, Gatekeeper
+from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.gatekeeper import Connection, Gatekeeper, parse_subject
+from strata.coordinator.auth.peers import Address, parse_grpc_peer
+from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import InternalError, Unavailable
 from strata.core.messages import Conflict, InvalidArgument, Overloaded, Refused, Stale, Unknown
 from strata.errors import StrataError
@@ -30,11 +33,15 @@ _STATUSES: dict[type[StrataError], grpc.StatusCode] = {
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     InternalError: grpc.StatusCode.INTERNAL,
 }
+_FORBIDDEN = {401: grpc.StatusCode.UNAUTHENTICATED, 429: grpc.StatusCode.RESOURCE_EXHAUSTED}
+WILDCARDS = ("0.0.0.0", "::")
 
 
 async def refuse(context: Context, error: StrataError) -> NoReturn:
-    kinds = (kind for kind in type(error).__mro__ if kind in _STATUSES)
-    status = _STATUSES[next(kinds, Stale)]
+    if isinstance(error, Forbidden):
+        status = _FORBIDDEN.get(error.status, grpc.StatusCode.PERMISSION_DENIED)
+    else:
+        status = _STATUSES[next((kind for kind in type(error).__mro__ if kind in _STATUSES), Stale)]
     trailers: tuple[tuple[str, str | bytes], ...] = (
         ("strata-code", error.code),
         ("strata-hint-bin", error.hint.encode()),
@@ -57,36 +64,47 @@ def barrier_text(request: pb.WaitBarrierRequest, reason: str) -> str:
     return f"Barrier '{request.barrier_id}' at step {request.step} was broken: {reason}."
 
 
-class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses gRPC calls without a worker's token. Installed only when there are tokens."""
+class GrpcAccess:
+    """Who makes a gRPC call. What one may do in which job is for each method to say."""
 
-    def __init__(self, gatekeeper: Gatekeeper) -> None:
+    def __init__(self, gatekeeper: Gatekeeper, audit_log: AuditLog, *, ours: Callable[[], Address]) -> None:
+        """`ours` is the address the server listens on, once it does."""
         self._gatekeeper = gatekeeper
+        self._audit_log = audit_log
+        self._ours = ours
 
-    async def intercept_service(
+    def identify(self, context: Context) -> Principal:
+        metadata = dict(context.invocation_metadata() or ())
+        principal = self._gatekeeper.identify(
+            self._connection(context), authorization=str(metadata.get("authorization", ""))
+        )
+        principal.require("worker")
+        return principal
+
+    def audit(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = cast("grpc.RpcMethodHandler[Any, Any] | None", await continuation(details))
-        if handler is None:
-            return handler  # type: ignore[return-value]  # gRPC answers that there is no such method.
-        metadata = dict(details.invocation_metadata or ())
-        try:
-            self._gatekeeper.check_role(str(metadata.get("authorization", "")), "worker")
-        except Forbidden as refusal:
-            status = (
-                grpc.StatusCode.UNAUTHENTICATED
-                if refusal.status == 401
-                else grpc.StatusCode.PERMISSION_DENIED
-            )
-            message = str(refusal)
-            trailers = (("strata-code", refusal.code), ("strata-hint-bin", refusal.hint.encode()))
+        context: Context,
+        principal: Principal | None,
+        action: str,
+        *,
+        target: str = "",
+        refusal: str = "",
+    ) -> None:
+        self._audit_log.add(
+            who=principal.name if principal is not None else "unknown",
+            role=principal.role if principal is not None else "",
+            action=action,
+            target=target,
+            outcome="refused" if refusal else "allowed",
+            reason=refusal,
+            client=self._connection(context).client,
+        )
 
-            async def deny(request: Any, context: Context) -> None:
-                await context.abort(status, message, trailers)
-
-            if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(deny)
-            return grpc.unary_unary_rpc_method_handler(deny)
-        return handler
+    def _connection(self, context: Context) -> Connection:
+        peer = parse_grpc_peer(context.peer())
+        ours = self._ours()
+        if peer is not None and ours[0] in WILDCARDS:
+            ours = ("::1" if ":" in peer[0] else "127.0.0.1", ours[1])
+        subject = next(iter(context.auth_context().get("x509_subject", ())), None)
+        certificate = parse_subject(subject.decode(errors="replace")) if subject is not None else None
+        return Connection(peer, ours, self._gatekeeper.owners, certificate)

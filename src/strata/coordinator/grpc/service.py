@@ -14,14 +14,16 @@ from typing import TypeVar, cast
 import grpc
 import grpc.aio
 
+from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import Engine
-from strata.coordinator.grpc.middleware import Context, barrier_text, refuse, unreadable
+from strata.coordinator.grpc.middleware import Context, GrpcAccess, barrier_text, refuse, unreadable
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.grpc.streams import Streams
 from strata.coordinator.grpc.waits import Outcome
 from strata.coordinator.inspection.datasets import count_samples
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
+from strata.core.membership import Member
 from strata.core.messages import (
     DatasetAccepted,
     DatasetId,
@@ -47,24 +49,34 @@ log = logging.getLogger("strata.coordinator.grpc")
 SHARDS_AT_A_TIME = 1_000
 BROKEN_HINT = b"Look at the missing workers' logs; then meet at the barrier again."
 
+AUDITED = frozenset({"RegisterWorker", "DeregisterWorker", "RegisterDataset"})
+"""What is written down when it is allowed; what is refused always is."""
+
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
 def _call(
-    handler: Callable[[CoordinatorService, Request, Context], Awaitable[Answer]],
+    handler: Callable[[CoordinatorService, Request, Context, Principal], Awaitable[Answer]],
 ) -> Callable[[CoordinatorService, Request, Context], Awaitable[Answer]]:
-    """Count the call and turn refusals into statuses, the same way for every unary method."""
+    """Count the call, find out who makes it, and turn refusals into statuses, the same way for every unary method."""
     name = handler.__name__
 
     async def call(self: CoordinatorService, request: Request, context: Context) -> Answer:
         self.metrics.request(name)
+        caller: Principal | None = None
         try:
+            caller = self.access.identify(context)
             if isinstance(request, Malformed):
                 raise unreadable(request)
-            return await handler(self, request, context)
+            answer = await handler(self, request, context, caller)
         except StrataError as error:
+            if isinstance(error, Forbidden):
+                self.access.audit(context, caller, name, target=_target(request), refusal=error.message)
             await refuse(context, error)
+        if name in AUDITED:
+            self.access.audit(context, caller, name, target=_target(request))
+        return answer
 
     call.__name__ = name
     return call
@@ -77,6 +89,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         sessions: Sessions,
         logs: LogStore,
         metrics: CoordinatorMetrics,
+        access: GrpcAccess,
         *,
         heartbeat_interval_s: float,
         worker_config: dict[str, str],
@@ -85,21 +98,26 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self.sessions = sessions
         self.logs = logs
         self.metrics = metrics
+        self.access = access
         self.heartbeat_interval_ms = int(heartbeat_interval_s * 1000)
         self.worker_config = worker_config
         self._streams = Streams(
-            engine, sessions, logs, metrics, heartbeat_interval_ms=self.heartbeat_interval_ms
+            engine, sessions, logs, metrics, access, heartbeat_interval_ms=self.heartbeat_interval_ms
         )
 
     # --- membership -----------------------------------------------------------------------------------------
 
     @_call
     async def RegisterWorker(
-        self, request: pb.RegisterWorkerRequest, context: Context
+        self, request: pb.RegisterWorkerRequest, context: Context, caller: Principal
     ) -> pb.RegisterWorkerResponse:
+        job = JobId(request.job_id or "default")
+        caller.require_job(job)
+        known = (await self.engine.settled()).membership.members.get(WorkerId(request.worker_id))
+        if known is not None:
+            self._check_owner(known, caller)
         reply = cast(Registered, await self.engine.submit(wire.register_worker(request)))
         membership = (await self.engine.settled()).membership
-        job = JobId(request.job_id or "default")
         roster = membership.roster(job)
         return pb.RegisterWorkerResponse(
             assigned_id=reply.worker_id,
@@ -112,7 +130,10 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         )
 
     @_call
-    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+    async def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: Context, caller: Principal
+    ) -> pb.HeartbeatResponse:
+        self._check_worker(request.worker_id, request.incarnation, caller)
         # It counts now, and is answered when everything that the answer shows is durable.
         try:
             self.engine.observe(wire.heartbeat(request))
@@ -133,8 +154,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def DeregisterWorker(
-        self, request: pb.DeregisterWorkerRequest, context: Context
+        self, request: pb.DeregisterWorkerRequest, context: Context, caller: Principal
     ) -> pb.DeregisterWorkerResponse:
+        self._check_worker(request.worker_id, request.incarnation, caller)
         await self.engine.submit(wire.deregister_worker(request))
         return pb.DeregisterWorkerResponse(acknowledged=True)
 
@@ -142,7 +164,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def RegisterDataset(
-        self, request: pb.RegisterDatasetRequest, context: Context
+        self, request: pb.RegisterDatasetRequest, context: Context, caller: Principal
     ) -> pb.RegisterDatasetResponse:
         total, files = await count_samples(request.path, request.format, request.total_samples or None)
         command = RegisterDataset(spec=wire.dataset_spec(request, files, total))
@@ -156,7 +178,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def ListDatasets(
-        self, request: pb.ListDatasetsRequest, context: Context
+        self, request: pb.ListDatasetsRequest, context: Context, caller: Principal
     ) -> pb.ListDatasetsResponse:
         datasets = (await self.engine.settled()).datasets
         return pb.ListDatasetsResponse(
@@ -165,8 +187,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def GetDataShard(
-        self, request: pb.GetDataShardRequest, context: Context
+        self, request: pb.GetDataShardRequest, context: Context, caller: Principal
     ) -> pb.GetDataShardResponse:
+        self._check_worker(request.worker_id, request.incarnation, caller)
         worker_id, dataset_id = WorkerId(request.worker_id), DatasetId(request.dataset_id)
         cluster = await self.engine.settled()
         member = cluster.membership.admit(
@@ -212,7 +235,10 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     # --- barriers -------------------------------------------------------------------------------------------
 
     @_call
-    async def WaitBarrier(self, request: pb.WaitBarrierRequest, context: Context) -> pb.WaitBarrierResponse:
+    async def WaitBarrier(
+        self, request: pb.WaitBarrierRequest, context: Context, caller: Principal
+    ) -> pb.WaitBarrierResponse:
+        self._check_worker(request.worker_id, request.incarnation, caller)
         ended: asyncio.Future[tuple[Outcome, int]] = asyncio.get_running_loop().create_future()
 
         def deliver(outcome: Outcome, order: int) -> None:
@@ -239,8 +265,11 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def NotifyCheckpoint(
-        self, request: pb.NotifyCheckpointRequest, context: Context
+        self, request: pb.NotifyCheckpointRequest, context: Context, caller: Principal
     ) -> pb.CheckpointAck:
+        self._check_worker(request.worker_id, request.incarnation, caller)
+        if request.job_id:
+            caller.require_job(JobId(request.job_id))
         command = wire.notify_checkpoint(request)
         await self.engine.submit(command)
         return pb.CheckpointAck(
@@ -251,8 +280,11 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def ReconcileCheckpoints(
-        self, request: pb.ReconcileCheckpointsRequest, context: Context
+        self, request: pb.ReconcileCheckpointsRequest, context: Context, caller: Principal
     ) -> pb.ReconcileCheckpointsResponse:
+        self._check_worker(request.worker_id, request.incarnation, caller)
+        if request.job_id:
+            caller.require_job(JobId(request.job_id))
         reply = cast(Reconciled, await self.engine.submit(wire.reconcile_checkpoints(request)))
         return pb.ReconcileCheckpointsResponse(
             made=reply.made, revision=reply.revision, removed=reply.removed, unknown=reply.unknown
@@ -260,12 +292,15 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def GetLatestCheckpoint(
-        self, request: pb.GetLatestCheckpointRequest, context: Context
+        self, request: pb.GetLatestCheckpointRequest, context: Context, caller: Principal
     ) -> pb.RecoveryResponse:
         cluster = await self.engine.settled()
         worker_id = WorkerId(request.worker_id)
         job, run_id = JobId(request.job_id), ""
-        if not job:
+        if job:
+            caller.require_job(job)
+        else:
+            self._check_worker(worker_id, 1, caller)
             spec = cluster.membership.admit(worker_id, incarnation=0).spec
             job, run_id = spec.job_id, spec.run_id
         record = cluster.checkpoints.latest(job, run_id=run_id)
@@ -294,24 +329,29 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     @_call
     async def ReportRecovery(
-        self, request: pb.ReportRecoveryRequest, context: Context
+        self, request: pb.ReportRecoveryRequest, context: Context, caller: Principal
     ) -> pb.ReportRecoveryResponse:
+        self._check_worker(request.worker_id, request.incarnation, caller)
         await self.engine.submit(wire.report_recovery(request))
         return pb.ReportRecoveryResponse(acknowledged=True)
 
     # --- values ---------------------------------------------------------------------------------------------
 
     @_call
-    async def ReadValue(self, request: pb.ReadValueRequest, context: Context) -> pb.ValueResponse:
-        value = (await self.engine.settled()).values.get(request.key)
+    async def ReadValue(
+        self, request: pb.ReadValueRequest, context: Context, caller: Principal
+    ) -> pb.ValueResponse:
+        value = (await self.engine.settled()).values.get(_own_key(request.key, caller))
         if value is None:
             return pb.ValueResponse()
         return pb.ValueResponse(value=value.body, version=value.version)
 
     @_call
-    async def SwapValue(self, request: pb.SwapValueRequest, context: Context) -> pb.ValueResponse:
+    async def SwapValue(
+        self, request: pb.SwapValueRequest, context: Context, caller: Principal
+    ) -> pb.ValueResponse:
         command = SwapValue(
-            key=request.key,
+            key=_own_key(request.key, caller),
             body=request.value,
             expected_version=request.expected_version,
             soft=request.soft,
@@ -323,6 +363,36 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def Session(self, request_iterator: object, context: Context) -> None:
         await self._streams.serve(context)
+
+    # --- whose ----------------------------------------------------------------------------------------------
+
+    def _check_worker(self, worker_id: str, incarnation: int, caller: Principal) -> None:
+        """A caller that is bound to a job speaks for workers of that job alone, and each worker for itself."""
+        caller.require_incarnation(incarnation)
+        member = self.engine.cluster.membership.members.get(WorkerId(worker_id))
+        if member is not None:
+            self._check_owner(member, caller)
+
+    @staticmethod
+    def _check_owner(member: Member, caller: Principal) -> None:
+        if caller.job is not None and member.spec.job_id != caller.job:
+            raise Forbidden(
+                f"Worker '{member.spec.worker_id}' is not one of job '{caller.job}', which this credential is bound to.",
+                status=403,
+                hint="Choose another worker id: other jobs' ids are not yours to take.",
+            )
+
+
+def _own_key(key: str, caller: Principal) -> str:
+    """The values of a caller that is bound to a job are that job's own."""
+    return key if caller.job is None else f"job/{caller.job}/{key}"
+
+
+def _target(request: object) -> str:
+    """The name of what a call is about."""
+    if isinstance(request, Malformed):
+        return ""
+    return str(getattr(request, "dataset_id", "") or getattr(request, "worker_id", ""))
 
 
 def _worker_of_rank(roster: Mapping[WorkerId, int], rank: int) -> WorkerId:

@@ -11,14 +11,16 @@ import time
 
 import grpc.aio
 
+from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import Engine, Unavailable
-from strata.coordinator.grpc.middleware import Context, barrier_text, refuse, unreadable
+from strata.coordinator.grpc.middleware import Context, GrpcAccess, barrier_text, refuse, unreadable
 from strata.coordinator.grpc.sessions import Sessions, WorkerSession
 from strata.coordinator.grpc.waits import Outcome
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core.loglines import LogLine
 from strata.core.messages import (
+    DEFAULT_JOB,
     DeregisterWorker,
     InvalidArgument,
     Overloaded,
@@ -52,6 +54,7 @@ class Streams:
         sessions: Sessions,
         logs: LogStore,
         metrics: CoordinatorMetrics,
+        access: GrpcAccess,
         *,
         heartbeat_interval_ms: int,
     ) -> None:
@@ -59,13 +62,18 @@ class Streams:
         self._sessions = sessions
         self._logs = logs
         self._metrics = metrics
+        self._access = access
         self._heartbeat_interval_ms = heartbeat_interval_ms
 
     async def serve(self, context: Context) -> None:
         """From the hello to the end, whoever ends it."""
+        caller: Principal | None = None
         try:
-            session = await self._welcome(context)
+            caller = self._access.identify(context)
+            session = await self._welcome(context, caller)
         except StrataError as error:
+            if isinstance(error, Forbidden):
+                self._access.audit(context, caller, "Session", refusal=error.message)
             if isinstance(error, Stale | Unknown):
                 await context.write(wire.stale(error))
             await refuse(context, error)
@@ -84,7 +92,7 @@ class Streams:
         if isinstance(failed, StrataError):
             await refuse(context, failed)
 
-    async def _welcome(self, context: Context) -> WorkerSession:
+    async def _welcome(self, context: Context, caller: Principal) -> WorkerSession:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await context.read()
@@ -99,8 +107,11 @@ class Streams:
         self._metrics.request("Session.hello")
         cluster = await self._engine.settled()
         worker_id = WorkerId(first.hello.worker_id)
+        caller.require_incarnation(first.hello.incarnation)
         member = cluster.membership.admit(worker_id, incarnation=first.hello.incarnation)
+        caller.require_job(member.spec.job_id)
         session = self._sessions.open(worker_id, member.incarnation)
+        session.caller = caller
         session.push(
             pb.CoordinatorMessage(
                 welcome=pb.Welcome(
@@ -156,7 +167,9 @@ class Streams:
             case "logs":
                 self._metrics.request("Session.logs")
                 entries = message.logs.entries[:LOG_LINES_PER_BATCH]
-                lines = [LogLine(e.timestamp, e.level, e.message, e.source, e.task_id) for e in entries]
+                # Where a line comes from is for us to say: its sender could claim to be anybody.
+                task_id = "" if session.job_id == DEFAULT_JOB else session.job_id
+                lines = [LogLine(e.timestamp, e.level, e.message, "worker", task_id) for e in entries]
                 lost = len(message.logs.entries) - len(entries) + message.logs.dropped
                 sender = f"worker {session.worker_id}"
                 self._logs.add_lines(lines, sender=sender, worker_id=session.worker_id, dropped=lost)

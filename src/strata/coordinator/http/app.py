@@ -13,8 +13,10 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 import strata
-from strata.coordinator.auth import Gatekeeper
+from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.gatekeeper import Gatekeeper
 from strata.coordinator.http import (
+    access,
     checkpoints,
     coordinator,
     datasets,
@@ -26,7 +28,12 @@ from strata.coordinator.http import (
 )
 from strata.coordinator.http.dashboard import Dashboard
 from strata.coordinator.http.dependencies import Responses
-from strata.coordinator.http.middleware import AccessMiddleware, ErrorBody, install_error_handlers
+from strata.coordinator.http.middleware import (
+    AccessMiddleware,
+    EdgeMiddleware,
+    ErrorBody,
+    install_error_handlers,
+)
 from strata.coordinator.runtime import Runtime
 from strata.core import views
 
@@ -38,6 +45,7 @@ ROUTERS = (
     metrics.router,
     tasks.router,
     logs.router,
+    access.router,
     docs_page.router,
 )
 
@@ -55,7 +63,7 @@ _ERRORS: Responses = {
 }
 
 
-def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
+def create_app(runtime: Runtime, gatekeeper: Gatekeeper, audit_log: AuditLog) -> ASGIApp:
     app = FastAPI(
         title="Strata coordinator",
         version=strata.__version__,
@@ -65,11 +73,13 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper) -> ASGIApp:
         redoc_url=None,
     )
     app.state.runtime = runtime
+    app.state.gatekeeper = gatekeeper
+    app.state.audit_log = audit_log
     for router in ROUTERS:
         app.include_router(router)
     install_error_handlers(app)
     _document_units(app)
-    return Dashboard(AccessMiddleware(app, gatekeeper))
+    return EdgeMiddleware(Dashboard(AccessMiddleware(app, gatekeeper, audit_log)), gatekeeper)
 
 
 def _document_units(app: FastAPI) -> None:

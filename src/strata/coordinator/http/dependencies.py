@@ -1,15 +1,20 @@
 """What all routes share: the runtime they answer for, what parameters may be, and what refusals mean.
 
-Roles are not asked for here: `middleware` checks them by method for every path there is, before a body is read.
+Roles are not asked for here: `permissions` knows them for every path there is, and `middleware` asks before a body is read.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Path, Query, Request
 from fastapi.responses import Response
 
+from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.gatekeeper import Gatekeeper
+from strata.coordinator.auth.principals import Principal
 from strata.coordinator.http.middleware import ErrorBody
 from strata.coordinator.runtime import Runtime
 from strata.core import checks
@@ -28,7 +33,33 @@ async def _runtime(request: Request) -> Runtime:
     return cast(Runtime, request.app.state.runtime)
 
 
+async def _principal(request: Request) -> Principal:
+    return cast(Principal, request.state.principal)
+
+
+async def _gatekeeper(request: Request) -> Gatekeeper:
+    return cast(Gatekeeper, request.app.state.gatekeeper)
+
+
+async def _audit_log(request: Request) -> AuditLog:
+    return cast(AuditLog, request.app.state.audit_log)
+
+
 TheRuntime = Annotated[Runtime, Depends(_runtime)]
+ThePrincipal = Annotated[Principal, Depends(_principal)]
+TheGatekeeper = Annotated[Gatekeeper, Depends(_gatekeeper)]
+TheAuditLog = Annotated[AuditLog, Depends(_audit_log)]
+
+
+async def while_allowed(
+    chunks: AsyncGenerator[bytes], gatekeeper: Gatekeeper, principal: Principal
+) -> AsyncIterator[bytes]:
+    """A stream that ends when the credential it was opened with does."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if not gatekeeper.still_counts(principal):
+                return
+            yield chunk
 
 
 async def page_response(runtime: Runtime, name: str, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """Around every HTTP call: who may make it, how much it may send, and how every refusal looks.
 
 Every error is JSON with a stable `code`, a `message` that says what happened and a `hint` that says what to do; no
-input gives a traceback. Changing calls check Host and Origin. A body has a limit in bytes and in seconds.
+input gives a traceback. Every call checks Host, changing ones Origin too. A body has a limit in bytes and in seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strata.coordinator.auth import Forbidden, Gatekeeper
+from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.gatekeeper import Connection, Gatekeeper
+from strata.coordinator.auth.principals import Forbidden, Principal
+from strata.coordinator.http.permissions import need_of
 from strata.errors import StrataError
 
 BODY_LIMIT_BYTES = 1 << 20
@@ -47,8 +50,8 @@ class ErrorBody(BaseModel):
     details: list[dict[str, str]] = Field(default=[], description="One entry for each wrong field")
 
 
-class AccessMiddleware:
-    """The outermost layer of the API: the role a call needs, and how much it may send."""
+class EdgeMiddleware:
+    """Around everything, files of the dashboard too: the name a call used, and what browsers must not make of an answer."""
 
     def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper) -> None:
         self._app = app
@@ -58,19 +61,65 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        changes = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message["headers"]}
+                if b"x-content-type-options" not in names:
+                    message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
         try:
-            if scope["path"] != "/api/health":
-                self._gatekeeper.check_role(
-                    headers.get("authorization", ""), "operator" if changes else "viewer"
-                )
-            if changes:
-                self._gatekeeper.check_browser(headers.get("host", ""), headers.get("origin", ""))
+            self._gatekeeper.check_host(_header(scope, b"host"), connection_of(scope, self._gatekeeper))
         except Forbidden as refusal:
-            response = json_response(_error_body(refusal), status=refusal.status)
-            await response(scope, receive, send)
+            await _refusal(refusal)(scope, receive, guarded)
             return
+        await self._app(scope, receive, guarded)
+
+
+class AccessMiddleware:
+    """Around the API: who is calling, whether they may, and how much they may send. Changes and refusals are written down."""
+
+    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper, audit_log: AuditLog) -> None:
+        self._app = app
+        self._gatekeeper = gatekeeper
+        self._audit_log = audit_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        method, path = scope["method"], scope["path"]
+        changes = method not in ("GET", "HEAD", "OPTIONS")
+        connection = connection_of(scope, self._gatekeeper)
+        scope.setdefault("state", {})["connection"] = connection
+        principal: Principal | None = None
+        try:
+            need = need_of(method, path, scope["query_string"].decode("latin-1"))
+            if need.role is not None:
+                principal = self._gatekeeper.identify(
+                    connection,
+                    authorization=headers.get("authorization", ""),
+                    cookie=session_cookie(headers.get("cookie", ""), scope),
+                )
+                scope["state"]["principal"] = principal
+                need.check(principal)
+            if changes:
+                self._gatekeeper.check_origin(headers.get("host", ""), headers.get("origin", ""))
+        except Forbidden as refusal:
+            self._audit_log.add(
+                who=principal.name if principal is not None else "unknown",
+                role=principal.role if principal is not None else "",
+                action=f"{method} {path[:100]}",
+                outcome="refused",
+                reason=refusal.message,
+                client=connection.client,
+            )
+            await _refusal(refusal)(scope, receive, send)
+            return
+        if changes and principal is not None:
+            send = self._audited(scope, send, principal, connection)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > BODY_LIMIT_BYTES:
             await _discard(receive)
@@ -98,6 +147,77 @@ class AccessMiddleware:
 
         await self._app(scope, limited, send)
 
+    def _audited(self, scope: Scope, send: Send, principal: Principal, connection: Connection) -> Send:
+        """Every call that was let through and changes something is written down when it is answered."""
+
+        async def audited(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                route = scope.get("route")
+                names = scope.get("path_params") or scope["state"].get("created") or {}
+                self._audit_log.add(
+                    who=principal.name,
+                    role=principal.role,
+                    action=f"{scope['method']} {route.path if route is not None else scope['path'][:100]}",
+                    target=" ".join(str(name) for name in names.values()),
+                    outcome="allowed" if status < 400 else "failed",
+                    reason="" if status < 400 else f"answered {status}",
+                    client=connection.client,
+                )
+            await send(message)
+
+        return audited
+
+
+class MetricsOnly:
+    """For a listener of its own: whether the coordinator is up and how it is doing, and nothing else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in ("/api/health", "/metrics"):
+            body = ErrorBody(
+                code="not_found",
+                message="This port has /api/health and /metrics alone.",
+                hint="Use the port of the API for everything else.",
+            )
+            await json_response(body.model_dump(), status=404)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def connection_of(scope: Scope, gatekeeper: Gatekeeper) -> Connection:
+    """What `HttpConnection` knows about the other end; for an application without one, the addresses."""
+    known = scope.get("strata.connection")
+    if isinstance(known, Connection):
+        return known
+    client, server = scope.get("client"), scope.get("server")
+    return Connection(tuple(client) if client else None, tuple(server) if server else None, gatekeeper.owners)
+
+
+def cookie_name(scope: Scope) -> str:
+    """Cookies know no ports: two coordinators on one machine must not sign each other out."""
+    return f"strata_session_{scope['server'][1]}"
+
+
+def session_cookie(header: str, scope: Scope) -> str:
+    name = cookie_name(scope)
+    for part in header.split(";"):
+        key, _, value = part.strip().partition("=")
+        if key == name:
+            return value
+    return ""
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
+
+
+def _refusal(refusal: Forbidden) -> Response:
+    headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else None
+    return json_response(_error_body(refusal), status=refusal.status, headers=headers)
+
 
 async def _discard(receive: Receive) -> None:
     """Take the rest of a body that is too large, within bounds: whoever is still sending would not read the answer."""
@@ -117,6 +237,8 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(StrataError)
     async def strata_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, StrataError)
+        if isinstance(error, Forbidden):
+            return _refusal(error)
         return json_response(_error_body(error), status=_STATUSES.get(error.code, 500))
 
     @app.exception_handler(RequestValidationError)

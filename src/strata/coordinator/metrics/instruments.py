@@ -42,6 +42,12 @@ class CoordinatorMetrics:
             ["method"],
             registry=self.registry,
         )
+        self._refused = Counter(
+            "strata_access_refused",
+            "Calls whose caller was not recognised, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
         self._barrier = Histogram(
             "strata_barrier_seconds",
             "First arrival to release",
@@ -116,6 +122,9 @@ class CoordinatorMetrics:
         """Cheap enough for every heartbeat: Prometheus collects it when it asks."""
         self._counts[method] = self._counts.get(method, 0) + 1
         self._total += 1
+
+    def access_refused(self, reason: str) -> None:
+        self._refused.labels(reason).inc()
 
     def planned(self, seconds: float) -> None:
         self._last_plan_s = seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,8 @@ class Planner:
     tasks_dir: Path
     coordinator: str
     """host:port, as workers reach it."""
-    token: str
-    """What workers present to the coordinator."""
+    token: Callable[[str], str]
+    """By task, what its workers present to the coordinator."""
     stop_timeout_s: float
 
     def run_id(self, task: Task) -> str:
@@ -52,7 +53,7 @@ class Planner:
                 **recipe.environment,
                 "COORDINATOR_ADDR": self.coordinator,
                 "COORDINATOR_URL": "",
-                "STRATA_TOKEN": self.token,
+                "STRATA_TOKEN": self.token(spec.task_id),
                 "STRATA_JOB_ID": spec.task_id,
                 "STRATA_TASK_ID": spec.task_id,
                 "STRATA_SHIP_LOGS": "0",  # What it prints is taken here by its launcher.

@@ -32,7 +32,7 @@ class Hop:
             scope = next(
                 (
                     node
-                    for node in ast.iter_child_nodes(scope or ast.Module())
+                    for node in (ast.iter_child_nodes(scope) if scope is not None else ())
                     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
                     and node.name == part
                 ),
@@ -41,9 +41,11 @@ class Hop:
         return scope
 
     def mentions(self) -> set[str]:
+        function = self.function()
+        assert function is not None
         return {
             node.attr if isinstance(node, ast.Attribute) else node.id
-            for node in ast.walk(self.function() or ast.Module())
+            for node in ast.walk(function)
             if isinstance(node, ast.Attribute | ast.Name)
         }
 

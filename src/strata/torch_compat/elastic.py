@@ -42,7 +42,7 @@ class Agent(LocalElasticAgent):
         super().__init__(*arguments, **options)
         # With it, torch 2.7 closes the rendezvous for everybody when one agent is asked to leave. Who launches the agent
         # closes it where the run has ended.
-        self._rdzv_handler = None
+        self._rdzv_handler = None  # type: ignore[assignment]
 
     def starting(self) -> None:
         """Called before each attempt."""

@@ -1,4 +1,5 @@
-"""Pictures of every view, for docs/screenshots: of a real training on this machine that loses a worker and recovers.
+"""Pictures of every view, on a desk and on a phone, for docs/screenshots: of a real training on this machine that loses a worker
+and recovers.
 
 .venv/bin/python scripts/screenshots.py            # everything
 .venv/bin/python scripts/screenshots.py overview   # one of them
@@ -29,6 +30,7 @@ from tests.dashboard.browser import Browser  # noqa: E402
 FOLDER = ROOT / "docs" / "screenshots"
 WORKERS = 3
 LIGHT_TOO = ("overview", "run", "data")
+PHONE = {"width": 390, "height": 844}
 CONFIG = {
     "steps": 100_000,
     "batch_size": 4,
@@ -50,21 +52,26 @@ def main(wanted: list[str]) -> None:
         task = _train(coordinator.api)
         stack.callback(post, coordinator.api, f"/api/tasks/{task}/stop?wait=30", {})
         page = stack.enter_context(Browser(coordinator.api))
+        phone = stack.enter_context(Browser(coordinator.api, viewport=PHONE))
         for picture, path in _views(coordinator.api, task).items():
             if wanted and picture not in wanted:
                 continue
             if picture == "barriers":
                 _meet(coordinator.address, stack)
             for dark in (True, False) if picture in LIGHT_TOO else (True,):
-                file = FOLDER / f"{picture}{'' if dark else '-light'}.png"
-                page.theme(dark=dark)
-                page.open(path)
-                page.see(role="heading", nth=0)
-                page.until("document.querySelectorAll('main .skeleton').length === 0")
-                page.press("Shift")  # The mouse is nowhere, and so is the focus ring.
-                time.sleep(1.5)  # What comes after the first paint: previews, plans, figures.
-                page.picture(file)
-                print(file, flush=True)
+                _take(page, path, FOLDER / f"{picture}{'' if dark else '-light'}.png", dark=dark)
+            _take(phone, path, FOLDER / f"{picture}-phone.png", dark=True)
+
+
+def _take(page: Browser, path: str, file: Path, *, dark: bool) -> None:
+    page.theme(dark=dark)
+    page.open(path)
+    page.see(role="heading", nth=0)
+    page.until("document.querySelectorAll('main .skeleton').length === 0")
+    page.press("Shift")  # The mouse is nowhere, and so is the focus ring.
+    time.sleep(1.5)  # What comes after the first paint: previews, plans, figures.
+    page.picture(file)
+    print(file, flush=True)
 
 
 def _train(api: str) -> str:

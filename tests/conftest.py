@@ -16,7 +16,8 @@ from strata.shared_memory import images_folder, remove_empty
 from tests.support import Coordinator
 from tests.support_programs import program as find_program
 
-# How long an example takes says more about the machine than about the code.
+# How long an example takes says more about the machine than about the code. Tests that want more or fewer examples than
+# usual say how many times as many, so that `make check` is quick everywhere.
 settings.register_profile("strata", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=20)  # For `make check`.
 settings.load_profile("strata")

@@ -47,5 +47,13 @@ def test_a_variable_that_changes_nothing_is_named_with_the_nearest(name: str, me
 
 def test_variables_of_others_and_of_kubernetes_are_left_alone() -> None:
     others = ["PATH", "NCCL_DEBUG", "STRATA_TOKEN", "NNODES", "ETCD_NAME"]
-    links = ["STRATA_SERVICE_HOST", "COORDINATOR_PORT", "COORDINATOR_PORT_50051_TCP_ADDR"]
-    assert unread(dict.fromkeys([*others, *links], "x")) == []
+    links = {
+        "STRATA_SERVICE_HOST": "10.0.0.7",
+        "STRATA_SERVICE_PORT": "50051",
+        "COORDINATOR_PORT": "tcp://10.0.0.7:50051",
+        "COORDINATOR_PORT_50051_TCP_ADDR": "10.0.0.7",
+    }
+    assert unread(dict.fromkeys(others, "x") | links) == []
+    assert unread({"STRATA_HTP_PORT": "4000"}) == [
+        "the environment variable STRATA_HTP_PORT changes nothing (did you mean STRATA_HTTP_PORT?)"
+    ]

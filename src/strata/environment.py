@@ -126,8 +126,8 @@ OTHER_NAMES = {
 }
 """What other programs call them."""
 
-# Kubernetes sets these for every service of a namespace, whatever its name.
-_SERVICE_LINK = re.compile(r"\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
+# Kubernetes sets these for every service of a namespace, whatever its name; of those that end in `_PORT` the value tells.
+_SERVICE_LINK = re.compile(r"\w+_(SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
 
 
 def refused_in_dotenv(names: Iterable[str]) -> list[str]:
@@ -138,8 +138,8 @@ def refused_in_dotenv(names: Iterable[str]) -> list[str]:
 def unread(environ: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for each variable that changes nothing, in alphabetical order."""
     found = []
-    for name in sorted(os.environ if environ is None else environ):
-        if name in KNOWN or _SERVICE_LINK.fullmatch(name):
+    for name, value in sorted((os.environ if environ is None else environ).items()):
+        if name in KNOWN or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
         near = OTHER_NAMES.get(name)
         if near is None and name.startswith(OURS):

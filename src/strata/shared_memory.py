@@ -63,6 +63,8 @@ def folder_name(job: str) -> str:
     return f"job-{safe[:90].lstrip('._-')}"
 
 
+NOTED = "imports"
+"""In a run's folder: what a worker has imported (`strata.rendezvous.preload`)."""
 VERIFIED_MODULES = "preload"
 """In a run's folder: what the fork server of the run's next agent here may import (`strata.rendezvous.preload`)."""
 

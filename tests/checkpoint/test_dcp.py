@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import math
@@ -403,6 +404,10 @@ def test_ranks_that_chose_different_checkpoints_are_stopped(tmp_path: Path) -> N
         readers[0].prepare_global_plan(plans)
 
 
+@pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters,
+    reason="this torch always saves with collectives",
+)
 def test_saving_without_collectives_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidSave, match="use_collectives"):
         dcp.save(

@@ -222,6 +222,21 @@ def test_leftover_and_contradictory_torchrun_variables_fail(monkeypatch: pytest.
     assert (checks["environment"]["verdict"], checks["master address"]["verdict"]) == ("ok", "fail")
 
 
+def test_variables_that_nothing_reads_are_named_with_the_nearest_known_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert examine()[1]["variables"]["verdict"] == "ok"
+    monkeypatch.setenv("STRATA_HTP_PORT", "4000")
+    monkeypatch.setenv("S3_BUCKET", "models")
+    code, checks = examine()
+    assert (code, checks["variables"]["verdict"]) == (0, "warn")
+    assert checks["variables"]["found"] == (
+        "the environment variable S3_BUCKET changes nothing (did you mean CHECKPOINT_BUCKET?); "
+        "the environment variable STRATA_HTP_PORT changes nothing (did you mean STRATA_HTTP_PORT?)"
+    )
+    assert "unset" in checks["variables"]["fix"]
+
+
 def test_network_card_that_does_not_exist_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nosuch0")
     code, checks = examine()

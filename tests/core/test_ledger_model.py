@@ -246,7 +246,7 @@ def check(run: Run, commits: list[Commit]) -> None:
         assert report.exact == (closed and times[: run.end] == [1] * run.end)
 
 
-@settings(max_examples=400)
+@settings(max_examples=4 * settings().max_examples)
 @given(
     schedule=st.lists(events, min_size=8, max_size=40),
     fault=st.one_of(st.none(), st.tuples(st.integers(0, 40), faults)),

@@ -54,7 +54,7 @@ def test_first_plan_owns_every_shard_and_is_balanced(workers: list[str], shards:
     assert sorted(np.concatenate([plan.shards_of(w) for w in workers]).tolist()) == list(range(shards))
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 @given(nonempty_fleets, shard_counts, st.lists(st.tuples(nonempty_fleets, seeds), max_size=6))
 def test_every_replan_is_balanced_minimal_and_prefers_untouched_shards(
     workers: list[str], shards: int, changes: list[tuple[list[str], int]]

@@ -178,5 +178,5 @@ class SoftAndDurable(RuleBasedStateMachine):
                 assert self.given.setdefault((key, value.version), value.body) == value.body
 
 
-SoftAndDurable.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+SoftAndDurable.TestCase.settings = settings(stateful_step_count=30)
 TestSoftAndDurable = SoftAndDurable.TestCase

@@ -164,7 +164,7 @@ def new_job(
         forget_jobs(job.name)
 
 
-@pytest.fixture(scope="module", params=["map", pytest.param("iterable", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["map", "iterable"])
 def killed_job(
     request: pytest.FixtureRequest,
     data: Path,

@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 SCRIPT = """
-import os, sys
+import sys
 import torch, torch.distributed as dist
 from strata.torch_compat import lazy_dynamo
 lazy_dynamo.install()
-os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(4, 4)
 ddp = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())

@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -283,6 +284,30 @@ def test_an_agent_that_comes_back_to_a_run_imports_what_was_proven_from_the_star
         assert "sympy" not in server._preload_modules
     finally:
         server._preload_modules = before
+
+
+ENDS_EARLY = """
+import json, sys
+from strata.rendezvous.preload import SecondServer
+from strata.shared_memory import make_private, run_folder
+from strata.training.trace import forget_rendezvous
+run, when = sys.argv[1:]
+folder = run_folder(run)
+make_private(folder, inside=folder.parent)
+(folder / "imports").write_text(json.dumps(["torch"]))
+if when == "while a server imports":
+    SecondServer().look(run)
+assert list(folder.iterdir())
+forget_rendezvous(run)
+"""
+
+
+@pytest.mark.parametrize("when", ["before it has looked", "while a server imports"])
+def test_an_agent_whose_run_is_short_leaves_nothing_in_memory(when: str) -> None:
+    run = new_run()
+    done = subprocess.run([sys.executable, "-c", ENDS_EARLY, run, when], capture_output=True, timeout=170)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert not run_folder(run).exists()
 
 
 def test_only_installed_modules_are_noted() -> None:

@@ -119,6 +119,15 @@ def jobset_pod() -> dict[str, Any]:
 # --- schemas ------------------------------------------------------------------------------------------------
 
 
+def test_the_coordinator_is_asked_for_its_health_at_the_port_that_is_configured() -> None:
+    coordinator = COMPOSE["services"]["coordinator"]
+    assert "test" not in coordinator["healthcheck"]  # The image's own, which reads the variable.
+    image = (DOCKER / "Dockerfile.coordinator").read_text()
+    assert "os.environ['STRATA_HTTP_PORT']" in image.partition("HEALTHCHECK")[2]
+    port = coordinator["environment"]["STRATA_HTTP_PORT"]
+    assert f"127.0.0.1:{port}:{port}" in coordinator["ports"]
+
+
 def test_the_compose_file_is_one_by_the_specification() -> None:
     schema = json.loads(
         (resources.files("check_jsonschema") / "builtin_schemas/vendor/compose-spec.json").read_text()

@@ -110,12 +110,10 @@ def test_workflows_run_commands_that_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_newest_torch_of_the_matrix_is_the_one_that_is_pinned() -> None:
+def test_the_torch_that_is_pinned_is_in_the_matrix() -> None:
     versions = read(GITHUB / "workflows/ci.yml")["jobs"]["torch"]["strategy"]["matrix"]["torch"]
     assert len(versions) >= 3
-    assert CONSTRAINTS["torch"] == versions[-1]
-    (oldest,) = re.findall(r'^torch = \["torch>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert versions[0].startswith(f"{oldest}.")
+    assert CONSTRAINTS["torch"] in versions
 
 
 def test_commits_are_checked_with_the_versions_that_everybody_has() -> None:

@@ -164,7 +164,6 @@ def test_cut_connection_comes_back_under_the_same_incarnation(mortal: Coordinato
         assert not _failures(events, "w")
 
 
-@pytest.mark.slow
 def test_connection_that_only_looks_alive_is_given_up_for_a_new_one(shared: Coordinator) -> None:
     """Half-open: both ends believe in it and nothing gets through. Pings find out."""
     with Proxy(shared.grpc_port) as proxy, EventStream(shared.http_port) as events:
@@ -172,7 +171,7 @@ def test_connection_that_only_looks_alive_is_given_up_for_a_new_one(shared: Coor
             before = _worker(shared, "half")["incarnation"]
             proxy.stall()
             with waiting(lambda: worker.barrier("b", participants=1)) as (wait,):
-                assert wait.result(28).participants == 1
+                assert wait.result(60).participants == 1
             assert _worker(shared, "half")["incarnation"] == before
         assert not _failures(events, "half")
 

@@ -245,7 +245,6 @@ def test_full_disk_stops_the_coordinator_with_everything_acknowledged_intact(tin
         coordinator.stop()
 
 
-@pytest.mark.slow
 def test_failed_fsync_stops_the_coordinator_before_it_acknowledges(
     tmp_path: Path, program: Callable[[str], str]
 ) -> None:

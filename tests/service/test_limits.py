@@ -119,7 +119,6 @@ def test_request_that_never_ends_is_given_up(shared: Coordinator, monkeypatch: p
         assert wire.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.slow
 def test_stalled_requests_are_given_up_in_time(shared: Coordinator) -> None:
     head = b"POST /api/tasks HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with (

@@ -198,7 +198,6 @@ def _goodbye(shared: Coordinator) -> None:
         leaves.close()
 
 
-@pytest.mark.slow
 def test_frozen_worker_is_not_failed_before_its_heartbeat_timeout(tmp_path: Path, fleets: Fleets) -> None:
     """A stopped process answers no pings either; that must not count as a dropped connection."""
     server = Coordinator(tmp_path / "coordinator", "--heartbeat-timeout", "22").start()

@@ -97,7 +97,6 @@ def test_coordinator_sends_its_metrics_to_a_collector(receiver: Receiver, tmp_pa
 
 
 @needs_sdk
-@pytest.mark.slow
 def test_collector_that_is_away_does_no_harm(tmp_path: Path) -> None:
     server = Coordinator(tmp_path / "c", env={"STRATA_OTEL_ENDPOINT": "http://127.0.0.1:9"}).start()
     assert server.get("/api/health") == {"status": "ok"}

@@ -15,6 +15,7 @@ import pytest
 
 from strata import TrainingOrchestrator
 from strata.core.stragglers import REPORTS
+from tests.cli.running import strata
 from tests.service.clients import EventStream
 from tests.support import Coordinator, eventually
 
@@ -68,6 +69,7 @@ def test_job_is_measured_remembered_and_its_slow_rank_named(coordinator: Coordin
             slow = eventually(lambda: slow_shown(next(steps), 0.45), within_s=60)
             assert next(steps) >= REPORTS
             assert slow["reason"].startswith("450 ms/step, 4.5× the median of 100 ms")
+            assert f"slow: {slow['reason']}" in strata("workers", "--api", coordinator.url).out
             heard = events.wait_for("worker_slow")
             assert (heard.data["worker_id"], heard.data["job_id"]) == ("run-rank2", "run")
             (line,) = coordinator.get("/api/logs?worker_id=run-rank2&q=slow")

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import strata
 from tests.cli.running import strata as run_cli
 from tests.tasks.conftest import Tasks
@@ -59,7 +57,6 @@ def test_data_is_prepared_by_tasks_submitted_from_a_file(tasks: Tasks, tmp_path:
     assert len(client.tasks()) == 2
 
 
-@pytest.mark.slow
 def test_a_script_runs_with_a_coordinator_of_its_own_and_nothing_is_left(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(

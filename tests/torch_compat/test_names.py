@@ -6,9 +6,11 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from strata import torch_compat
 from strata.torch_compat import NAMES, UnsupportedTorch, missing, require
@@ -93,3 +95,13 @@ def test_the_search_finds_each_kind(tmp_path: Path) -> None:
         "torch.nn.Module._version",
         "'torch._dynamo'",
     }
+
+
+def test_the_versions_that_are_declared_are_those_that_are_tested() -> None:
+    oldest, newest = torch_compat.OLDEST, torch_compat.NEWEST
+    major, minor = map(int, newest.split("."))
+    project = tomllib.loads((SRC.parent / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["torch"] == [f"torch>={oldest},<{major}.{minor + 1}"]
+    jobs = yaml.safe_load((SRC.parent / ".github/workflows/ci.yml").read_text())["jobs"]
+    first, *_, last = jobs["torch"]["strategy"]["matrix"]["torch"]
+    assert (first, last) == (f"{oldest}.0", f"{newest}.0")

@@ -72,3 +72,13 @@ def test_where_the_port_is_closed_torch_times_out_itself(calls: list[tuple[int, 
     rendezvous._create_c10d_store("127.0.0.1", port, 1, 2, timedelta(seconds=0.05))
     rendezvous._create_c10d_store("no-such-host.invalid", port, 1, 2, timedelta(seconds=60))
     assert [rank for rank, _ in calls] == [1, 1]
+
+
+def test_a_store_serves_on_the_socket_that_listens_already() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    served = stores.serve_on(listener, "127.0.0.1", timeout=timedelta(seconds=20))
+    served.set("key", "value")
+    client = stores.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    assert client.get("key") == b"value"
+    assert listener.fileno() == -1  # It is the store's now.

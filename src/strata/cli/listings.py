@@ -76,6 +76,7 @@ def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
             w["current_task"] or "-",
             ago(w["last_heartbeat"], now_s),
             f"{w['resources']['cpu_percent']:.0f} %" if w["resources"] else "-",
+            _trouble(w),
         )
         for w in found
     ]
@@ -90,8 +91,16 @@ def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         "=TASK",
         ">HEARD",
         ">CPU",
+        "REASON",
     )
     print_table(columns, rows, empty="No workers have registered yet.")
+
+
+def _trouble(worker: dict[str, Any]) -> str:
+    """Why a worker is slow or lost; nothing of one that is well."""
+    if worker["slow"]:
+        return f"slow: {worker['reason']}"
+    return str(worker["reason"]) if worker["status"] == "failed" else "-"
 
 
 def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:

@@ -15,10 +15,22 @@ from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
 from strata.diagnostics.report import CheckResult, Targets
+from strata.environment import unread
 
 TIMEOUT_S = 2.0
 SKEW_WARN_S, SKEW_FAIL_S = 2.0, 30.0
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def unread_variables(_: Targets) -> Iterator[CheckResult]:
+    sentences = unread()
+    yield CheckResult(
+        name="variables",
+        verdict="warn" if sentences else "ok",
+        found="; ".join(sentences)
+        or "Strata reads every environment variable that looks like one of its own",
+        fix="Correct the names, or unset them." if sentences else "",
+    )
 
 
 def torchrun_environment(_: Targets) -> Iterator[CheckResult]:

@@ -50,6 +50,7 @@ def run_all(targets: Targets) -> Iterator[CheckResult]:
         ("shared memory", machine.shared_memory),
         ("limits", machine.limits),
         ("environment", network.torchrun_environment),
+        ("variables", network.unread_variables),
         ("host name", network.host_name),
         ("network cards", network.network_cards),
         ("ports", network.ports),

@@ -76,6 +76,7 @@ def parse(words: Sequence[str]) -> Namespace:
         "rdzv_backend": None,
         "rdzv_id": None,
         "master_addr": None,
+        "master_port": None,  # Of older versions it is 29500.
         "max_restarts": MAX_RESTARTS,
         "monitor_interval": MONITOR_S,
         "start_method": None,

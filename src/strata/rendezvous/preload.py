@@ -32,7 +32,7 @@ from typing import Any
 
 from strata.files import write_file
 from strata.rendezvous import PRELOAD_VARIABLE
-from strata.shared_memory import VERIFIED_MODULES, make_private, remove_empty, run_folder
+from strata.shared_memory import NOTED, VERIFIED_MODULES, make_private, remove_empty, run_folder
 
 log = logging.getLogger("strata.rendezvous")
 
@@ -90,7 +90,7 @@ def note_imports(run: str, already: Collection[str]) -> None:
     with suppress(OSError):
         folder = run_folder(run)
         make_private(folder, inside=folder.parent)
-        write_file(folder / "imports", json.dumps(names[:MOST_NAMES]), durable=False)
+        write_file(folder / NOTED, json.dumps(names[:MOST_NAMES]), durable=False)
 
 
 def _is_installed(name: str) -> bool:
@@ -184,7 +184,7 @@ class SecondServer:
         self._retired.clear()
 
     def _take_note(self, run: str) -> None:
-        note = run_folder(run) / "imports"
+        note = run_folder(run) / NOTED
         if not note.exists():
             return
         with suppress(OSError, ValueError):
@@ -214,6 +214,7 @@ class SecondServer:
         if self._server is not None:
             _end(self._server)
             self._server = None
+            self._clean()
 
     def _give_up(self, module: str, spoiled: str) -> None:
         parts = module.split(".")

@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from strata.launch.torchrun_trap import ROUND_STORES_VARIABLE
-from strata.torch_compat.stores import TCPStore
+from strata.torch_compat.stores import TCPStore, serve_on
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +44,7 @@ def serve(address: str, port: int = 0, *, bind: str | None = None) -> tuple[TCPS
             "is picked, or name others."
         ) from error
     port = listener.getsockname()[1]
-    store = TCPStore(
-        address,
-        port,
-        None,
-        is_master=True,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
+    return serve_on(listener, address, timeout=STORE_TIMEOUT), port
 
 
 def interface_of(address: str, *, alone: bool) -> str:

@@ -111,6 +111,14 @@ def require(area: str) -> None:
         raise UnsupportedTorch(version=torch.__version__, missing=lacking)
 
 
+def torch_version() -> tuple[int, int]:
+    """Of the installed torch: major and minor."""
+    import torch
+
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
+
 def _is_there(name: str) -> bool:
     module, _, path = name.partition(":")
     try:

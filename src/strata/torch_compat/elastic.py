@@ -38,6 +38,12 @@ RELEASE_S = 1.0
 class Agent(LocalElasticAgent):
     """Torch's agent of one machine, with hooks for subclasses."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # With it, torch 2.7 closes the rendezvous for everybody when one agent is asked to leave. Who launches the agent
+        # closes it where the run has ended.
+        self._rdzv_handler = None  # type: ignore[assignment]
+
     def starting(self) -> None:
         """Called before each attempt."""
 

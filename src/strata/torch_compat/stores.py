@@ -9,19 +9,43 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from strata.torch_compat import require
+from strata.torch_compat import require, torch_version
 
 require("stores")
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # noqa: E402
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "join_promptly", "prefix_worker_stores"]
+__all__ = [
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "join_promptly",
+    "prefix_worker_stores",
+    "serve_on",
+]
 
 LONGEST_WAIT_S = 60.0
 """For a server that does not listen; torch then says what is wrong."""
 PROBE_S = 0.01
 PROBES_PER_S = 2_000
 """Of all ranks together."""
+_LIBUV_TAKES_LISTENERS = torch_version() >= (2, 8)
+"""Until then only torch's older server does."""
+
+
+def serve_on(listener: socket.socket, address: str, *, timeout: timedelta) -> TCPStore:
+    """A store behind a socket that listens already; the socket becomes the store's own."""
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        None,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=_LIBUV_TAKES_LISTENERS,
+    )
 
 
 def join_promptly() -> None:

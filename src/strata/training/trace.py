@@ -21,7 +21,7 @@ from pathlib import Path
 
 from strata.core.text import counted
 from strata.files import write_file
-from strata.shared_memory import VERIFIED_MODULES, make_private, remove_empty, run_folder
+from strata.shared_memory import NOTED, VERIFIED_MODULES, make_private, remove_empty, run_folder
 
 KEPT_S = 86_400.0
 PHASES = ("detect", "rendezvous", "spawn", "load", "first_step")
@@ -171,11 +171,11 @@ def _read_rendezvous(folder: Path) -> tuple[float, float] | None:
 
 
 def forget_rendezvous(job: str) -> None:
-    """The agent's run has ended; what its workers left is theirs to remove."""
+    """The agent's run has ended; the timestamps of its workers are theirs to remove."""
     folder = run_folder(job)
     with suppress(OSError):
-        (folder / "rendezvous").unlink(missing_ok=True)
-        (folder / VERIFIED_MODULES).unlink(missing_ok=True)
+        for name in ("rendezvous", NOTED, VERIFIED_MODULES):
+            (folder / name).unlink(missing_ok=True)
     remove_empty(folder)
 
 

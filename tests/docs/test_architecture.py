@@ -1,0 +1,82 @@
+"""ARCHITECTURE.md follows things through the code: every hop is there, and each is reached from one before it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+SOURCES = ROOT / "src" / "strata"
+TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+HOP = re.compile(r"^(?P<apart>[~ ]) (?P<module>[\w/]+\.py) +(?P<name>[\w.]+)")
+NAMED_FILE = re.compile(r"\b(?:tests|scripts|docs|src)/[\w/]+\.(?:py|md)\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    module: str
+    name: str
+    is_apart: bool
+    """Another thread, another process or torch comes between it and the one above."""
+
+    def __str__(self) -> str:
+        return f"{self.module} {self.name}"
+
+    def function(self) -> ast.AST | None:
+        scope: ast.AST | None = ast.parse((SOURCES / self.module).read_text())
+        for part in self.name.split("."):
+            scope = next(
+                (
+                    node
+                    for node in (ast.iter_child_nodes(scope) if scope is not None else ())
+                    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                    and node.name == part
+                ),
+                None,
+            )
+        return scope
+
+    def mentions(self) -> set[str]:
+        function = self.function()
+        assert function is not None
+        return {
+            node.attr if isinstance(node, ast.Attribute) else node.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Attribute | ast.Name)
+        }
+
+
+def journeys() -> dict[str, list[Hop]]:
+    _, _, block = TEXT.partition("## Four journeys")[2].partition("```\n")
+    found: dict[str, list[Hop]] = {}
+    name = ""
+    for line in block.partition("```")[0].splitlines():
+        if hop := HOP.match(line):
+            found[name].append(Hop(module=hop["module"], name=hop["name"], is_apart=hop["apart"] == "~"))
+        elif line:
+            name = line
+            found[name] = []
+    return found
+
+
+def test_a_heartbeat_a_tensor_a_sample_and_a_task_are_followed() -> None:
+    assert list(journeys()) == ["a heartbeat", "a tensor, saved", "and loaded", "a sample", "a task"]
+
+
+@pytest.mark.parametrize("journey", journeys())
+def test_every_hop_exists_and_is_reached_from_one_before_it(journey: str) -> None:
+    hops = journeys()[journey]
+    assert [str(hop) for hop in hops if hop.function() is None] == []
+    known: set[str] = set()
+    for number, hop in enumerate(hops):
+        called = hop.name.rpartition(".")[2]
+        assert not number or hop.is_apart or called in known, f"nothing above {hop} names it"
+        known |= hop.mentions()
+
+
+def test_every_file_that_is_named_exists() -> None:
+    assert [name for name in NAMED_FILE.findall(TEXT) if not (ROOT / name).is_file()] == []

@@ -13,12 +13,14 @@ from typing import get_args
 import orjson
 
 import strata
+from strata.coordinator.auth.paths import ReadRules
 from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.http.feed import Feed
 from strata.coordinator.http.pages import Pages
 from strata.coordinator.inspection.checkpoints import Verifications
-from strata.coordinator.inspection.datasets import Previews
+from strata.coordinator.inspection.datasets import DatasetInspection
+from strata.coordinator.inspection.processes import InspectionProcesses
 from strata.coordinator.journal.sqlite import Journal
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
@@ -56,21 +58,29 @@ class Runtime:
     watch: Watch
     started_at_s: float
     recipes: Recipes
+    inspection: DatasetInspection
+    verifications: Verifications
     tasks: TaskRunner | None = None
     """Once it runs; none where tasks are only kept."""
-    previews: Previews = field(default_factory=Previews)
-    verifications: Verifications = field(default_factory=Verifications)
     address: str = ""
+    _readers: tuple[InspectionProcesses, ...] = ()
     _fresh_logs: list[LogView] = field(default_factory=list)
 
     @classmethod
     def create(
-        cls, journal: Journal, limits: Limits, logs: LogStore, recipes: Iterable[Recipe] = BUILT_IN
+        cls,
+        journal: Journal,
+        limits: Limits,
+        logs: LogStore,
+        recipes: Iterable[Recipe] = BUILT_IN,
+        read_rules: ReadRules | None = None,
     ) -> Runtime:
         """A runtime with the journal's state; its engine is not running yet."""
         cluster, clock = Cluster(limits), SystemClock()
         engine = Engine(cluster, journal, clock)
         metrics, feed = CoordinatorMetrics(), Feed(boot_id=secrets.token_hex(4))
+        # Verifying takes long: it does not take the places of what somebody waits for.
+        quick, slow = InspectionProcesses(), InspectionProcesses()
         runtime = cls(
             engine=engine,
             sessions=Sessions(engine),
@@ -81,6 +91,9 @@ class Runtime:
             watch=Watch(engine, metrics, logs, feed.publish, lambda: fleet_metrics(cluster, metrics)),
             started_at_s=time.time(),
             recipes=Recipes(recipes),
+            inspection=DatasetInspection(quick, read_rules),
+            verifications=Verifications(slow, read_rules),
+            _readers=(quick, slow),
         )
         engine.listeners += [
             runtime.metrics.committed,
@@ -99,6 +112,11 @@ class Runtime:
         """Whether a task may still act: it is known and has not ended."""
         task = self.engine.cluster.tasks.tasks.get(TaskId(task_id))
         return task is not None and task.status not in ENDED
+
+    def end_readers(self) -> None:
+        """Nobody waits for files any more."""
+        for processes in self._readers:
+            processes.close()
 
     async def pulse(self) -> None:
         """Once a second: what changes all the time is measured and published together."""

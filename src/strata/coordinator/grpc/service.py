@@ -20,7 +20,7 @@ from strata.coordinator.grpc.middleware import Context, GrpcAccess, barrier_text
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.grpc.streams import Streams
 from strata.coordinator.grpc.waits import Outcome
-from strata.coordinator.inspection.datasets import count_samples
+from strata.coordinator.inspection.datasets import DatasetInspection
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core.membership import Member
@@ -90,6 +90,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         logs: LogStore,
         metrics: CoordinatorMetrics,
         access: GrpcAccess,
+        inspection: DatasetInspection,
         *,
         heartbeat_interval_s: float,
         worker_config: dict[str, str],
@@ -99,6 +100,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self.logs = logs
         self.metrics = metrics
         self.access = access
+        self.inspection = inspection
         self.heartbeat_interval_ms = int(heartbeat_interval_s * 1000)
         self.worker_config = worker_config
         self._streams = Streams(
@@ -166,7 +168,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def RegisterDataset(
         self, request: pb.RegisterDatasetRequest, context: Context, caller: Principal
     ) -> pb.RegisterDatasetResponse:
-        total, files = await count_samples(request.path, request.format, request.total_samples or None)
+        total, files = await self.inspection.count(
+            request.path, request.format, request.total_samples or None, caller
+        )
         command = RegisterDataset(spec=wire.dataset_spec(request, files, total))
         reply = cast(DatasetAccepted, await self.engine.submit(command))
         return pb.RegisterDatasetResponse(

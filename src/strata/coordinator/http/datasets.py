@@ -14,11 +14,12 @@ from strata.coordinator.http.dependencies import (
     NameFilter,
     NameInPath,
     Responses,
+    ThePrincipal,
     TheRuntime,
     page_response,
 )
 from strata.coordinator.http.middleware import ErrorBody, json_response
-from strata.coordinator.inspection.datasets import PreviewView, count_samples
+from strata.coordinator.inspection.datasets import PreviewView
 from strata.core import checks, views
 from strata.core.messages import (
     DatasetAccepted,
@@ -60,8 +61,10 @@ async def datasets(runtime: TheRuntime, request: Request) -> Response:
 
 
 @router.post("", response_model=views.DatasetView, status_code=201, responses=_REGISTERED)
-async def register_dataset(runtime: TheRuntime, body: RegisterDatasetBody) -> Response:
-    total, files = await count_samples(body.path, body.format, body.total_samples)
+async def register_dataset(
+    runtime: TheRuntime, principal: ThePrincipal, body: RegisterDatasetBody
+) -> Response:
+    total, files = await runtime.inspection.count(body.path, body.format, body.total_samples, principal)
     spec = DatasetSpec(
         dataset_id=DatasetId(body.dataset_id),
         path=body.path,
@@ -114,6 +117,7 @@ async def audit(
 @router.get("/{dataset_id}/preview", response_model=PreviewView, responses=NOT_FOUND)
 async def preview(
     runtime: TheRuntime,
+    principal: ThePrincipal,
     dataset_id: NameInPath,
     worker_id: NameFilter = None,
     limit: Annotated[int, Query(ge=1, le=20)] = 5,
@@ -122,4 +126,4 @@ async def preview(
     cluster = await runtime.engine.settled()
     spec = cluster.datasets.get(DatasetId(dataset_id))
     worker = WorkerId(worker_id) if worker_id is not None else None
-    return json_response(await runtime.previews.show(cluster, spec, worker, limit))
+    return json_response(await runtime.inspection.preview(cluster, spec, worker, limit, principal))

@@ -111,6 +111,7 @@ class Streams:
         member = cluster.membership.admit(worker_id, incarnation=first.hello.incarnation)
         caller.require_job(member.spec.job_id)
         session = self._sessions.open(worker_id, member.incarnation)
+        session.caller = caller
         session.push(
             pb.CoordinatorMessage(
                 welcome=pb.Welcome(

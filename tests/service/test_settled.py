@@ -14,7 +14,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.gatekeeper import AccessRules, Gatekeeper
+from strata.coordinator.auth.tokens import TaskTokens, TokenStore
 from strata.coordinator.engine import Engine
+from strata.coordinator.grpc.middleware import GrpcAccess
 from strata.coordinator.grpc.service import CoordinatorService
 from strata.coordinator.journal.sqlite import JournalError, SqliteJournal
 from strata.coordinator.logs.store import LogStore
@@ -76,11 +80,20 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
     journal = GatedJournal(data_dir)
     runtime = Runtime.create(journal, Limits(), LogStore())
     server = grpc.aio.server()
+    gatekeeper = Gatekeeper(
+        AccessRules(trust_loopback=True),
+        tokens=TokenStore(data_dir),
+        task_tokens=TaskTokens(data_dir),
+        is_live=runtime.is_live,
+    )
+    audit_log = AuditLog(data_dir)
     service = CoordinatorService(
         runtime.engine,
         runtime.sessions,
         runtime.logs,
         runtime.metrics,
+        GrpcAccess(gatekeeper, audit_log, ours=lambda: ("127.0.0.1", port)),
+        runtime.inspection,
         heartbeat_interval_s=1.0,
         worker_config={},
     )
@@ -99,6 +112,8 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
             await running
         await server.stop(0)
         runtime.engine.close()
+        audit_log.close()
+        gatekeeper.owners.close()
 
 
 async def is_answered(asked: asyncio.Task[Any]) -> bool:

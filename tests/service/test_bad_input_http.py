@@ -228,8 +228,8 @@ def test_paths_that_cannot_be_counted_are_refused(shared: Coordinator, tmp_path:
 def test_previews_of_what_cannot_be_shown_are_refused(shared: Coordinator) -> None:
     with stub(shared.address) as calls:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="viewer", job_id="preview"))
-        for meta in ({}, {"seq_length": "many"}, {"seq_length": "-1"}):
-            body = {**PLAIN, "dataset_id": f"tokens-{meta}", "format": "tokens", "metadata": meta}
+        for number, meta in enumerate(({}, {"seq_length": "many"}, {"seq_length": "-1"})):
+            body = {**PLAIN, "dataset_id": f"tokens-{number}", "format": "tokens", "metadata": meta}
             assert shared.post("/api/datasets", body)[0] == 201
             status, answer = _get(shared, f"/api/datasets/{quote(str(body['dataset_id']))}/preview")
             assert status == 422

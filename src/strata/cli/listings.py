@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
 
 from strata.cli.common import (
     DEFAULT_API,
@@ -10,6 +14,7 @@ from strata.cli.common import (
     AsJson,
     ago,
     console,
+    delete,
     duration,
     get_facts,
     get_rows,
@@ -19,6 +24,7 @@ from strata.cli.common import (
     styled,
 )
 from strata.cli.goodput import bar, legend
+from strata.cli.literal_help import LiteralGroup
 
 JOBS_SHOWN = 10
 
@@ -84,8 +90,16 @@ def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     print_table(columns, rows, empty="No workers have registered yet.")
 
 
-def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+datasets_app = typer.Typer(
+    name="datasets", cls=LiteralGroup, help="Which datasets are registered.", invoke_without_command=True
+)
+
+
+@datasets_app.callback()
+def datasets(context: typer.Context, api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """Which datasets are registered."""
+    if context.invoked_subcommand is not None:
+        return
     found = get_rows(api, "/api/datasets")
     if json:
         print_json(found)
@@ -99,6 +113,19 @@ def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         rows,
         empty="No datasets are registered yet.",
     )
+
+
+@datasets_app.command("rm")
+def remove_datasets(
+    dataset_ids: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="As `strata datasets` lists them.")
+    ],
+    api: Api = DEFAULT_API,
+) -> None:
+    """Forget datasets. Their files are not touched."""
+    for dataset_id in dataset_ids:
+        delete(api, f"/api/datasets/{quote(dataset_id, safe='')}")
+        console.print(f"Removed {dataset_id}.", markup=False, highlight=False)
 
 
 def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:

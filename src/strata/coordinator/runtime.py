@@ -18,6 +18,7 @@ from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.http.feed import Feed
 from strata.coordinator.http.pages import Pages
+from strata.coordinator.http.streams import StreamPlaces
 from strata.coordinator.inspection.checkpoints import Verifications
 from strata.coordinator.inspection.datasets import DatasetInspection
 from strata.coordinator.inspection.processes import InspectionProcesses
@@ -62,6 +63,16 @@ class Runtime:
     verifications: Verifications
     tasks: TaskRunner | None = None
     """Once it runs; none where tasks are only kept."""
+    event_readers: StreamPlaces = field(
+        default_factory=lambda: StreamPlaces(
+            "events", most=4_096, most_per_client=256, instead="ask /api/events/recent now and then"
+        )
+    )
+    log_followers: StreamPlaces = field(  # Each costs something with every line.
+        default_factory=lambda: StreamPlaces(
+            "the log", most=256, most_per_client=16, instead="ask /api/logs now and then with `after`"
+        )
+    )
     address: str = ""
     _readers: tuple[InspectionProcesses, ...] = ()
     _fresh_logs: list[LogView] = field(default_factory=list)

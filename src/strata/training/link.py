@@ -26,6 +26,7 @@ from typing import Any, Literal
 from strata.backoff import Backoff
 from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
+from strata.core.text import as_identifier
 from strata.data.sampler import ElasticSampler
 from strata.errors import StrataError
 from strata.training.trace import Recovery
@@ -107,7 +108,9 @@ class CoordinatorLink:
 
         def register() -> None:
             self._orchestrator.register_dataset(
-                sampler.dataset,
+                as_identifier(
+                    sampler.dataset
+                ),  # Usually the same: a name of its own making may hold anything.
                 path,
                 data_format,
                 sampler.total,

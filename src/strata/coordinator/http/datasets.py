@@ -27,6 +27,7 @@ from strata.core.messages import (
     DatasetSpec,
     JobId,
     RegisterDataset,
+    RemoveDataset,
     Unknown,
     WorkerId,
 )
@@ -37,6 +38,7 @@ _REGISTERED: Responses = {
     200: {"model": views.DatasetView, "description": "Registered already"},
     409: {"model": ErrorBody, "description": "It exists already, and differs"},
 }
+_IN_USE: Responses = {409: {"model": ErrorBody, "description": "A task reads it"}}
 Epoch = Annotated[int | None, Query(ge=0, le=checks.SAMPLES_LIMIT)]
 
 
@@ -64,6 +66,7 @@ async def datasets(runtime: TheRuntime, request: Request) -> Response:
 async def register_dataset(
     runtime: TheRuntime, principal: ThePrincipal, body: RegisterDatasetBody
 ) -> Response:
+    checks.identifier("dataset_id", body.dataset_id)
     total, files = await runtime.inspection.count(body.path, body.format, body.total_samples, principal)
     spec = DatasetSpec(
         dataset_id=DatasetId(body.dataset_id),
@@ -79,6 +82,14 @@ async def register_dataset(
     reply = cast(DatasetAccepted, await runtime.engine.submit(RegisterDataset(spec=spec)))
     cluster = await runtime.engine.settled()
     return json_response(views.dataset(cluster, reply.spec), status=201 if reply.created else 200)
+
+
+@router.delete("/{dataset_id}", status_code=204, responses={**NOT_FOUND, **_IN_USE})
+async def remove_dataset(runtime: TheRuntime, principal: ThePrincipal, dataset_id: NameInPath) -> Response:
+    """It is no longer known, and neither are its plans. Files are not touched."""
+    command = RemoveDataset(dataset_id=DatasetId(dataset_id), reason=f"removed by {principal.name}")
+    await runtime.engine.submit(command)
+    return Response(status_code=204)
 
 
 @router.get("/{dataset_id}/shards", response_model=views.ShardPlanView, responses=NOT_FOUND)

@@ -156,7 +156,7 @@ def test_silent_port_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran.code == 3
 
 
-def test_refusal_of_the_coordinator_is_exit_1_with_its_words(listed: Coordinator) -> None:
+def test_refusal_of_the_coordinator_is_exit_1_with_its_message(listed: Coordinator) -> None:
     ran = strata("logs", "--level", "loud", "--api", listed.url)
     assert ran.code == 1
     assert "level" in ran.err
@@ -204,7 +204,10 @@ def test_logs_can_be_narrowed_down(listed: Coordinator) -> None:
     with stub(listed.address) as calls, channel(listed.address) as own:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="teller", job_id="tales"))
         session = RawSession(own).hello("teller")
-        for level, text, task in (("info", "once upon a time", "t1"), ("error", "the dragon came", "")):
+        for level, text, task in (
+            ("info", "once upon a time", "another's"),
+            ("error", "the dragon came", ""),
+        ):
             entry = pb.LogEntry(timestamp=1e9, level=level, message=text, task_id=task)
             session.send(logs=pb.LogBatch(entries=[entry]))
         eventually(lambda: len(listed.get("/api/logs?worker_id=teller")) == 2, within_s=30)
@@ -215,7 +218,8 @@ def test_logs_can_be_narrowed_down(listed: Coordinator) -> None:
 
         assert shown() == ["the dragon came", "once upon a time"]
         assert shown("--level", "error") == ["the dragon came"]
-        assert shown("--task", "t1") == ["once upon a time"]
+        assert shown("--task", "tales") == ["the dragon came", "once upon a time"]
+        assert shown("--task", "another's") == []
         assert shown("--grep", "DRAGON") == ["the dragon came"]
         assert shown("-n", "1") == ["the dragon came"]
         ran = strata("logs", "--worker", "teller", "--api", listed.url)

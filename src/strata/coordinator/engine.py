@@ -120,7 +120,7 @@ class Engine:
     def post(self, command: Command, answered: OnReply) -> None:
         """Take a command in, without waiting for its answer."""
         if len(self._queue) >= MAX_QUEUED or self._stopping:
-            what = "is stopping" if self._stopping else "has too much to do"
+            what = "is stopping" if self._stopping else "is overloaded"
             raise Unavailable(f"The coordinator {what}.", hint="Retry in a second.")
         self._queue.append((command, answered))
         self._wake.set()

@@ -1,7 +1,7 @@
 """Shards of datasets for workers that read at their own pace.
 
 `ShardManager` cuts datasets into shards and deals them to workers: balanced, moving only what must move when
-somebody joins or leaves (`strata.core.sharding`). What a checkpoint committed (`commit`) decides which shards
+a worker joins or leaves (`strata.core.sharding`). What a checkpoint committed (`commit`) decides which shards
 are finished and where an unfinished one continues for whoever reads it next. In one process and in memory; the
 coordinator does the same for a fleet.
 """
@@ -21,12 +21,13 @@ from strata.core.ledger import DataCommit, EpochCommit
 from strata.core.messages import Conflict, DatasetId, DatasetSpec, Unknown
 from strata.core.order import EpochOrder
 from strata.core.sharding import ShardPlan, first_plan, replan
+from strata.core.types import SampleRange
 
 _EPOCHS_KEPT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class Shard(SampleRange):
     """Samples `start` up to `stop` of a dataset, for one reader."""
 
     id: int
@@ -39,30 +40,17 @@ class Shard:
     epoch: int = 0
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return self.num_samples
 
     @property
     def indices(self) -> range:
         """The samples that are left to read."""
         return range(self.start + self.done, self.stop)
 
-    # As the coordinator's messages call them.
-
     @property
     def shard_id(self) -> int:
+        """As the coordinator's messages call it."""
         return self.id
-
-    @property
-    def start_index(self) -> int:
-        return self.start
-
-    @property
-    def end_index(self) -> int:
-        return self.stop
-
-    @property
-    def num_samples(self) -> int:
-        return len(self)
 
 
 ShardInfo = Shard
@@ -178,11 +166,11 @@ class ShardManager:
                     known = first_plan(sorted(self._workers), entry.spec.shard_count, salt=dataset_id)
                 entry.plans[epoch] = known
                 for old in sorted(entry.plans)[:-_EPOCHS_KEPT]:
-                    del entry.plans[old]  # Made anew when somebody asks for it.
+                    del entry.plans[old]  # Recomputed when it is asked for.
             return known
 
     def commit(self, data: DataCommit | Mapping[str, Any]) -> None:
-        """Take over what a checkpoint committed: finished shards stay where they are, the others go on from
+        """Take over what a checkpoint committed: finished shards stay where they are, the others continue from
         there."""
         commit = data if isinstance(data, DataCommit) else DataCommit.from_json(data)
         with self._lock:

@@ -24,7 +24,7 @@ _MB = 1 << 20
 
 
 def save_error(error: BaseException, *, tier: str, path: str) -> CheckpointError:
-    """What a failed save is called here. `tier` and `path` are used where the error does not tell them itself."""
+    """What a failed save is called here. `tier` and `path` are used where the error does not carry them itself."""
     cause = error.__cause__ if isinstance(error, engine.SaveFailed) else error
     if isinstance(cause, engine.MemoryLimitExceeded):
         translated: CheckpointError = MemoryLimitExceeded.for_snapshot(
@@ -70,6 +70,8 @@ def loading(*, path: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, engine.LoadFailed) and len(error.causes) == 1:
+        return _reason(error.causes[0])
     if isinstance(error, engine.SaveFailed | StoreError | engine.Damaged):
         return error.reason
     if isinstance(error, OSError):

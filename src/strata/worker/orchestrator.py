@@ -161,7 +161,7 @@ class TrainingOrchestrator:
             run_generation=run_generation,
         )
         answer = await self._session.register(request)
-        self._install_log_shipping(metadata.get("task_id", ""))
+        self._install_log_shipping()
         return WorkerConfig(
             worker_id=answer.assigned_id,
             rank=answer.rank,
@@ -211,7 +211,7 @@ class TrainingOrchestrator:
 
     @property
     def is_current(self) -> bool:
-        """Whether a worker is registered, and nobody has said that its incarnation is over."""
+        """Whether a worker is registered, and its incarnation is not known to have ended."""
         return self._session.registration is not None and not self._session.stale_reason
 
     @property
@@ -387,7 +387,7 @@ class TrainingOrchestrator:
         saved_generation: int | None = None,
         succeeded_by: str = "",
     ) -> None:
-        """Tell the coordinator what became of a checkpoint; returns once that is durable there.
+        """Report the outcome of a checkpoint to the coordinator; returns once that is durable there.
 
         `generation` fences: a notice from a generation of the coordinator's members that is over is refused. So is one
         of an earlier `run_generation` of the run than the newest the coordinator knows. `saved_generation` and
@@ -439,7 +439,7 @@ class TrainingOrchestrator:
             if answer.made:
                 return tuple(answer.unknown)
             request.revision = answer.revision
-        why = "its list of checkpoints changes faster than it can be compared"
+        why = "its list of checkpoints changes faster than it can be reconciled"
         raise CoordinatorUnavailable(self._session.address, why)
 
     async def notify_checkpoint_async(
@@ -529,7 +529,7 @@ class TrainingOrchestrator:
     async def _await(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._session.submit(work))
 
-    def _install_log_shipping(self, task_id: str) -> None:
+    def _install_log_shipping(self) -> None:
         if self._ship_logs and self._handler is None:
-            self._handler = ShippingHandler(self._session.logs, level=logging.INFO, task_id=task_id)
+            self._handler = ShippingHandler(self._session.logs, level=logging.INFO)
             logging.getLogger().addHandler(self._handler)

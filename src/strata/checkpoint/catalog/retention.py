@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from strata.checkpoint.catalog import leases
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
-from strata.checkpoint.catalog.manifest import CheckpointId
-from strata.checkpoint.catalog.naming import manifest_key, writer_of
-from strata.checkpoint.errors import CheckpointError, CheckpointNotFound
-from strata.checkpoint.image.plain import plain_files
+from strata.checkpoint.catalog.manifest import CheckpointId, Manifest
+from strata.checkpoint.catalog.naming import NAMED, manifest_beside, manifest_key, writer_of
+from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, Damaged
+from strata.checkpoint.image.plain import SUFFIX, plain_files
 from strata.checkpoint.verify import verify_store
 from strata.core.lineage import removable
 from strata.stores.protocol import Store
@@ -37,9 +37,14 @@ def remove_superseded(
     in_use: Collection[CheckpointId] = (),
     damaged: Collection[CheckpointId] = (),
 ) -> list[Entry]:
-    """Remove what newer checkpoints of this run have made superfluous (`strata.core.lineage.removable`); what went."""
+    """Remove what newer checkpoints of this run have made superfluous (`strata.core.lineage.removable`); what went. Names that
+    somebody has chosen stay."""
     in_use = {*in_use, *leases.being_read(catalog.store)}
-    own = {e.manifest.checkpoint_id: e for e in catalog.list().entries if e.manifest.run in ("", run)}
+    own = {
+        entry.manifest.checkpoint_id: entry
+        for entry in catalog.list().entries
+        if entry.manifest.run in ("", run) and NAMED not in entry.manifest.metadata
+    }
     manifests = [entry.manifest for entry in own.values()]
     removed = []
     for manifest in removable(manifests, keep_count=keep_count, in_use=in_use, damaged=damaged):
@@ -49,11 +54,52 @@ def remove_superseded(
     return removed
 
 
+def remove_named(store: Store, name: str) -> None:
+    """Remove the checkpoint or file with a payload of this name; one that is not there is removed already."""
+    store.delete(manifest_beside(name))
+    store.delete(name)
+
+
+def newest_first(store: Store) -> list[str]:
+    """The names of all `.pt` files, by the time they were saved: as their manifests tell, else as the store does."""
+    saved_ms = {blob.key: int(blob.modified_s * 1000) for blob in store.list() if blob.key.endswith(SUFFIX)}
+    for entry in Catalog(store).list().entries:
+        for part in entry.manifest.parts:
+            if part.key in saved_ms:
+                saved_ms[part.key] = entry.manifest.sequence
+    return sorted(saved_ms, key=lambda name: (saved_ms[name], name), reverse=True)
+
+
+def remove_older(store: Store, *, keep_count: int) -> list[str]:
+    """Remove all `.pt` files but the newest, whoever made them; the names of those removed. What is visibly broken does not
+    count as kept: a manifest that cannot be read, or a file of another length than it says."""
+    removed: list[str] = []
+    kept = 0
+    for name in newest_first(store):
+        if kept >= keep_count:
+            remove_named(store, name)
+            removed.append(name)
+        elif _looks_intact(store, name):
+            kept += 1
+    return removed
+
+
+def _looks_intact(store: Store, name: str) -> bool:
+    blob, at = store.stat(name), manifest_beside(name)
+    if blob is None or store.stat(at) is None:
+        return blob is not None
+    try:
+        manifest: Manifest = Catalog(store).read(at)
+    except Damaged:
+        return False
+    return manifest.parts[0].size_bytes == blob.size_bytes
+
+
 def remove_orphans(catalog: Catalog) -> int:
-    """Remove payloads that never got a manifest and never will, because their writer is gone; how many.
+    """Remove payloads that never got a manifest and never will, because their writer has ended; how many.
 
     Only what tells its writer is touched: by its own name, or by the claim beside it. Whether a writer on another
-    machine is gone cannot be known from here, so its leftovers go by age.
+    machine has ended cannot be known from here, so its orphans are removed by age.
     """
     store = catalog.store
     blobs = {blob.key: blob for blob in store.list()}
@@ -63,11 +109,13 @@ def remove_orphans(catalog: Catalog) -> int:
         if kind not in ("pt", "bin", "claim"):
             continue
         writer = writer_of(store.read(key).decode(errors="replace") if kind == "claim" else stem)
-        if writer is None or not (writer.is_gone() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S):
+        if writer is None or not (
+            writer.has_ended() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S
+        ):
             continue
         is_complete = manifest_key(stem) in blobs
         if kind == "claim":
-            # Payloads first: without its claim, a payload would look like somebody else's file.
+            # Payloads first: without its claim, a payload would look like another program's file.
             for payload in () if is_complete else (stem + ".pt", stem + ".bin"):
                 store.delete(payload)
             store.delete(key)
@@ -79,14 +127,14 @@ def remove_orphans(catalog: Catalog) -> int:
 
 
 class LastGood(CheckpointError):
-    """Nothing whole would be left. Nothing has been removed."""
+    """No intact checkpoint would be left. Nothing has been removed."""
 
     code = "last_good"
 
     def __init__(self, *, names: list[str]) -> None:
         super().__init__(
-            f"Nothing that could be restored would be left without {', '.join(names)}.",
-            hint="Use --force to remove it all the same.",
+            f"No restorable checkpoint would be left without {', '.join(names)}.",
+            hint="Use --force to remove it anyway.",
         )
         self.names = tuple(names)
 
@@ -101,14 +149,14 @@ class Removed:
 
 def remove_chosen(store: Store, chosen: list[str], *, force: bool = False) -> list[Removed]:
     """Remove checkpoints by step, id or file name, and files without a manifest by name: the manifest first, so that a
-    half-removed one is never found. Others are verified until one is found whole; if there is none, `LastGood` is raised, unless
+    half-removed one is never found. Others are verified until an intact one is found; if there is none, `LastGood` is raised, unless
     `force`."""
     entries, files = _meant(store, chosen)
     ids = {entry.manifest.checkpoint_id for entry in entries}
     names = [*(str(entry.manifest.checkpoint_id) for entry in entries), *files]
     if not force:
         others = [e for e in Catalog(store).list().entries if e.manifest.checkpoint_id not in ids]
-        if not any(verified.is_whole for verified in verify_store(store, others)):
+        if not any(verified.is_intact for verified in verify_store(store, others)):
             raise LastGood(names=names)
     catalog = Catalog(store)
     removed = []

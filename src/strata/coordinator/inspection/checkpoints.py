@@ -103,7 +103,7 @@ class Verifications:
         folder, _, name = record.path.rpartition("/")
         if not (record.path.startswith("/") or "://" in record.path) or not folder or not name:
             raise InvalidArgument(
-                "path", f"'{record.path}' is no place the coordinator can read.", hint=SEE_HINT
+                "path", f"'{record.path}' is not a path or URL that the coordinator can read.", hint=SEE_HINT
             )
         request = {
             "kind": "verify",

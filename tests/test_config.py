@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from strata.config import ConfigError, documented
+from strata.config import ConfigError, documented, environment, read_env_file
 from strata.coordinator.settings import CoordinatorSettings, read_settings
+from strata.environment import KNOWN, SAFE
 
 
 def write(path: Path, text: str) -> Path:
@@ -45,13 +46,40 @@ def test_flags_win_over_the_environment_and_the_environment_over_the_file(tmp_pa
 def test_dotenv_is_read_and_the_environment_wins_over_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / ".env", "STRATA_GRPC_PORT=1234\nSTRATA_HTTP_PORT=1235\n# a remark\nSTRATA_TOKEN='s e'\n")
+    write(tmp_path / ".env", "STRATA_GRPC_PORT='1234'\nSTRATA_HTTP_PORT=1235\n# a remark\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRATA_HTTP_PORT", "4321")
     monkeypatch.delenv("STRATA_GRPC_PORT", raising=False)
-    monkeypatch.delenv("STRATA_TOKEN", raising=False)
     settings = read_settings()
-    assert (settings.grpc_port, settings.http_port, settings.token) == (1234, 4321, "s e")
+    assert (settings.grpc_port, settings.http_port) == (1234, 4321)
+
+
+def test_dotenv_sets_no_secret_no_address_and_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in sorted(KNOWN):
+        monkeypatch.delenv(name, raising=False)
+    lines = [f"{name}=5" if name in SAFE else f"{name}=planted" for name in sorted(KNOWN)]
+    write(tmp_path / ".env", "\n".join([*lines, "STRATA_JOB_ID=${HOME}", "PASSWORD_OF_SOMETHING_ELSE=x"]))
+    monkeypatch.chdir(tmp_path)
+    found = environment()
+    assert [name for name, value in found.items() if value == "planted"] == []
+    assert found["STRATA_HTTP_PORT"] == "5"
+    assert found["STRATA_JOB_ID"] == "${HOME}"
+    for name in (
+        "STRATA_TOKEN",
+        "STRATA_API_URL",
+        "COORDINATOR_ADDR",
+        "STRATA_RECIPES_DIR",
+        "STRATA_PRELOAD",
+    ):
+        assert name in caplog.text
+    assert "--env-file" in caplog.text
+    assert "PASSWORD_OF_SOMETHING_ELSE" not in caplog.text
+    assert {name for name in KNOWN if "TOKEN" in name or "KEY" in name or "URL" in name} & SAFE == set()
+    assert read_env_file(tmp_path / ".env")["STRATA_TOKEN"] == "planted"
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_env_file(tmp_path / "nothing")
 
 
 def test_unreadable_dotenv_is_a_problem_and_no_traceback(
@@ -79,7 +107,7 @@ def test_every_problem_is_reported_at_once_with_its_position(tmp_path: Path) -> 
         f"coordinator.http_port in {file}: must be a whole number, not 'many'",
         f"coordinator.max_workers in {file}: must be between 1 and 1,000,000, not 0",
         "coordinator.nonsense",
-        "known are barrier_timeout",
+        "known are allowed_hosts, barrier_timeout",
         "the environment variable STRATA_GRPC_PORT: must be between 0 and 65,535, not 70000",
         "--heartbeat-timeout: must be a finite number, not nan",
         "0.0.0.0 can be reached from other machines",
@@ -136,7 +164,10 @@ def test_misspelt_section_is_a_problem_and_others_are_left_alone(tmp_path: Path)
 def test_open_address_needs_a_token_or_client_certificates(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "10.0.0.5", "example.org"):
         assert "can be reached from other machines" in problems(environ={"STRATA_HOST": host})[0]
-        assert read_settings(environ={"STRATA_HOST": host, "STRATA_TOKEN": "secret"}).host == host
+        assert (
+            read_settings(environ={"STRATA_HOST": host, "STRATA_TOKEN": "a-secret-of-some-length"}).host
+            == host
+        )
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         assert read_settings(environ={"STRATA_HOST": host}).host == host
     tls = {"STRATA_TLS_CERT": "c", "STRATA_TLS_KEY": "k"}
@@ -159,4 +190,6 @@ def test_every_setting_is_documented() -> None:
     rows = documented(CoordinatorSettings)
     assert all(meaning.endswith(".") for _, _, _, meaning in rows)
     variables = [variable for _, _, variable, _ in rows if variable]
-    assert len(variables) == len(set(variables)) == len(rows) - 1  # tokens come from the file alone
+    assert (
+        len(variables) == len(set(variables)) == len(rows) - 2
+    )  # tokens and roles of certificates come from the file alone

@@ -21,7 +21,7 @@ from strata.coordinator.http.pages import Pages
 from strata.coordinator.http.streams import StreamPlaces
 from strata.coordinator.inspection.checkpoints import Verifications
 from strata.coordinator.inspection.datasets import DatasetInspection
-from strata.coordinator.inspection.processes import InspectionProcesses
+from strata.coordinator.inspection.processes import VERIFYING_VARIABLES, InspectionProcesses
 from strata.coordinator.journal.sqlite import Journal
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
@@ -29,6 +29,7 @@ from strata.coordinator.metrics.collectors import JobCollector, LogCollector
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.watch import Watch
 from strata.coordinator.tasks.runner import TaskRunner
+from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
 from strata.core.messages import TaskId, TaskStatus
@@ -63,6 +64,8 @@ class Runtime:
     verifications: Verifications
     tasks: TaskRunner | None = None
     """Once it runs; none where tasks are only kept."""
+    task_secrets: TaskSecrets | None = None
+    """Where secret values of tasks are kept; none where there is no folder for them."""
     event_readers: StreamPlaces = field(
         default_factory=lambda: StreamPlaces(
             "events", most=4_096, most_per_client=256, instead="ask /api/events/recent now and then"
@@ -91,7 +94,7 @@ class Runtime:
         engine = Engine(cluster, journal, clock)
         metrics, feed = CoordinatorMetrics(), Feed(boot_id=secrets.token_hex(4))
         # Verifying takes long: it does not take the places of what somebody waits for.
-        quick, slow = InspectionProcesses(), InspectionProcesses()
+        quick, slow = InspectionProcesses(), InspectionProcesses(variables=VERIFYING_VARIABLES)
         runtime = cls(
             engine=engine,
             sessions=Sessions(engine),

@@ -36,6 +36,8 @@ KEPT_VARIABLES = frozenset(
     }
 )
 KEPT_PREFIXES = ("LC_", "AWS_", "GOOGLE_", "GCS_", "GCP_", "AZURE_")
+VERIFYING_VARIABLES = KEPT_VARIABLES | {"STRATA_SIGNING_KEY"}
+"""Signatures of manifests are checked too."""
 FEW_THREADS = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",  # The others reserve a gigabyte before they use a byte.
     "OMP_NUM_THREADS": "1",
@@ -61,7 +63,9 @@ class ReaderLacks(StrataError):
 
 
 class InspectionProcesses:
-    def __init__(self, *, at_once: int = AT_ONCE) -> None:
+    def __init__(self, *, at_once: int = AT_ONCE, variables: frozenset[str] = KEPT_VARIABLES) -> None:
+        """`variables` are those of the environment that the processes get, beside the credentials of stores."""
+        self._variables = variables
         self._gate = asyncio.Semaphore(at_once)
         self._turns: dict[str, asyncio.Lock] = {}
         self._calls: dict[str, int] = {}
@@ -131,7 +135,7 @@ class InspectionProcesses:
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,
-            env=child_environment(os.environ),
+            env=child_environment(os.environ, self._variables),
         )
         self._running.add(process)
         try:
@@ -155,11 +159,11 @@ class InspectionProcesses:
         return bytes(body), process.returncode or 0
 
 
-def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def child_environment(
+    environ: Mapping[str, str], variables: frozenset[str] = KEPT_VARIABLES
+) -> dict[str, str]:
     kept = {
-        name: value
-        for name, value in environ.items()
-        if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES)
+        name: value for name, value in environ.items() if name in variables or name.startswith(KEPT_PREFIXES)
     }
     return {**kept, **FEW_THREADS}
 

@@ -11,10 +11,12 @@ calls; the engine makes one call at a time.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +27,11 @@ import msgspec
 from strata.coordinator.journal import codec
 from strata.core.messages import Event
 from strata.errors import StrataError
+from strata.files import make_file_private
 
+log = logging.getLogger("strata.coordinator")
+
+JOURNAL_NAME = "journal.sqlite"
 SCHEMA_VERSION = 1
 STORY_EVENTS_KEPT = 200_000
 
@@ -72,9 +78,10 @@ class Journal(Protocol):
 
 class SqliteJournal:
     def __init__(self, data_dir: Path) -> None:
-        self.path = data_dir / "journal.sqlite"
+        self.path = data_dir / JOURNAL_NAME
         self._lock = _lock_directory(data_dir)
         try:
+            open_privately(self.path)
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -82,7 +89,7 @@ class SqliteJournal:
             self._check_schema()
             row = self._db.execute("SELECT max(seq) FROM events").fetchone()
             self._seq = max(row[0] or 0, self._snapshot_seq())
-        except (sqlite3.DatabaseError, ValueError) as error:
+        except (sqlite3.DatabaseError, ValueError, OSError) as error:
             os.close(self._lock)
             raise _damaged(self.path, f"cannot be opened: {error}") from error
         except JournalError:
@@ -157,7 +164,7 @@ class SqliteJournal:
 
 def read_story(data_dir: Path) -> Iterator[Entry]:
     """Every event still kept, oldest first, without disturbing a coordinator that is running."""
-    path = data_dir / "journal.sqlite"
+    path = data_dir / JOURNAL_NAME
     if not path.exists():
         raise JournalError(
             f"There is no journal in {data_dir}.", hint="Pass the --data-dir that `strata serve` was given."
@@ -186,9 +193,39 @@ def _decode(path: Path, kind: str, body: bytes) -> Event:
         ) from error
 
 
+def open_privately(path: Path) -> None:
+    """Before SQLite opens a database: nobody else may read it, nor what SQLite puts beside it, which gets the same mode."""
+    make_file_private(path)
+    for suffix in ("-wal", "-shm"):
+        beside = path.with_name(path.name + suffix)
+        if beside.exists():
+            make_file_private(beside)
+
+
+def _make_private(data_dir: Path) -> None:
+    """A folder that is made here is its user's alone, and so is one that a journal is in already. Any other is left as its
+    user made it; what is put into it is private all the same."""
+    with suppress(FileExistsError):
+        data_dir.parent.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(mode=0o700)
+        return
+    mode = stat.S_IMODE(data_dir.stat().st_mode)
+    if not mode & 0o077:
+        return
+    if (data_dir / JOURNAL_NAME).exists():
+        with suppress(PermissionError):
+            data_dir.chmod(0o700)
+            log.info("the data directory %s was open to others (mode %o); it is closed now", data_dir, mode)
+            return
+    log.warning(
+        "the data directory %s is open to other users (mode %o); close it with: chmod 700 %s",
+        *(data_dir, mode, data_dir),
+    )
+
+
 def _lock_directory(data_dir: Path) -> int:
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        _make_private(data_dir)
         lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise JournalError(

@@ -27,6 +27,7 @@ from strata.core.messages import (
     ReconcileCheckpoints,
     RegisterDataset,
     RegisterWorker,
+    RemoveDataset,
     ReportRecovery,
     RestartTask,
     StopTask,
@@ -101,6 +102,7 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
         ),
         registration_id=texts,
     ),
+    RemoveDataset: built(RemoveDataset, dataset_id=datasets, reason=texts),
     DeregisterWorker: built(DeregisterWorker, worker_id=workers, incarnation=counts, reason=texts),
     RegisterDataset: built(
         RegisterDataset,

@@ -27,8 +27,14 @@ def filled(watched: Coordinator) -> Coordinator:
 
     names = [name for name in NAMES if len(name.encode()) <= NAME_LIMIT]
     assert len(names) + len(LINES) >= 150
-    for name in names:
-        body = {"dataset_id": name, "path": f"/data/{name}", "format": "text", "total_samples": 10}
+    for number, name in enumerate(names):
+        body = {
+            "dataset_id": f"hostile-{number}",
+            "path": f"/data/{name}",
+            "format": "text",
+            "total_samples": 10,
+            "metadata": {"name": name},
+        }
         status, answer = watched.post("/api/datasets", body)
         assert status == 201, answer
     with TrainingOrchestrator(watched.address, job_id="<b>job</b>", ship_logs=True) as worker:

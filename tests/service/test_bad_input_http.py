@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
-from strata.coordinator.inspection import datasets as sampling
-from strata.core.messages import InvalidArgument
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import stub
 from tests.service.quiet import state
@@ -231,8 +228,8 @@ def test_paths_that_cannot_be_counted_are_refused(shared: Coordinator, tmp_path:
 def test_previews_of_what_cannot_be_shown_are_refused(shared: Coordinator) -> None:
     with stub(shared.address) as calls:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="viewer", job_id="preview"))
-        for meta in ({}, {"seq_length": "many"}, {"seq_length": "-1"}):
-            body = {**PLAIN, "dataset_id": f"tokens-{meta}", "format": "tokens", "metadata": meta}
+        for number, meta in enumerate(({}, {"seq_length": "many"}, {"seq_length": "-1"})):
+            body = {**PLAIN, "dataset_id": f"tokens-{number}", "format": "tokens", "metadata": meta}
             assert shared.post("/api/datasets", body)[0] == 201
             status, answer = _get(shared, f"/api/datasets/{quote(str(body['dataset_id']))}/preview")
             assert status == 422
@@ -246,20 +243,6 @@ def test_previews_of_what_cannot_be_shown_are_refused(shared: Coordinator) -> No
         assert _get(shared, "/api/datasets/d/preview?worker_id=nobody")[0] == 404
         calls.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="viewer"))
     assert _no_traceback(shared)
-
-
-async def test_slow_files_hold_up_neither_callers_nor_each_other_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sampling, "PATIENCE_S", 0.2)
-    release = threading.Event()
-    for _ in range(sampling.AT_ONCE + 1):  # One more than there are places: it is not even begun.
-        with pytest.raises(InvalidArgument, match="could not be read within"):
-            await sampling._on_thread(release.wait)
-    assert sum(t.name == "sampling" for t in threading.enumerate()) == sampling.AT_ONCE
-    release.set()
-    monkeypatch.setattr(sampling, "PATIENCE_S", 60.0)
-    assert await sampling._on_thread(lambda: "the places are free again") == "the places are free again"
 
 
 def test_same_dataset_is_fine_and_a_different_one_a_conflict(shared: Coordinator) -> None:

@@ -86,13 +86,14 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
         task_tokens=TaskTokens(data_dir),
         is_live=runtime.is_live,
     )
-    access = GrpcAccess(gatekeeper, AuditLog(data_dir), ours=lambda: ("127.0.0.1", port))
+    audit_log = AuditLog(data_dir)
     service = CoordinatorService(
         runtime.engine,
         runtime.sessions,
         runtime.logs,
         runtime.metrics,
-        access,
+        GrpcAccess(gatekeeper, audit_log, ours=lambda: ("127.0.0.1", port)),
+        runtime.inspection,
         heartbeat_interval_s=1.0,
         worker_config={},
     )
@@ -111,6 +112,8 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
             await running
         await server.stop(0)
         runtime.engine.close()
+        audit_log.close()
+        gatekeeper.owners.close()
 
 
 async def is_answered(asked: asyncio.Task[Any]) -> bool:

@@ -534,7 +534,7 @@ export class Simulation {
 
 function datasetSpec(dataset: Dataset): DatasetSpec {
   const { id, name: _name, shard_count: _count, registered_at: _at, ...rest } = dataset;
-  return { dataset_id: id, ...rest, files: [] };
+  return { dataset_id: id, ...rest, files: [], jobs: [] };
 }
 
 function append<T>(list: T[], value: T): void {

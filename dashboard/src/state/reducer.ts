@@ -205,9 +205,15 @@ function apply(draft: Draft, event: FeedEvent): void {
       break;
     case "dataset_registered": {
       const { spec, at_s } = event.data;
-      const { dataset_id, files: _files, ...rest } = spec;
+      const { dataset_id, files: _files, jobs: _jobs, ...rest } = spec;
       const dataset = { ...rest, id: dataset_id, name: spec.metadata["name"] ?? dataset_id, shard_count: Math.ceil(spec.total_samples / spec.shard_size), registered_at: at_s };
       state.datasets = new Map(state.datasets).set(dataset_id, dataset);
+      break;
+    }
+    case "dataset_removed": {
+      const datasets = new Map(state.datasets);
+      datasets.delete(event.data.dataset_id);
+      state.datasets = datasets;
       break;
     }
     case "shards_moved":

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import quote
 
+import typer
 from rich.text import Text
 
 from strata.cli.common import (
     DEFAULT_API,
     Api,
     AsJson,
+    LiteralGroup,
     ago,
     console,
+    delete,
     duration,
     get_facts,
     get_rows,
@@ -103,8 +107,16 @@ def _trouble(worker: dict[str, Any]) -> str:
     return str(worker["reason"]) if worker["status"] == "failed" else "-"
 
 
-def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+datasets_app = typer.Typer(
+    name="datasets", cls=LiteralGroup, help="List the registered datasets.", invoke_without_command=True
+)
+
+
+@datasets_app.callback()
+def datasets(context: typer.Context, api: Api = DEFAULT_API, json: AsJson = False) -> None:
     """List the registered datasets."""
+    if context.invoked_subcommand is not None:
+        return
     found = get_rows(api, "/api/datasets")
     if json:
         print_json(found)
@@ -118,6 +130,19 @@ def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         rows,
         empty="No datasets are registered yet.",
     )
+
+
+@datasets_app.command("rm")
+def remove_datasets(
+    dataset_ids: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="As `strata datasets` lists them.")
+    ],
+    api: Api = DEFAULT_API,
+) -> None:
+    """Forget datasets. Their files are not touched."""
+    for dataset_id in dataset_ids:
+        delete(api, f"/api/datasets/{quote(dataset_id, safe='')}")
+        console.print(f"Removed {dataset_id}.", markup=False, highlight=False)
 
 
 def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:

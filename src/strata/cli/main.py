@@ -53,7 +53,6 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     demo.demo,
     listings.status,
     listings.workers,
-    listings.datasets,
     listings.checkpoints,
     listings.barriers,
     listings.recoveries,
@@ -85,6 +84,7 @@ app.command(
         "help_option_names": [],  # torchrun's own help, with all its flags.
     }
 )(torchrun.torchrun)
+app.add_typer(listings.datasets_app)
 app.add_typer(checkpoint.app)
 app.add_typer(access.app)
 app.add_typer(certs.app)

@@ -50,4 +50,4 @@ def serve(
     }
     settings = read_settings(file=config, flags=flags)
     logs.configure()
-    run(settings)
+    run(settings, private=[config] if config is not None else [])

@@ -32,6 +32,7 @@ from strata.cli.common import (
 from strata.cli.extras import need
 from strata.cli.logs import show_entry
 from strata.client import ENDED, Client, Unreachable
+from strata.core.text import as_identifier
 from strata.errors import StrataError
 from strata.validation import nearest
 
@@ -377,7 +378,7 @@ def _script_config(words: Sequence[str]) -> dict[str, str]:
 def _register(client: Client, path: str, format: str | None) -> str:
     from strata.api import post
 
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem) or "data"
+    name = as_identifier(Path(path).stem)
     suffix = Path(path).suffix.lstrip(".") or "text"
     body = {"dataset_id": name, "path": os.path.abspath(path), "format": format or suffix}
     return str(post(client.url, "/api/datasets", body)["id"])

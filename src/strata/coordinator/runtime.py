@@ -13,12 +13,15 @@ from typing import get_args
 import orjson
 
 import strata
+from strata.coordinator.auth.paths import ReadRules
 from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.http.feed import Feed
 from strata.coordinator.http.pages import Pages
+from strata.coordinator.http.streams import StreamPlaces
 from strata.coordinator.inspection.checkpoints import Verifications
-from strata.coordinator.inspection.datasets import Previews
+from strata.coordinator.inspection.datasets import DatasetInspection
+from strata.coordinator.inspection.processes import VERIFYING_VARIABLES, InspectionProcesses
 from strata.coordinator.journal.sqlite import Journal
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
@@ -57,23 +60,41 @@ class Runtime:
     watch: Watch
     started_at_s: float
     recipes: Recipes
+    inspection: DatasetInspection
+    verifications: Verifications
     tasks: TaskRunner | None = None
     """Once it runs; none where tasks are only kept."""
     task_secrets: TaskSecrets | None = None
     """Where secret values of tasks are kept; none where there is no folder for them."""
-    previews: Previews = field(default_factory=Previews)
-    verifications: Verifications = field(default_factory=Verifications)
+    event_readers: StreamPlaces = field(
+        default_factory=lambda: StreamPlaces(
+            "events", most=4_096, most_per_client=256, instead="ask /api/events/recent now and then"
+        )
+    )
+    log_followers: StreamPlaces = field(  # Each costs something with every line.
+        default_factory=lambda: StreamPlaces(
+            "the log", most=256, most_per_client=16, instead="ask /api/logs now and then with `after`"
+        )
+    )
     address: str = ""
+    _readers: tuple[InspectionProcesses, ...] = ()
     _fresh_logs: list[LogView] = field(default_factory=list)
 
     @classmethod
     def create(
-        cls, journal: Journal, limits: Limits, logs: LogStore, recipes: Iterable[Recipe] = BUILT_IN
+        cls,
+        journal: Journal,
+        limits: Limits,
+        logs: LogStore,
+        recipes: Iterable[Recipe] = BUILT_IN,
+        read_rules: ReadRules | None = None,
     ) -> Runtime:
         """A runtime with the journal's state; its engine is not running yet."""
         cluster, clock = Cluster(limits), SystemClock()
         engine = Engine(cluster, journal, clock)
         metrics, feed = CoordinatorMetrics(), Feed(boot_id=secrets.token_hex(4))
+        # Verifying takes long: it does not take the places of what somebody waits for.
+        quick, slow = InspectionProcesses(), InspectionProcesses(variables=VERIFYING_VARIABLES)
         runtime = cls(
             engine=engine,
             sessions=Sessions(engine),
@@ -84,6 +105,9 @@ class Runtime:
             watch=Watch(engine, metrics, logs, feed.publish, lambda: fleet_metrics(cluster, metrics)),
             started_at_s=time.time(),
             recipes=Recipes(recipes),
+            inspection=DatasetInspection(quick, read_rules),
+            verifications=Verifications(slow, read_rules),
+            _readers=(quick, slow),
         )
         engine.listeners += [
             runtime.metrics.committed,
@@ -102,6 +126,11 @@ class Runtime:
         """Whether a task may still act: it is known and has not ended."""
         task = self.engine.cluster.tasks.tasks.get(TaskId(task_id))
         return task is not None and task.status not in ENDED
+
+    def end_readers(self) -> None:
+        """Nobody waits for files any more."""
+        for processes in self._readers:
+            processes.close()
 
     async def pulse(self) -> None:
         """Once a second: what changes all the time is measured and published together."""

@@ -12,7 +12,7 @@ import signal
 import socket
 import sqlite3
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from strata.coordinator.auth.audit_log import AuditLog
 from strata.coordinator.auth.gatekeeper import LOOPBACK_NAMES, AccessRules, Gatekeeper
+from strata.coordinator.auth.paths import ReadRules
 from strata.coordinator.auth.peers import is_loopback
 from strata.coordinator.auth.tokens import TaskTokens, TokenStore
 from strata.coordinator.grpc.middleware import GrpcAccess
@@ -71,11 +72,14 @@ class PortTaken(StrataError):
 class Server:
     """A running coordinator. `grpc_port` and `http_port` are the ports it really has."""
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    def __init__(self, settings: CoordinatorSettings, *, private: Sequence[Path] = ()) -> None:
+        """`private`: further files that are read for nobody, such as the configuration."""
         self._settings = settings
         recipes = [*BUILT_IN, *read_recipes(settings.recipes_dir or settings.data_dir / "recipes")]
         self._journal = SqliteJournal(settings.data_dir)
-        self.runtime = Runtime.create(self._journal, settings.limits, _open_logs(settings), recipes)
+        self.runtime = Runtime.create(
+            self._journal, settings.limits, _open_logs(settings), recipes, _read_rules(settings, private)
+        )
         self._otel = _otel_export(settings, self.runtime)
         self._gatekeeper = Gatekeeper(
             _access_rules(settings),
@@ -143,6 +147,7 @@ class Server:
         if self._http:
             self.runtime.feed.close()
             self.runtime.logs.end_followers()
+            self.runtime.end_readers()
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # Connections we cut are no news.
             for server in self._http:
                 server.should_exit = True
@@ -194,6 +199,7 @@ class Server:
             runtime.logs,
             runtime.metrics,
             access,
+            runtime.inspection,
             heartbeat_interval_s=settings.heartbeat_interval,
             worker_config={"heartbeat_timeout": f"{settings.heartbeat_timeout:g}"},
         )
@@ -288,13 +294,15 @@ class Server:
             write_file(self.address_file, text, durable=False)
 
 
-async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None:
+async def serve(
+    settings: CoordinatorSettings, *, private: Sequence[Path] = (), announce: bool = True
+) -> None:
     """Run until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOPPING:  # Before anything is up, so that no signal finds it half-way.
         loop.add_signal_handler(number, stopped.set)
-    server = Server(settings)
+    server = Server(settings, private=private)
     try:
         await server.start()
         gc.collect()
@@ -319,15 +327,15 @@ async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None
             signal.signal(number, signal.SIG_IGN)  # Impatience must not tear the last steps.
 
 
-def run(settings: CoordinatorSettings) -> None:
+def run(settings: CoordinatorSettings, *, private: Sequence[Path] = ()) -> None:
     """`serve` on the fastest event loop there is. Raises `StrataError` for what a user can fix."""
     _allow_many_connections()
     try:
         import uvloop
     except ImportError:
-        asyncio.run(serve(settings))
+        asyncio.run(serve(settings, private=private))
     else:
-        uvloop.run(serve(settings))
+        uvloop.run(serve(settings, private=private))
 
 
 def _open_logs(settings: CoordinatorSettings) -> LogStore:
@@ -493,6 +501,15 @@ def _access_rules(settings: CoordinatorSettings) -> AccessRules:
         trust_loopback=settings.trust_loopback,
         certificate_roles=settings.certificate_roles,
         needs_credentials=bool(settings.secrets) or settings.tls_client_ca is not None,
+    )
+
+
+def _read_rules(settings: CoordinatorSettings, private: Sequence[Path]) -> ReadRules:
+    return ReadRules(
+        roots=settings.data_roots,
+        private=(*settings.private_files, *(path.absolute() for path in private)),
+        tasks=tasks_dir_of(settings),
+        previews=settings.previews,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from strata.config import read_config, setting
 from strata.coordinator.auth.gatekeeper import DIGEST_PREFIX
+from strata.coordinator.auth.paths import problems_of_roots
 from strata.coordinator.auth.peers import is_loopback
 from strata.coordinator.auth.principals import ROLES, Role
 from strata.core.barriers import BarrierLimits
@@ -154,6 +155,15 @@ class CoordinatorSettings:
     tokens: dict[str, str] = setting(
         dict, "Further secrets, as role = token (viewer, worker, operator, admin).", secret=True
     )
+    data_roots: tuple[str, ...] = setting(
+        (),
+        "Folders and buckets (s3://bucket/prefix) that the coordinator counts and previews for callers other than "
+        "admins; none: nothing is read for them.",
+        env="STRATA_DATA_ROOTS",
+    )
+    previews: bool = setting(
+        True, "Whether samples of datasets can be looked at over the API.", env="STRATA_PREVIEWS"
+    )
     trust_loopback: bool = setting(
         False,
         "Trust every user of this machine, not only the coordinator's own.",
@@ -201,6 +211,11 @@ class CoordinatorSettings:
     def named_secrets(self) -> list[tuple[str, str]]:
         named = [(f"tokens.{role}", token) for role, token in self.tokens.items() if token]
         return [("token", self.token), *named] if self.token else named
+
+    @property
+    def private_files(self) -> tuple[Path, ...]:
+        """The coordinator's own, which it reads for nobody."""
+        return (self.data_dir.absolute(), *(key.absolute() for key in (self.tls_key,) if key is not None))
 
     @property
     def connections_per_client(self) -> int:
@@ -263,6 +278,7 @@ def _contradictions(s: CoordinatorSettings) -> list[str]:
     problems += [
         f"{name} is {problem}" for name, token in s.named_secrets() if (problem := _weakness(token, s.host))
     ]
+    problems += problems_of_roots(s.data_roots, s.private_files)
     problems += [
         f"tokens.{role} is empty; a token must be something" for role, t in s.tokens.items() if not t
     ]

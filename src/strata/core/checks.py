@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 
 from strata.core.messages import DatasetSpec, InvalidArgument, Report, Resources, WorkerSpec, shorten
 
 NAME_LIMIT = 256
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 TEXT_LIMIT = 4096
 PAIRS_LIMIT = 64
 SAMPLES_LIMIT = 2**53  # beyond this JSON numbers lose digits
@@ -52,6 +54,18 @@ def name(field: str, value: str, *, limit: int = NAME_LIMIT) -> None:
             field,
             f"contains control characters ('{shorten(value, 40)}').",
             hint="Use letters, digits, '-', '_', '.', ':' or '/'.",
+        )
+
+
+def identifier(field: str, value: str) -> None:
+    """A name that is part of addresses and of file names: it can be neither a path nor anything but itself there."""
+    name(field, value)
+    if not _IDENTIFIER.fullmatch(value):
+        raise InvalidArgument(
+            field,
+            f"is '{shorten(value, 40)}'; only letters, digits and '-', '_', '.', ':' may be in it, and it begins with "
+            "a letter, a digit or '_'.",
+            hint="Choose such an id; metadata={'name': …} is a title for people.",
         )
 
 
@@ -145,7 +159,7 @@ def run(run_id: str, generation: int) -> None:
 
 
 def dataset(spec: DatasetSpec) -> None:
-    name("dataset_id", spec.dataset_id)
+    identifier("dataset_id", spec.dataset_id)
     name("path", spec.path, limit=TEXT_LIMIT)
     name("format", spec.format, limit=64)
     between("total_samples", spec.total_samples, 1, SAMPLES_LIMIT)

@@ -40,12 +40,14 @@ from strata.core.messages import (
     CreateTask,
     DatasetAccepted,
     DatasetRegistered,
+    DatasetRemoved,
     Decision,
     DeregisterWorker,
     EndAttempt,
     Event,
     Heartbeat,
     Instant,
+    JobId,
     LoopStalled,
     NoteProgress,
     NotifyCheckpoint,
@@ -61,6 +63,7 @@ from strata.core.messages import (
     RegisterDataset,
     Registered,
     RegisterWorker,
+    RemoveDataset,
     Reply,
     ReportRecovery,
     RestartTask,
@@ -137,6 +140,11 @@ class Cluster:
                     fact(registered)
                 spec = self.datasets.specs[command.spec.dataset_id]
                 return DatasetAccepted(spec=spec, created=registered is not None)
+            case RemoveDataset():
+                removed = self.datasets.decide_remove(command, now)
+                self.tasks.check_dataset_unused(command.dataset_id)
+                fact(removed)
+                return Accepted(reason=removed.reason)
             case ArriveAtBarrier():
                 member = self.membership.admit(
                     command.worker_id, incarnation=command.incarnation, generation=command.generation
@@ -149,9 +157,11 @@ class Cluster:
             case ReconcileCheckpoints():
                 return self._reconcile(command, now, fact)
             case CreateTask():
-                if command.spec.dataset_id is not None:
-                    self.datasets.get(command.spec.dataset_id)
+                name = command.spec.dataset_id
+                granted = self.datasets.decide_grant(name, JobId(command.spec.task_id), now) if name else None
                 created = self.tasks.decide_create(command, now)
+                if granted is not None:
+                    fact(granted)
                 fact(created)
                 return Accepted(reason=created.reason)
             case StopTask() | RestartTask() | QueueTask() | BeginAttempt() | EndAttempt() | NoteProgress():
@@ -247,7 +257,7 @@ class Cluster:
             command.worker_id, incarnation=command.incarnation, generation=command.generation
         )
         checks.between("epoch", command.epoch, 0, checks.SAMPLES_LIMIT)
-        self.datasets.get(command.dataset_id)
+        self.datasets.get_for(member.spec.job_id, command.dataset_id)
         key = (member.spec.job_id, command.dataset_id, command.epoch)
         moved = self.datasets.decide_plan(key, self.membership, now)
         if moved is not None:
@@ -299,7 +309,7 @@ class Cluster:
             case DatasetRegistered():
                 self.datasets.apply(event)
                 self.datasets.dirty_jobs.update(self.membership.jobs())
-            case ShardsMoved():
+            case ShardsMoved() | DatasetRemoved():
                 self.datasets.apply(event)
             case BarrierArrived() | BarrierReleased() | BarrierBroken():
                 self.barriers.apply(event)

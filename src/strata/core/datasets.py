@@ -26,6 +26,7 @@ from strata.core.messages import (
     Conflict,
     DatasetId,
     DatasetRegistered,
+    DatasetRemoved,
     DatasetSpec,
     Event,
     Instant,
@@ -33,15 +34,18 @@ from strata.core.messages import (
     Overloaded,
     ProgressReported,
     RegisterDataset,
+    RemoveDataset,
     ShardsMoved,
     Unknown,
     WorkerId,
     shorten,
 )
 from strata.core.sharding import Moves, ShardPlan, apply_moves, first_plan, moves_between, replan
+from strata.core.text import counted
 
 EPOCHS_KEPT = 3
 MAX_DATASETS = 1_000
+MAX_DATASETS_OF_A_JOB = 100
 SHARDS_PER_PROGRESS = 10_000
 DATASET_HINT = "Register it first: POST /api/datasets, or DatasetRegistry(...).register(...)."
 
@@ -99,6 +103,13 @@ class Datasets:
             raise Unknown("dataset", dataset_id, hint=DATASET_HINT)
         return spec
 
+    def get_for(self, job: JobId, dataset_id: DatasetId) -> DatasetSpec:
+        """The same for a job, which knows nothing of what is others' alone."""
+        spec = self.specs.get(dataset_id)
+        if spec is None or not spec.is_for(job):
+            raise Unknown("dataset", dataset_id, hint=DATASET_HINT)
+        return spec
+
     def epochs(self, job: JobId, dataset_id: DatasetId) -> list[int]:
         """Epochs that have a plan, the most recently opened last."""
         return [epoch for (j, d, epoch) in self.plans if (j, d) == (job, dataset_id)]
@@ -140,19 +151,60 @@ class Datasets:
         checks.dataset(spec)
         known = self.specs.get(spec.dataset_id)
         if known == spec:
-            return None
+            return self._decide_share(known, spec.jobs, now)
+        if known is not None and spec.jobs and not any(known.is_for(job) for job in spec.jobs):
+            raise Conflict(
+                f"Dataset '{spec.dataset_id}' belongs to another job.", hint="Register it under another id."
+            )
         if known is not None:
             raise Conflict(
                 f"Dataset '{spec.dataset_id}' is registered with other parameters: {_difference(known, spec)}.",
                 hint="Register it under another id, or pass the parameters it has.",
             )
         if len(self.specs) >= MAX_DATASETS:
-            raise Overloaded(f"{MAX_DATASETS:,} datasets are registered already.", hint="Use fewer.")
+            raise Overloaded(
+                f"{MAX_DATASETS:,} datasets are registered already, which is the limit.",
+                hint="Remove some that nobody reads: `strata datasets rm ID`.",
+            )
+        self._check_share(spec.jobs)
         return DatasetRegistered(
             spec=spec,
             reason=f"{spec.total_samples:,} samples in {spec.shard_count:,} shards",
             at_s=now.wall_s,
         )
+
+    def decide_grant(self, dataset_id: DatasetId, job: JobId, now: Instant) -> DatasetRegistered | None:
+        """A task was given the dataset: its job may read it, whoever else may."""
+        spec = self.get(dataset_id)
+        return None if spec.is_for(job) else self._decide_share(spec, (job,), now)
+
+    def _decide_share(
+        self, known: DatasetSpec, jobs: tuple[JobId, ...], now: Instant
+    ) -> DatasetRegistered | None:
+        """Who describes a dataset exactly as it is has it too: one more job, or everybody."""
+        if not known.jobs or (jobs and all(job in known.jobs for job in jobs)):
+            return None
+        if jobs:
+            self._check_share(jobs)
+            jobs = (*known.jobs, *(job for job in jobs if job not in known.jobs))
+        return DatasetRegistered(
+            spec=replace(known, jobs=jobs),
+            reason=f"shared by {counted(len(jobs), 'job')}" if jobs else "everybody's now",
+            at_s=self.registered_at_s[known.dataset_id],
+        )
+
+    def _check_share(self, jobs: tuple[JobId, ...]) -> None:
+        for job in jobs:
+            if sum(job in spec.jobs for spec in self.specs.values()) >= MAX_DATASETS_OF_A_JOB:
+                raise Overloaded(
+                    f"Job '{job}' has {MAX_DATASETS_OF_A_JOB} datasets of its own already, which is the limit.",
+                    hint="Use fewer, or have an operator remove some: `strata datasets rm ID`.",
+                )
+
+    def decide_remove(self, command: RemoveDataset, now: Instant) -> DatasetRemoved:
+        checks.text("reason", command.reason)
+        self.get(command.dataset_id)
+        return DatasetRemoved(dataset_id=command.dataset_id, reason=command.reason, at_s=now.wall_s)
 
     def decide_rebalance(self, membership: Membership, now: Instant) -> Iterator[ShardsMoved]:
         """New versions of every plan whose members or datasets changed."""
@@ -160,7 +212,11 @@ class Datasets:
             planned = {dataset_id for j, dataset_id, _ in self.plans if j == job}
             keys = [key for key in self.plans if key[0] == job]
             started = self._started(job)
-            keys += [(job, name, started.get(name, 0)) for name in self.specs if name not in planned]
+            keys += [
+                (job, name, started.get(name, 0))
+                for name, spec in self.specs.items()
+                if name not in planned and spec.is_for(job)
+            ]
             for key in keys:
                 moved = self.decide_plan(key, membership, now)
                 if moved is not None:
@@ -244,11 +300,13 @@ class Datasets:
 
     # --- facts ----------------------------------------------------------------------------------------------
 
-    def apply(self, event: DatasetRegistered | ShardsMoved) -> None:
+    def apply(self, event: DatasetRegistered | DatasetRemoved | ShardsMoved) -> None:
         match event:
             case DatasetRegistered():
                 self.specs[event.spec.dataset_id] = event.spec
                 self.registered_at_s[event.spec.dataset_id] = event.at_s
+            case DatasetRemoved():
+                self._removed(event.dataset_id)
             case ShardsMoved():
                 self._moved(event)
 
@@ -266,6 +324,13 @@ class Datasets:
         self.dirty_jobs.discard(job)
         for key in [key for key in self.plans if key[0] == job]:
             self._drop_plan(key)
+
+    def _removed(self, dataset_id: DatasetId) -> None:
+        for key in [key for key in self.plans if key[1] == dataset_id]:
+            self._drop_plan(key)
+        del self.specs[dataset_id], self.registered_at_s[dataset_id]
+        self._offsets.pop(dataset_id, None)
+        self._done = {key: done for key, done in self._done.items() if key[1] != dataset_id}
 
     def _drop_plan(self, key: PlanKey) -> None:
         del self.plans[key]

@@ -18,6 +18,7 @@ from strata.core.messages import (
     CheckpointStarted,
     CountersRestored,
     DatasetRegistered,
+    DatasetRemoved,
     Event,
     RecoveryRecorded,
     ShardsMoved,
@@ -65,6 +66,8 @@ def describe(event: Event | Change) -> EventText:
             return EventText("success", _because(event, f"{event.worker_id} is no longer slow"))
         case DatasetRegistered():
             return EventText("info", _because(event, f"dataset {event.spec.dataset_id} registered"))
+        case DatasetRemoved():
+            return EventText("info", _because(event, f"dataset {event.dataset_id} removed"))
         case ShardsMoved():
             what = f"shard plan {event.version} of {event.dataset_id}, epoch {event.epoch}"
             return EventText("info" if any(event.moved.values()) else "debug", _because(event, what))

@@ -73,6 +73,13 @@ class DatasetRegistered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetRemoved:
+    dataset_id: DatasetId
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardsMoved:
     """A new version of one plan, as the difference to the version before."""
 
@@ -299,6 +306,7 @@ Event = (
     | WorkerLeft
     | WorkerForgotten
     | DatasetRegistered
+    | DatasetRemoved
     | ShardsMoved
     | BarrierArrived
     | BarrierReleased

@@ -23,6 +23,7 @@ from strata.core.events import (
     CheckpointStarted,
     CountersRestored,
     DatasetRegistered,
+    DatasetRemoved,
     Event,
     RecoveryRecorded,
     ShardsMoved,
@@ -95,6 +96,7 @@ __all__ = [
     "DatasetAccepted",
     "DatasetId",
     "DatasetRegistered",
+    "DatasetRemoved",
     "DatasetSpec",
     "Decision",
     "DeregisterWorker",
@@ -124,6 +126,7 @@ __all__ = [
     "RegisterDataset",
     "RegisterWorker",
     "Registered",
+    "RemoveDataset",
     "Reply",
     "Report",
     "ReportRecovery",
@@ -179,6 +182,12 @@ class DeregisterWorker:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterDataset:
     spec: DatasetSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveDataset:
+    dataset_id: DatasetId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +347,7 @@ Command = (
     RegisterWorker
     | DeregisterWorker
     | RegisterDataset
+    | RemoveDataset
     | ArriveAtBarrier
     | NotifyCheckpoint
     | ReconcileCheckpoints

@@ -18,6 +18,7 @@ from strata.core.messages import (
     BeginAttempt,
     Conflict,
     CreateTask,
+    DatasetId,
     EndAttempt,
     Event,
     ExitCause,
@@ -104,6 +105,15 @@ class Tasks:
         if task is None:
             raise Unknown("task", task_id, hint=LIST_HINT)
         return task
+
+    def check_dataset_unused(self, dataset_id: DatasetId) -> None:
+        """Refuse where a task that has not ended reads it."""
+        for task_id, task in self.tasks.items():
+            if task.spec.dataset_id == dataset_id and task.status not in ENDED:
+                raise Conflict(
+                    f"Task '{task_id}' reads dataset '{dataset_id}'.",
+                    hint=f"Stop it first: strata stop {task_id}.",
+                )
 
     # --- decisions ------------------------------------------------------------------------------------------
 

@@ -52,6 +52,11 @@ class DatasetSpec:
     metadata: Mapping[str, str] = field(default_factory=dict)
     files: tuple[FileSpan, ...] = field(default=(), compare=False)
     """In order, where the coordinator could see them; empty when only workers can."""
+    jobs: tuple[JobId, ...] = field(default=(), compare=False)
+    """Whose it is: only these jobs see it and read it. Empty: everybody's."""
+
+    def is_for(self, job: JobId) -> bool:
+        return not self.jobs or job in self.jobs
 
     @property
     def shard_count(self) -> int:

@@ -122,7 +122,10 @@ def resources(m: pb.ResourceUsage) -> Resources:
     )
 
 
-def dataset_spec(m: pb.RegisterDatasetRequest, files: tuple[FileSpan, ...], total: int) -> DatasetSpec:
+def dataset_spec(
+    m: pb.RegisterDatasetRequest, files: tuple[FileSpan, ...], total: int, *, job: JobId | None = None
+) -> DatasetSpec:
+    """`job`: the only one that has it; none: everybody does."""
     return DatasetSpec(
         dataset_id=DatasetId(m.dataset_id),
         path=m.path,
@@ -133,6 +136,7 @@ def dataset_spec(m: pb.RegisterDatasetRequest, files: tuple[FileSpan, ...], tota
         seed=m.seed,
         metadata=dict(m.metadata),
         files=files,
+        jobs=(job,) if job is not None else (),
     )
 
 

@@ -26,6 +26,7 @@ from typing import Any, Literal
 from strata.backoff import Backoff
 from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
+from strata.core.text import as_identifier
 from strata.data.sampler import ElasticSampler
 from strata.errors import StrataError
 from strata.training.trace import Recovery
@@ -105,9 +106,11 @@ class CoordinatorLink:
     ) -> None:
         """So that everyone can see which data this is, how far it has come and what is being read."""
 
+        dataset_id = as_identifier(sampler.dataset)  # Usually the same; a name may hold anything.
+
         def register() -> None:
             self._orchestrator.register_dataset(
-                sampler.dataset,
+                dataset_id,
                 path,
                 data_format,
                 sampler.total,

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar, cast
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -20,9 +21,10 @@ from strata.coordinator.grpc.middleware import Context, GrpcAccess, barrier_text
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.grpc.streams import Streams
 from strata.coordinator.grpc.waits import Outcome
-from strata.coordinator.inspection.datasets import count_samples
+from strata.coordinator.inspection.datasets import DatasetInspection
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
+from strata.core import checks
 from strata.core.membership import Member
 from strata.core.messages import (
     DatasetAccepted,
@@ -90,6 +92,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         logs: LogStore,
         metrics: CoordinatorMetrics,
         access: GrpcAccess,
+        inspection: DatasetInspection,
         *,
         heartbeat_interval_s: float,
         worker_config: dict[str, str],
@@ -99,6 +102,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self.logs = logs
         self.metrics = metrics
         self.access = access
+        self.inspection = inspection
         self.heartbeat_interval_ms = int(heartbeat_interval_s * 1000)
         self.worker_config = worker_config
         self._streams = Streams(
@@ -166,8 +170,11 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def RegisterDataset(
         self, request: pb.RegisterDatasetRequest, context: Context, caller: Principal
     ) -> pb.RegisterDatasetResponse:
-        total, files = await count_samples(request.path, request.format, request.total_samples or None)
-        command = RegisterDataset(spec=wire.dataset_spec(request, files, total))
+        checks.identifier("dataset_id", request.dataset_id)
+        total, files = await self.inspection.count(
+            request.path, request.format, request.total_samples or None, caller
+        )
+        command = RegisterDataset(spec=wire.dataset_spec(request, files, total, job=caller.job))
         reply = cast(DatasetAccepted, await self.engine.submit(command))
         return pb.RegisterDatasetResponse(
             dataset_id=reply.spec.dataset_id,
@@ -182,7 +189,11 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> pb.ListDatasetsResponse:
         datasets = (await self.engine.settled()).datasets
         return pb.ListDatasetsResponse(
-            datasets=[wire.dataset(s, datasets.registered_at_s[i]) for i, s in datasets.specs.items()]
+            datasets=[
+                wire.dataset(spec, datasets.registered_at_s[name])
+                for name, spec in datasets.specs.items()
+                if caller.job is None or spec.is_for(caller.job)
+            ]
         )
 
     @_call
@@ -195,7 +206,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         member = cluster.membership.admit(
             worker_id, incarnation=request.incarnation, generation=request.generation
         )
-        spec = cluster.datasets.get(dataset_id)
+        spec = cluster.datasets.get_for(member.spec.job_id, dataset_id)
         key = (member.spec.job_id, dataset_id, int(request.epoch))
         if key not in cluster.datasets.plans:
             await self.engine.submit(
@@ -385,7 +396,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
 def _own_key(key: str, caller: Principal) -> str:
     """The values of a caller that is bound to a job are that job's own."""
-    return key if caller.job is None else f"job/{caller.job}/{key}"
+    return key if caller.job is None else f"job/{quote(caller.job, safe='')}/{key}"
 
 
 def _target(request: object) -> str:

@@ -13,7 +13,6 @@ from strata.coordinator.http.dependencies import (
     ThePrincipal,
     TheRuntime,
     page_response,
-    while_allowed,
 )
 from strata.coordinator.http.event_models import StreamEvent
 from strata.core import views
@@ -52,9 +51,7 @@ async def events(
 ) -> StreamingResponse:
     """Everything that happens, as server-sent events. Resumes after `Last-Event-ID`; `resync` means: reload."""
     last = request.headers.get("last-event-id")
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    stream = while_allowed(runtime.feed.follow(last), gatekeeper, principal)
-    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+    return runtime.event_readers.respond(runtime.feed.follow(last), request, gatekeeper, principal)
 
 
 @router.get("/api/events/recent", response_model=list[StreamEvent])

@@ -14,11 +14,12 @@ from strata.coordinator.http.dependencies import (
     NameFilter,
     NameInPath,
     Responses,
+    ThePrincipal,
     TheRuntime,
     page_response,
 )
 from strata.coordinator.http.middleware import ErrorBody, json_response
-from strata.coordinator.inspection.datasets import PreviewView, count_samples
+from strata.coordinator.inspection.datasets import PreviewView
 from strata.core import checks, views
 from strata.core.messages import (
     DatasetAccepted,
@@ -26,6 +27,7 @@ from strata.core.messages import (
     DatasetSpec,
     JobId,
     RegisterDataset,
+    RemoveDataset,
     Unknown,
     WorkerId,
 )
@@ -36,6 +38,7 @@ _REGISTERED: Responses = {
     200: {"model": views.DatasetView, "description": "Registered already"},
     409: {"model": ErrorBody, "description": "It exists already, and differs"},
 }
+_IN_USE: Responses = {409: {"model": ErrorBody, "description": "A task reads it"}}
 Epoch = Annotated[int | None, Query(ge=0, le=checks.SAMPLES_LIMIT)]
 
 
@@ -60,8 +63,11 @@ async def datasets(runtime: TheRuntime, request: Request) -> Response:
 
 
 @router.post("", response_model=views.DatasetView, status_code=201, responses=_REGISTERED)
-async def register_dataset(runtime: TheRuntime, body: RegisterDatasetBody) -> Response:
-    total, files = await count_samples(body.path, body.format, body.total_samples)
+async def register_dataset(
+    runtime: TheRuntime, principal: ThePrincipal, body: RegisterDatasetBody
+) -> Response:
+    checks.identifier("dataset_id", body.dataset_id)
+    total, files = await runtime.inspection.count(body.path, body.format, body.total_samples, principal)
     spec = DatasetSpec(
         dataset_id=DatasetId(body.dataset_id),
         path=body.path,
@@ -76,6 +82,14 @@ async def register_dataset(runtime: TheRuntime, body: RegisterDatasetBody) -> Re
     reply = cast(DatasetAccepted, await runtime.engine.submit(RegisterDataset(spec=spec)))
     cluster = await runtime.engine.settled()
     return json_response(views.dataset(cluster, reply.spec), status=201 if reply.created else 200)
+
+
+@router.delete("/{dataset_id}", status_code=204, responses={**NOT_FOUND, **_IN_USE})
+async def remove_dataset(runtime: TheRuntime, principal: ThePrincipal, dataset_id: NameInPath) -> Response:
+    """It is no longer known, and neither are its plans. Files are not touched."""
+    command = RemoveDataset(dataset_id=DatasetId(dataset_id), reason=f"removed by {principal.name}")
+    await runtime.engine.submit(command)
+    return Response(status_code=204)
 
 
 @router.get("/{dataset_id}/shards", response_model=views.ShardPlanView, responses=NOT_FOUND)
@@ -114,6 +128,7 @@ async def audit(
 @router.get("/{dataset_id}/preview", response_model=PreviewView, responses=NOT_FOUND)
 async def preview(
     runtime: TheRuntime,
+    principal: ThePrincipal,
     dataset_id: NameInPath,
     worker_id: NameFilter = None,
     limit: Annotated[int, Query(ge=1, le=20)] = 5,
@@ -122,4 +137,4 @@ async def preview(
     cluster = await runtime.engine.settled()
     spec = cluster.datasets.get(DatasetId(dataset_id))
     worker = WorkerId(worker_id) if worker_id is not None else None
-    return json_response(await runtime.previews.show(cluster, spec, worker, limit))
+    return json_response(await runtime.inspection.preview(cluster, spec, worker, limit, principal))

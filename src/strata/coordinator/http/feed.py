@@ -8,6 +8,7 @@ slow the engine: publishing is an append.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -19,6 +20,7 @@ import orjson
 from strata.core import stream_events
 from strata.core.messages import Event
 
+_NUMBER = re.compile(r"[0-9]{1,18}")
 ENTRIES_KEPT = 5_000
 BYTES_KEPT = 16_000_000
 RECENT_KEPT = 1_000
@@ -112,7 +114,7 @@ class Feed:
         if not last_event_id:
             return self._number, True
         boot, _, number = last_event_id.rpartition("-")
-        if boot != self._boot or not number.isdecimal() or int(number) > self._number:
+        if boot != self._boot or not _NUMBER.fullmatch(number) or int(number) > self._number:
             return self._number, False
         oldest = self._entries[0].number if self._entries else self._number + 1
         if int(number) + 1 < oldest:

@@ -18,7 +18,6 @@ from strata.coordinator.http.dependencies import (
     ThePrincipal,
     TheRuntime,
     Timestamp,
-    while_allowed,
 )
 from strata.coordinator.http.middleware import json_response
 from strata.coordinator.logs.archive import LogFilter
@@ -84,13 +83,10 @@ async def live_logs(
 
     Resumes after `Last-Event-ID`, or after the entry `after`.
     """
-    runtime.logs.check_followers()
     last = request.headers.get("last-event-id", "")
     after = last if re.fullmatch(ENTRY_ID, last) else wanted.after
     found = _stream(runtime.logs, replace(wanted, task_id=task_id, after=after))
-    stream = while_allowed(found, gatekeeper, principal)
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+    return runtime.log_followers.respond(found, request, gatekeeper, principal)
 
 
 async def _stream(logs: LogStore, wanted: LogFilter) -> AsyncGenerator[bytes]:

@@ -25,6 +25,7 @@ from strata.coordinator.http.permissions import need_of
 from strata.errors import StrataError
 
 BODY_LIMIT_BYTES = 1 << 20
+NUMBER_DIGITS = 18
 BODY_TIMEOUT_S = 20.0
 DISCARD_BYTES = 64 << 20
 DISCARD_S = 5.0
@@ -121,7 +122,7 @@ class AccessMiddleware:
         if changes and principal is not None:
             send = self._audited(scope, send, principal, connection)
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > BODY_LIMIT_BYTES:
+        if not length.isdecimal() or len(length) > NUMBER_DIGITS or int(length) > BODY_LIMIT_BYTES:
             await _discard(receive)
             await _too_large()(scope, receive, send)
             return

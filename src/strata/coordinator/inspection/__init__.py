@@ -1,1 +1,1 @@
-"""Reading files on behalf of the API, on threads that can be left behind."""
+"""Reading files on behalf of the API, in processes of their own."""

@@ -1,7 +1,7 @@
 """Re-hashing a registered checkpoint on behalf of the API: is every byte what was saved?
 
-Files are read on threads, a few checkpoints at a time, and only through their manifests; nothing is changed, opened
-or unpickled. A caller waits a moment for the answer; where the bytes are many it learns that the work continues, and
+Files are read in processes of their own, a few checkpoints at a time, only through their manifests, and only where whoever
+asks may have files read (`auth.paths`); nothing is changed, opened or unpickled. A caller waits a moment for the answer; where the bytes are many it learns that the work continues, and
 asks again for the outcome.
 """
 
@@ -11,7 +11,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import Literal
 
-from strata.coordinator.inspection.threads import begin
+from strata.coordinator.auth.paths import ReadRules, ReadScope
+from strata.coordinator.auth.principals import Principal
+from strata.coordinator.inspection.processes import ChildLimits, InspectionProcesses
 from strata.core.checkpoints import CheckpointRecord
 from strata.core.cluster import Cluster
 from strata.core.messages import CheckpointId, InvalidArgument, Overloaded, Unknown
@@ -19,6 +21,7 @@ from strata.core.messages import CheckpointId, InvalidArgument, Overloaded, Unkn
 AT_ONCE = 2
 PATIENCE_S = 15.0
 """How long a caller is kept waiting; the work continues."""
+LIMITS = ChildLimits(memory_bytes=4 << 30, cpu_s=6 * 3_600, wall_s=6 * 3_600.0)
 DAMAGES_SHOWN = 20
 LIST_HINT = "GET /api/checkpoints (or: strata checkpoints) lists the known ones."
 SEE_HINT = (
@@ -49,10 +52,14 @@ class VerificationView:
 class Verifications:
     """What is being verified now, and outcomes that nobody has asked for yet."""
 
-    def __init__(self) -> None:
-        self._begun: dict[CheckpointId, asyncio.Future[VerificationView]] = {}
+    def __init__(self, processes: InspectionProcesses, rules: ReadRules | None = None) -> None:
+        self._processes = processes
+        self._rules = rules or ReadRules()
+        self._started: dict[tuple[CheckpointId, ReadScope], asyncio.Task[VerificationView]] = {}
 
-    async def verify(self, cluster: Cluster, checkpoint_id: CheckpointId) -> VerificationView:
+    async def verify(
+        self, cluster: Cluster, checkpoint_id: CheckpointId, caller: Principal
+    ) -> VerificationView:
         """The outcome, or that it is under way. Asking twice is one verification."""
         record = cluster.checkpoints.records.get(checkpoint_id)
         if record is None or record.removed:
@@ -63,7 +70,8 @@ class Verifications:
                 f"names a checkpoint that is {record.status}.",
                 hint="Only completed ones have a manifest.",
             )
-        work = self._begun.get(checkpoint_id) or self._begin(record)
+        scope = self._rules.scope_of(caller, checkpoints=True)
+        work = self._started.get((checkpoint_id, scope)) or self._start(record, scope)
         await asyncio.wait({work}, timeout=PATIENCE_S)
         if not work.done():
             return VerificationView(
@@ -73,75 +81,66 @@ class Verifications:
                 damages=[],
                 reason="verification in progress; ask again for the outcome",
             )
-        self._begun.pop(checkpoint_id, None)
+        self._started.pop((checkpoint_id, scope), None)
         return work.result()
 
-    def _begin(self, record: CheckpointRecord) -> asyncio.Future[VerificationView]:
-        self._begun = {key: work for key, work in self._begun.items() if not work.done()}
-        if len(self._begun) >= AT_ONCE:
+    def _start(self, record: CheckpointRecord, scope: ReadScope) -> asyncio.Task[VerificationView]:
+        self._started = {key: work for key, work in self._started.items() if not work.done()}
+        if len(self._started) >= AT_ONCE:
             raise Overloaded(
                 f"{AT_ONCE} checkpoints are being verified, which is the limit.",
                 hint="Try again when one is done.",
             )
-        work = begin(_verify, record, name="verifying")
-        work.add_done_callback(lambda ended: ended.exception())  # Whoever asked may have left.
-        self._begun[record.checkpoint_id] = work
+        work = asyncio.create_task(self._verify(record, scope), name="verifying")
+        work.add_done_callback(_heard)
+        self._started[record.checkpoint_id, scope] = work
         return work
 
+    async def _verify(self, record: CheckpointRecord, scope: ReadScope) -> VerificationView:
+        from strata.checkpoint.catalog.manifest import SUFFIX
+        from strata.checkpoint.catalog.naming import manifest_key
 
-def _verify(record: CheckpointRecord) -> VerificationView:
-    from strata.checkpoint.catalog.listing import Catalog, Entry
-    from strata.checkpoint.catalog.manifest import SUFFIX
-    from strata.checkpoint.catalog.naming import manifest_key
-    from strata.checkpoint.errors import Damaged
-    from strata.checkpoint.verify import verify_entry
-    from strata.errors import StrataError
-    from strata.stores import open_store
-    from strata.stores.protocol import NotFound
-
-    folder, _, name = record.path.rpartition("/")
-    if not (record.path.startswith("/") or "://" in record.path) or not folder or not name:
-        raise InvalidArgument(
-            "path", f"'{record.path}' is not a path or URL that the coordinator can read.", hint=SEE_HINT
-        )
-    key = name if name.endswith(SUFFIX) else manifest_key(name.rpartition(".")[0])
-    try:
-        store = open_store(folder)
-        manifest = Catalog(store).read(key)
-        if manifest.checkpoint_id != record.checkpoint_id:
-            return _outcome(
-                record, [_whole_file(record, f"another checkpoint is there: {manifest.checkpoint_id}")]
+        folder, _, name = record.path.rpartition("/")
+        if not (record.path.startswith("/") or "://" in record.path) or not folder or not name:
+            raise InvalidArgument(
+                "path", f"'{record.path}' is not a path or URL that the coordinator can read.", hint=SEE_HINT
             )
-        verified = verify_entry(store, Entry(key=key, manifest=manifest))
-    except Damaged as error:
-        return _outcome(record, [_whole_file(record, error.reason)])
-    except NotFound:
-        return _outcome(record, [_whole_file(record, "its manifest is missing")])
-    except (StrataError, OSError, ValueError) as error:
-        raise InvalidArgument("path", f"'{record.path}' cannot be read: {error}", hint=SEE_HINT) from error
-    damages = [
-        DamageView(
-            path=damage.path,
-            reason=damage.reason,
-            start_bytes=damage.start_bytes,
-            end_bytes=damage.end_bytes,
-            tensors=[tensor.name for tensor in damage.tensors[:DAMAGES_SHOWN]],
+        request = {
+            "kind": "verify",
+            "path": record.path,
+            "folder": folder,
+            "key": name if name.endswith(SUFFIX) else manifest_key(name.rpartition(".")[0]),
+            "checkpoint_id": record.checkpoint_id,
+            "shown": DAMAGES_SHOWN,
+        }
+        found = await self._processes.run(
+            request,
+            field="path",
+            scope=scope,
+            client=f"verification of {record.checkpoint_id}",
+            limits=LIMITS,
+            hint=SEE_HINT,
         )
-        for damage in verified.damages
-    ]
-    return _outcome(record, damages)
+        if "missing" in found:
+            return _outcome(record, [_whole_file(record, found["missing"])], 1)
+        return _outcome(record, [DamageView(**damage) for damage in found["damages"]], found["count"])
+
+
+def _heard(ended: asyncio.Task[VerificationView]) -> None:
+    if not ended.cancelled():
+        ended.exception()  # Whoever asked may have left.
 
 
 def _whole_file(record: CheckpointRecord, reason: str) -> DamageView:
     return DamageView(path=record.path, reason=reason, start_bytes=0, end_bytes=record.size_bytes, tensors=[])
 
 
-def _outcome(record: CheckpointRecord, damages: list[DamageView]) -> VerificationView:
-    many = f"{len(damages):,} corrupted ranges" if len(damages) > 1 else "1 corrupted range"
+def _outcome(record: CheckpointRecord, damages: list[DamageView], count: int) -> VerificationView:
+    many = f"{count:,} corrupted ranges" if count > 1 else "1 corrupted range"
     return VerificationView(
         checkpoint_id=record.checkpoint_id,
         status="damaged" if damages else "whole",
         size_bytes=record.size_bytes,
-        damages=damages[:DAMAGES_SHOWN],
+        damages=damages,
         reason=many if damages else "checksums match",
     )

@@ -1,39 +1,34 @@
 """Looking at a dataset's files on behalf of the API: how many samples there are, and what some look like.
 
-Files are read on threads, a few at a time, never on the event loop, and nobody waits for them for ever: not the
-caller, and not a coordinator that stops. Which samples a worker is at is a question to the state; reading and
-shortening them is `strata.data`'s work.
+What is read, and for whom, `auth.paths` decides for each call; the reading happens in a process of its own, one at a time
+for each client. Which samples a worker is at is a question to the state; reading and shortening them is `strata.data`'s
+work.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from itertools import accumulate
+from typing import Any
 
-import numpy as np
-
-from strata.coordinator.inspection.threads import begin
+from strata.coordinator.auth.paths import PathRefused, ReadRules, ReadScope
+from strata.coordinator.auth.principals import Principal
+from strata.coordinator.inspection.child import TOKEN_FORMATS
+from strata.coordinator.inspection.processes import ChildLimits, InspectionProcesses
 from strata.core.cluster import Cluster
 from strata.core.messages import DatasetSpec, FileSpan, InvalidArgument, WorkerId
 from strata.core.order import EpochOrder
 
-READERS_KEPT = 8
-AT_ONCE = 2
 POSITION = "data_position"
 """The figure by which a worker that reads in global order says where it is."""
-TOKEN_FORMATS = ("tokens", "token-index")
-TOKENS_SHOWN = 128
-
-PATIENCE_S = 20.0
+LIMITS = ChildLimits()
 COUNT_HINT = "Give total_samples when only the workers can see the files, or when counting takes long."
 PREVIEW_HINT = "A preview needs a path that the coordinator can see."
 
-_gate = asyncio.Semaphore(AT_ONCE)
-T = TypeVar("T")
+Counted = tuple[int, tuple[FileSpan, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,67 +43,79 @@ class PreviewView:
     """Field by field what can be shown of each."""
 
 
-class Reader(Protocol):
-    def __len__(self) -> int: ...
+class DatasetInspection:
+    def __init__(
+        self,
+        processes: InspectionProcesses,
+        rules: ReadRules | None = None,
+        *,
+        limits: ChildLimits = LIMITS,
+    ) -> None:
+        self._processes = processes
+        self._rules = rules or ReadRules()
+        self._limits = limits
+        self._counting: dict[tuple[str, str, ReadScope], asyncio.Task[Counted]] = {}
 
-    def read(self, samples: Sequence[int]) -> list[dict[str, Any]]: ...
+    async def count(self, path: str, format: str, total_samples: int | None, caller: Principal) -> Counted:
+        """The number of samples, and the files they are in where this machine can see them. With a number given,
+        nothing is read. Many workers that register the same dataset at once are one count."""
+        if total_samples is not None:
+            return total_samples, ()
+        if format in TOKEN_FORMATS:
+            raise InvalidArgument(
+                "total_samples", "is missing.", hint="Say how many sequences the index has."
+            )
+        scope = self._rules.scope_of(caller)
+        key = (path, format, scope)
+        counting = self._counting.get(key)
+        if counting is None:
+            counting = asyncio.create_task(self._count(path, format, scope, caller.name), name="counting")
+            self._counting[key] = counting
+            counting.add_done_callback(lambda ended: self._counted(key, ended))
+        return await asyncio.shield(counting)
 
+    async def _count(self, path: str, format: str, scope: ReadScope, client: str) -> Counted:
+        request = {"kind": "count", "path": path, "format": format}
+        found = await self._processes.run(
+            request, field="path", scope=scope, client=client, limits=self._limits, hint=COUNT_HINT
+        )
+        files = tuple(FileSpan(path=name, samples=samples) for name, samples in found["files"])
+        return found["total"], files
 
-async def count_samples(
-    path: str, format: str, total_samples: int | None
-) -> tuple[int, tuple[FileSpan, ...]]:
-    """The number of samples, and the files they are in where this process can see them."""
-    if total_samples is not None:
-        return total_samples, ()
-    return await _on_thread(_count, path, format)
+    def _counted(self, key: tuple[str, str, ReadScope], ended: asyncio.Task[Counted]) -> None:
+        del self._counting[key]
+        if not ended.cancelled():
+            ended.exception()  # Nobody may be waiting any more; then nobody needs to know.
 
-
-async def _on_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Run `work` on a thread that can be left behind; its place is free again when it has really ended."""
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            await _gate.acquire()
-            ended = begin(work, *arguments, name="sampling")
-            ended.add_done_callback(_leave)
-            return await asyncio.shield(ended)
-    except TimeoutError:
-        raise InvalidArgument(
-            "path", f"could not be read within {PATIENCE_S:.0f} s.", hint=COUNT_HINT
-        ) from None
-
-
-def _leave(ended: asyncio.Future[Any]) -> None:
-    _gate.release()
-    ended.exception()  # Nobody may be waiting any more; then nobody needs to know.
-
-
-def _count(path: str, format: str) -> tuple[int, tuple[FileSpan, ...]]:
-    from strata.data.errors import DataError
-    from strata.data.reader import discover
-
-    if format in TOKEN_FORMATS:
-        raise InvalidArgument("total_samples", "is missing.", hint="Say how many sequences the index has.")
-    try:
-        found = discover(path, format)
-    except DataError as error:
-        raise InvalidArgument("path", error.message, hint=error.hint or COUNT_HINT) from error
-    except (OSError, ValueError) as error:
-        raise InvalidArgument("path", f"cannot be read: {error}.", hint=COUNT_HINT) from error
-    spans = tuple(FileSpan(path=file.path, samples=file.samples) for file in found.files)
-    return found.total, spans
-
-
-class Previews:
-    """Samples of registered datasets. Keeps the readers of the datasets asked for last."""
-
-    def __init__(self) -> None:
-        self._readers: OrderedDict[str, Reader] = OrderedDict()
-
-    async def show(
-        self, cluster: Cluster, spec: DatasetSpec, worker_id: WorkerId | None, limit: int
+    async def preview(
+        self,
+        cluster: Cluster,
+        spec: DatasetSpec,
+        worker_id: WorkerId | None,
+        limit: int,
+        caller: Principal,
     ) -> PreviewView:
+        if not self._rules.previews:
+            raise PathRefused(
+                "Previews are switched off here.",
+                hint="An operator sets previews = true under [coordinator].",
+            )
         epoch, shard_id, indices = current_position(cluster, spec, worker_id, limit)
-        samples = await _on_thread(self._read, spec, indices)
+        samples = await self._processes.run(
+            {
+                "kind": "preview",
+                "path": spec.path,
+                "format": spec.format,
+                "metadata": dict(spec.metadata),
+                "indices": indices,
+                "files": _files_of(spec, indices),
+            },
+            field="dataset",
+            scope=self._rules.scope_of(caller),
+            client=caller.name,
+            limits=self._limits,
+            hint=PREVIEW_HINT,
+        )
         return PreviewView(
             dataset_id=spec.dataset_id,
             worker_id=worker_id,
@@ -118,55 +125,18 @@ class Previews:
             samples=samples,
         )
 
-    def _read(self, spec: DatasetSpec, indices: list[int]) -> list[dict[str, Any]]:
-        from strata.data.errors import DataError
-        from strata.data.preview import preview
-        from strata.data.tokens.errors import TokenDataError
 
-        try:
-            reader = self._reader(spec)
-            return preview(reader.read([i for i in indices if i < len(reader)]))
-        except (DataError, TokenDataError) as error:
-            raise InvalidArgument("dataset", error.message, hint=error.hint or PREVIEW_HINT) from error
-        except (OSError, ValueError) as error:
-            raise InvalidArgument("dataset", f"cannot be read: {error}.", hint=PREVIEW_HINT) from error
-
-    def _reader(self, spec: DatasetSpec) -> Reader:
-        from strata.data.reader import DatasetReader
-
-        known = self._readers.pop(spec.dataset_id, None)
-        if known is None:
-            tokens = spec.format in TOKEN_FORMATS
-            known = _TokenReader(spec) if tokens else DatasetReader(spec.path, spec.format)
-        self._readers[spec.dataset_id] = known
-        while len(self._readers) > READERS_KEPT:
-            self._readers.popitem(last=False)
-        return known
-
-
-class _TokenReader:
-    """Sequences of a token index: their ids, and their text where bytes are the tokens."""
-
-    def __init__(self, spec: DatasetSpec) -> None:
-        from strata.data.tokens.index import TokenIndex
-        from strata.data.tokens.sequences import SequenceReader
-
-        length = int(spec.metadata.get("seq_length", "128"))
-        self._sequences = SequenceReader(TokenIndex(spec.path), max(1, length))
-
-    def __len__(self) -> int:
-        return self._sequences.count
-
-    def read(self, samples: Sequence[int]) -> list[dict[str, Any]]:
-        inputs, _ = self._sequences.read(np.asarray(samples, np.int64))
-        shown = []
-        for row in inputs:
-            tokens = row[:TOKENS_SHOWN]
-            fields: dict[str, Any] = {"tokens": tokens.tolist()}
-            if self._sequences.index.meta.tokenizer == "bytes":
-                fields["text"] = bytes(int(t) for t in row if t < 256).decode(errors="replace")
-            shown.append(fields)
-        return shown
+def _files_of(spec: DatasetSpec, indices: list[int]) -> list[tuple[str, int | None, list[tuple[int, int]]]]:
+    """The files that hold some samples: path, samples in it, and of each sample wanted its number and row there."""
+    if not spec.files:
+        return [(spec.path, None, [(index, index) for index in indices])]
+    ends = list(accumulate(file.samples for file in spec.files))
+    wanted: dict[int, list[tuple[int, int]]] = {}
+    for index in indices:
+        number = bisect_right(ends, index)
+        first = ends[number] - spec.files[number].samples
+        wanted.setdefault(number, []).append((index, index - first))
+    return [(spec.files[number].path, spec.files[number].samples, rows) for number, rows in wanted.items()]
 
 
 def current_position(

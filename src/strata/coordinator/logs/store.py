@@ -22,7 +22,6 @@ from itertools import islice
 from strata.coordinator.logs.archive import LogArchive, LogFilter, number_of
 from strata.core.loglines import LogLine
 from strata.core.logtext import LEVELS, Tidy, clean, level_of
-from strata.core.messages import Overloaded
 from strata.core.views import LogView
 
 ENTRIES_KEPT = 20_000
@@ -41,7 +40,6 @@ LATEST_S = 1e11
 """Far beyond any clock that is merely wrong; a line that claims a later time is given the present."""
 COALESCE_S = 0.1
 KEEPALIVE_S = 15.0
-FOLLOWERS = 64
 FOLLOWED_AT_ONCE = 1_000
 """A reader that follows is sent so many entries at a time, and how many more there were."""
 RESUMED_AT_ONCE = 10_000
@@ -256,14 +254,6 @@ class LogStore:
         if self.archive is None or len(found) >= limit or wanted.after_number >= oldest:
             return found
         return found + await asyncio.to_thread(self.archive.search, limit - len(found), wanted, below=oldest)
-
-    def check_followers(self) -> None:
-        """Each costs something with every line, so there are not any number of them."""
-        if self.followers >= FOLLOWERS:
-            raise Overloaded(
-                f"{self.followers} readers follow the log already, which is the limit.",
-                hint="Close one, or ask /api/logs now and then with `after`.",
-            )
 
     async def follow(self, wanted: LogFilter) -> AsyncIterator[list[LogView] | Missed]:
         """Entries as they come, oldest first, from the one after `wanted.after` or from now on. Empty: still here."""

@@ -7,6 +7,7 @@ groups are large are slow to read in a shuffled order: write them with row group
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +59,8 @@ class _Columnar:
         pa = arrow("Parquet and Arrow files")
         try:
             return self._load(number)
+        except MemoryError:  # Arrow's own is one of its exceptions too, and says nothing about the file.
+            raise
         except (pa.ArrowException, OSError) as error:
             raise DataError.at(
                 self._source.path, f"damaged ({error})", line=number + 1, unit="row group"
@@ -75,6 +78,8 @@ def _opened(format: ColumnarFormat, source: Source) -> Pieces:
     pa = arrow("Parquet and Arrow files")
     try:
         return format.pieces(source)
+    except MemoryError:
+        raise
     except (pa.ArrowException, OSError) as error:
         raise DataError.at(source.path, f"not a readable {format.name} file ({error})") from error
 
@@ -104,7 +109,8 @@ def _ipc(source: Source) -> Pieces:
 def _file(source: Source) -> Any:
     pa = arrow("Parquet and Arrow files")
     if isinstance(source, LocalSource) and source.size_bytes:
-        return pa.memory_map(source.path)
+        # Through the file that is open, not its path: that may lead elsewhere by now.
+        return pa.BufferReader(pa.py_buffer(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)))
     return pa.PythonFile(SourceFile(source), mode="r")
 
 

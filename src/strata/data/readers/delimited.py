@@ -134,7 +134,12 @@ class _Delimited:
 
 def _without_header(source: Source, index: FileIndex) -> tuple[FileIndex, bytes]:
     """The index of the rows after the first record, and that record."""
-    offset, header = next(Blocks(source, index, quoted=True).lines(0))
+    found = next(Blocks(source, index, quoted=True).lines(0), None)
+    if found is None:
+        raise DataError.at(
+            source.path, "it changes while it is read", hint="Data must not change: copy it to a plain file."
+        )
+    offset, header = found
     first, starts = index.arrays["first"], index.arrays["offset"].copy()
     starts[0] = offset + len(header)
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 
+from strata.core.text import as_identifier
 from strata.data.errors import DataError
 from strata.data.sources import find, is_remote
 from strata.data.tokens.builder import BuildOptions, build_index
@@ -57,7 +58,7 @@ def main() -> None:
             )
             report = build_index(
                 dataset_files(task.dataset),
-                task.task_dir / f"{task.dataset.id}.index",
+                task.task_dir / f"{as_identifier(task.dataset.id)}.index",
                 tokenizer=task.config["tokenizer"],
                 options=options,
                 progress=_Progress(presence),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from strata.core.text import as_identifier
 from strata.errors import StrataError
 from strata.files import write_file
 from strata.launch.context import TaskContext, current_task
@@ -41,7 +42,8 @@ def prepare(task: TaskContext) -> Path:
         if not config.exists():
             files = _files(task, folder)
             # The coordinator knows the index by this name. Another task may cut the same text into other sequences.
-            index = folder / f"{(task.dataset.id if task.dataset else SAMPLE)[:100]}-{task.task_id}.index"
+            name = as_identifier(task.dataset.id)[:100] if task.dataset else SAMPLE
+            index = folder / f"{name}-{task.task_id}.index"
             _build_index(task, files, index)
             _write(config, settings(task, files, index))
     return config

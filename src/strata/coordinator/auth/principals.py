@@ -35,6 +35,11 @@ class Principal:
     job: JobId | None = None
     """The only job it acts for and sees; none: all of them."""
 
+    @property
+    def client(self) -> str:
+        """Who shares a budget: all that is done for one job, or with one credential that is bound to none."""
+        return f"job {self.job}" if self.job is not None else self.name
+
     def may(self, need: Role) -> bool:
         return ROLES.index(self.role) >= ROLES.index(need)
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar, cast
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -116,7 +117,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         known = (await self.engine.settled()).membership.members.get(WorkerId(request.worker_id))
         if known is not None:
             self._check_owner(known, caller)
-        reply = cast(Registered, await self.engine.submit(wire.register_worker(request)))
+        reply = cast(
+            Registered, await self.engine.submit(wire.register_worker(request), client=caller.client)
+        )
         membership = (await self.engine.settled()).membership
         roster = membership.roster(job)
         return pb.RegisterWorkerResponse(
@@ -157,7 +160,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: pb.DeregisterWorkerRequest, context: Context, caller: Principal
     ) -> pb.DeregisterWorkerResponse:
         self._check_worker(request.worker_id, request.incarnation, caller)
-        await self.engine.submit(wire.deregister_worker(request))
+        await self.engine.submit(wire.deregister_worker(request), client=caller.client)
         return pb.DeregisterWorkerResponse(acknowledged=True)
 
     # --- data -----------------------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> pb.RegisterDatasetResponse:
         total, files = await count_samples(request.path, request.format, request.total_samples or None)
         command = RegisterDataset(spec=wire.dataset_spec(request, files, total))
-        reply = cast(DatasetAccepted, await self.engine.submit(command))
+        reply = cast(DatasetAccepted, await self.engine.submit(command, client=caller.client))
         return pb.RegisterDatasetResponse(
             dataset_id=reply.spec.dataset_id,
             total_shards=reply.spec.shard_count,
@@ -205,7 +208,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                     generation=request.generation,
                     dataset_id=dataset_id,
                     epoch=int(request.epoch),
-                )
+                ),
+                client=caller.client,
             )
             cluster = await self.engine.settled()
         datasets = cluster.datasets
@@ -271,7 +275,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         if request.job_id:
             caller.require_job(JobId(request.job_id))
         command = wire.notify_checkpoint(request)
-        await self.engine.submit(command)
+        await self.engine.submit(command, client=caller.client)
         return pb.CheckpointAck(
             acknowledged=True,
             checkpoint_id=request.checkpoint_id,
@@ -285,7 +289,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._check_worker(request.worker_id, request.incarnation, caller)
         if request.job_id:
             caller.require_job(JobId(request.job_id))
-        reply = cast(Reconciled, await self.engine.submit(wire.reconcile_checkpoints(request)))
+        reply = cast(
+            Reconciled, await self.engine.submit(wire.reconcile_checkpoints(request), client=caller.client)
+        )
         return pb.ReconcileCheckpointsResponse(
             made=reply.made, revision=reply.revision, removed=reply.removed, unknown=reply.unknown
         )
@@ -332,7 +338,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: pb.ReportRecoveryRequest, context: Context, caller: Principal
     ) -> pb.ReportRecoveryResponse:
         self._check_worker(request.worker_id, request.incarnation, caller)
-        await self.engine.submit(wire.report_recovery(request))
+        await self.engine.submit(wire.report_recovery(request), client=caller.client)
         return pb.ReportRecoveryResponse(acknowledged=True)
 
     # --- values ---------------------------------------------------------------------------------------------
@@ -356,7 +362,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             expected_version=request.expected_version,
             soft=request.soft,
         )
-        reply = cast(Swapped, await self.engine.submit(command))
+        reply = cast(Swapped, await self.engine.submit(command, client=caller.client))
         return pb.ValueResponse(swapped=reply.made, value=reply.body, version=reply.version)
 
     # --- session --------------------------------------------------------------------------------------------
@@ -384,8 +390,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 def _own_key(key: str, caller: Principal) -> str:
-    """The values of a caller that is bound to a job are that job's own."""
-    return key if caller.job is None else f"job/{caller.job}/{key}"
+    """The values of a caller that is bound to a job are that job's own, whatever the job is called."""
+    return key if caller.job is None else f"job/{quote(caller.job, safe='')}/{key}"
 
 
 def _target(request: object) -> str:

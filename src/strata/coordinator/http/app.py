@@ -59,6 +59,7 @@ _ERRORS: Responses = {
         413: "The body is too large",
         422: "A value cannot be right",
         503: "Too much to do; try again",
+        507: "The coordinator's disk is full; nothing was changed",
     }.items()
 }
 

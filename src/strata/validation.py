@@ -155,7 +155,7 @@ def _validator() -> Any:
         {
             "object": lambda _, value: isinstance(value, Mapping),
             "integer": lambda _, value: isinstance(value, int) and not isinstance(value, bool),
-            "number": lambda _, value: _is_number(value) and math.isfinite(value),
+            "number": lambda _, value: _is_number(value) and _is_finite(value),
         }
     )
     keywords = {"additionalProperties": additional, "required": required}
@@ -180,7 +180,7 @@ def _message(error: ValidationError) -> str:
     value, limit = error.instance, error.validator_value
     match error.validator:
         case "type":
-            wanted = "a finite number" if _is_number(value) and not math.isfinite(value) else _TYPES[limit]
+            wanted = "a finite number" if _is_number(value) and not _is_finite(value) else _TYPES[limit]
             return f"must be {wanted}, not {_shown(value)}"
         case "enum":
             return f"must be one of {', '.join(map(str, limit))}, not {_shown(value)}"
@@ -210,6 +210,10 @@ def _range(schema: Any) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _is_finite(value: float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)  # An integer may be beyond what a float can hold.
 
 
 def _is_number(value: Any) -> bool:

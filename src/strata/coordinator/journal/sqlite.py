@@ -274,7 +274,7 @@ def _damaged(path: Path, what: str) -> JournalError:
 def _decode(path: Path, kind: str, body: bytes) -> Event:
     try:
         return codec.decode(kind, body)
-    except (KeyError, msgspec.MsgspecError) as error:
+    except (KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise JournalError(
             f"The journal {path} holds a {kind} that this version cannot read: {error}.",
             hint="Use the version of Strata that wrote it.",

@@ -6,7 +6,24 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-NUMBERS = (0, 1, 2, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
+NUMBERS = (
+    0,
+    1,
+    2,
+    7,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+)
 TEXTS = (
     "",
     " ",
@@ -93,7 +110,9 @@ def _double(out: bytearray, chance: Random) -> None:
 
 def _insert(out: bytearray, chance: Random) -> None:
     at = chance.randrange(len(out) + 1)
-    piece = chance.choice((b"\0" * 8, b"\xff" * 8, chance.randbytes(chance.choice((1, 3, 16, 100))), b"\n", b'"', b"{[" * 50))
+    piece = chance.choice(
+        (b"\0" * 8, b"\xff" * 8, chance.randbytes(chance.choice((1, 3, 16, 100))), b"\n", b'"', b"{[" * 50)
+    )
     out[at:at] = piece
 
 

@@ -636,10 +636,25 @@ viewer = "0123456789abcdef-viewer"
 """
 
     def make(self, chance: Random) -> bytes:
-        values = ("1", "-1", "1e400", '"x"', "[]", "[1]", "{}", "{a = 1}", "true", "1979-05-27", "nan", "0x" + "f" * 400)
+        values = (
+            "1",
+            "-1",
+            "1e400",
+            '"x"',
+            "[]",
+            "[1]",
+            "{}",
+            "{a = 1}",
+            "true",
+            "1979-05-27",
+            "nan",
+            "0x" + "f" * 400,
+        )
         lines = self._seed.decode().splitlines()
         for _ in range(chance.choice((0, 1, 3))):
-            lines.insert(chance.choice((1, 2, len(lines))), f"{chance.choice(self._keys)} = {chance.choice(values)}")
+            lines.insert(
+                chance.choice((1, 2, len(lines))), f"{chance.choice(self._keys)} = {chance.choice(values)}"
+            )
         data = "\n".join(lines).encode()
         if chance.random() < 0.6:
             data = mutated(data, chance)

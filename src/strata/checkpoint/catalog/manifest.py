@@ -172,7 +172,9 @@ def decode(raw: bytes, *, path: str) -> Manifest:
         if raw != _seal(sealed):
             raise Damaged(path=path, reason="the manifest does not match its own digest")
         body = json.loads(sealed.decode(), parse_constant=_refuse)
-        if b"\\ud" in sealed.lower():  # Half a character, written as an escape, is text that nobody can write down.
+        if (
+            b"\\ud" in sealed.lower()
+        ):  # Half a character, written as an escape, is text that nobody can write down.
             json.dumps(body, ensure_ascii=False).encode()
         if body["schema"] not in READABLE:
             raise Damaged(

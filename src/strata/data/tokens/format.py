@@ -99,7 +99,9 @@ class IndexHeader:
             identity,
         ) = cls._FIELDS.unpack_from(data)
         if token_bytes not in (2, 4) or not entry_interval:
-            raise InvalidIndex("Token index header is damaged: its numbers cannot be.", hint="Build it again.")
+            raise InvalidIndex(
+                "Token index header is damaged: its numbers cannot be.", hint="Build it again."
+            )
         return cls(
             version=version,
             token_bytes=token_bytes,

@@ -66,6 +66,11 @@ def post(
     return _call(api, path, data, token=token, timeout_s=timeout_s)
 
 
+def delete(api: str, path: str, *, token: str = "") -> None:
+    with _open(api, path, token=token, method="DELETE"):
+        pass
+
+
 def events(api: str, path: str, *, last_id: str = "") -> Iterator[tuple[str, Any]]:
     """Server-sent events, as (kind, data), until the coordinator ends the stream."""
     with _open(
@@ -101,9 +106,11 @@ def _open(
     headers: Mapping[str, str] | None = None,
     token: str = "",
     timeout_s: float | None = None,
+    method: str | None = None,
 ) -> Any:
     try:
-        request = urllib.request.Request(api.rstrip("/") + path, data=data, headers=dict(headers or {}))
+        url = api.rstrip("/") + path
+        request = urllib.request.Request(url, data=data, headers=dict(headers or {}), method=method)
         if data is not None:
             request.add_header("Content-Type", "application/json")
         token = token or os.environ.get("STRATA_TOKEN", "")

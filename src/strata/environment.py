@@ -16,6 +16,7 @@ OURS = ("STRATA_", "COORDINATOR_", "CHECKPOINT_", "RDZV_")
 
 KNOWN = frozenset(
     [
+        "STRATA_ALLOWED_HOSTS",
         "STRATA_API_URL",
         "STRATA_BARRIER_TIMEOUT",
         "STRATA_CACHE_DIR",
@@ -37,8 +38,10 @@ KNOWN = frozenset(
         "STRATA_LOG_LIMIT_MB",
         "STRATA_LOG_LINES_PER_SECOND",
         "STRATA_MAX_CONNECTIONS",
+        "STRATA_MAX_CONNECTIONS_PER_CLIENT",
         "STRATA_MAX_WORKERS",
         "STRATA_MEMORY_ROOT",
+        "STRATA_METRICS_PORT",
         "STRATA_OTEL_ENDPOINT",
         "STRATA_PRELOAD",
         "STRATA_RAY_ADDRESS",
@@ -57,6 +60,7 @@ KNOWN = frozenset(
         "STRATA_TLS_CLIENT_CA",
         "STRATA_TLS_KEY",
         "STRATA_TOKEN",
+        "STRATA_TRUST_LOOPBACK",
         "COORDINATOR_ADDR",
         "COORDINATOR_URL",
         "CHECKPOINT_BUCKET",

@@ -2,7 +2,8 @@
 
 `check` finds everything at once; each problem has the path of its key, what was given, what is allowed and, for a key that
 does not exist, the nearest known one. Objects take no keys but their own, unless their schema says otherwise; whole numbers
-are written without a point, and numbers are finite. `schema_problems` looks at a schema that somebody has written.
+are written without a point, and numbers are finite. `violations` gives the same as facts, for callers with texts of their own.
+`schema_problems` looks at a schema that somebody has written.
 
 The `jsonschema` package does the work; it is imported with the first check, so that nobody else waits for it. What commands
 to the core may hold is checked by `strata.core.checks`, which is pure.
@@ -15,12 +16,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strata.core.refusals import shorten
-
-if TYPE_CHECKING:
-    from jsonschema import ValidationError
 
 Schema = Mapping[str, Any]
 
@@ -31,6 +29,7 @@ _TYPES = {
     "boolean": "true or false",
     "integer": "a whole number",
     "number": "a number",
+    "null": "nothing",
 }
 _NUMBER = {"type": "number"}
 _TEXT = {"type": "string"}
@@ -38,7 +37,7 @@ _TEXT = {"type": "string"}
 DIALECT: Schema = {
     "type": "object",
     "properties": {
-        "type": {"enum": list(_TYPES)},
+        "type": {"enum": [kind for kind in _TYPES if kind != "null"]},
         "properties": {"type": "object", "additionalProperties": {"$ref": "#"}},
         "required": {"type": "array", "items": _TEXT},
         "additionalProperties": {"type": "boolean"},
@@ -68,18 +67,43 @@ class Problem:
         return f"{self.path} {self.message}" if self.path else self.message
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One thing that a schema does not allow."""
+
+    path: tuple[Any, ...]
+    """The keys and indices that lead to it."""
+    keyword: str
+    """Of the schema: `type`, `minimum`, …; a key that is not known is one of `additionalProperties`."""
+    limit: Any
+    """What the keyword says."""
+    value: Any
+    schema: Schema
+
+
 def check(schema: Schema, value: Any, path: str = "") -> list[Problem]:
+    """Everything about `value` that `schema` does not allow, in our words."""
+    return [
+        Problem(path=_path(path, violation.path), message=_message(violation))
+        for violation in violations(schema, value)
+    ]
+
+
+def violations(schema: Schema, value: Any) -> list[Violation]:
     """Everything about `value` that `schema` does not allow."""
     found = [
-        (_path(path, error.absolute_path), error)
+        Violation(
+            path=tuple(error.absolute_path),
+            keyword=error.validator,
+            limit=error.validator_value,
+            value=error.instance,
+            schema=error.schema,
+        )
         for error in _validator()(_closed(schema)).iter_errors(value)
     ]
-    mistyped = {where for where, error in found if error.validator == "type"}
-    return [
-        Problem(path=where, message=_message(error))
-        for where, error in found
-        if error.validator == "type" or where not in mistyped  # What else it is not is no news then.
-    ]
+    mistyped = {violation.path for violation in found if violation.keyword == "type"}
+    # What else it is not is no news then.
+    return [each for each in found if each.keyword == "type" or each.path not in mistyped]
 
 
 def filled(schema: Schema, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,8 +163,7 @@ def _validator() -> Any:
             if key in known:
                 continue
             if allowed is False:
-                message = f"is not a known key; {nearest(str(key), known)}"
-                yield ValidationError(message, path=[key])
+                yield ValidationError("is not known", path=[key])
             else:
                 yield from validator.descend(value[key], allowed, path=key)
 
@@ -154,8 +177,9 @@ def _validator() -> Any:
     types = Draft202012Validator.TYPE_CHECKER.redefine_many(
         {
             "object": lambda _, value: isinstance(value, Mapping),
+            "array": lambda _, value: isinstance(value, list | tuple),
             "integer": lambda _, value: isinstance(value, int) and not isinstance(value, bool),
-            "number": lambda _, value: _is_number(value) and _is_finite(value),
+            "number": lambda _, value: _is_finite(value),
         }
     )
     keywords = {"additionalProperties": additional, "required": required}
@@ -176,23 +200,29 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def _message(error: ValidationError) -> str:
-    value, limit = error.instance, error.validator_value
-    match error.validator:
+def _message(violation: Violation) -> str:
+    value, limit = violation.value, violation.limit
+    match violation.keyword:
         case "type":
-            wanted = "a finite number" if _is_number(value) and not _is_finite(value) else _TYPES[limit]
+            kinds = " or ".join(_TYPES[kind] for kind in ([limit] if isinstance(limit, str) else limit))
+            wanted = "a finite number" if _is_number(value) and not _is_finite(value) else kinds
             return f"must be {wanted}, not {_shown(value)}"
+        case "additionalProperties":
+            key = str(violation.path[-1])
+            return f"is not a known key; {nearest(key, violation.schema.get('properties', {}))}"
+        case "required":
+            return "is missing"
         case "enum":
             return f"must be one of {', '.join(map(str, limit))}, not {_shown(value)}"
         case "minimum" | "maximum" | "exclusiveMinimum":
-            return f"must be {_range(error.schema)}, not {_shown(value)}"
+            return f"must be {_range(violation.schema)}, not {_shown(value)}"
         case "minLength":
             return "must not be empty" if not value else f"must have at least {limit:,} characters"
         case "maxLength":
             return f"is {len(value):,} characters long; at most {limit:,} are allowed"
         case "maxItems":
             return f"has {len(value):,} items; at most {limit:,} are allowed"
-    return str(error.message)
+    return f"does not keep to {violation.keyword} {_shown(limit)}"
 
 
 def _range(schema: Any) -> str:
@@ -212,8 +242,12 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
-def _is_finite(value: float) -> bool:
-    return isinstance(value, int) or math.isfinite(value)  # An integer may be beyond what a float can hold.
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that can be reckoned with."""
+    try:
+        return _is_number(value) and math.isfinite(value)
+    except OverflowError:  # A whole number of more than 308 digits.
+        return False
 
 
 def _is_number(value: Any) -> bool:

@@ -199,12 +199,23 @@ def test_a_disk_that_nobody_named_is_not_filled(tmp_path: Path, monkeypatch: pyt
             assert images_in(disk) == 1
 
 
-def test_an_explicit_budget_is_an_error_as_before(folder: Path, job: str) -> None:
-    with CheckpointManager(folder, memory=Memory(job=job, budget_bytes=IMAGE_BYTES // 2)) as manager:
+TENSOR_BYTES = prepare(small_state(1), None).plan.tensor_bytes
+
+
+def test_what_never_fits_an_explicit_budget_is_an_error(folder: Path, job: str) -> None:
+    with CheckpointManager(folder, memory=Memory(job=job, budget_bytes=TENSOR_BYTES - 1)) as manager:
         with pytest.raises(SaveFailed, match="required, but only"):
             manager.save(small_state(1), step=1).result(30)
         with pytest.raises(SaveFailed):
             manager.raise_failure()
+
+
+def test_older_snapshots_make_way_within_a_budget(job: str) -> None:
+    memory = Memory(job=job, images=4, budget_bytes=TENSOR_BYTES + IMAGE_BYTES)
+    with CheckpointManager([], memory=memory) as manager:
+        for step in range(1, 5):
+            manager.save(small_state(step), step=step).result(30)
+            assert [info.step for info in manager.snapshots()] == [step, step - 1][: min(step, 2)]
 
 
 @pytest.mark.parametrize("kind", ["file", "read-only"])

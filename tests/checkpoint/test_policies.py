@@ -197,9 +197,10 @@ def test_who_is_superseded_after_the_manifest_does_not_succeed_at_the_next_attem
 
     draft = Manifest(checkpoint_id=new_id(1), step=1, epoch=0, created_at=time.time(), format=BYTES, parts=())
     payload = BytesPayload(b"bytes", lambda: None)
+    name = stem(1, draft.checkpoint_id)
     for attempt in range(3):
         with pytest.raises(Superseded):
-            publish(store, draft, payload, payload.digest, stem=stem, again=attempt > 0, admit=admit)
+            publish(store, draft, payload, payload.digest, name=name, again=attempt > 0, admit=admit)
     assert asked == [0, 1, 1, 1]
     assert len(list(folder.glob("*.bin"))) == len(list(folder.glob("*.manifest.json"))) == 1
     assert not list(folder.glob("*.claim"))

@@ -204,7 +204,10 @@ def test_logs_can_be_narrowed_down(listed: Coordinator) -> None:
     with stub(listed.address) as calls, channel(listed.address) as own:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="teller", job_id="tales"))
         session = RawSession(own).hello("teller")
-        for level, text, task in (("info", "once upon a time", "t1"), ("error", "the dragon came", "")):
+        for level, text, task in (
+            ("info", "once upon a time", "another's"),
+            ("error", "the dragon came", ""),
+        ):
             entry = pb.LogEntry(timestamp=1e9, level=level, message=text, task_id=task)
             session.send(logs=pb.LogBatch(entries=[entry]))
         eventually(lambda: len(listed.get("/api/logs?worker_id=teller")) == 2, within_s=30)
@@ -215,7 +218,8 @@ def test_logs_can_be_narrowed_down(listed: Coordinator) -> None:
 
         assert shown() == ["the dragon came", "once upon a time"]
         assert shown("--level", "error") == ["the dragon came"]
-        assert shown("--task", "t1") == ["once upon a time"]
+        assert shown("--task", "tales") == ["the dragon came", "once upon a time"]
+        assert shown("--task", "another's") == []
         assert shown("--grep", "DRAGON") == ["the dragon came"]
         assert shown("-n", "1") == ["the dragon came"]
         ran = strata("logs", "--worker", "teller", "--api", listed.url)

@@ -80,7 +80,7 @@ def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path) -> Non
 
 
 def test_address_that_is_not_ours_is_refused(tmp_path: Path) -> None:
-    said = refused("--host", "192.0.2.1", "--data-dir", str(tmp_path), STRATA_TOKEN="t")
+    said = refused("--host", "192.0.2.1", "--data-dir", str(tmp_path), STRATA_TOKEN="t" * 16)
     assert "192.0.2.1 cannot be opened" in said
 
 
@@ -89,10 +89,12 @@ def test_wrong_log_levels_are_told(tmp_path: Path) -> None:
 
 
 def test_open_address_serves_with_a_token(tmp_path: Path) -> None:
-    server = Coordinator(tmp_path / "data", "--host", "0.0.0.0", env={"STRATA_TOKEN": "secret"}).start()
+    server = Coordinator(
+        tmp_path / "data", "--host", "0.0.0.0", env={"STRATA_TOKEN": "a-secret-of-some-length"}
+    ).start()
     try:
         request = urllib.request.Request(
-            server.url + "/api/workers", headers={"Authorization": "Bearer secret"}
+            server.url + "/api/workers", headers={"Authorization": "Bearer a-secret-of-some-length"}
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             assert answer.read() == b"[]"
@@ -120,7 +122,7 @@ def test_ipv6_loopback_serves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 3], ids=["term", "impatient"])
-def test_signal_stops_it_in_seconds_and_leaves_nothing_but_journal_and_log(
+def test_signal_stops_it_in_seconds_and_leaves_nothing_but_its_records(
     tmp_path: Path, signals: list[signal.Signals]
 ) -> None:
     server = Coordinator(tmp_path / "data").start()
@@ -139,7 +141,13 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_journal_and_log(
         took_s = time.monotonic() - began_s
         assert took_s < 20, f"it took {took_s:.1f} s to stop"
         assert not any(child.is_running() for child in children)
-        assert sorted(os.listdir(server.data_dir)) == ["journal.sqlite", "lock", "logs.sqlite"]
+        assert sorted(os.listdir(server.data_dir)) == [
+            "audit.jsonl",
+            "journal.sqlite",
+            "lock",
+            "logs.sqlite",
+            "task-tokens.key",
+        ]
         assert "Traceback" not in "".join(server.output), "".join(server.output)
         for port in (server.grpc_port, server.http_port):
             socket.create_server(("127.0.0.1", port)).close()

@@ -97,6 +97,14 @@ def test_a_good_configuration_has_nothing_to_say() -> None:
         ({"scaling__min_lr": 1.0}, "scaling.min_lr", "min_lr (1) cannot exceed max_lr (0.01)"),
         ({"training__lr": 0}, "training.lr", "lr (0) must be positive"),
         ({"training__lr": float("nan")}, "training.lr", "must be a finite number"),
+        ({"scaling__max_lr": 10**400}, "scaling.max_lr", "must be a finite number"),
+        ({"elastic__nproc_per_node": 0}, "elastic.nproc_per_node", "nproc_per_node (0) must be at least 1"),
+        (
+            {"elastic__nproc_per_node": 1.5},
+            "elastic.nproc_per_node",
+            "must be a whole number or one of ['auto', 'gpu', 'cpu'], not a fraction (1.5)",
+        ),
+        ({"checkpoint__s3_bucket": " "}, "checkpoint.s3_bucket", "s3_bucket cannot be empty"),
         (
             {"training__learning_rate": -1e-3},
             "training.learning_rate",
@@ -114,6 +122,7 @@ def test_a_good_configuration_has_nothing_to_say() -> None:
         ({"model__n_embd": 65}, "model.n_embd", "n_embd (65) must be a multiple of n_head (2)"),
         ({"model__dropout": 1.5}, "model.dropout", "dropout (1.5) cannot exceed 1"),
         ({"data__files": [1]}, "data.files", "must be a list of names"),
+        ({"data__files": ["a", 1, 2]}, "data.files", "must be a list of names, not a list (['a', 1, 2])"),
     ],
 )
 def test_each_mistake_has_its_words_and_its_place(changes: dict[str, Any], path: str, text: str) -> None:

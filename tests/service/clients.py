@@ -61,7 +61,9 @@ def raw_call(opened: grpc.Channel, method: str) -> Any:
 class RawSession:
     """A Session stream spoken by hand. What the coordinator says is gathered as it comes."""
 
-    def __init__(self, opened: grpc.Channel, *, read: bool = True) -> None:
+    def __init__(
+        self, opened: grpc.Channel, *, read: bool = True, metadata: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         self._outgoing: list[pb.WorkerMessage] = []
         self._more = threading.Condition()
         self._over = False
@@ -69,7 +71,7 @@ class RawSession:
         self.error: grpc.RpcError | None = None
         self.ended = threading.Event()
         calls: Any = coordinator_pb2_grpc.CoordinatorStub(opened)
-        self._call = calls.Session(self._messages())
+        self._call = calls.Session(self._messages(), metadata=metadata)
         if read:
             threading.Thread(target=self._read, daemon=True).start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import statistics
 import time
@@ -19,6 +20,7 @@ from strata import TrainingOrchestrator
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import EventStream, RawSession, channel, metric, refusal, stub
 from tests.service.flood import flooding
+from tests.service.other_user import relayed
 from tests.support import Coordinator, eventually
 
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -74,6 +76,38 @@ def test_connections_over_the_limit_are_told_so_and_freed_ones_serve_again(small
             lambda: _registered(calls, "d"), within_s=20, what="a failed worker's place is free"
         )
         assert place.world_size == 3
+
+
+def test_one_client_cannot_take_every_connection_nor_the_listener_of_metrics(tmp_path: Path) -> None:
+    """Half-sent requests of one user are refused beyond that user's share; others, and health, are served."""
+    server = Coordinator(
+        tmp_path / "data",
+        "--metrics-port",
+        "0",
+        env={"STRATA_MAX_CONNECTIONS": "40", "STRATA_TRUST_LOOPBACK": "1"},
+    ).start()
+    try:
+        address = json.loads((tmp_path / "data" / "serving.json").read_text())
+        held = [_connect(server.http_port, b"GET /api/health HTTP/1.1\r\nHost:") for _ in range(19)]
+        assert _served(server), "the twentieth of twenty"
+        held += [_connect(server.http_port) for _ in range(1)]
+        with _connect(server.http_port) as one_more:
+            answer = one_more.recv(65_536)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"limit for one client" in answer
+        with _connect(address["metrics"], b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n\r\n") as wire:
+            assert wire.recv(100).startswith(b"HTTP/1.1 200 ")
+        with _connect(address["metrics"], b"GET /api/workers HTTP/1.1\r\nHost: localhost\r\n\r\n") as wire:
+            assert wire.recv(100).startswith(b"HTTP/1.1 404 "), "nothing else is there"
+        if os.geteuid() == 0:
+            with relayed(server.http_port) as port:
+                with _connect(port, b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n\r\n") as wire:
+                    assert wire.recv(100).startswith(b"HTTP/1.1 200 "), "another user"
+        for wire in held:
+            wire.close()
+        eventually(lambda: _served(server), within_s=30, what="freed connections serve again")
+    finally:
+        server.stop()
 
 
 def test_request_that_never_ends_is_given_up(shared: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,10 @@ def test_entries_are_found_by_every_filter(shared: Coordinator, talker: Talker) 
         "alpha 100%",
     ]
     assert found(shared, worker_id=name, limit=1) == ["password=[redacted] red"]
-    assert found(shared, task_id="task-x") == ["beta", "alpha 100%"]
+    assert found(shared, task_id="task-x") == [], "a sender does not choose whose lines they are"
+    assert found(shared, task_id=name) == found(shared, worker_id=name), (
+        "a task's workers are a job of its name"
+    )
     assert found(shared, worker_id=name, level="warn")[1:] == ["beta"]
     assert found(shared, worker_id=name, q="ALPHA 100%") == ["alpha 100%"]
     assert found(shared, worker_id=name, since=1_500, until=2_500)[0].startswith("gamma")

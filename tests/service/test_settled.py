@@ -14,7 +14,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.gatekeeper import AccessRules, Gatekeeper
+from strata.coordinator.auth.tokens import TaskTokens, TokenStore
 from strata.coordinator.engine import Engine
+from strata.coordinator.grpc.middleware import GrpcAccess
 from strata.coordinator.grpc.service import CoordinatorService
 from strata.coordinator.journal.sqlite import JournalError, SqliteJournal
 from strata.coordinator.logs.store import LogStore
@@ -76,11 +80,19 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
     journal = GatedJournal(data_dir)
     runtime = Runtime.create(journal, Limits(), LogStore())
     server = grpc.aio.server()
+    gatekeeper = Gatekeeper(
+        AccessRules(trust_loopback=True),
+        tokens=TokenStore(data_dir),
+        task_tokens=TaskTokens(data_dir),
+        is_live=runtime.is_live,
+    )
+    access = GrpcAccess(gatekeeper, AuditLog(data_dir), ours=lambda: ("127.0.0.1", port))
     service = CoordinatorService(
         runtime.engine,
         runtime.sessions,
         runtime.logs,
         runtime.metrics,
+        access,
         heartbeat_interval_s=1.0,
         worker_config={},
     )

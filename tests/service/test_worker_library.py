@@ -84,14 +84,14 @@ def test_news_of_others_reaches_a_listener_and_a_failing_one_does_no_harm(shared
 def test_log_records_of_the_process_reach_the_coordinator(shared: Coordinator) -> None:
     worker = TrainingOrchestrator(shared.address, job_id="logs", ship_logs=True)
     try:
-        worker.register_worker("logger", metadata={"task_id": "task-9"})
+        worker.register_worker("logger")
         logging.getLogger("training").warning("loss is %s", 3.5)
         logging.getLogger("training").debug("not for the fleet")
         worker.deregister()
         found = eventually(lambda: shared.get("/api/logs?worker_id=logger"), within_s=30)
     finally:
         worker.close()
-    assert [(e["level"], e["message"], e["task_id"]) for e in found] == [("warn", "loss is 3.5", "task-9")]
+    assert [(e["level"], e["message"], e["task_id"]) for e in found] == [("warn", "loss is 3.5", "logs")]
     assert not [h for h in logging.getLogger().handlers if type(h).__name__ == "ShippingHandler"]
 
 

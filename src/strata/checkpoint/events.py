@@ -124,6 +124,8 @@ class SaveHandle:
         self.step = step
         self.future: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
         self.copied: Callable[[], None] = lambda: None
+        self.path = ""
+        """Of the payload in the first store it goes to, where nobody else takes the name meanwhile."""
         self.tiers: tuple[str, ...] = ()
         """Where it has arrived so far."""
 

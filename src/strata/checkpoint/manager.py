@@ -33,13 +33,22 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 from strata.checkpoint.catalog.lineage import place_next, placed, read_lineage
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
-from strata.checkpoint.catalog.naming import Stem, new_id, payload_key, unique_stem
+from strata.checkpoint.catalog.naming import NAMED, Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.catalog.retention import remove_orphans, remove_superseded
 from strata.checkpoint.destinations import Place, default_job, open_stores
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
 from strata.checkpoint.pipeline import ByteBudget, BytesPayload, Payload, Pipeline, Policy, Save
-from strata.checkpoint.restore import MemorySource, Restored, Source, StoreSource, gather, look, restore
+from strata.checkpoint.restore import (
+    MemorySource,
+    Restored,
+    Source,
+    StoreSource,
+    Wanted,
+    gather,
+    look,
+    restore,
+)
 from strata.core.lineage import Lineage, Placement
 from strata.errors import MissingDependency
 from strata.stores.protocol import Store, StoreError
@@ -65,7 +74,7 @@ class Memory:
     launch: str = ""
     """How this process was started, for others who find it at work."""
     budget_bytes: int | None = None
-    """For all images together; by default what the file system at `root` has."""
+    """For the tensors in all images together: older snapshots make way for a new one. By default what the file system at `root` has."""
     root: str | os.PathLike[str] | None = None
     """The folder below which images are; by default `STRATA_MEMORY_ROOT`, else /dev/shm, and a folder on disk for images
     that do not fit there."""
@@ -127,6 +136,7 @@ class SaveOptions(TypedDict, total=False):
     tiers: Sequence[str] | None
     placement: Placement | None
     must_arrive: bool
+    name: str | None
 
 
 class LoadOptions(TypedDict, total=False):
@@ -135,6 +145,7 @@ class LoadOptions(TypedDict, total=False):
     into: Any
     trusted_source: bool
     tiers: Sequence[str] | None
+    name: str | None
 
 
 class CheckpointManager:
@@ -149,10 +160,12 @@ class CheckpointManager:
         stem: Stem = unique_stem,
         observer: Observer | None = None,
         admit: Callable[[Store], None] | None = None,
+        adopt: Callable[[str], int | None] | None = None,
     ) -> None:
         """`path` is a folder, a URL, a store, or a list of them from near to far; by default what the environment
         names (`STORAGE_BACKEND` and so on, or `CHECKPOINT_DIR`). An empty list keeps checkpoints in memory only. `admit` is asked before a
-        manifest is put into a store, and raises where this process may not publish any more."""
+        manifest is put into a store, and raises where this process may not publish any more. `adopt` gives the step of a `.pt` file without
+        a manifest, by its name, and None for one that is no checkpoint: such files can be restored too."""
         if keep_count < 1:
             raise ValueError(f"keep_count ({keep_count}) must be at least 1")
         stores = open_stores(path)
@@ -161,6 +174,7 @@ class CheckpointManager:
         self._memory = memory or Memory()
         self._policy = policy or Policy()
         self._stem = stem
+        self._adopt = adopt
         self._catalogs = [Catalog(store) for store in stores]
         self._lock = threading.RLock()
         self._pending: dict[CheckpointId, SaveHandle] = {}
@@ -175,7 +189,6 @@ class CheckpointManager:
         self._is_closed = False
         self._pipeline = Pipeline(
             stores,
-            stem=stem,
             policy=self._policy,
             observer=observer,
             on_published=self._clean,
@@ -196,6 +209,7 @@ class CheckpointManager:
         tiers: Sequence[str] | None = None,
         placement: Placement | None = None,
         must_arrive: bool = False,
+        name: str | None = None,
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
 
@@ -205,34 +219,47 @@ class CheckpointManager:
         their tiers' names; `["MEMORY"]` is for none of them and makes a snapshot that outlives the process but not the
         machine. A save that `must_arrive` waits for an image whatever the policy says, and no newer one overtakes it on its
         way. With `on_error='fail'`, a failure of an earlier save is raised here.
+
+        `name` is what the payload is to be called; what has that name is replaced. Such a checkpoint stands for itself: it
+        continues no other, and retention leaves it alone.
         """
         begun_s = time.monotonic()
         self._check_open()
         self.raise_failure()
-        for name, number in (("step", step), ("epoch", epoch)):
+        for count, number in (("step", step), ("epoch", epoch)):
             if type(number) is not int or number < 0:
-                raise InvalidSave(f"{name} ({number!r}) must be a whole number and not negative.")
+                raise InvalidSave(f"{count} ({number!r}) must be a whole number and not negative.")
         staged = (
             self._stage_bytes(data) if isinstance(data, bytes | bytearray | memoryview) else self._stage(data)
         )
+        if name is not None:
+            metadata = {**(metadata or {}), NAMED: True}
         draft = self._draft(step, epoch, staged.format, metadata or {}, position)
         if placement is not None:
             draft = placed(draft, placement)
+        stores = self._stores_for(tiers)
+        stem = self._free_stem(draft, stores) if name is None else name
         save = Save(
             draft=draft,
-            stores=self._stores_for(tiers),
-            key=payload_key(self._stem(step, draft.checkpoint_id), staged.format),
+            stores=stores,
+            stem=stem,
+            key=payload_key(stem, staged.format) if name is None else name,
             size_bytes=staged.size_bytes,
             handle=SaveHandle(draft.checkpoint_id, step),
             begun_s=begun_s,
             must_arrive=must_arrive,
+            replaces=name is not None,
         )
+        save.handle.path = save.started.path
         if staged.format == BYTES and not save.stores:
             raise InvalidSave("Bytes are kept in stores, and this save is for none.")
         self._await(save.handle)
         try:
             self._pipeline.check_room(save)
-            if placement is None:
+            if name is not None:
+                own = Lineage(run=self.author.run, generation=self.author.generation)
+                save.draft = place_next(own, save.draft, durable=bool(stores))
+            elif placement is None:
                 self._continue_lineage(save)
             save.payload, fill = staged.make(save)
         except SaveSkipped as skipped:
@@ -385,11 +412,14 @@ class CheckpointManager:
         into: Any = None,
         trusted_source: bool = False,
         tiers: Sequence[str] | None = None,
+        name: str | None = None,
+        warn: bool = True,
     ) -> Any:
         """The state or bytes of a checkpoint: of the newest intact one, or of the one asked for by its step, its id, the
         handle of its save (which is waited for) or what was listed.
 
-        `into` is a state whose tensors receive the loaded values in place. `tiers` limits where to look, by name.
+        `into` is a state whose tensors receive the loaded values in place. `tiers` limits where to look, by name. `name` asks
+        for the payload of this name, with a manifest or without. Without `warn`, a trusted source is not warned about.
         """
         if isinstance(step, SaveHandle):
             step.result()
@@ -397,7 +427,15 @@ class CheckpointManager:
             checkpoint_id, step = step.checkpoint_id, None
         elif isinstance(step, str):
             checkpoint_id, step = step, None
-        return self._load(step, checkpoint_id, into, trusted_source, tiers).state
+        return self._load(
+            tiers,
+            step=step,
+            checkpoint_id=checkpoint_id,
+            name=name,
+            into=into,
+            trusted_source=trusted_source,
+            warn=warn,
+        ).state
 
     async def load_async(
         self,
@@ -417,10 +455,26 @@ class CheckpointManager:
         trusted_source: bool = False,
         tiers: Sequence[str] | None = None,
         tear_ok: bool = False,
+        name: str | None = None,
+        warn: bool = True,
+        accept: Callable[[Any, str], Any] | None = None,
+        nearest_of_step: bool = False,
     ) -> Restored:
         """`load`, to continue training from: what is saved next continues this checkpoint. With `tear_ok` bytes are verified
-        as they are copied `into` place, which is quicker; if that fails, some tensors have changed."""
-        restored = self._load(step, checkpoint_id, into, trusted_source, tiers, tear_ok)
+        as they are copied `into` place, which is quicker; if that fails, some tensors have changed. For `accept` and
+        `nearest_of_step` see `strata.checkpoint.restore.restore`."""
+        restored = self._load(
+            tiers,
+            step=step,
+            checkpoint_id=checkpoint_id,
+            name=name,
+            into=into,
+            trusted_source=trusted_source,
+            warn=warn,
+            tear_ok=tear_ok,
+            accept=accept,
+            nearest_of_step=nearest_of_step,
+        )
         is_durable = any(tier != MEMORY for tier in restored.info.tiers)
         with self._lock:
             self._look_around().go_back_to(restored.info, durable=is_durable)
@@ -472,6 +526,18 @@ class CheckpointManager:
         if unknown := set(tiers) - {MEMORY, *(store.tier for store in stores)}:
             raise InvalidSave(f"There is no tier {', '.join(sorted(unknown))} here.")
         return tuple(store for store in stores if store.tier in tiers)
+
+    def _free_stem(self, draft: Manifest, stores: Sequence[Store]) -> str:
+        """With the checkpoint's id where the name is taken already: a step that is trained again after going back. An object
+        store is not asked, which takes long; `publish` finds out."""
+        stem = self._stem(draft.step, draft.checkpoint_id)
+        if draft.checkpoint_id in stem or not stores or stores[0].free_bytes() is None:
+            return stem
+        try:
+            is_free = stores[0].stat(payload_key(stem, draft.format)) is None
+        except StoreError:
+            return stem  # The save will say what is wrong.
+        return stem if is_free else f"{stem}-{draft.checkpoint_id}"
 
     def _await(self, handle: SaveHandle) -> None:
         """Count a save as under way until its handle has an outcome."""
@@ -555,7 +621,9 @@ class CheckpointManager:
         """The lineage training is on; the first look also removes what dead writers left."""
         if self._lineage is None:
             author = self.author
-            self._lineage = read_lineage(self._sources(), run=author.run, generation=author.generation)
+            self._lineage = read_lineage(
+                self._sources(adopt=False), run=author.run, generation=author.generation
+            )
             self.remove_orphans()
         return self._lineage
 
@@ -571,9 +639,11 @@ class CheckpointManager:
 
     # The parts of loading and ending
 
-    def _sources(self) -> list[Source]:
+    def _sources(self, *, adopt: bool = True) -> list[Source]:
         near: list[Source] = [MemorySource(self._images())] if self._has_memory() else []
-        return near + [StoreSource(catalog) for catalog in self._catalogs]
+        return near + [
+            StoreSource(catalog, adopt=self._adopt if adopt else None) for catalog in self._catalogs
+        ]
 
     def _has_memory(self) -> bool:
         return self._staging is not None or importlib.util.find_spec("torch") is not None
@@ -592,25 +662,13 @@ class CheckpointManager:
                 )
             return self._staging
 
-    def _load(
-        self,
-        step: int | None,
-        checkpoint_id: str | None,
-        into: Any,
-        trusted_source: bool,
-        tiers: Sequence[str] | None,
-        tear_ok: bool = False,
-    ) -> Restored:
+    def _load(self, tiers: Sequence[str] | None, **wanted: Unpack[Wanted]) -> Restored:
         self._check_open()
         return restore(
             [source for source in self._sources() if tiers is None or source.tier in tiers],
-            step=step,
-            checkpoint_id=checkpoint_id,
-            into=into,
-            trusted_source=trusted_source,
-            tear_ok=tear_ok,
             reading=self._being_read,
             on_damaged=self._damaged.add,
+            **wanted,
         )
 
     @contextlib.contextmanager

@@ -34,8 +34,7 @@ from typing import Literal, Protocol
 
 from strata.checkpoint.catalog.listing import Entry, where
 from strata.checkpoint.catalog.manifest import Manifest, Part, TensorEntry
-from strata.checkpoint.catalog.naming import Stem
-from strata.checkpoint.catalog.publish import publish
+from strata.checkpoint.catalog.publish import publish, replace_at
 from strata.checkpoint.copying.digest import Digest, digest_of
 from strata.checkpoint.errors import SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle, Started
@@ -183,6 +182,7 @@ class Save:
     draft: Manifest
     """The manifest, less its parts: those are known when the bytes have been hashed and have a place."""
     stores: tuple[Store, ...]
+    stem: str
     key: str
     """What the payload is called, where that name is free."""
     size_bytes: int
@@ -190,6 +190,8 @@ class Save:
     begun_s: float
     must_arrive: bool = False
     """No newer save may overtake it."""
+    replaces: bool = False
+    """Its key is the caller's choice, and what is there makes way."""
     payload: Payload | None = None
     hashed: Future[Digest] = field(default_factory=Future)
     places: list[tuple[str, str]] = field(default_factory=list)
@@ -278,14 +280,12 @@ class Pipeline:
         self,
         stores: Sequence[Store],
         *,
-        stem: Stem,
         policy: Policy,
         observer: Observer | None,
         on_published: Callable[[Store, Entry], None],
         on_ended: Callable[[Save, SaveFailed | None], None],
         admit: Callable[[Store], None] | None = None,
     ) -> None:
-        self._stem = stem
         self._policy = policy
         self._observer = observer
         self._on_published = on_published
@@ -506,15 +506,18 @@ class Pipeline:
         for attempt in range(retries + 1):
             try:
                 self._check_wanted(save)
-                entry = publish(
-                    store,
-                    save.draft,
-                    payload,
-                    digest,
-                    stem=self._stem,
-                    again=attempt > 0,
-                    admit=self._admit,
-                )
+                if save.replaces:
+                    entry = replace_at(store, save.draft, payload, digest, key=save.key, admit=self._admit)
+                else:
+                    entry = publish(
+                        store,
+                        save.draft,
+                        payload,
+                        digest,
+                        name=save.stem,
+                        again=attempt > 0,
+                        admit=self._admit,
+                    )
             except _GivenUp:
                 return
             except BaseException as error:

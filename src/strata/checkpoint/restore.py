@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from strata.checkpoint.catalog import leases
 from strata.checkpoint.catalog.listing import Catalog, Entry, Listing, where
-from strata.checkpoint.catalog.manifest import BYTES, SHARDED, CheckpointId, Manifest, no_collection
+from strata.checkpoint.catalog.manifest import (
+    BYTES,
+    IMAGE,
+    SHARDED,
+    CheckpointId,
+    Manifest,
+    Part,
+    no_collection,
+)
+from strata.checkpoint.catalog.naming import manifest_beside, step_of
+from strata.checkpoint.copying.digest import Digest
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
+from strata.checkpoint.image.plain import load_plain, plain_files
 from strata.checkpoint.image.reading import Held, fetch_bytes, fetched, open_image, open_tensors
 from strata.core.lineage import fallback_order
 from strata.errors import StrataError
-from strata.stores.protocol import PartReader, StoreError
+from strata.stores.protocol import Blob, PartReader, StoreError
 
 if TYPE_CHECKING:
     from strata.checkpoint.copying.staging import Snapshot, Staging
@@ -35,6 +49,29 @@ class Restored:
     info: CheckpointInfo
     tier: str
     reasons: tuple[str, ...]
+
+
+class Wanted(TypedDict, total=False):
+    """What `restore` can be asked for."""
+
+    step: int | None
+    checkpoint_id: str | None
+    name: str | None
+    place: str | None
+    into: Any
+    trusted_source: bool
+    warn: bool
+    tear_ok: bool
+    accept: Callable[[Any, str], Any] | None
+    nearest_of_step: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted(Entry):
+    """A file without a manifest, and the manifest it might have."""
+
+    is_named: bool
+    """Somebody has asked for just this file. Nobody else takes one that has lost its manifest."""
 
 
 class Source(Protocol):
@@ -53,10 +90,22 @@ class Source(Protocol):
 
     def has_payload(self, entry: Entry) -> bool: ...
 
+    def named(self, name: str) -> Entry | None:
+        """The payload of this name. Raises `Damaged` where its manifest cannot be read, or is another's."""
+        ...
+
     def load(
-        self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
+        self,
+        entry: Entry,
+        *,
+        into: Any,
+        trusted_source: bool,
+        pool: Executor,
+        tear_ok: bool = False,
+        warn: bool = True,
     ) -> Any:
-        """With `tear_ok`, a load into targets that fails may have changed some of them."""
+        """With `tear_ok`, a load into targets that fails may have changed some of them. Without `warn`, a trusted source is not
+        warned about."""
         ...
 
 
@@ -87,17 +136,49 @@ class Found:
 
 
 class StoreSource:
-    """Checkpoints in a store."""
+    """Checkpoints in a store, and the files without a manifest that `adopt` takes for some: it gives their step."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, *, adopt: Callable[[str], int | None] | None = None) -> None:
         self._catalog = catalog
+        self._adopt = adopt
 
     @property
     def tier(self) -> str:
         return self._catalog.store.tier
 
     def list(self, *, fresh: bool) -> Listing:
-        return self._catalog.list(fresh=fresh)
+        listing = self._catalog.list(fresh=fresh)
+        if self._adopt is None:
+            return listing
+        return Listing(entries=(*listing.entries, *self._adopted(listing.entries)), problems=listing.problems)
+
+    def _adopted(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """The files, newest first, each with its place in the history: the highest step is the newest of them, as old as the
+        store says, and continues what was there before it."""
+        assert self._adopt is not None
+        files = [
+            (step, blob)
+            for blob in plain_files(self._catalog.store)
+            if (step := self._adopt(blob.key)) is not None
+        ]
+        files.sort(key=lambda file: (file[0], file[1].modified_s), reverse=True)
+        adopted = []
+        saved_s = math.inf
+        for step, blob in files:
+            saved_s = min(blob.modified_s, saved_s - 0.001)
+            before = next((e.manifest for e in entries if e.manifest.created_at < saved_s), None)
+            adopted.append(_adopt(blob, step=step, saved_s=saved_s, before=before, first=files[-1][1].key))
+        return adopted
+
+    def named(self, name: str) -> Entry | None:
+        store, at = self._catalog.store, manifest_beside(name)
+        if store.stat(at) is None:
+            blob = store.stat(name)
+            return _adopt(blob, step=step_of(name) or 0, is_named=True) if blob is not None else None
+        manifest = self._catalog.read(at)
+        if manifest.parts[0].key != name:
+            raise Damaged(path=where(store, at), reason=f"it is not the manifest of {name}")
+        return Entry(key=at, manifest=manifest)
 
     def path(self, entry: Entry) -> str:
         return where(self._catalog.store, entry.manifest.parts[0].key)
@@ -113,9 +194,18 @@ class StoreSource:
             return True
 
     def load(
-        self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
+        self,
+        entry: Entry,
+        *,
+        into: Any,
+        trusted_source: bool,
+        pool: Executor,
+        tear_ok: bool = False,
+        warn: bool = True,
     ) -> Any:
         manifest = entry.manifest
+        if isinstance(entry, Adopted):
+            return self._load_adopted(entry, into, trusted_source, warn)
         if manifest.format == SHARDED:
             raise LoadFailed(
                 "it holds sharded state.",
@@ -132,12 +222,23 @@ class StoreSource:
                     with contextlib.suppress(NotOwn):
                         return take_from_store(store, manifest, into=into, path=self.path(entry))
             with fetched(store, part, manifest, pool=pool) as held:
-                return self._open(held, entry, into, trusted_source)
+                return self._open(held, entry, into, trusted_source, warn)
 
-    def _open(self, held: Held, entry: Entry, into: Any, trusted_source: bool) -> Any:
+    def _load_adopted(self, entry: Adopted, into: Any, trusted_source: bool, warn: bool) -> Any:
+        if into is not None:
+            raise LoadFailed("a file without a manifest can only be loaded as a whole.")
+        return load_plain(
+            self._catalog.store,
+            entry.key,
+            trusted_source=trusted_source,
+            warn=warn,
+            refuse_images=not entry.is_named,
+        )
+
+    def _open(self, held: Held, entry: Entry, into: Any, trusted_source: bool, warn: bool) -> Any:
         manifest, name = entry.manifest, self.path(entry)
         if into is None:
-            return open_image(held.path, manifest, trusted_source=trusted_source, name=name)
+            return open_image(held.path, manifest, trusted_source=trusted_source, warn=warn, name=name)
         state = open_tensors(held.path, manifest, trusted_source=trusted_source, name=name)
         with held.view as view:
             return _load_into(state, into, view, manifest)
@@ -166,8 +267,18 @@ class MemorySource:
     def has_payload(self, entry: Entry) -> bool:
         return True
 
+    def named(self, name: str) -> Entry | None:
+        return None
+
     def load(
-        self, entry: Entry, *, into: Any, trusted_source: bool, pool: Executor, tear_ok: bool = False
+        self,
+        entry: Entry,
+        *,
+        into: Any,
+        trusted_source: bool,
+        pool: Executor,
+        tear_ok: bool = False,
+        warn: bool = True,
     ) -> Any:
         from strata.checkpoint.image.in_place import ImageInMemory
 
@@ -207,28 +318,57 @@ def look(sources: Iterable[Source], *, fresh: bool) -> tuple[list[Found], list[s
     return found, problems, unread
 
 
+def find_named(sources: Iterable[Source], name: str) -> tuple[list[Found], list[StrataError]]:
+    """The payload of this name in each tier that has it, and why it could not be looked for in others."""
+    found: list[Found] = []
+    failures: list[StrataError] = []
+    for source in sources:
+        try:
+            entry = source.named(name)
+        except (StoreError, Damaged) as error:
+            failures.append(error)
+            continue
+        if entry is not None:
+            found.append(Found(manifest=entry.manifest, copies=((source, entry),)))
+    return found, failures
+
+
 @no_collection()
 def restore(
     sources: Sequence[Source],
     *,
     step: int | None = None,
     checkpoint_id: str | None = None,
+    name: str | None = None,
     place: str | None = None,
     into: Any = None,
     trusted_source: bool = False,
+    warn: bool = True,
     tear_ok: bool = False,
+    accept: Callable[[Any, str], Any] | None = None,
+    nearest_of_step: bool = False,
     reading: Callable[[CheckpointId], AbstractContextManager[None]],
     on_damaged: Callable[[CheckpointId], None],
 ) -> Restored:
     """Load the newest intact checkpoint, or the one asked for and no other, from the nearest of `sources` that has it intact,
-    or from one `place` of them.
+    or from one `place` of them. `name` asks for the payload of that name.
+
+    `accept` is given each state with its path and returns what to make of it; where it raises `LoadFailed`, the next copy is
+    tried. With `nearest_of_step`, checkpoints of one step that follow each other count as copies of one: for callers who save a
+    step to each tier by itself.
 
     Raises `StateMismatch` where it does not fit; `CheckpointNotFound` where every source has answered that there is none;
     else `LoadFailed`, whose `causes` tell what stood in the way. With `tear_ok`, a failure may have changed some targets.
     """
-    found, problems, unread = look(sources, fresh=True)
-    reasons = [*map(str, unread), *problems]
-    causes: list[StrataError] = [*unread]
+    causes: list[StrataError] = []
+    problems: list[str] = []
+    if name is None:
+        found, problems, unread = look(sources, fresh=True)
+        causes.extend(unread)
+    else:
+        found, causes = find_named(sources, name)
+    reasons = [*map(str, causes), *problems]
+    is_known = not causes
     wanted = [
         candidate
         for candidate in found
@@ -238,47 +378,102 @@ def restore(
     for reason in reasons:
         log.warning("passed over while looking for a checkpoint: %s", reason)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="strata-verify") as pool:
-        for candidate in wanted:
-            if candidate.was_removed():
-                reasons.append(f"step {candidate.manifest.step}: {candidate.info.path} was removed")
-                log.warning("did not load %s", reasons[-1])
-                continue
-            damaged = 0
-            with reading(candidate.manifest.checkpoint_id):
-                for source, entry in candidate.copies:
+        for group in _grouped(wanted, by_step=nearest_of_step):
+            damaged: Counter[CheckpointId] = Counter()
+            with contextlib.ExitStack() as held:
+                present = []
+                for candidate in group:
+                    if candidate.was_removed():
+                        reasons.append(f"step {candidate.manifest.step}: {candidate.info.path} was removed")
+                        log.warning("did not load %s", reasons[-1])
+                        continue
+                    present.append(candidate)
+                    held.enter_context(reading(candidate.manifest.checkpoint_id))
+                for candidate, source, entry in _nearest_first(present, sources):
                     if place is not None and source.place(entry) != place:
                         continue
                     try:
                         state = source.load(
-                            entry, into=into, trusted_source=trusted_source, pool=pool, tear_ok=tear_ok
+                            entry,
+                            into=into,
+                            trusted_source=trusted_source,
+                            pool=pool,
+                            tear_ok=tear_ok,
+                            warn=warn,
                         )
+                        if accept is not None:
+                            state = accept(state, source.path(entry))
                     except StateMismatch:
                         raise  # Older checkpoints would fit no better.
                     except (StoreError, Damaged, LoadFailed) as error:
                         reason = f"step {candidate.manifest.step} in {source.tier}: {error.message}"
                         reasons.append(reason)
                         causes.append(error)
-                        damaged += isinstance(error, Damaged)
+                        damaged[candidate.manifest.checkpoint_id] += isinstance(error, Damaged)
                         log.warning("did not load %s", reason)
                         continue
                     log.info("loaded checkpoint %s from %s", candidate.manifest.checkpoint_id, source.tier)
                     return Restored(
                         state=state, info=candidate.info, tier=source.tier, reasons=tuple(reasons)
                     )
-            if damaged == len(candidate.copies):
-                on_damaged(candidate.manifest.checkpoint_id)
-    asked = (
-        f" of step {step}" if step is not None else f" '{checkpoint_id}'" if checkpoint_id is not None else ""
-    )
+            for candidate in present:
+                if damaged[candidate.manifest.checkpoint_id] == len(candidate.copies):
+                    on_damaged(candidate.manifest.checkpoint_id)
+    called = name if name is not None else checkpoint_id
+    asked = f" of step {step}" if step is not None else f" '{called}'" if called is not None else ""
     if wanted:
         raise LoadFailed(f"The checkpoint{asked} could not be loaded.", reasons=reasons, causes=causes)
-    if unread:
+    if not is_known:
         raise LoadFailed(
             f"Whether there is a checkpoint{asked} is not known: not every store could be read.",
             reasons=reasons,
             causes=causes,
         )
     raise CheckpointNotFound(f"There is no checkpoint{asked}.", reasons=reasons)
+
+
+def _grouped(found: Iterable[Found], *, by_step: bool) -> Iterator[list[Found]]:
+    """Those that are tried together: each by itself, or the successive ones of a step."""
+    if not by_step:
+        yield from ([candidate] for candidate in found)
+        return
+    for _, group in itertools.groupby(found, key=lambda candidate: candidate.manifest.step):
+        yield list(group)
+
+
+def _nearest_first(found: Iterable[Found], sources: Sequence[Source]) -> list[tuple[Found, Source, Entry]]:
+    copies = [(candidate, source, entry) for candidate in found for source, entry in candidate.copies]
+    return sorted(copies, key=lambda copy: sources.index(copy[1]))
+
+
+def _adopt(
+    blob: Blob,
+    *,
+    step: int,
+    saved_s: float | None = None,
+    before: Manifest | None = None,
+    first: str | None = None,
+    is_named: bool = False,
+) -> Adopted:
+    """A file as an entry: it continues `before`, or else the `first` of such files."""
+    saved_s = blob.modified_s if saved_s is None else saved_s
+    sequence = max(int(saved_s * 1000), before.sequence + 1 if before is not None else 0)
+    digest = Digest(chunk_bytes=1, chunks=(), whole="")
+    return Adopted(
+        key=blob.key,
+        manifest=Manifest(
+            checkpoint_id=CheckpointId(blob.key),
+            step=step,
+            epoch=0,
+            created_at=saved_s,
+            format=IMAGE,
+            parts=(Part(key=blob.key, size_bytes=blob.size_bytes, digest=digest),),
+            generation=before.generation if before is not None else 0,
+            sequence=sequence,
+            lineage=(before.lineage if before is not None else "") or first or blob.key,
+        ),
+        is_named=is_named,
+    )
 
 
 def _load_into(state: Any, into: Any, view: memoryview, manifest: Manifest) -> Any:

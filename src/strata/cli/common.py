@@ -16,6 +16,7 @@ from rich.text import Text
 
 from strata.api import DEFAULT_API as DEFAULT_API
 from strata.api import Unreachable as Unreachable
+from strata.api import delete as delete
 from strata.api import events as events
 from strata.api import get as get
 from strata.api import get_facts as get_facts
@@ -86,6 +87,10 @@ def say_error(error: StrataError) -> None:
 
 def ago(at_s: float, now_s: float | None = None) -> str:
     return duration(max(0.0, (time.time() if now_s is None else now_s) - at_s)) + " ago"
+
+
+def timestamp(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
 
 
 def duration(seconds: float) -> str:

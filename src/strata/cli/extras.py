@@ -17,6 +17,7 @@ EXTRAS = {
     "tokenizers": "data",
     "omegaconf": "harness",
     "pynvml": "gpu",
+    "cryptography": "security",
     "ray": "ray",
     "opentelemetry": "otel",
     "lightning_fabric": "lightning",

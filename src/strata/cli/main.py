@@ -15,8 +15,10 @@ import typer
 
 import strata
 from strata.cli import (
+    access,
     audit,
     bench,
+    certs,
     chaos,
     checkpoint,
     demo,
@@ -67,6 +69,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     doctor.doctor,
     chaos.chaos,
     slurm.slurm,
+    access.audit_log,
 )
 for command in COMMANDS:
     app.command()(command)
@@ -81,6 +84,8 @@ app.command(
     }
 )(torchrun.torchrun)
 app.add_typer(checkpoint.app)
+app.add_typer(access.app)
+app.add_typer(certs.app)
 app.add_typer(bench.app)
 
 

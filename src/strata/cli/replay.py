@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from strata.cli.common import AsJson, console
+from strata.cli.common import AsJson, console, timestamp
 from strata.coordinator.journal import codec
 from strata.coordinator.journal.sqlite import read_story
 from strata.core.event_text import describe
@@ -43,7 +42,7 @@ def replay(
             typer.echo(msgspec.json.encode(line).decode())
             continue
         severity, text = describe(entry.event)
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.event.at_s))
+        moment = timestamp(entry.event.at_s)
         console.print(
             Text.assemble(
                 (f"{entry.seq:>7} ", "dim"),

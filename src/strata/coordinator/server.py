@@ -86,6 +86,7 @@ class Server:
             on_failure=self.runtime.metrics.access_refused,
         )
         self._audit_log = AuditLog(settings.data_dir)
+        self._certificates = _Certificates(settings) if settings.tls_cert is not None else None
         self.grpc_port = 0
         self.http_port = 0
         self._grpc: grpc.aio.Server | None = None
@@ -110,7 +111,7 @@ class Server:
             logger.addHandler(self._log_handler)
         app = create_app(runtime, self._gatekeeper, self._audit_log)
         apps = [app, MetricsOnly(app)][: len(listeners)]
-        self._http = [_http_server(each, settings, self._gatekeeper) for each in apps]
+        self._http = [_http_server(each, settings, self._gatekeeper, self._certificates) for each in apps]
         self._tasks = [
             asyncio.create_task(runtime.engine.run(), name="engine"),
             asyncio.create_task(self._serve_http(listeners), name="http"),
@@ -203,11 +204,10 @@ class Server:
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
         address = f"{settings.url_host}:{settings.grpc_port}"
         try:
-            credentials = _grpc_credentials(settings)
-            if credentials is None:
+            if self._certificates is None:
                 self.grpc_port = server.add_insecure_port(address)
             else:
-                self.grpc_port = server.add_secure_port(address, credentials)
+                self.grpc_port = server.add_secure_port(address, self._certificates.for_grpc())
         except RuntimeError as error:
             raise PortTaken("gRPC", settings.host, settings.grpc_port, "it is in use") from error
         await server.start()
@@ -246,6 +246,9 @@ class Server:
             try:
                 await self.runtime.pulse()
                 self._audit_log.flush()
+                self.runtime.sessions.end_revoked(self._gatekeeper.still_counts)
+                if self._certificates is not None:
+                    self._certificates.refresh()
                 if self._otel is not None:
                     self.runtime.measure(await self.runtime.engine.settled())
                     self._otel.refresh()
@@ -375,7 +378,12 @@ def _listen(name: str, host: str, port: int) -> socket.socket:
     return listener
 
 
-def _http_server(app: object, settings: CoordinatorSettings, gatekeeper: Gatekeeper) -> uvicorn.Server:
+def _http_server(
+    app: object,
+    settings: CoordinatorSettings,
+    gatekeeper: Gatekeeper,
+    certificates: _Certificates | None,
+) -> uvicorn.Server:
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=HttpConnection.serving(gatekeeper.owners, most_per_client=settings.connections_per_client),
@@ -394,6 +402,9 @@ def _http_server(app: object, settings: CoordinatorSettings, gatekeeper: Gatekee
         ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca else None,
         ssl_cert_reqs=2 if settings.tls_client_ca else 0,
     )
+    config.load()
+    if certificates is not None and config.ssl is not None:
+        certificates.for_http(config.ssl)
     return _HttpServer(config)
 
 
@@ -404,24 +415,70 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _grpc_credentials(settings: CoordinatorSettings) -> grpc.ServerCredentials | None:
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    files = [str(f) for f in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if f is not None]
-    try:
-        # gRPC would only say that the port cannot be opened.
-        probe = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        probe.load_cert_chain(settings.tls_cert, settings.tls_key)
-        if settings.tls_client_ca is not None:
-            probe.load_verify_locations(settings.tls_client_ca)
-        pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
-        authority = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
-    except OSError as error:  # ssl.SSLError is one of them.
-        raise StrataError(
-            f"The certificates cannot be used ({', '.join(files)}): {error.strerror or error}.",
-            hint="tls_cert and tls_key are a PEM certificate and its key; tls_client_ca is a PEM authority.",
-        ) from error
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+class _Certificates:
+    """The files of TLS, read again when they change, for every connection that begins after that."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        """Raises `StrataError` for files that cannot be used."""
+        assert settings.tls_cert is not None
+        assert settings.tls_key is not None
+        self._cert, self._key, self._authority = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+        self._seen = self._stamps()
+        self._http: list[ssl.SSLContext] = []
+        self._pair = self._read()
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), lambda: self._configuration(), self._authority is not None
+        )
+
+    def for_http(self, context: ssl.SSLContext) -> None:
+        self._http.append(context)
+
+    def refresh(self) -> None:
+        """Called now and then. New files that cannot be used are reported, and the old ones stay in use."""
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return
+        self._seen = stamps
+        try:
+            self._pair = self._read()
+            for context in self._http:
+                context.load_cert_chain(self._cert, self._key)
+        except (StrataError, OSError) as error:
+            log.error("the new certificates are not used, and the old ones stay: %s", error)
+        else:
+            log.info("certificates were read again: %s", self._cert)
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        key, cert, authority = self._pair
+        return grpc.ssl_server_certificate_configuration([(key, cert)], authority)
+
+    def _read(self) -> tuple[bytes, bytes, bytes | None]:
+        files = [str(f) for f in (self._cert, self._key, self._authority) if f is not None]
+        try:
+            # gRPC would only say that the port cannot be opened.
+            probe = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            probe.load_cert_chain(self._cert, self._key)
+            if self._authority is not None:
+                probe.load_verify_locations(self._authority)
+            authority = self._authority.read_bytes() if self._authority is not None else None
+            return self._key.read_bytes(), self._cert.read_bytes(), authority
+        except OSError as error:  # ssl.SSLError is one of them.
+            raise StrataError(
+                f"The certificates cannot be used ({', '.join(files)}): {error.strerror or error}.",
+                hint="tls_cert and tls_key are a PEM certificate and its key; tls_client_ca is a PEM authority.",
+            ) from error
+
+    def _stamps(self) -> list[tuple[int, int] | None]:
+        def stamp(path: Path | None) -> tuple[int, int] | None:
+            try:
+                found = path.stat() if path is not None else None
+            except OSError:
+                return None
+            return (found.st_mtime_ns, found.st_ino) if found is not None else None
+
+        return [stamp(path) for path in (self._cert, self._key, self._authority)]
 
 
 def _access_rules(settings: CoordinatorSettings) -> AccessRules:

@@ -136,3 +136,23 @@ class Report:
     resources: Resources | None
     metrics: Mapping[str, float]
     """What training measures about itself: loss, tokens per second, step time."""
+
+
+class SampleRange:
+    """Samples `start` up to `stop`, also under the names that the coordinator's messages have for them."""
+
+    __slots__ = ()
+    start: int
+    stop: int
+
+    @property
+    def start_index(self) -> int:
+        return self.start
+
+    @property
+    def end_index(self) -> int:
+        return self.stop
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start

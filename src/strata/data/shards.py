@@ -21,12 +21,13 @@ from strata.core.ledger import DataCommit, EpochCommit
 from strata.core.messages import Conflict, DatasetId, DatasetSpec, Unknown
 from strata.core.order import EpochOrder
 from strata.core.sharding import ShardPlan, first_plan, replan
+from strata.core.types import SampleRange
 
 _EPOCHS_KEPT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class Shard(SampleRange):
     """Samples `start` up to `stop` of a dataset, for one reader."""
 
     id: int
@@ -39,30 +40,17 @@ class Shard:
     epoch: int = 0
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return self.num_samples
 
     @property
     def indices(self) -> range:
         """The samples that are left to read."""
         return range(self.start + self.done, self.stop)
 
-    # As the coordinator's messages call them.
-
     @property
     def shard_id(self) -> int:
+        """As the coordinator's messages call it."""
         return self.id
-
-    @property
-    def start_index(self) -> int:
-        return self.start
-
-    @property
-    def end_index(self) -> int:
-        return self.stop
-
-    @property
-    def num_samples(self) -> int:
-        return len(self)
 
 
 ShardInfo = Shard

@@ -42,8 +42,6 @@ class StrataCheckpointIO(CheckpointIO):
         self._managers: dict[str, CheckpointManager] = {}
         self._lock = threading.Lock()
         self._starting = ""
-        self._names: dict[CheckpointId, str] = {}
-        """Of the saves under way: the engine asks again when it writes, and others have started by then."""
         self._saving: dict[tuple[str, str], SaveHandle] = {}
         """The last save under each name in each folder."""
 
@@ -101,12 +99,11 @@ class StrataCheckpointIO(CheckpointIO):
         return self._managers[folder]
 
     def _stem(self, step: int, checkpoint_id: CheckpointId) -> str:
-        """Asked first by `save` itself, while `_starting` is the name of that save."""
-        return self._names.setdefault(checkpoint_id, self._starting)
+        """Asked by `save` itself, while `_starting` is the name of that save."""
+        return self._starting
 
     def _saved(self, folder: str, name: str, checkpoint_id: CheckpointId, future: Any) -> None:
         """The save has ended: what had its name before is superseded. Runs on the engine's thread."""
-        self._names.pop(checkpoint_id, None)
         if future.exception() is not None:
             return
         catalog = Catalog(open_store(folder))

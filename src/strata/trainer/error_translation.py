@@ -70,6 +70,8 @@ def loading(*, path: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, engine.LoadFailed) and len(error.causes) == 1:
+        return _reason(error.causes[0])
     if isinstance(error, engine.SaveFailed | StoreError | engine.Damaged):
         return error.reason
     if isinstance(error, OSError):

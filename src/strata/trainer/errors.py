@@ -20,10 +20,23 @@ class ElasticTrainingError(StrataError):
 
     code = "elastic_training"
     usual_suggestions: ClassVar[tuple[str, ...]] = ()
+    opening: ClassVar[str] = "%s"
+    """Of the text, where it is known what the error is about."""
 
-    def __init__(self, message: str, *, suggestions: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        reason: str = "",
+        *,
+        about: str | None = None,
+        suggestions: Iterable[str] | None = None,
+        message: str = "",
+    ) -> None:
+        self.reason = reason or message
         self.suggestions = self.usual_suggestions if suggestions is None else tuple(suggestions)
-        super().__init__(message, hint="\n".join(f"  - {suggestion}" for suggestion in self.suggestions))
+        super().__init__(
+            self.reason if about is None else f"{self.opening % about}: {self.reason}",
+            hint="\n".join(f"  - {suggestion}" for suggestion in self.suggestions),
+        )
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.hint}" if self.hint else self.message
@@ -33,6 +46,7 @@ class ConfigurationError(ElasticTrainingError):
     """A setting is missing, unknown or out of range."""
 
     code = "configuration"
+    opening = "Configuration error in '%s'"
     usual_suggestions = ("Check the whole file at once: strata validate config.yaml",)
 
     def __init__(
@@ -44,12 +58,8 @@ class ConfigurationError(ElasticTrainingError):
         message: str = "",
         config_key: str | None = None,
     ) -> None:
-        self.reason = reason = reason or message
-        self.section = section = config_key if section is None else section
-        super().__init__(
-            reason if section is None else f"Configuration error in '{section}': {reason}",
-            suggestions=suggestions,
-        )
+        self.section = config_key if section is None else section
+        super().__init__(reason, about=self.section, suggestions=suggestions, message=message)
 
     @property
     def config_key(self) -> str | None:
@@ -160,25 +170,42 @@ class CheckpointSaveError(CheckpointError):
         message: str = "",
         checkpoint_path: str | None = None,
     ) -> None:
-        self.reason = reason = reason or message
         self.tier = None if tier is None else tier.upper()
         self.path = path = checkpoint_path if path is None else path
         prefix = "" if self.tier is None else f"[{self.tier}] "
         where = "" if path is None else f" to '{path}'"
         # With neither fact given the reason is already the whole text (see the module's note on pickling).
-        bare = self.tier is None and path is None
+        is_bare = self.tier is None and path is None
+        usual = _save_suggestions(reason or message, tier=self.tier, path=path)
         super().__init__(
-            reason if bare else f"{prefix}Failed to save checkpoint{where}: {reason}",
-            suggestions=_save_suggestions(reason, tier=self.tier, path=path)
-            if suggestions is None
-            else suggestions,
+            reason,
+            about=None if is_bare else f"{prefix}Failed to save checkpoint{where}",
+            suggestions=usual if suggestions is None else suggestions,
+            message=message,
         )
 
 
-class CheckpointLoadError(CheckpointError):
+class _StoredCheckpointError(CheckpointError):
+    """What is wrong with a checkpoint at a path."""
+
+    def __init__(
+        self,
+        reason: str = "",
+        *,
+        path: str | None = None,
+        suggestions: Iterable[str] | None = None,
+        message: str = "",
+        checkpoint_path: str | None = None,
+    ) -> None:
+        self.path = checkpoint_path if path is None else path
+        super().__init__(reason, about=self.path, suggestions=suggestions, message=message)
+
+
+class CheckpointLoadError(_StoredCheckpointError):
     """A checkpoint exists but could not be restored."""
 
     code = "checkpoint_load"
+    opening = "Failed to load checkpoint from '%s'"
     usual_suggestions = (
         "If the file is damaged remove it: the next older checkpoint is taken instead.",
         "If the model has changed since: load_checkpoint_to_model(state, model, optimizer, strict=False)",
@@ -186,48 +213,18 @@ class CheckpointLoadError(CheckpointError):
         "If it needs full unpickling and you made it yourself: CheckpointLoadConfig(trusted_source=True)",
     )
 
-    def __init__(
-        self,
-        reason: str = "",
-        *,
-        path: str | None = None,
-        suggestions: Iterable[str] | None = None,
-        message: str = "",
-        checkpoint_path: str | None = None,
-    ) -> None:
-        self.reason = reason = reason or message
-        self.path = path = checkpoint_path if path is None else path
-        super().__init__(
-            reason if path is None else f"Failed to load checkpoint from '{path}': {reason}",
-            suggestions=suggestions,
-        )
-
     @classmethod
     def missing_keys(cls, path: str, keys: Iterable[str]) -> CheckpointLoadError:
         """The file opened, but is no complete checkpoint."""
         return cls(f"Missing required keys: {_braces(keys)}", path=path)
 
 
-class CheckpointValidationError(CheckpointError):
+class CheckpointValidationError(_StoredCheckpointError):
     """The content of a checkpoint is not what a checkpoint must hold."""
 
     code = "checkpoint_validation"
+    opening = "Checkpoint '%s' is not valid"
     usual_suggestions = ("Restore an older one, or another tier's copy of it.",)
-
-    def __init__(
-        self,
-        reason: str = "",
-        *,
-        path: str | None = None,
-        suggestions: Iterable[str] | None = None,
-        message: str = "",
-        checkpoint_path: str | None = None,
-    ) -> None:
-        self.reason = reason = reason or message
-        self.path = path = checkpoint_path if path is None else path
-        super().__init__(
-            reason if path is None else f"Checkpoint '{path}' is not valid: {reason}", suggestions=suggestions
-        )
 
     @classmethod
     def missing_state(cls, of: str, *names: str, found: Iterable[str] = ()) -> CheckpointValidationError:
@@ -280,16 +277,11 @@ class TopologyChangeError(ElasticTrainingError):
         suggestions: Iterable[str] | None = None,
         message: str = "",
     ) -> None:
-        self.reason = reason = reason or message
         self.old_world_size = old_world_size
         self.new_world_size = new_world_size
-        known = old_world_size is not None and new_world_size is not None
-        super().__init__(
-            f"Topology change ({old_world_size} -> {new_world_size} workers) failed: {reason}"
-            if known
-            else reason,
-            suggestions=suggestions,
-        )
+        is_known = old_world_size is not None and new_world_size is not None
+        change = f"Topology change ({old_world_size} -> {new_world_size} workers) failed"
+        super().__init__(reason, about=change if is_known else None, suggestions=suggestions, message=message)
 
     @classmethod
     def below_min_nodes(cls, *, old_world_size: int, new_world_size: int) -> TopologyChangeError:
@@ -321,6 +313,7 @@ class DataLoadingError(ElasticTrainingError):
     """Training data could not be read."""
 
     code = "data_loading"
+    opening = "Failed to load data from '%s'"
 
     def __init__(
         self,
@@ -331,12 +324,8 @@ class DataLoadingError(ElasticTrainingError):
         message: str = "",
         file_path: str | None = None,
     ) -> None:
-        self.reason = reason = reason or message
-        self.source = source = file_path if source is None else source
-        super().__init__(
-            reason if source is None else f"Failed to load data from '{source}': {reason}",
-            suggestions=suggestions,
-        )
+        self.source = file_path if source is None else source
+        super().__init__(reason, about=self.source, suggestions=suggestions, message=message)
 
     @property
     def file_path(self) -> str | None:

@@ -2,24 +2,21 @@
 
 Errors are settings that cannot work; warnings are settings that work but probably not as meant, among them
 unknown keys, with the nearest known one. Each names its key path. Nothing is changed, nothing is contacted
-unless `validate_s3` asks for it. The tables below are the one list of keys the trainer knows, and of what other
-programs call them.
+unless `validate_s3` asks for it. The tables below are the one list of keys the trainer knows, as JSON Schema, and of
+what other programs call them; `strata.validation` compares, the texts users know are here, and so are the rules between keys.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any
 
 from strata.rendezvous import RENDEZVOUS_BACKENDS
 from strata.trainer.errors import ConfigurationError
 from strata.trainer.scaling import ROUNDING_MODES, STRATEGIES, ScalingRule, unknown_strategy
-
-Kind = Literal["int", "number", "str", "bool", "list", "names", "mapping", "int_or_str"]
+from strata.validation import Schema, Violation, violations
 
 
 class Finding(str):
@@ -55,32 +52,36 @@ class ValidationResult:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """What one setting may be."""
-
-    kind: Kind
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    choices: tuple[str, ...] = ()
-    nullable: bool = False
+def _or_null(schema: Schema) -> Schema:
+    return {**schema, "type": [schema["type"], "null"]}
 
 
-COUNT = Key(kind="int", at_least=1)
-POSITIVE_INT = Key(kind="int", above=0)
-NOT_NEGATIVE_INT = Key(kind="int", at_least=0)
-POSITIVE = Key(kind="number", above=0)
-NOT_NEGATIVE = Key(kind="number", at_least=0)
-FRACTION = Key(kind="number", at_least=0, at_most=1)
-FLAG = Key(kind="bool")
-TEXT = Key(kind="str")
-OPTIONAL_TEXT = Key(kind="str", nullable=True)
+def _one_of(*names: str) -> Schema:
+    return {"type": "string", "enum": list(names)}
 
-SECTIONS: dict[str, dict[str, Key]] = {
+
+INTEGER: Schema = {"type": "integer"}
+COUNT: Schema = {"type": "integer", "minimum": 1}
+POSITIVE_INT: Schema = {"type": "integer", "exclusiveMinimum": 0}
+NOT_NEGATIVE_INT: Schema = {"type": "integer", "minimum": 0}
+POSITIVE: Schema = {"type": "number", "exclusiveMinimum": 0}
+NOT_NEGATIVE: Schema = {"type": "number", "minimum": 0}
+FRACTION: Schema = {"type": "number", "minimum": 0, "maximum": 1}
+FLAG: Schema = {"type": "boolean"}
+TEXT: Schema = {"type": "string", "pattern": r"\S"}
+OPTIONAL_TEXT = _or_null(TEXT)
+NAMES: Schema = {
+    "title": "a list of names",
+    "type": ["string", "array"],
+    "pattern": r"\S",
+    "items": {"type": "string"},
+}
+_PROCESSES = ["auto", "gpu", "cpu"]
+
+SECTIONS: dict[str, dict[str, Schema]] = {
     "model": {
         "name": TEXT,
-        "vocab_size": Key(kind="int", at_least=1, nullable=True),
+        "vocab_size": _or_null(COUNT),
         "n_layer": COUNT,
         "n_head": COUNT,
         "n_embd": COUNT,
@@ -95,66 +96,72 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "batch_size": POSITIVE_INT,
         "max_steps": POSITIVE_INT,
         "epochs": POSITIVE_INT,
-        "max_norm": Key(kind="number", above=0, nullable=True),
+        "max_norm": _or_null(POSITIVE),
         "weight_decay": NOT_NEGATIVE,
-        "betas": Key(kind="list"),
+        "betas": {"type": "array"},
         "warmup_steps": NOT_NEGATIVE_INT,
         "min_lr_ratio": FRACTION,
-        "seed": Key(kind="int"),
-        "precision": Key(kind="str", choices=("fp32", "bf16")),
-        "device": Key(kind="str", choices=("auto", "cpu", "cuda")),
-        "backend": Key(kind="str", choices=("auto", "gloo", "nccl")),
+        "seed": INTEGER,
+        "precision": _one_of("fp32", "bf16"),
+        "device": _one_of("auto", "cpu", "cuda"),
+        "backend": _one_of("auto", "gloo", "nccl"),
         "log_interval": POSITIVE_INT,
         "deterministic": FLAG,
     },
     "data": {
-        "files": Key(kind="names"),
-        "data_files": Key(kind="names"),
+        "files": NAMES,
+        "data_files": NAMES,
         "index_file": OPTIONAL_TEXT,
         "tokenizer": TEXT,
         "text_key": TEXT,
         "seq_length": COUNT,
         "num_workers": NOT_NEGATIVE_INT,
         "shuffle": FLAG,
-        "seed": Key(kind="int"),
+        "seed": INTEGER,
     },
     "checkpoint": {
         "checkpoint_interval": POSITIVE_INT,
         "memory_snapshot_interval": NOT_NEGATIVE_INT,
         "nvme_path": OPTIONAL_TEXT,
-        "s3_bucket": OPTIONAL_TEXT,
-        "s3_prefix": TEXT,
+        "s3_bucket": _or_null({"type": "string", "pattern": r"\A[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z"}),
+        "s3_prefix": {"type": "string"},
         "s3_region": OPTIONAL_TEXT,
         "async_save": FLAG,
         "keep_last_n": COUNT,
-        "async_save_policy": Key(kind="str", choices=("warn", "fail", "retry")),
+        "async_save_policy": _one_of("warn", "fail", "retry"),
         "async_save_retries": NOT_NEGATIVE_INT,
         "async_save_retry_delay": NOT_NEGATIVE,
         "max_snapshots": COUNT,
-        "max_memory_mb": Key(kind="number", above=0, nullable=True),
-        "unreachable_timeout": Key(kind="number", above=0),
+        "max_memory_mb": _or_null(POSITIVE),
+        "unreachable_timeout": POSITIVE,
     },
     "scaling": {
-        "strategy": Key(kind="str", choices=STRATEGIES),
-        "scaling_rule": Key(kind="str", choices=tuple(rule.value for rule in ScalingRule)),
+        "strategy": _one_of(*STRATEGIES),
+        "scaling_rule": _one_of(*(rule.value for rule in ScalingRule)),
         "base_lr": POSITIVE,
         "base_batch_size": POSITIVE_INT,
         "base_world_size": COUNT,
         "warmup_steps": NOT_NEGATIVE_INT,
         "min_lr": NOT_NEGATIVE,
         "max_lr": POSITIVE,
-        "target_global_batch_size": Key(kind="int", above=0, nullable=True),
-        "rounding_mode": Key(kind="str", choices=ROUNDING_MODES),
+        "target_global_batch_size": _or_null(POSITIVE_INT),
+        "rounding_mode": _one_of(*ROUNDING_MODES),
     },
     "elastic": {
         "min_nodes": COUNT,
         "max_nodes": COUNT,
-        "nproc_per_node": Key(kind="int_or_str", at_least=1, choices=("auto", "gpu", "cpu")),
+        "nproc_per_node": {
+            "title": f"a whole number or one of {_PROCESSES}",
+            "type": ["integer", "string"],
+            "minimum": 1,
+            "if": {"type": "string"},
+            "then": {"enum": _PROCESSES},
+        },
         "max_restarts": NOT_NEGATIVE_INT,
-        "rdzv_backend": Key(kind="str", choices=RENDEZVOUS_BACKENDS),
+        "rdzv_backend": _one_of(*RENDEZVOUS_BACKENDS),
         "rdzv_endpoint": TEXT,
         "rdzv_id": TEXT,
-        "rdzv_conf": Key(kind="mapping"),
+        "rdzv_conf": {"type": "object", "additionalProperties": True},
         "heartbeat_interval": POSITIVE,
         "heartbeat_timeout": POSITIVE,
         "hang_timeout": NOT_NEGATIVE,
@@ -167,12 +174,18 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "interval": POSITIVE,
         "duration": POSITIVE,
         "rto_threshold": POSITIVE,
-        "kinds": Key(kind="names"),
-        "seed": Key(kind="int"),
+        "kinds": NAMES,
+        "seed": INTEGER,
         "single_kill": FLAG,
         "output": OPTIONAL_TEXT,
     },
 }
+
+SCHEMA: Schema = {
+    "type": "object",
+    "properties": {name: {"type": ["object", "null"], "properties": keys} for name, keys in SECTIONS.items()},
+}
+"""Of a whole configuration."""
 
 
 OTHER_NAMES: dict[str, dict[str, str]] = {
@@ -359,88 +372,108 @@ class _Check:
         return ValidationResult(valid=not self.errors, errors=self.errors, warnings=self.warnings)
 
     def sections(self) -> None:
+        """Every section and key by itself."""
+        told: set[str] = set()
+        for violation in violations(SCHEMA, self._as_read()):
+            path = ".".join(map(str, violation.path[:2]))
+            if violation.keyword == "additionalProperties":
+                self.warn(path, _unknown(*violation.path))
+            elif path not in told:
+                told.add(path)  # A list has one problem, however many of its items have it.
+                self.error(path, self._problem(violation))
+
+    def _problem(self, violation: Violation) -> str:
+        match violation.path:
+            case ():
+                return f"The configuration must be a mapping of sections, not {_type_name(self.config)}"
+            case (_,):
+                kind = _type_name(violation.value)
+                return f"must be a mapping of settings, not {kind} ({violation.value!r})"
+            case (section, key):
+                return key_problem(section, key, violation)
+            case (section, key, *_):
+                whole, value = SECTIONS[section][key], self.config[section][key]  # type: ignore[index]
+                return _mistyped(key, whole, value)
+        raise AssertionError(violation)
+
+    def _as_read(self) -> object:
+        """The configuration without what OmegaConf resolves later, and with numbers where they are written as text."""
         if not isinstance(self.config, Mapping):
-            self.error("", f"The configuration must be a mapping of sections, not {_type_name(self.config)}")
-            return
-        for name, section in self.config.items():
-            if name not in SECTIONS:
-                self.warn(str(name), "unknown section" + _nearest(name, SECTIONS, OTHER_NAMES[""]))
-            elif section is not None:
-                self.section(str(name), section)
+            return self.config
+        return {
+            name: self._section_as_read(name, section)
+            if isinstance(section, Mapping) and name in SECTIONS
+            else section
+            for name, section in self.config.items()
+        }
 
-    def section(self, name: str, section: Any) -> None:
-        if not isinstance(section, Mapping):
-            self.error(name, f"must be a mapping of settings, not {_type_name(section)} ({section!r})")
-            return
-        keys = SECTIONS[name]
+    def _section_as_read(self, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+        read = {}
         for key, value in section.items():
-            path = f"{name}.{key}"
-            if key not in keys:
-                self.warn(path, "unknown key, it changes nothing" + _nearest(key, keys, OTHER_NAMES[name]))
-            elif not (isinstance(value, str) and value.startswith("${")):  # Resolved later, by OmegaConf.
-                self.value(path, str(key), keys[key], value)
+            schema = SECTIONS[name].get(key)
+            if schema is not None and isinstance(value, str):
+                if value.startswith("${"):
+                    continue
+                if "number" in schema["type"] and (number := _number(value)) is not None:
+                    doubt = f"{key} is the text '{value}', read as {number:g}; write it with a point: 1.0e-4"
+                    self.warn(f"{name}.{key}", doubt)
+                    value = number
+            read[key] = value
+        return read
 
-    def value(self, path: str, name: str, key: Key, value: Any) -> None:
-        if value is None:
-            if not key.nullable:
-                self.error(path, f"{name} has no value")
-            return
-        value = self.typed(path, name, key, value)
-        if value is None:
-            return
-        if isinstance(value, str):
-            if key.choices and value not in key.choices:
-                if path == "scaling.strategy":
-                    self.error(path, unknown_strategy(value).reason)
-                else:
-                    self.error(path, f"Unknown {name} '{value}'. Valid options: {list(key.choices)}")
-            elif not value.strip() and not path.endswith("prefix"):
-                self.error(path, f"{name} cannot be empty")
-        elif isinstance(value, int | float):
-            if not math.isfinite(value):
-                self.error(path, f"{name} ({value}) must be a finite number")
-            elif key.above is not None and value <= key.above:
-                self.error(path, f"{name} ({value}) must be positive")
-            elif key.at_least is not None and value < key.at_least:
-                bound = "cannot be negative" if key.at_least == 0 else f"must be at least {key.at_least:g}"
-                self.error(path, f"{name} ({value}) {bound}")
-            elif key.at_most is not None and value > key.at_most:
-                self.error(path, f"{name} ({value}) cannot exceed {key.at_most:g}")
 
-    def typed(self, path: str, name: str, key: Key, value: Any) -> Any:
-        """The value if it has the right type; else an error is recorded and there is none."""
-        wanted = {
-            "int": "a whole number",
-            "number": "a number",
-            "str": "text",
-            "bool": "true or false",
-            "list": "a list",
-            "names": "a list of names",
-            "mapping": "a mapping",
-            "int_or_str": f"a whole number or one of {list(key.choices)}",
-        }[key.kind]
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        is_number = is_int or isinstance(value, float)
-        right = {
-            "int": is_int,
-            "number": is_number,
-            "str": isinstance(value, str),
-            "bool": isinstance(value, bool),
-            "list": isinstance(value, list | tuple),
-            "names": isinstance(value, str)
-            or (isinstance(value, list | tuple) and all(map(_is_name, value))),
-            "mapping": isinstance(value, Mapping),
-            "int_or_str": is_int or isinstance(value, str),
-        }[key.kind]
-        if right:
-            return value
-        if key.kind == "number" and isinstance(value, str) and (number := _number(value)) is not None:
-            self.warn(
-                path, f"{name} is the text '{value}', read as {number:g}; write it with a point: 1.0e-4"
-            )
-            return number
-        self.error(path, f"{name} must be {wanted}, not {_type_name(value)} ({value!r})")
-        return None
+def section_problems(section: str, values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with settings of one section, each by itself: for callers who have them as Python values."""
+    schema = {"type": "object", "properties": SECTIONS[section]}
+    found = violations(schema, values)
+    return [key_problem(section, violation.path[0], violation) for violation in found]
+
+
+def key_problem(section: str, name: str, violation: Violation) -> str:
+    """What is wrong with one setting, as users know it."""
+    value, limit = violation.value, violation.limit
+    match violation.keyword:
+        case "type":
+            return _mistyped(name, violation.schema, value)
+        case "enum" if (section, name) == ("scaling", "strategy"):
+            return unknown_strategy(value).reason
+        case "enum":
+            return f"Unknown {name} '{value}'. Valid options: {limit}"
+        case "pattern" if not value.strip():
+            return f"{name} cannot be empty"
+        case "pattern" if value.startswith("s3://"):
+            return f"{name} takes the bare name; put the rest in s3_prefix"
+        case "pattern":
+            return f"{name} ({value!r}) is no valid bucket name"
+        case "exclusiveMinimum":
+            return f"{name} ({value}) must be positive"
+        case "minimum" if limit == 0:
+            return f"{name} ({value}) cannot be negative"
+        case "minimum":
+            return f"{name} ({value}) must be at least {limit:g}"
+        case "maximum":
+            return f"{name} ({value}) cannot exceed {limit:g}"
+    raise AssertionError(violation)
+
+
+_WANTED = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
+def _mistyped(name: str, schema: Schema, value: Any) -> str:
+    if value is None:
+        return f"{name} has no value"
+    kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    if "number" in kinds and type(value) in (int, float):
+        return f"{name} ({value}) must be a finite number"
+    wanted = schema.get("title") or _WANTED[kinds[0]]
+    return f"{name} must be {wanted}, not {_type_name(value)} ({value!r})"
 
 
 def _check_elastic(check: _Check) -> None:
@@ -517,12 +550,6 @@ def _check_checkpoint(check: _Check) -> None:
             "checkpoint.checkpoint_interval",
             f"checkpoint_interval ({every}) exceeds max_steps ({steps}): only the last step is kept",
         )
-    bucket = check.value_of("checkpoint.s3_bucket")
-    if isinstance(bucket, str) and not bucket.startswith("${"):
-        if bucket.startswith("s3://"):
-            check.error("checkpoint.s3_bucket", "s3_bucket takes the bare name; put the rest in s3_prefix")
-        elif bucket and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
-            check.error("checkpoint.s3_bucket", f"s3_bucket ({bucket!r}) is no valid bucket name")
 
 
 def _check_model(check: _Check) -> None:
@@ -531,15 +558,19 @@ def _check_model(check: _Check) -> None:
         check.error("model.n_embd", f"n_embd ({width}) must be a multiple of n_head ({heads})")
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
         return None
+
+
+def _unknown(section: object, key: object = None) -> str:
+    """A section, or a key in one, that does not exist, with the one that was probably meant."""
+    if key is None:
+        return "unknown section" + _nearest(section, SECTIONS, OTHER_NAMES[""])
+    name = str(section)
+    return "unknown key, it changes nothing" + _nearest(key, SECTIONS[name], OTHER_NAMES[name])
 
 
 def _nearest(name: object, known: Mapping[str, Any], other_names: Mapping[str, str]) -> str:

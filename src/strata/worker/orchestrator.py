@@ -161,7 +161,7 @@ class TrainingOrchestrator:
             run_generation=run_generation,
         )
         answer = await self._session.register(request)
-        self._install_log_shipping(metadata.get("task_id", ""))
+        self._install_log_shipping()
         return WorkerConfig(
             worker_id=answer.assigned_id,
             rank=answer.rank,
@@ -529,7 +529,7 @@ class TrainingOrchestrator:
     async def _await(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._session.submit(work))
 
-    def _install_log_shipping(self, task_id: str) -> None:
+    def _install_log_shipping(self) -> None:
         if self._ship_logs and self._handler is None:
-            self._handler = ShippingHandler(self._session.logs, level=logging.INFO, task_id=task_id)
+            self._handler = ShippingHandler(self._session.logs, level=logging.INFO)
             logging.getLogger().addHandler(self._handler)

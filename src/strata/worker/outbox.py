@@ -56,10 +56,9 @@ class LogOutbox:
 class ShippingHandler(logging.Handler):
     """`logging` records of this process, sent to the coordinator with everything else."""
 
-    def __init__(self, outbox: LogOutbox, *, level: int, task_id: str) -> None:
+    def __init__(self, outbox: LogOutbox, *, level: int) -> None:
         super().__init__(level)
         self._outbox = outbox
-        self._task_id = task_id
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -72,8 +71,6 @@ class ShippingHandler(logging.Handler):
                 timestamp=record.created,
                 level=record.levelname.lower(),
                 message=message if len(message) <= MESSAGE_LIMIT else _cut(message),
-                source="worker",
-                task_id=self._task_id,
             )
         )
 

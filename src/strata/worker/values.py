@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from strata.core.types import SampleRange
 from strata.rpc import coordinator_pb2 as pb
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardAssignment:
+class ShardAssignment(SampleRange):
     """Samples `start` up to `stop` of a dataset; the first `done` of them are committed already."""
 
     dataset_id: str
@@ -36,18 +37,6 @@ class ShardAssignment:
     stop: int
     done: int
     file_paths: tuple[str, ...]
-
-    @property
-    def start_index(self) -> int:
-        return self.start
-
-    @property
-    def end_index(self) -> int:
-        return self.stop
-
-    @property
-    def num_samples(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

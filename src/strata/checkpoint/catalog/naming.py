@@ -16,9 +16,13 @@ from typing import TypeAlias
 from strata.checkpoint.catalog.manifest import BYTES, SUFFIX, CheckpointId
 from strata.processes import Process, this_process
 
+NAMED = "named"
+"""In the metadata of a checkpoint whose name somebody has chosen: retention leaves it alone."""
+
 Stem: TypeAlias = Callable[[int, CheckpointId], str]
 
 _numbers = itertools.count(1)
+_STEP = re.compile(r"checkpoint_step_(\d{8,})\.pt")
 _ID = re.compile(r"(\d{8,})-([0-9a-f]{6}-[0-9a-z]+-[0-9a-z]+)-([0-9a-z]+)")
 
 
@@ -43,12 +47,23 @@ def step_stem(step: int, checkpoint_id: CheckpointId) -> str:
     return f"checkpoint_step_{step:08d}"
 
 
+def step_of(key: str) -> int | None:
+    """The step that a payload named by `step_stem` is of; None for any other name."""
+    found = _STEP.fullmatch(key)
+    return int(found[1]) if found else None
+
+
 def payload_key(stem: str, payload_format: str) -> str:
     return stem + (".bin" if payload_format == BYTES else ".pt")
 
 
 def manifest_key(stem: str) -> str:
     return stem + SUFFIX
+
+
+def manifest_beside(payload: str) -> str:
+    """Where the manifest of a payload is that has a name of its own."""
+    return manifest_key(payload.removesuffix(".pt"))
 
 
 def claim_key(stem: str) -> str:

@@ -6,8 +6,8 @@ that fails removes its payload again, but only where the manifest is known to be
 been lost, and then the checkpoint is there and keeps what it names. A repeated attempt that finds its own manifest has
 succeeded.
 
-`publish` writes a payload it is given, under a name of its own. `commit` is for payloads that their callers write: piece by
-piece, or one part per rank.
+`publish` writes a payload it is given, under a name of its own. `replace_at` writes it to a key that somebody has chosen, in
+place of what may be there. `commit` is for payloads that their callers write: piece by piece, or one part per rank.
 
 A name without the checkpoint's id in it may be wanted by two writers, so it is claimed first: `<stem>.claim`, only if
 absent. Whoever comes second takes a longer name, with the id. The claim goes when the manifest is there, so a payload
@@ -23,7 +23,7 @@ from typing import Protocol, TypeAlias
 
 from strata.checkpoint.catalog.listing import Entry, where
 from strata.checkpoint.catalog.manifest import CheckpointId, Manifest, Part, decode
-from strata.checkpoint.catalog.naming import Stem, claim_key, manifest_key, payload_key
+from strata.checkpoint.catalog.naming import claim_key, manifest_beside, manifest_key, payload_key
 from strata.checkpoint.copying.digest import Digest
 from strata.checkpoint.errors import Damaged
 from strata.stores.protocol import AlreadyExists, NotFound, Store, StoreError
@@ -49,13 +49,12 @@ def publish(
     payload: Bytes,
     digest: Callable[[], Digest],
     *,
-    stem: Stem,
+    name: str,
     again: bool = False,
     admit: Admit | None = None,
 ) -> Entry:
     """Store payload and manifest. `digest` is asked for when the payload is in place; `again` marks a repeated attempt. For
     `admit` see `commit`."""
-    name = stem(draft.step, draft.checkpoint_id)
     is_claimed = draft.checkpoint_id not in name
     if is_claimed and not _claim(store, name, draft):
         name, is_claimed = f"{name}-{draft.checkpoint_id}", False
@@ -76,6 +75,36 @@ def publish(
         again=again,
         admit=admit,
     )
+
+
+def replace_at(
+    store: Store,
+    draft: Manifest,
+    payload: Bytes,
+    digest: Callable[[], Digest],
+    *,
+    key: str,
+    admit: Admit | None = None,
+) -> Entry:
+    """Store a payload at `key` and its manifest beside it, whatever is there. A manifest never stands beside bytes it does not
+    fit, so that of the payload which is replaced goes first; it comes back where the payload is known to be still there."""
+    at = manifest_beside(key)
+
+    def write() -> Manifest:
+        part = Part(key=key, size_bytes=len(payload.view), digest=digest())
+        was = store.stat(key)
+        before = store.read(at) if store.stat(at) is not None else None
+        store.delete(at)
+        try:
+            _put_payload(store, key, payload)
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                if before is not None and store.stat(key) == was:
+                    store.put(at, before)
+            raise
+        return replace(draft, parts=(part,))
+
+    return commit(store, draft.checkpoint_id, write, at=at, admit=admit)
 
 
 def commit(

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from strata.checkpoint.catalog import leases
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
-from strata.checkpoint.catalog.manifest import CheckpointId
-from strata.checkpoint.catalog.naming import manifest_key, writer_of
-from strata.checkpoint.errors import CheckpointError, CheckpointNotFound
-from strata.checkpoint.image.plain import plain_files
+from strata.checkpoint.catalog.manifest import CheckpointId, Manifest
+from strata.checkpoint.catalog.naming import NAMED, manifest_beside, manifest_key, writer_of
+from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, Damaged
+from strata.checkpoint.image.plain import SUFFIX, plain_files
 from strata.checkpoint.verify import verify_store
 from strata.core.lineage import removable
 from strata.stores.protocol import Store
@@ -37,9 +37,14 @@ def remove_superseded(
     in_use: Collection[CheckpointId] = (),
     damaged: Collection[CheckpointId] = (),
 ) -> list[Entry]:
-    """Remove what newer checkpoints of this run have made superfluous (`strata.core.lineage.removable`); what went."""
+    """Remove what newer checkpoints of this run have made superfluous (`strata.core.lineage.removable`); what went. Names that
+    somebody has chosen stay."""
     in_use = {*in_use, *leases.being_read(catalog.store)}
-    own = {e.manifest.checkpoint_id: e for e in catalog.list().entries if e.manifest.run in ("", run)}
+    own = {
+        entry.manifest.checkpoint_id: entry
+        for entry in catalog.list().entries
+        if entry.manifest.run in ("", run) and NAMED not in entry.manifest.metadata
+    }
     manifests = [entry.manifest for entry in own.values()]
     removed = []
     for manifest in removable(manifests, keep_count=keep_count, in_use=in_use, damaged=damaged):
@@ -47,6 +52,47 @@ def remove_superseded(
         remove(catalog, removed[-1])
         log.info("removed checkpoint %s: there are %d newer ones", manifest.checkpoint_id, keep_count)
     return removed
+
+
+def remove_named(store: Store, name: str) -> None:
+    """Remove the checkpoint or file with a payload of this name; one that is not there is removed already."""
+    store.delete(manifest_beside(name))
+    store.delete(name)
+
+
+def newest_first(store: Store) -> list[str]:
+    """The names of all `.pt` files, by the time they were saved: as their manifests tell, else as the store does."""
+    saved_ms = {blob.key: int(blob.modified_s * 1000) for blob in store.list() if blob.key.endswith(SUFFIX)}
+    for entry in Catalog(store).list().entries:
+        for part in entry.manifest.parts:
+            if part.key in saved_ms:
+                saved_ms[part.key] = entry.manifest.sequence
+    return sorted(saved_ms, key=lambda name: (saved_ms[name], name), reverse=True)
+
+
+def remove_older(store: Store, *, keep_count: int) -> list[str]:
+    """Remove all `.pt` files but the newest, whoever made them; the names of those removed. What is visibly broken does not
+    count as kept: a manifest that cannot be read, or a file of another length than it says."""
+    removed: list[str] = []
+    kept = 0
+    for name in newest_first(store):
+        if kept >= keep_count:
+            remove_named(store, name)
+            removed.append(name)
+        elif _looks_intact(store, name):
+            kept += 1
+    return removed
+
+
+def _looks_intact(store: Store, name: str) -> bool:
+    blob, at = store.stat(name), manifest_beside(name)
+    if blob is None or store.stat(at) is None:
+        return blob is not None
+    try:
+        manifest: Manifest = Catalog(store).read(at)
+    except Damaged:
+        return False
+    return manifest.parts[0].size_bytes == blob.size_bytes
 
 
 def remove_orphans(catalog: Catalog) -> int:

@@ -441,7 +441,9 @@ class Staging:
             return None
         try:
             if buffer.plan is not plan or buffer.folder is None:
-                self._check_budget(buffer, plan)
+                if not self._keep_to_budget(buffer, plan, deadline_s):
+                    self.release(buffer)
+                    return None
                 if self._root_for(buffer, plan) is None and len(self._buffers) > 1:
                     self.release(buffer)
                     buffer = self._keep_only_one(plan, deadline_s)
@@ -621,17 +623,31 @@ class Staging:
             free, key=lambda b: (b.marked.order if b.marked else (-1,), b.plan is not plan), default=None
         )
 
-    def _check_budget(self, buffer: ImageBuffer, plan: Plan) -> None:
-        if self.budget_bytes is None:
-            return
-        others_bytes = sum(other.size_bytes for other in self._buffers if other is not buffer)
-        available_bytes = self.budget_bytes - others_bytes
-        if plan.bound_bytes > available_bytes:
+    def _keep_to_budget(self, buffer: ImageBuffer, plan: Plan, deadline_s: float | None) -> bool:
+        """Let older snapshots go until an image of this plan fits the budget; False where those in use are too large for too
+        long. Raises, and lets nothing go, where it never will fit."""
+        budget_bytes = self.budget_bytes
+        if budget_bytes is None:
+            return True
+        if plan.tensor_bytes > budget_bytes:
             raise MemoryLimitExceeded(
-                required_bytes=plan.bound_bytes,
-                available_bytes=max(available_bytes, 0),
-                hint="Raise the memory budget (budget_bytes), or keep one image instead of two.",
+                required_bytes=plan.tensor_bytes,
+                available_bytes=budget_bytes,
+                hint="Raise the memory budget (budget_bytes).",
             )
+
+        def make_way() -> ImageBuffer | None:
+            others = [other for other in self._buffers if other is not buffer]
+            while sum(other.size_bytes for other in others) + plan.tensor_bytes > budget_bytes:
+                idle = [other for other in others if other.size_bytes and not other.is_busy]
+                if not idle:
+                    return None
+                oldest = min(idle, key=lambda b: b.marked.order if b.marked else (-1,))
+                oldest.discard()
+                others.remove(oldest)
+            return buffer
+
+        return self._await(make_way, deadline_s) is not None
 
     def _lay_out(self, buffer: ImageBuffer, plan: Plan, *, must_keep: bool) -> None:
         """Lay an image out for a plan, at the best root that has space for it, or else in anonymous memory."""

@@ -75,6 +75,11 @@ class Plan:
     strided: tuple[int, ...]
     """The tensors that are not contiguous."""
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Of all tensors, tied ones once."""
+        return sum(slot.size_bytes for slot in self.slots)
+
     def lay_out(self, path: str) -> Placement:
         """Write the file at `path` with everything but tensor bytes and pickle body."""
         assert os.path.basename(path) == FILE_NAME

@@ -165,9 +165,14 @@ class Gatekeeper:
                 status=401,
                 hint="Ask an admin for one: `strata token create --role viewer`. It may have expired or been revoked.",
             )
-        return self.sign_ins.start(
-            found, still_counts=lambda: self._of_token(token, digest_of(token)) is not None
-        )
+        return self.sign_ins.start(found, still_counts=lambda: self.still_counts(found))
+
+    def still_counts(self, principal: Principal) -> bool:
+        """Whether what let a caller in has not been taken away meanwhile: for streams, which outlive their first call."""
+        kind, _, name = principal.credential.partition(" ")
+        if kind == "task":
+            return self._is_live(name)
+        return kind != "token" or self.tokens.counts(name)
 
     def signed_in(self, cookie: str) -> Principal | None:
         return self.sign_ins.find(cookie)
@@ -182,7 +187,7 @@ class Gatekeeper:
         task = self.task_tokens.task_of(token)
         if task is not None:
             return (
-                Principal(name=f"task {task}", role="worker", job=JobId(task))
+                Principal(name=f"task {task}", role="worker", job=JobId(task), credential=f"task {task}")
                 if self._is_live(task)
                 else None
             )

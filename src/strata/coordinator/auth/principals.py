@@ -34,6 +34,8 @@ class Principal:
     role: Role
     job: JobId | None = None
     """The only job it acts for and sees; none: all of them."""
+    credential: str = ""
+    """What can be taken away from it: `token ID` or `task ID`."""
 
     @property
     def client(self) -> str:

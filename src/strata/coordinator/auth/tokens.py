@@ -58,13 +58,29 @@ class Token:
     digest: str
     created_by: str
 
+    def public(self, now_s: float) -> dict[str, Any]:
+        """What may be shown."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "role": self.role,
+            "job_id": self.job,
+            "created_at": self.created_at_s,
+            "expires_at": self.expires_at_s,
+            "created_by": self.created_by,
+            "expired": self.has_expired(now_s),
+        }
+
     def has_expired(self, now_s: float) -> bool:
         return self.expires_at_s is not None and now_s >= self.expires_at_s
 
     @property
     def principal(self) -> Principal:
         return Principal(
-            name=f"token {self.name} ({self.id})", role=self.role, job=JobId(self.job) if self.job else None
+            name=f"token {self.name} ({self.id})",
+            role=self.role,
+            job=JobId(self.job) if self.job else None,
+            credential=f"token {self.id}",
         )
 
 
@@ -84,6 +100,13 @@ def parse_expiry(text: str) -> float | None:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
+def as_role(text: str) -> Role:
+    for role in ROLES:
+        if role == text:
+            return role
+    raise InvalidArgument("role", f"'{text[:40]}' is not one.", hint=f"There are {', '.join(ROLES)}.")
+
+
 class TokenStore:
     """The file, and what it said last. Raises `TokenFileError` for a file that cannot be used."""
 
@@ -99,6 +122,12 @@ class TokenStore:
         if found is None or found.has_expired(time.time() if now_s is None else now_s):
             return None
         return found
+
+    def counts(self, token_id: str) -> bool:
+        """Whether a token of this id is still there and has not expired."""
+        self._refresh()
+        now_s = time.time()
+        return any(t.id == token_id and not t.has_expired(now_s) for t in self._by_digest.values())
 
     def all(self) -> list[Token]:
         """Oldest first, expired ones of the last day among them."""
@@ -118,8 +147,6 @@ class TokenStore:
         checks.name("name", name, limit=64)
         if job is not None:
             checks.name("job", job)
-        if role not in ROLES:
-            raise InvalidArgument("role", f"'{role}' is not one.", hint=f"There are {', '.join(ROLES)}.")
         if role == "admin" and job is not None:
             raise InvalidArgument(
                 "role", "admin cannot be bound to a job.", hint="Leave out the job, or use operator."

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from strata.coordinator.auth.principals import Principal
 from strata.coordinator.engine import Engine
 from strata.coordinator.grpc.waits import Waits
 from strata.core.messages import (
@@ -49,6 +50,8 @@ class WorkerSession:
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.job_id = job_id
+        self.caller: Principal | None = None
+        """Who opened it."""
         self.over = ""
         """Why this session has ended, once it has."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -124,6 +127,14 @@ class Sessions:
             self._engine.observe(
                 WorkerDisconnected(worker_id=session.worker_id, incarnation=session.incarnation)
             )
+
+    def end_revoked(self, still_counts: Callable[[Principal], bool]) -> None:
+        """Ends the sessions of callers whose credential was taken away or has expired."""
+        callers = {session.caller for session in self._sessions.values() if session.caller is not None}
+        revoked = {caller for caller in callers if not still_counts(caller)}
+        for session in self._sessions.values():
+            if session.caller in revoked:
+                session.end("its credential was revoked or has expired")
 
     def end_all(self, why: str) -> None:
         for session in self._sessions.values():

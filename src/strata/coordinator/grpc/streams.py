@@ -20,13 +20,13 @@ from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core.loglines import LogLine
 from strata.core.messages import (
+    DEFAULT_JOB,
     DeregisterWorker,
     InvalidArgument,
     Overloaded,
     Refused,
     Reply,
     Stale,
-    TaskId,
     Unknown,
     WorkerId,
 )
@@ -111,6 +111,7 @@ class Streams:
         member = cluster.membership.admit(worker_id, incarnation=first.hello.incarnation)
         caller.require_job(member.spec.job_id)
         session = self._sessions.open(worker_id, member.incarnation)
+        session.caller = caller
         session.push(
             pb.CoordinatorMessage(
                 welcome=pb.Welcome(
@@ -167,7 +168,7 @@ class Streams:
                 self._metrics.request("Session.logs")
                 entries = message.logs.entries[:LOG_LINES_PER_BATCH]
                 # Where a line comes from is for us to say: its sender could claim to be anybody.
-                task_id = self._task_of(session)
+                task_id = "" if session.job_id == DEFAULT_JOB else session.job_id
                 lines = [LogLine(e.timestamp, e.level, e.message, "worker", task_id) for e in entries]
                 lost = len(message.logs.entries) - len(entries) + message.logs.dropped
                 sender = f"worker {session.worker_id}"
@@ -179,10 +180,6 @@ class Streams:
             case _:
                 pass  # A newer worker may say more than this version understands.
         return 1
-
-    def _task_of(self, session: WorkerSession) -> str:
-        """A task's workers are a job of the task's name."""
-        return session.job_id if TaskId(session.job_id) in self._engine.cluster.tasks.tasks else ""
 
     def _leave(self, session: WorkerSession, reason: str) -> None:
         """Answered, and the session ended, once it is durable; one that is refused is sent the reason."""

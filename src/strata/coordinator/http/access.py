@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import orjson
 from fastapi import APIRouter, Query, Request
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from strata.coordinator.auth.audit_log import AuditEntry
 from strata.coordinator.auth.principals import ROLES, Forbidden, Principal, Role
 from strata.coordinator.auth.signing_in import LINK_S, SIGN_IN_S
-from strata.coordinator.auth.tokens import Token, parse_expiry
+from strata.coordinator.auth.tokens import parse_expiry
 from strata.coordinator.http.dependencies import (
     NOT_FOUND,
     Limit,
@@ -145,7 +145,7 @@ async def create_link(gatekeeper: TheGatekeeper, principal: ThePrincipal, body: 
 @router.get("/tokens")
 async def tokens(gatekeeper: TheGatekeeper) -> list[TokenView]:
     """Those created here, oldest first; not the ones of the configuration."""
-    return [TokenView(**_token(token)) for token in gatekeeper.tokens.all()]
+    return [TokenView(**token.public(time.time())) for token in gatekeeper.tokens.all()]
 
 
 @router.post("/tokens", status_code=201)
@@ -160,7 +160,7 @@ async def create_token(
         created_by=principal.name,
     )
     request.state.created = {"token_id": token.id}
-    return CreatedTokenView(**_token(token), token=secret)
+    return CreatedTokenView(**token.public(time.time()), token=secret)
 
 
 @router.delete("/tokens/{token_id}", status_code=204, responses=NOT_FOUND)
@@ -193,19 +193,6 @@ async def audit_log(
 def _session(principal: Principal, *, signed_in: bool) -> SessionView:
     assert principal.role in ROLES
     return SessionView(name=principal.name, role=principal.role, job_id=principal.job, signed_in=signed_in)
-
-
-def _token(token: Token) -> dict[str, Any]:
-    return {
-        "id": token.id,
-        "name": token.name,
-        "role": token.role,
-        "job_id": token.job,
-        "created_at": token.created_at_s,
-        "expires_at": token.expires_at_s,
-        "created_by": token.created_by,
-        "expired": token.has_expired(time.time()),
-    }
 
 
 def _set_cookie(response: Response, request: Request, value: str, lasts_s: float) -> None:

@@ -8,7 +8,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
-from strata.coordinator.http.dependencies import TheRuntime, page_response
+from strata.coordinator.http.dependencies import (
+    TheGatekeeper,
+    ThePrincipal,
+    TheRuntime,
+    page_response,
+    while_allowed,
+)
 from strata.coordinator.http.event_models import StreamEvent
 from strata.core import views
 
@@ -41,11 +47,14 @@ async def dashboard(runtime: TheRuntime, request: Request) -> Response:
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {"schema": {"$ref": _STREAM_EVENT}}}}},
 )
-async def events(runtime: TheRuntime, request: Request) -> StreamingResponse:
+async def events(
+    runtime: TheRuntime, gatekeeper: TheGatekeeper, principal: ThePrincipal, request: Request
+) -> StreamingResponse:
     """Everything that happens, as server-sent events. Resumes after `Last-Event-ID`; `resync` means: reload."""
     last = request.headers.get("last-event-id")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(runtime.feed.follow(last), media_type="text/event-stream", headers=headers)
+    stream = while_allowed(runtime.feed.follow(last), gatekeeper, principal)
+    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
 @router.get("/api/events/recent", response_model=list[StreamEvent])

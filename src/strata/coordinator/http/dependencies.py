@@ -5,6 +5,8 @@ Roles are not asked for here: `permissions` knows them for every path there is, 
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Path, Query, Request
@@ -47,6 +49,17 @@ TheRuntime = Annotated[Runtime, Depends(_runtime)]
 ThePrincipal = Annotated[Principal, Depends(_principal)]
 TheGatekeeper = Annotated[Gatekeeper, Depends(_gatekeeper)]
 TheAuditLog = Annotated[AuditLog, Depends(_audit_log)]
+
+
+async def while_allowed(
+    chunks: AsyncGenerator[bytes], gatekeeper: Gatekeeper, principal: Principal
+) -> AsyncIterator[bytes]:
+    """A stream that ends when the credential it was opened with does."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if not gatekeeper.still_counts(principal):
+                return
+            yield chunk
 
 
 async def page_response(runtime: Runtime, name: str, request: Request) -> Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class Feed:
         self._closed = True
         self._news.set()
 
-    async def follow(self, last_event_id: str | None) -> AsyncIterator[bytes]:
+    async def follow(self, last_event_id: str | None) -> AsyncGenerator[bytes]:
         """Chunks of an event stream, from just after `last_event_id` or from now on."""
         at, known = self._find(last_event_id)
         self.readers += 1

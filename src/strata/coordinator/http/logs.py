@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -14,8 +14,11 @@ from fastapi.responses import Response, StreamingResponse
 from strata.coordinator.http.dependencies import (
     Limit,
     NameFilter,
+    TheGatekeeper,
+    ThePrincipal,
     TheRuntime,
     Timestamp,
+    while_allowed,
 )
 from strata.coordinator.http.middleware import json_response
 from strata.coordinator.logs.archive import LogFilter
@@ -70,7 +73,12 @@ async def all_logs(
     responses={200: {"content": {"text/event-stream": {}}}},
 )
 async def live_logs(
-    runtime: TheRuntime, wanted: Wanted, request: Request, task_id: NameFilter = None
+    runtime: TheRuntime,
+    gatekeeper: TheGatekeeper,
+    principal: ThePrincipal,
+    wanted: Wanted,
+    request: Request,
+    task_id: NameFilter = None,
 ) -> StreamingResponse:
     """Entries as they come, as `log` events; `missed` says how many a slow reader was not told of.
 
@@ -79,12 +87,13 @@ async def live_logs(
     runtime.logs.check_followers()
     last = request.headers.get("last-event-id", "")
     after = last if re.fullmatch(ENTRY_ID, last) else wanted.after
-    stream = _stream(runtime.logs, replace(wanted, task_id=task_id, after=after))
+    found = _stream(runtime.logs, replace(wanted, task_id=task_id, after=after))
+    stream = while_allowed(found, gatekeeper, principal)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
-async def _stream(logs: LogStore, wanted: LogFilter) -> AsyncIterator[bytes]:
+async def _stream(logs: LogStore, wanted: LogFilter) -> AsyncGenerator[bytes]:
     yield b"retry: 1000\n\n"
     async for news in logs.follow(wanted):
         if isinstance(news, Missed):

@@ -174,10 +174,7 @@ def _run(
     for case in range(first, last):
         if target.renewed_every and case % target.renewed_every == 0:
             target.renew()
-        if case < len(kept):
-            data = kept[case]
-        else:
-            data = target.make(Random(seed << 40 | case))
+        data = kept[case] if case < len(kept) else target.make(Random(seed << 40 | case))
         data = data[: _PLACE_BYTES - _HEADER.size]
         place[_HEADER.size : _HEADER.size + len(data)] = data
         _HEADER.pack_into(place, 0, case, len(data), accepted, growth_bytes)

@@ -17,6 +17,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -593,10 +594,10 @@ class Image(Stateless):
         return data
 
     def run(self, data: bytes) -> None:
-        try:
+        with suppress(
+            Exception
+        ):  # It leaves all it does not know to torch: it must only not hang, run or crash.
             self._unpickling.read_outline(data)
-        except (Exception, RecursionError):
-            pass  # It leaves all that it does not know to torch; it must only not hang, run or crash.
         held = self._reading.Held(len(data))
         try:
             with held.view as view:

@@ -5,7 +5,7 @@ both are above zero, and what it made durable is taken off afterwards: an idle c
 one that was refused costs nothing. The disk is bounded by compaction, whatever is written; this bounds the work.
 
 A rendezvous of 1,000 agents rewrites a state of some 110 KB with every one that joins, 60 MB in a minute; 20,000 workers
-register at once. Both fit several times.
+register at once. The first fits four times, the second three times.
 """
 
 from __future__ import annotations

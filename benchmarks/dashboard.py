@@ -60,7 +60,7 @@ class NotBuilt(StrataError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much of everything. `QUICK` proves that the benchmark works; its figures prove nothing."""
+    """How much of everything. `QUICK` shows that the benchmark works; its results mean nothing."""
 
     fleet: int = 1_000
     paints: int = 5

@@ -415,13 +415,13 @@ def recovery_phases() -> str:
     d.text(24, 34, f"A recovery, by phase: {sum(seconds):.2f} s at the median", style="title")
     left, width = 24, 712
     x: float = left
-    for index, (name, what, took_s) in enumerate(phases):
-        wide = took_s / sum(seconds) * width
+    for index, (name, what, elapsed_s) in enumerate(phases):
+        wide = elapsed_s / sum(seconds) * width
         d.rect(x, 60, wide - 2, 34, style="ours" if index % 2 == 0 else "peer", radius=3)
         label = 24 + index * 142
         d.line((x + wide / 2, 94), (x + wide / 2, 112), (label + 62, 132), style="grid")
         d.text(label + 62, 150, name, style="strong", anchor="middle")
-        d.text(label + 62, 170, f"{took_s:g} s", style="num", anchor="middle")
+        d.text(label + 62, 170, f"{elapsed_s:g} s", style="num", anchor="middle")
         d.text(label + 62, 190, what, style="soft small", anchor="middle")
         x += wide
     d.text(

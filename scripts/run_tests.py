@@ -38,7 +38,7 @@ class Result:
     area: str
     status: int
     output: str
-    took_s: float
+    elapsed_s: float
 
     @property
     def is_broken(self) -> bool:
@@ -86,7 +86,7 @@ def main() -> int:
         result = run_area([*area, "-m", "slow"] if arguments.slow else area)
         with showing:
             print(
-                f"\n=== {result.area}, {result.took_s:.0f} s, status {result.status}\n{result.output}",
+                f"\n=== {result.area}, {result.elapsed_s:.0f} s, status {result.status}\n{result.output}",
                 flush=True,
             )
         return result
@@ -130,7 +130,7 @@ def run_area(area: list[str]) -> Result:
     ) as output:  # No pipe: it would wait for whoever holds it.
         status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
         output.seek(0)
-        return Result(area=area[0], status=status, output=output.read(), took_s=time.monotonic() - began_s)
+        return Result(area=area[0], status=status, output=output.read(), elapsed_s=time.monotonic() - began_s)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_unreadable_dotenv_is_a_problem_and_no_traceback(
         read_settings()
 
 
-def test_every_problem_is_told_at_once_with_its_place(tmp_path: Path) -> None:
+def test_every_problem_is_reported_at_once_with_its_position(tmp_path: Path) -> None:
     file = write(
         tmp_path / "strata.toml",
         "[coordinator]\nhearbeat_timeout = 5\nhttp_port = 'many'\nmax_workers = 0\nhost = '0.0.0.0'\n"

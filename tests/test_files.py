@@ -20,7 +20,7 @@ def test_content_replaces_what_was_there_and_leaves_nothing_else(tmp_path: Path,
     assert os.listdir(tmp_path) == ["note.json"]
 
 
-def test_nobody_sees_what_is_not_finished(tmp_path: Path) -> None:
+def test_unfinished_files_are_not_visible(tmp_path: Path) -> None:
     path = tmp_path / "note"
     path.write_bytes(b"old")
     with fresh_file(path, durable=True) as file:
@@ -61,7 +61,7 @@ def test_what_is_durable_is_flushed_before_it_has_its_name_and_its_folder_after(
     assert flushed == ([(5, False), ("folder", True)] if durable else [])
 
 
-def test_a_finished_file_takes_the_place_of_another(tmp_path: Path) -> None:
+def test_a_finished_file_replaces_another(tmp_path: Path) -> None:
     (tmp_path / "fresh").write_bytes(b"new")
     (tmp_path / "note").write_bytes(b"old")
     move_into_place(tmp_path / "fresh", tmp_path / "note", durable=True)

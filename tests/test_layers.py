@@ -97,7 +97,7 @@ def offenders(of: tuple[str, ...], knowing: tuple[str, ...]) -> list[str]:
     ]
 
 
-def test_the_core_is_pure_and_knows_nobody() -> None:
+def test_the_core_is_pure_and_imports_no_other_package() -> None:
     found = [
         f"{module} imports {target}"
         for module, targets in MODULES.items()
@@ -253,7 +253,7 @@ strata.AsyncCheckpointWriter, strata.StorageBackend
     assert loaded_by(block) & set(OPTIONAL) == set()
 
 
-def test_torchs_own_modules_are_imported_without_a_word_where_strata_is_installed() -> None:
+def test_torchs_own_modules_are_imported_silently_where_strata_is_installed() -> None:
     """Torch loads the rendezvous plug-ins with them, and prints what goes wrong there. Both back ends are there."""
     code = (
         "import torch.distributed.checkpoint\n"

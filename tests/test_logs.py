@@ -31,7 +31,7 @@ def test_levels_by_component(text: str, levels: dict[str, int]) -> None:
     assert parse_levels(text) == levels
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_every_mistake_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_levels("loud,coordinator=quiet,storage=info,=")
     assert len(caught.value.problems) == 3

@@ -86,7 +86,7 @@ def test_of_a_tools_output_the_cause_is_shown(said: list[str], cause: list[str])
     assert progress.cause(said) == cause
 
 
-def test_a_tool_that_fails_tells_why_and_where_all_of_it_is(log: Path) -> None:
+def test_a_tool_that_fails_says_why_and_where_its_full_output_is(log: Path) -> None:
     script = "print('noise'); print('ERROR: the disk is on fire'); raise SystemExit(3)"
     with pytest.raises(progress.ToolFailed) as failed:
         progress.run([sys.executable, "-c", script], log=log)

@@ -68,13 +68,13 @@ class Client:
         return api.get_facts(self.url, f"/api/tasks/{_quoted(task_id)}", having="status", token=self._token)
 
     def stop(self, task_id: str, *, wait_s: float = 0.0) -> dict[str, Any]:
-        """Ask a task to save and leave; with `wait_s`, until its processes are gone or so much time has passed."""
+        """Ask a task to save and leave; with `wait_s`, until its processes have exited or that time has passed."""
         query = urlencode({"wait": wait_s}) if wait_s else ""
         path = f"/api/tasks/{_quoted(task_id)}/stop" + (f"?{query}" if query else "")
         return self._post(path, {}, timeout_s=wait_s + api.TIMEOUT_S)
 
     def restart(self, task_id: str) -> dict[str, Any]:
-        """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+        """Run a failed or stopped task again, from its latest intact checkpoint."""
         return self._post(f"/api/tasks/{_quoted(task_id)}/restart", {})
 
     def logs(self, task_id: str, *, limit: int = 1_000, after: str | None = None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The environment variables that Strata reads, and what becomes of those that look like one and are not.
+"""The environment variables that Strata reads, and what happens to those that look like one and are not.
 
 `unread` names every variable that changes nothing although somebody probably meant it to, with the nearest one that
 does. A test compares the table with the sources, so that it stays complete.

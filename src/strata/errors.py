@@ -7,6 +7,7 @@ kept for bad arguments to a local function, `assert` for our own bugs; everythin
 
 from __future__ import annotations
 
+import sys
 from typing import ClassVar
 
 
@@ -48,3 +49,9 @@ class UnsupportedPlatform(StrataError):
             f"Strata needs Linux, and this is {platform}.",
             hint="Use a Linux machine, a container, or WSL 2 on Windows.",
         )
+
+
+def require_linux() -> None:
+    """Raises `UnsupportedPlatform` elsewhere: one sentence, before anything fails for want of a file."""
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedPlatform(sys.platform)

@@ -1,4 +1,4 @@
-"""Who holds a folder, told by a lock that the kernel releases with the process.
+"""Who holds a folder, known by a lock that the kernel releases with the process.
 
 A process number says nothing across process namespaces that share a file system; a lock does. It is a POSIX record lock:
 a process that is forked off (a data loader's worker, which may outlive a killed rank) does not inherit it. Such a lock is
@@ -65,7 +65,7 @@ def create(folder: Path) -> FolderLock:
 
 
 def take(folder: Path) -> FolderLock | None:
-    """Hold a folder that nobody holds any more; None where that cannot be: somebody does, it has no lock, it is gone."""
+    """Hold a folder that is no longer held; None where that cannot be: it is held, has no lock, or was removed."""
     path = folder / LOCK_NAME
     with _mutex:
         try:
@@ -132,7 +132,7 @@ def exclusively_inside(path: Path, *, inside: Path) -> Iterator[int]:
                 continue
             yield fd
             return
-    raise FileNotFoundError(errno.ENOENT, "removed again and again by another process", str(path.parent))
+    raise FileNotFoundError(errno.ENOENT, "removed repeatedly by another process", str(path.parent))
 
 
 def _open_locked(path: Path) -> int:

@@ -1,7 +1,7 @@
 """Processes: which one this is, whether another is still there, and how they end with those they work for.
 
 A token names one process of one boot of one machine (and process namespace): its number and start time, so a
-recycled process number is never mistaken for the writer. A process elsewhere is never called gone.
+recycled process number is never mistaken for the writer. A process on another machine is never taken for ended.
 
 Needs nothing but Python.
 """
@@ -43,10 +43,10 @@ class Process:
         return cls(machine=machine, pid=int(pid, 36), started_ticks=int(started, 36))
 
     def is_elsewhere(self) -> bool:
-        """Whether nobody here can tell if it has ended."""
+        """Whether this machine cannot tell if it has ended."""
         return self.machine != machine_token()
 
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         """True only when this machine can tell that the process has ended."""
         if self.is_elsewhere():
             return False
@@ -116,7 +116,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int) -> None:
-    """The kernel sends `number` to this process when the thread that started it is gone. A parent that was gone before
+    """The kernel sends `number` to this process when the thread that started it has ended. A parent that had ended before
     this call is not noticed: see `os.getppid`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

@@ -19,7 +19,7 @@ from pathlib import Path
 from strata.files import write_file
 from strata.processes import Process, parent_process, this_process
 
-_TRIES = 1_000
+_ATTEMPTS = 1_000
 _RUN_NAME = "run"
 ROOT_VARIABLE = "STRATA_MEMORY_ROOT"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -54,7 +54,7 @@ def folder_name(job: str) -> str:
     return f"job-{safe[:90].lstrip('._-')}"
 
 
-PROVEN = "preload"
+VERIFIED_MODULES = "preload"
 """In a run's folder: what the fork server of the run's next agent here may import (`strata.rendezvous.preload`)."""
 
 
@@ -74,7 +74,7 @@ def make_private(folder: Path, *, inside: Path) -> None:
     made first. Jobs that end meanwhile may remove what they leave empty on the way."""
     inside.parent.mkdir(parents=True, exist_ok=True)
     between = [around for around in reversed(folder.parents) if around.is_relative_to(inside)]
-    for _ in range(_TRIES):
+    for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):
             for each in (*between, folder):
                 with suppress(FileExistsError):
@@ -94,7 +94,7 @@ def job_owner() -> Process:
 def owner_lives(token: str) -> bool:
     """Whether a process may still be there, by its token; one that cannot be seen from here may. False for what is no token."""
     try:
-        return not Process.parse(token).is_gone()
+        return not Process.parse(token).has_ended()
     except ValueError:
         return False
 

@@ -67,7 +67,7 @@ def fast_folder() -> Iterator[Path]:
 
 @pytest.mark.timeout(600 if CRASHES <= 300 else 0)
 @pytest.mark.parametrize("stem", ["unique", "step"])
-def test_killed_at_any_point_what_was_reported_loads_and_what_is_found_is_whole(
+def test_killed_at_any_point_what_was_reported_loads_and_what_is_found_is_intact(
     fast_folder: Path, job: str, stem: str
 ) -> None:
     folder = fast_folder

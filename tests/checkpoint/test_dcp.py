@@ -208,7 +208,7 @@ def test_optimizer_and_tied_weights_come_back_in_place(tmp_path: Path) -> None:
     assert model[0].weight is model[1].weight
 
 
-def test_steps_and_latest_tell_what_there_is_in_the_order_of_fallback(tmp_path: Path) -> None:
+def test_steps_and_latest_list_checkpoints_in_the_order_of_fallback(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     for step in (3, 10, 7):
         writer = save(
@@ -387,7 +387,7 @@ def test_metadata_of_unknown_types_is_refused_by_name() -> None:
         encode(Metadata({"lost": BytesStorageMetadata()}), {})
 
 
-def test_a_state_that_does_not_fit_is_told_by_name(tmp_path: Path) -> None:
+def test_a_mismatching_state_is_reported_by_name(tmp_path: Path) -> None:
     save(tmp_path, {"x": torch.ones(2)})
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path, {"x": torch.zeros(3)})
@@ -425,7 +425,7 @@ def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, Any])
         StrataStorageWriter(tmp_path, **options)
 
 
-def test_sharded_and_whole_checkpoints_share_a_place(tmp_path: Path, memory: Memory) -> None:
+def test_sharded_and_unsharded_checkpoints_share_a_destination(tmp_path: Path, memory: Memory) -> None:
     with CheckpointManager(tmp_path, memory=memory) as manager:
         manager.save({"x": torch.ones(3)}, step=1).result(30)
         save(tmp_path, {"x": torch.ones(2)}, step=2)
@@ -440,7 +440,7 @@ def test_sharded_and_whole_checkpoints_share_a_place(tmp_path: Path, memory: Mem
     assert load(tmp_path, {"x": torch.zeros(2)}, step=2)["x"].all()
 
 
-def test_the_leftovers_of_a_dead_writer_go_and_those_of_a_live_one_stay(tmp_path: Path) -> None:
+def test_cleanup_removes_parts_of_dead_writers_only(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
         try:

@@ -119,7 +119,7 @@ def test_the_plan_is_kept_while_only_values_change(image: Image) -> None:
         assert_same(image.load(), state)
 
 
-def test_values_that_outgrow_their_room_get_a_new_plan(image: Image) -> None:
+def test_values_that_outgrow_their_capacity_get_a_new_plan(image: Image) -> None:
     plan = image.save({"w": torch.zeros(4), "history": []}).plan
     state = {"w": torch.ones(4), "history": list(range(300_000))}
     assert image.save(state).plan is not plan

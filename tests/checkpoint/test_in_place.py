@@ -100,7 +100,7 @@ def flip(path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("at", [2000, CHUNK_BYTES + 5_000_000])
 @pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
-def test_damage_is_told_by_its_type_and_no_target_is_torn_unless_it_may_be(
+def test_damage_raises_its_type_and_no_target_is_torn_unless_allowed(
     folder: Path, memory: Memory, tier: str, at: int
 ) -> None:
     with CheckpointManager(folder, memory=memory) as manager:
@@ -134,7 +134,7 @@ def test_damage_is_told_by_its_type_and_no_target_is_torn_unless_it_may_be(
     ],
 )
 @pytest.mark.parametrize("tier", ["MEMORY", "NVME"])
-def test_no_target_stays_as_it_is_without_a_word(
+def test_no_target_is_left_unfilled_silently(
     folder: Path, memory: Memory, into: dict[str, Any], name: str, tier: str
 ) -> None:
     state: dict[str, Any] = {"rows": [torch.ones(2), torch.ones(2)], "one": torch.ones(2), "number": 5}
@@ -161,7 +161,7 @@ def test_targets_may_be_fewer_than_what_was_saved(folder: Path, memory: Memory) 
     assert restored["optimizer"] == {"state": {}}
 
 
-def test_a_payload_that_is_gone_or_cut_short_is_damaged(folder: Path, memory: Memory) -> None:
+def test_a_payload_that_is_missing_or_cut_short_is_damaged(folder: Path, memory: Memory) -> None:
     with CheckpointManager(folder, memory=memory) as manager:
         manager.save(large_state(4), step=4).result()
         payload = next(folder.rglob("*.pt"))
@@ -207,7 +207,7 @@ def test_one_that_is_asked_for_is_not_replaced_by_another(folder: Path, memory: 
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_an_image_that_somebody_else_keeps_is_mapped_and_loaded(memory: Memory, verify: bool) -> None:
+def test_an_image_of_another_process_is_mapped_and_loaded(memory: Memory, verify: bool) -> None:
     with CheckpointManager([], memory=memory) as manager:
         manager.save(large_state(4), step=4).result()
         (snapshot,) = find_snapshots(str(memory.job))

@@ -48,7 +48,7 @@ def test_a_lease_is_there_while_reading_and_not_after(folder: Path) -> None:
     assert being_read(store) == set()
 
 
-def test_a_lease_that_nobody_can_have_is_removed(folder: Path) -> None:
+def test_a_lease_without_a_possible_holder_is_removed(folder: Path) -> None:
     store = open_store(folder)
     store.put("leases/a/nonsense", b"x")
     assert being_read(store) == set()

@@ -68,7 +68,7 @@ def test_tensors_may_change_as_soon_as_save_returns(folder: Path, memory: Memory
         assert_is_step(manager.load(), 1)
 
 
-def test_an_empty_place_has_no_latest_and_nothing_to_load(folder: Path, memory: Memory) -> None:
+def test_an_empty_destination_has_no_latest_and_nothing_to_load(folder: Path, memory: Memory) -> None:
     with CheckpointManager(folder, memory=memory) as manager:
         assert manager.get_latest() is None
         assert manager.all_checkpoints() == []

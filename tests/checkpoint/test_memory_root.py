@@ -161,7 +161,7 @@ def test_one_image_that_is_busy_is_waited_for(tmp_path: Path) -> None:
         images.close()
 
 
-def test_where_none_fits_durable_checkpoints_are_made_all_the_same(
+def test_where_no_image_fits_durable_checkpoints_are_still_written(
     tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_tmpfs(tmp_path / "shm", size_bytes=IMAGE_BYTES * 3 // 4) as at:
@@ -183,7 +183,9 @@ def test_where_none_fits_durable_checkpoints_are_made_all_the_same(
     assert caplog.text.count("no snapshot in memory is made") == 1
 
 
-def test_a_disk_that_nobody_named_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_was_not_configured_is_not_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half of it is left for the checkpoints themselves, which may be kept on the same disk."""
     large_bytes = prepare(small_state(1, elements=200_000), None).plan.bound_bytes
     with (
@@ -267,7 +269,7 @@ def test_in_a_container_with_a_small_dev_shm_a_killed_process_finds_its_snapshot
     assert not any(job_folder(job, root=root).exists() for root in memory_roots())
 
 
-def test_where_shared_memory_belongs_to_somebody_else_the_disk_is_used(
+def test_where_shared_memory_belongs_to_another_user_the_disk_is_used(
     shm: Path, disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken = shared_memory.images_folder(shm)
@@ -281,7 +283,7 @@ def test_where_shared_memory_belongs_to_somebody_else_the_disk_is_used(
     assert "belongs to another user" in caplog.text
 
 
-def test_a_disk_that_belongs_to_somebody_else_costs_the_snapshot_alone(
+def test_a_disk_that_belongs_to_another_user_costs_the_snapshot_alone(
     shm: Path, disk: Path, folder: Path
 ) -> None:
     taken = shared_memory.images_folder(disk)

@@ -208,7 +208,7 @@ def test_what_version_0_1_left_is_taken_over(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("days", [0, 2])
-def test_what_version_0_1_left_in_a_container_that_is_gone_is_removed_after_a_day(
+def test_what_version_0_1_left_in_a_container_that_has_ended_is_removed_after_a_day(
     tmp_path: Path, days: int
 ) -> None:
     left_by_0_1(tmp_path, "ffffff-1-1.0", age_s=days * 86_400.0)

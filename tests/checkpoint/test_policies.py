@@ -91,7 +91,7 @@ def failing(
     return FaultyStore(inner, choose=choose)
 
 
-def test_an_observer_hears_of_every_stage(folder: Path, memory: Memory) -> None:
+def test_an_observer_is_notified_of_every_stage(folder: Path, memory: Memory) -> None:
     seen = Recorder()
     with CheckpointManager(folder, memory=memory, observer=seen) as manager:
         manager.save(small_state(1), step=1).result(30)
@@ -128,7 +128,7 @@ def test_with_fail_the_next_call_raises_what_happened(folder: Path, memory: Memo
     assert ("failed", 1, str(caught.value)) in seen.events
 
 
-def test_with_warn_training_goes_on_and_the_log_says_why(
+def test_with_warn_training_continues_and_the_log_says_why(
     folder: Path, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = failing(open_store(folder), Fault.DEVICE_ERROR, times=2, after=1)
@@ -154,7 +154,7 @@ def test_with_retry_a_passing_fault_is_overcome(
     assert caplog.text.count("Trying again") == 2
 
 
-def test_with_retry_a_lasting_fault_is_raised_in_the_end(folder: Path, memory: Memory) -> None:
+def test_with_retry_a_persistent_fault_is_raised_in_the_end(folder: Path, memory: Memory) -> None:
     store = failing(open_store(folder), Fault.REFUSED)
     policy = Policy(on_error="retry", retries=2, retry_delay_s=0.01)
     with CheckpointManager(store, memory=memory, policy=policy) as manager:
@@ -236,7 +236,7 @@ def slow(folder: Path) -> Iterator[SlowStore]:
     store.may_write.set()
 
 
-def test_a_full_pipeline_skips_with_a_reason_when_told_to(
+def test_a_full_pipeline_skips_with_a_reason_when_configured_to(
     slow: SlowStore, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
     with CheckpointManager(slow, memory=memory, policy=Policy(when_full="skip")) as manager:
@@ -287,7 +287,7 @@ def test_the_last_save_of_a_script_is_not_lost(folder: Path, memory: Memory, tmp
         assert_is_step(manager.load(), 5)
 
 
-def test_no_room_is_noticed_before_a_save_begins(tmp_path: Path, memory: Memory) -> None:
+def test_lack_of_space_is_noticed_before_a_save_starts(tmp_path: Path, memory: Memory) -> None:
     with (
         small_tmpfs(tmp_path / "small", size_bytes=4 << 20) as at,
         CheckpointManager(at, memory=memory, policy=Policy(on_error="warn")) as manager,
@@ -326,14 +326,14 @@ class BlindStore:
             writer.commit()
 
 
-@pytest.mark.parametrize("room_bytes", [64 << 10, 300 << 10, 700 << 10])
+@pytest.mark.parametrize("free_bytes", [64 << 10, 300 << 10, 700 << 10])
 def test_a_disk_that_fills_up_half_way_costs_one_save_and_nothing_else(
-    tmp_path: Path, memory: Memory, room_bytes: int
+    tmp_path: Path, memory: Memory, free_bytes: int
 ) -> None:
     """Room for one checkpoint and some bytes: the second one hits the end of the device while it is written."""
     first = small_state(1)
     with small_tmpfs(
-        tmp_path / "small", size_bytes=400 << 10 if room_bytes < 100 << 10 else (400 << 10) + room_bytes
+        tmp_path / "small", size_bytes=400 << 10 if free_bytes < 100 << 10 else (400 << 10) + free_bytes
     ) as at:
         with CheckpointManager(
             BlindStore(open_store(at)), memory=memory, policy=Policy(on_error="warn")
@@ -573,7 +573,7 @@ def test_with_one_slow_store_the_newest_save_overtakes_the_one_that_waits(
     assert [event[:2] for event in seen.events if event[0] == "skipped"] == [("skipped", 2), ("skipped", 3)]
 
 
-def test_snapshots_go_on_while_a_slow_store_is_busy_with_an_image(
+def test_snapshots_continue_while_a_slow_store_is_busy_with_an_image(
     far: Gate, job: str, memory: Memory
 ) -> None:
     with CheckpointManager(far, memory=memory, policy=Policy(when_full="skip")) as manager:
@@ -624,7 +624,7 @@ def test_abandoned_saves_wait_for_nothing_and_leave_their_snapshots(
     began_s = time.monotonic()
     manager.abandon()
     assert time.monotonic() - began_s < 2.0
-    with pytest.raises(SaveFailed, match="given up"):
+    with pytest.raises(SaveFailed, match="abandoned"):
         seen.result(0)
     with CheckpointManager(tmp_path / "far", memory=memory) as again:
         assert_is_step(again.load(), 1)

@@ -32,7 +32,7 @@ def test_what_has_reached_memory_only_is_used(folder: Path, memory: Memory) -> N
         assert_is_step(manager.load(), 2)
 
 
-def test_a_copy_in_another_lasting_tier_keeps_it_alive(tmp_path: Path, memory: Memory) -> None:
+def test_a_copy_in_another_durable_tier_keeps_it_alive(tmp_path: Path, memory: Memory) -> None:
     with CheckpointManager([tmp_path / "near", tmp_path / "far"], memory=memory) as manager:
         info = manager.save(small_state(1), step=1).result(30)
         Path(info.path).unlink()

@@ -106,7 +106,7 @@ def test_two_managers_of_one_process_have_images_of_their_own(job: str) -> None:
         assert_is_step(other.load(), 2)
 
 
-def test_images_are_gone_after_close(job: str, memory: Memory) -> None:
+def test_images_are_removed_after_close(job: str, memory: Memory) -> None:
     manager = CheckpointManager([], memory=memory)
     manager.save(small_state(1), step=1).result(30)
     assert job_folder(job).exists()
@@ -172,7 +172,7 @@ def test_pages_are_reused_from_save_to_save(job: str, memory: Memory) -> None:
         assert {path: path.stat().st_ino for path in job_folder(job).rglob("archive.pt")} == before
 
 
-def test_the_newest_snapshot_stays_whole_while_the_next_one_is_made(job: str, memory: Memory) -> None:
+def test_the_newest_snapshot_stays_intact_while_the_next_one_is_written(job: str, memory: Memory) -> None:
     with CheckpointManager([], memory=memory) as manager:
         for step in (1, 2):
             manager.save(small_state(step), step=step).result(30)
@@ -339,17 +339,17 @@ def test_a_job_name_cannot_lead_elsewhere(name: str) -> None:
         job_folder(name)
 
 
-def test_a_process_that_is_gone_is_told_from_one_that_is_not() -> None:
+def test_a_process_that_has_ended_is_distinguished_from_one_that_has_not() -> None:
     mine = this_process()
     assert Process.parse(mine.token) == mine
-    assert not mine.is_gone()
+    assert not mine.has_ended()
     recycled = Process(machine=mine.machine, pid=mine.pid, started_ticks=mine.started_ticks - 1)
-    assert recycled.is_gone()
+    assert recycled.has_ended()
     elsewhere = Process(machine="ffffff", pid=1, started_ticks=1)
-    assert not elsewhere.is_gone()
+    assert not elsewhere.has_ended()
 
 
-def test_a_zombie_counts_as_gone() -> None:
+def test_a_zombie_counts_as_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         status = Path(f"/proc/{process.pid}/stat").read_text()
         child = Process(
@@ -357,10 +357,10 @@ def test_a_zombie_counts_as_gone() -> None:
             pid=process.pid,
             started_ticks=int(status.rpartition(")")[2].split()[19]),
         )
-        assert not child.is_gone()
+        assert not child.has_ended()
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # Dead, and not yet waited for.
-        assert child.is_gone()
+        assert child.has_ended()
 
 
 def test_a_failed_copy_ends_in_the_handle_and_leaves_the_engine_usable(

@@ -77,7 +77,7 @@ def test_an_image_gets_its_slots_keeps_the_rest_and_is_hashed_on_the_way(tail: i
     assert filling.digest() == digest_of(memoryview(wanted.numpy().data))
 
 
-def test_what_is_hashed_is_what_was_written_while_somebody_changes_the_state() -> None:
+def test_what_is_hashed_is_what_was_written_while_the_state_changes() -> None:
     state = torch.zeros(4 * WINDOW_BYTES, dtype=torch.uint8)
     image = torch.zeros_like(state)
     windows, is_over = Windows(image, [0], [len(state)]), threading.Event()

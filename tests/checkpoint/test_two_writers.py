@@ -33,7 +33,7 @@ def write(folder: Path, job: str, stem: str, writer: int, begin: Any) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stem", ["unique", "step"])
-def test_racing_processes_all_end_with_whole_checkpoints(folder: Path, job: str, stem: str) -> None:
+def test_racing_processes_all_end_with_intact_checkpoints(folder: Path, job: str, stem: str) -> None:
     context = multiprocessing.get_context("spawn")
     begin = context.Event()
     writers = [context.Process(target=write, args=(folder, job, stem, n, begin)) for n in range(2)]
@@ -82,7 +82,7 @@ def test_a_slow_writer_does_not_overwrite_the_one_that_took_its_place(folder: Pa
     old.close()
 
 
-def test_saves_from_several_threads_are_all_whole(folder: Path, memory: Memory) -> None:
+def test_saves_from_several_threads_are_all_intact(folder: Path, memory: Memory) -> None:
     with CheckpointManager(folder, keep_count=50, memory=memory, policy=Policy(on_error="fail")) as manager:
         threads = [
             threading.Thread(

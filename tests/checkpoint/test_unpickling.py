@@ -73,7 +73,7 @@ def test_what_is_written_to_a_loaded_tensor_stays_out_of_the_file(folder: Path, 
     assert path.read_bytes() == before
 
 
-def test_a_state_that_needs_other_words_is_left_to_torch(folder: Path, memory: Memory) -> None:
+def test_a_state_that_needs_other_opcodes_is_left_to_torch(folder: Path, memory: Memory) -> None:
     for key in NEED_OTHER_WORDS:
         state = {key: every_kind()[key], "x": torch.ones(2)}
         path, entries = save(state, folder / key, memory)

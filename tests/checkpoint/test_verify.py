@@ -51,9 +51,9 @@ def verified(folder: Path) -> list[Verified]:
     return list(verify_store(open_store(folder)))
 
 
-def test_whole_checkpoints_are_whole(folder: Path, saved: CheckpointInfo, sharded: Path) -> None:
+def test_intact_checkpoints_verify(folder: Path, saved: CheckpointInfo, sharded: Path) -> None:
     found = verified(folder)
-    assert [(each.step, each.format, each.is_whole) for each in found] == [
+    assert [(each.step, each.format, each.is_intact) for each in found] == [
         (2, "sharded", True),
         (1, "image", True),
     ]
@@ -61,7 +61,9 @@ def test_whole_checkpoints_are_whole(folder: Path, saved: CheckpointInfo, sharde
     assert found[1].size_bytes == saved.size_bytes
 
 
-def test_a_changed_byte_is_told_with_its_tensor_and_both_ranges(folder: Path, saved: CheckpointInfo) -> None:
+def test_a_changed_byte_is_reported_with_its_tensor_and_both_ranges(
+    folder: Path, saved: CheckpointInfo
+) -> None:
     payload = Path(saved.path)
     flip(payload, payload.stat().st_size - 70_000)  # The end of the last tensor.
     (one,) = verified(folder)
@@ -75,7 +77,7 @@ def test_a_changed_byte_is_told_with_its_tensor_and_both_ranges(folder: Path, sa
     assert f"model.layer2.weight (bytes {tensor.start_bytes} to {tensor.end_bytes})" in str(damage)
 
 
-def test_every_damaged_chunk_is_told(folder: Path, saved: CheckpointInfo) -> None:
+def test_every_damaged_chunk_is_reported(folder: Path, saved: CheckpointInfo) -> None:
     payload = Path(saved.path)
     for offset in range(0, payload.stat().st_size, CHUNK_BYTES):
         flip(payload, offset)
@@ -109,7 +111,7 @@ def test_a_file_of_the_wrong_length_names_what_is_lost(
     else:
         payload.unlink()
     (one,) = verified(folder)
-    assert not one.is_whole
+    assert not one.is_intact
     said = str(one.damages[0])
     assert ("missing" if damage == "gone" else "its manifest says") in said
     if damage == "cut":
@@ -118,11 +120,11 @@ def test_a_file_of_the_wrong_length_names_what_is_lost(
         assert len(one.damages[0].tensors) == 3
 
 
-def test_a_manifest_that_cannot_be_read_is_told(folder: Path, saved: CheckpointInfo) -> None:
+def test_a_manifest_that_cannot_be_read_is_reported(folder: Path, saved: CheckpointInfo) -> None:
     (manifest,) = folder.glob("*.manifest.json")
     flip(manifest, 200)
     (unreadable,) = verified(folder)
-    assert not unreadable.is_whole
+    assert not unreadable.is_intact
     assert manifest.name in str(unreadable.damages[0])
 
 
@@ -131,10 +133,10 @@ def test_files_of_torch_save_are_checked_by_their_own_checksums(folder: Path) ->
     path = folder / "old.pt"
     torch.save(small_state(1), path)
     (one,) = verified(folder)
-    assert (one.format, one.name, one.is_whole, one.note) == ("file", "old.pt", True, "")
+    assert (one.format, one.name, one.is_intact, one.note) == ("file", "old.pt", True, "")
     flip(path, 30_000)
     (one,) = verified(folder)
-    assert not one.is_whole
+    assert not one.is_intact
     assert "not intact" in str(one.damages[0])
 
 
@@ -142,11 +144,11 @@ def test_a_file_without_checksums_says_so(folder: Path) -> None:
     folder.mkdir()
     torch.save(small_state(1), folder / "older.pt", _use_new_zipfile_serialization=False)
     (one,) = verified(folder)
-    assert one.is_whole
+    assert one.is_intact
     assert "nothing to compare with" in one.note
 
 
-def test_an_unfinished_save_is_no_file_of_somebody_else(folder: Path) -> None:
+def test_an_unfinished_save_is_not_taken_for_a_foreign_file(folder: Path) -> None:
     folder.mkdir()
     torch.save(small_state(1), folder / "checkpoint_step_00000001.pt")
     (folder / "checkpoint_step_00000001.claim").write_text("somebody")

@@ -152,7 +152,7 @@ def test_a_payload_stays_as_long_as_its_manifest_may_be_there(
         assert manager.load() == b"kept"
 
 
-def test_it_continues_the_history_of_the_place(folder: Path, memory: Memory) -> None:
+def test_it_continues_the_history_of_the_destination(folder: Path, memory: Memory) -> None:
     with CheckpointManager(folder, memory=memory) as manager:
         first = manager.save(b"one", step=9).result(30)
     with AsyncCheckpointWriter(folder, step=1) as writer:

@@ -78,7 +78,7 @@ def test_ls_lists_checkpoints_newest_first_and_plain_files(folder: Path) -> None
     assert found["problems"] == []
 
 
-def test_ls_tells_of_manifests_it_cannot_read(folder: Path) -> None:
+def test_ls_reports_manifests_it_cannot_read(folder: Path) -> None:
     (folder / "checkpoint_step_00000020.manifest.json").write_text("{}")
     code, found = run_json("ls", folder)
     assert code == 0
@@ -94,10 +94,10 @@ def test_ls_of_an_empty_folder_is_empty_and_of_none_a_mistake(tmp_path: Path) ->
     assert "There is no" in answer["error"]
 
 
-def test_verify_says_whole_or_which_tensor_is_damaged(folder: Path) -> None:
+def test_verify_says_intact_or_which_tensor_is_damaged(folder: Path) -> None:
     code, output = run("verify", folder)
     assert code == 0
-    assert output.count("whole: ") == 2
+    assert output.count("intact: ") == 2
     damage(folder / "checkpoint_step_00000010.pt")
     code, output = run("verify", folder)
     assert code == 1
@@ -105,8 +105,8 @@ def test_verify_says_whole_or_which_tensor_is_damaged(folder: Path) -> None:
     assert "model.layer" in output.replace("\n", "")
     code, found = run_json("verify", folder)
     assert code == 1
-    assert found["is_whole"] is False
-    bad = next(each for each in found["checkpoints"] if not each["is_whole"])
+    assert found["is_intact"] is found["is_whole"] is False  # The second is its deprecated name.
+    bad = next(each for each in found["checkpoints"] if not each["is_intact"])
     assert bad["step"] == 10
     tensors = bad["damages"][0]["tensors"]
     assert {"name", "start_bytes", "end_bytes"} == set(tensors[0])
@@ -159,7 +159,7 @@ def test_export_refuses_with_a_sentence(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "there.pt").write_text("mine")
     code, output = run("export", folder, tmp_path / "there.pt")
     assert code == 2
-    assert "there already" in output
+    assert "already exists" in output
     assert (tmp_path / "there.pt").read_text() == "mine"
     assert run("export", folder, tmp_path / "there.pt", "--force")[0] == 0
     assert run("export", folder, tmp_path / "x.tar")[0] == 2

@@ -156,7 +156,7 @@ def test_silent_port_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran.code == 3
 
 
-def test_refusal_of_the_coordinator_is_exit_1_with_its_words(listed: Coordinator) -> None:
+def test_refusal_of_the_coordinator_is_exit_1_with_its_message(listed: Coordinator) -> None:
     ran = strata("logs", "--level", "loud", "--api", listed.url)
     assert ran.code == 1
     assert "level" in ran.err

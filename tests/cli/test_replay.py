@@ -37,14 +37,14 @@ STORY = [
     ("WorkerJoined", "worker-01 joined on host-a (generation 1)"),
     ("DatasetRegistered", "dataset images registered: 1,000 samples in 10 shards"),
     ("ShardsMoved", "shard plan 1 of images, epoch 0"),
-    ("CheckpointCompleted", "checkpoint of step 5 completed: durable in local"),
+    ("CheckpointCompleted", "checkpoint of step 5 completed: saved to local"),
     ("CheckpointFailed", "checkpoint of step 6 failed: the disk was full"),
     ("BarrierReleased", "barrier epoch released at step 1: all 1 arrived"),
     ("WorkerLeft", "worker-01 left: all done"),
 ]
 
 
-def test_story_is_told_in_order_beside_a_running_coordinator(history: Coordinator) -> None:
+def test_replay_is_in_order_beside_a_running_coordinator(history: Coordinator) -> None:
     ran = strata("replay", "--data-dir", str(history.data_dir))
     assert (ran.code, ran.err) == (0, "")
     places = [

@@ -64,7 +64,7 @@ def test_port_zero_picks_a_free_one_and_prints_it(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path) -> None:
+def test_every_problem_of_a_configuration_is_reported_at_once(tmp_path: Path) -> None:
     config = tmp_path / "strata.toml"
     config.write_text("[coordinator]\nhost = '0.0.0.0'\nhearbeat_timeout = 3\n")
     said = refused("--config", str(config), "--grpc-port", "70000", STRATA_HTTP_PORT="web")
@@ -84,7 +84,7 @@ def test_address_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     assert "192.0.2.1 cannot be opened" in said
 
 
-def test_wrong_log_levels_are_told(tmp_path: Path) -> None:
+def test_wrong_log_levels_are_reported(tmp_path: Path) -> None:
     assert "STRATA_LOG: 'loud'" in refused("--data-dir", str(tmp_path), STRATA_LOG="loud")
 
 
@@ -138,8 +138,8 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_its_records(
             server.process.send_signal(number)
             time.sleep(0.02)
         assert server.process.wait(30) == 0
-        took_s = time.monotonic() - began_s
-        assert took_s < 20, f"it took {took_s:.1f} s to stop"
+        elapsed_s = time.monotonic() - began_s
+        assert elapsed_s < 20, f"it took {elapsed_s:.1f} s to stop"
         assert not any(child.is_running() for child in children)
         assert sorted(os.listdir(server.data_dir)) == [
             "audit.jsonl",

@@ -54,7 +54,7 @@ def test_each_mistake_is_explained_with_its_line(tmp_path: Path, text: str, line
     assert "Traceback" not in output
 
 
-def test_what_is_missing_is_told_without_a_line(tmp_path: Path) -> None:
+def test_what_is_missing_is_reported_without_a_line(tmp_path: Path) -> None:
     code, output = run(tmp_path, "scaling:\n  strategy: constant_batch\n")
     assert code == 1
     assert "target_global_batch_size is required for constant_batch strategy" in output

@@ -77,7 +77,7 @@ def test_an_open_epoch_is_clean_but_not_exact() -> None:
     assert report.reason == "still open: 40 of 100 samples so far, each exactly once"
 
 
-def test_samples_dropped_on_purpose_are_not_lost_but_told() -> None:
+def test_samples_dropped_on_purpose_are_reported_and_not_lost() -> None:
     history = History().commit("a", (0, 96), closed=True, dropped=Spans([(96, 100)]))
     report = audit(history.commits, "d", 0)
     assert report.exact
@@ -103,7 +103,7 @@ def test_a_checkpoint_lost_in_the_middle_is_vouched_for_by_the_next() -> None:
     assert report.commits == ("a", "c")
 
 
-def test_a_repeat_is_still_known_after_its_checkpoints_are_gone() -> None:
+def test_a_repeat_is_still_known_after_its_checkpoints_are_removed() -> None:
     history = History().commit("a", (0, 40)).commit("b", (30, 70)).commit("c", (70, 100), closed=True)
     assert audit(history.commits[2:], "d", 0).repeated == Spans([(30, 40)])
 

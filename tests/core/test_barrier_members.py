@@ -48,7 +48,7 @@ def test_loss_of_one_who_had_arrived_breaks_the_barrier(fleet: Fleet) -> None:
     assert (end.arrived, end.missing[0]) == (("a",), "b")
 
 
-def test_the_one_who_was_lost_is_told_too(fleet: Fleet) -> None:
+def test_the_one_who_was_lost_is_notified_too(fleet: Fleet) -> None:
     """A barrier where only the lost worker stood still ends: its call may be waiting."""
     fleet.arrive("a")
     end = broken(fleet.lose("a"))

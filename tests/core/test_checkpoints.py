@@ -204,7 +204,7 @@ def completed(checkpoint_id: str, job: str) -> CheckpointCompleted:
     return event
 
 
-def test_old_records_make_room_but_no_jobs_latest_ever_does() -> None:
+def test_old_records_are_evicted_but_never_the_latest_of_a_job() -> None:
     registry = Checkpoints(records_kept=3)
     history: list[Event] = [completed("first-of-old", "old"), *(completed(f"c{n}", "new") for n in range(9))]
     for event in history:

@@ -55,7 +55,7 @@ def test_a_text_may_have_lines_but_no_nul_and_no_end_without_bound() -> None:
     [-1, 11, 10**5000, -(10**5000), float("nan"), float("inf"), -0.0001],
     ids=["below", "above", "huge", "-huge", "nan", "inf", "just-below"],
 )
-def test_a_number_outside_its_range_is_refused_in_few_words(value: float) -> None:
+def test_a_number_outside_its_range_is_refused_briefly(value: float) -> None:
     with pytest.raises(InvalidArgument) as refusal:
         checks.between("count", value, 0, 10)
     assert len(str(refusal.value)) < 200

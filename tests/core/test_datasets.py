@@ -285,7 +285,7 @@ def test_removal_of_the_newest_checkpoint_takes_its_progress_back(fleet: Fleet) 
     assert done(fleet)[:4] == [0, 0, 0, 0]
 
 
-def test_a_rollback_takes_back_epochs_begun_since(fleet: Fleet) -> None:
+def test_a_rollback_takes_back_epochs_started_since(fleet: Fleet) -> None:
     fleet.open_epoch("a", 1)
     save(fleet, "c1", (0, 15))
     commit = trained([(0, 100)]).next([], world_size=1).to_json()
@@ -355,7 +355,7 @@ def test_a_new_epoch_begins_with_the_plan_of_the_last(fleet: Fleet) -> None:
     assert fleet.open_epoch("b", 1).events == ()
 
 
-def test_shards_that_leavers_finished_are_assigned_anew_in_the_next_epoch(fleet: Fleet) -> None:
+def test_shards_that_leavers_finished_are_assigned_again_in_the_next_epoch(fleet: Fleet) -> None:
     save(fleet, "c1", (0, 100))
     fleet.leave("b")
     fleet.plan()
@@ -413,7 +413,7 @@ def test_the_first_plan_is_that_of_the_epoch_which_checkpoints_have_reached(flee
     assert fleet.cluster.datasets.epochs(*KEY[:2]) == [0]
 
 
-def test_only_the_last_epochs_keep_a_plan_and_an_older_one_is_made_anew(fleet: Fleet) -> None:
+def test_only_the_last_epochs_keep_a_plan_and_an_older_one_is_recomputed(fleet: Fleet) -> None:
     for epoch in range(1, 6):
         fleet.open_epoch("a", epoch)
     assert fleet.cluster.datasets.epochs(*KEY[:2]) == [3, 4, 5]

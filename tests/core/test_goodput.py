@@ -49,7 +49,7 @@ def test_what_was_counted_survives_a_restart_of_the_coordinator() -> None:
             Goodput().load(nonsense)
 
 
-def test_figures_that_cannot_be_are_not_counted() -> None:
+def test_impossible_metrics_are_not_counted() -> None:
     goodput = Goodput()
     goodput.take(JOB, WorkerId("a"), {"training_total_s": 5.0})
     said(goodput, "a", 1.0, float("nan"), 0.0, 0.0, 0.0)

@@ -104,7 +104,7 @@ def test_neither_clock_nor_step_decides_what_is_newer() -> None:
     assert names(fallback_order([early, late])) == ["c2", "c1"]
 
 
-def test_a_writer_of_an_older_generation_is_not_newest_however_long_it_goes_on() -> None:
+def test_a_writer_of_an_older_generation_is_not_newest_however_long_it_continues() -> None:
     zombie = [checkpoint(n, parent=n - 1, generation=3) for n in range(5, 9)]
     successor = checkpoint(4, generation=4)
     assert fallback_order([*zombie, successor])[0] is successor

@@ -292,7 +292,7 @@ def test_a_job_belongs_to_one_live_run_at_a_time(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("gone", ["left", "failed", "dropped", "silent"])
 @pytest.mark.parametrize("restart", RESTARTS)
-def test_the_name_of_a_run_that_is_gone_is_free(
+def test_the_name_of_a_run_that_has_ended_is_free(
     fleet: Fleet, restart: Callable[[Fleet], Fleet], gone: str
 ) -> None:
     fleet.join("a", run_id="one")
@@ -410,7 +410,7 @@ def test_a_stall_of_the_coordinator_is_counted_against_nobody(fleet: Fleet) -> N
     assert failed(fleet.tick(0.2).events) == ["b"]
 
 
-def test_the_end_of_an_older_incarnations_stream_says_nothing_about_the_newer(fleet: Fleet) -> None:
+def test_the_end_of_an_older_incarnations_stream_does_not_affect_the_newer(fleet: Fleet) -> None:
     old = fleet.join("a")
     fleet.join("a")
     fleet.drop("a", incarnation=old)
@@ -487,7 +487,7 @@ def test_a_full_fleet_refuses_strangers_and_keeps_its_own() -> None:
     fleet.joins("a", "b")
     with pytest.raises(Overloaded, match="limit"):
         fleet.join("c")
-    fleet.join("a")  # Known already: registering anew needs no further place.
+    fleet.join("a")  # Known already: registering again needs no further place.
     fleet.leave("b")
     fleet.join("c")
 

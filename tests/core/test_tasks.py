@@ -110,7 +110,7 @@ def test_only_what_the_table_says_follows(before: str, verb: str) -> None:
     assert shown(fleet.compacted().cluster) == shown(fleet.cluster)
 
 
-def test_a_running_task_is_stopped_only_when_its_processes_are_gone() -> None:
+def test_a_running_task_is_stopped_only_when_its_processes_have_exited() -> None:
     fleet = fleet_in("running")
     fleet.stop_task(reason="asked by Ada")
     task = the_task(fleet)
@@ -186,7 +186,7 @@ def test_a_pending_task_says_why_it_waits() -> None:
     assert fleet.queue_task("3rd in the queue").events == ()
 
 
-def test_times_tell_when_it_was_made_first_ran_and_last_ended() -> None:
+def test_timestamps_say_when_it_was_created_first_started_and_last_ended() -> None:
     fleet = fleet_in("failed")
     fleet.now_s += 10
     fleet.restart_task()
@@ -267,7 +267,7 @@ def test_a_reason_that_cannot_be_written_down_is_refused(reason: str) -> None:
     assert the_task(fleet).status == "pending"
 
 
-def test_the_oldest_ended_task_makes_room_and_none_that_lives_does() -> None:
+def test_the_oldest_ended_task_is_evicted_and_never_a_live_one() -> None:
     tasks = Tasks(max_tasks=3)
     for task_id in ("old", "ended", "alive"):
         tasks.apply(tasks.decide_create(CreateTask(spec=task_spec(task_id)), instant(0)))

@@ -101,7 +101,7 @@ def test_a_resumed_run_draws_what_an_undisturbed_one_would(dataset: tuple[str, A
     assert drawn(first) | rest == calm
 
 
-def test_another_epoch_draws_anew() -> None:
+def test_another_epoch_draws_again() -> None:
     loader = make_loader(("map", Drawing()), 1)
     first, second = drawn(loader), drawn(loader)
     assert first.keys() == second.keys()

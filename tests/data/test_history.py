@@ -56,7 +56,7 @@ def test_a_damaged_manifest_is_left_out_and_its_child_vouches(
     assert "left out of the audit" in caplog.text
 
 
-def test_a_directory_without_checkpoints_is_told_apart_from_an_unknown_dataset(
+def test_a_directory_without_checkpoints_is_distinguished_from_an_unknown_dataset(
     run: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(LedgerError, match="There is no checkpoint in"):

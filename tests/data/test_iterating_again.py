@@ -131,19 +131,19 @@ def test_a_crash_resumes_at_the_committed_position_however_much_was_taken(
 def test_batches_are_committed_once_and_in_order(kind: str) -> None:
     loader = explicit(kind, None, {})
     first, second, third = islice(loader, 3)
-    with pytest.raises(StateMismatch, match="out of turn"):
+    with pytest.raises(StateMismatch, match="out of order"):
         loader.commit(second)
     loader.commit(first, second)
-    with pytest.raises(StateMismatch, match="out of turn"):
+    with pytest.raises(StateMismatch, match="out of order"):
         loader.commit(second)
     loader.set_world(0, 2)  # The third was another slice.
-    with pytest.raises(StateMismatch, match="out of turn"):
+    with pytest.raises(StateMismatch, match="out of order"):
         loader.commit(third)
 
 
 @kinds
 @pytest.mark.parametrize("persistent", [False, True])
-def test_an_iteration_ends_with_an_error_once_another_has_begun(kind: str, persistent: bool) -> None:
+def test_an_iteration_ends_with_an_error_once_another_has_started(kind: str, persistent: bool) -> None:
     options = {"num_workers": 1, "persistent_workers": True} if persistent else {}
     loader = explicit(kind, None, options)
     older = iter(loader)

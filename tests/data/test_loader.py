@@ -103,14 +103,14 @@ def test_explicit_commits_count_only_what_was_committed(kind: str, options: dict
     assert loader.position == 0
     loader.commit(first)
     assert loader.position == 10
-    with pytest.raises(StateMismatch, match="out of turn"):
+    with pytest.raises(StateMismatch, match="out of order"):
         loader.commit(first)
     loader.commit(second)
     assert loader.position == 20
 
 
 @kinds
-def test_a_world_that_changes_mid_epoch_goes_on_where_the_last_one_was(kind: str) -> None:
+def test_a_world_that_changes_mid_epoch_continues_where_the_last_one_was(kind: str) -> None:
     seen: list[int] = []
     state: dict[str, Any] | None = None
     for world, steps in ((4, 3), (3, 2), (5, 2), (2, None)):
@@ -143,7 +143,7 @@ def test_persistent_workers_follow_a_change_of_world_and_position(kind: str, opt
 
 @kinds
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_step_that_was_not_finished_is_begun_again(kind: str, num_workers: int) -> None:
+def test_a_step_that_was_not_finished_is_started_again(kind: str, num_workers: int) -> None:
     loader = make_loader(kind, sampler(micro_batch_size=4), num_workers=num_workers)
     assert [len(batch.step) for batch in islice(loader, 4)] == [4, 3, 3, 4]
     assert loader.position == 10  # One step, and a part of the next.
@@ -158,7 +158,7 @@ def test_changing_the_world_during_an_iteration_is_refused() -> None:
     reading = iter(loader)
     next(reading)
     loader.set_world(0, 2)
-    with pytest.raises(StateMismatch, match="iterate anew after set_world"):
+    with pytest.raises(StateMismatch, match="iterate again after set_world"):
         next(reading)
 
 

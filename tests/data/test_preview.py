@@ -57,7 +57,7 @@ def test_text_labels_and_numbers_are_shown_as_they_are() -> None:
     assert one(datetime.date(2024, 5, 1))["value"] == "2024-05-01"
 
 
-def test_long_text_is_cut_and_its_length_told() -> None:
+def test_long_text_is_cut_and_its_length_given() -> None:
     field = one("x" * 5_000)
     assert (len(field["value"]), field["length"], field["truncated"]) == (1_000, 5_000, True)
 
@@ -79,7 +79,7 @@ def test_what_json_cannot_hold_becomes_something_it_can(value: Any) -> None:
     json.dumps(preview([{"x": value}]), allow_nan=False).encode()
 
 
-def test_small_images_are_shown_and_large_ones_told() -> None:
+def test_small_images_are_shown_and_large_ones_described() -> None:
     png = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\rIHDR" + struct.pack(">II", 640, 480) + b"rest"
     field = one(png)
     assert (field["kind"], field["width"], field["height"]) == ("image", 640, 480)

@@ -277,7 +277,7 @@ def test_a_path_that_names_nothing_says_what_to_give(tmp_path: Path) -> None:
         discover(tmp_path, "parquet")
     (tmp_path / "odd.name").write_text('{"a": 1}\n')
     assert discover(tmp_path / "odd.name", "jsonl").total == 1
-    with pytest.raises(DataError, match="format cannot be told"):
+    with pytest.raises(DataError, match="format cannot be determined"):
         discover(tmp_path / "odd.name")
 
 

@@ -153,7 +153,7 @@ def test_impossible_values_are_refused_and_change_nothing(name: str, total: int,
     assert registry.datasets() == []
 
 
-def test_strangers_are_told_what_to_do_first() -> None:
+def test_unregistered_callers_learn_what_to_do_first() -> None:
     registry = DatasetRegistry()
     with pytest.raises(Unknown, match="dataset 'd' is not known"):
         registry.get_shards("d", "w")

@@ -50,7 +50,7 @@ def test_workers_of_a_coordinator_divide_the_files_between_them(
         assert sorted(seen) == list(range(100))
 
 
-def test_a_shard_goes_on_where_the_committed_checkpoint_left_it(
+def test_a_shard_continues_where_the_committed_checkpoint_left_it(
     coordinator: Coordinator, files: Path
 ) -> None:
     with TrainingOrchestrator(coordinator.address) as worker:

@@ -119,7 +119,7 @@ def test_python_json_with_nan_is_read(tmp_path: Path) -> None:
     assert np.isnan(DatasetReader(tmp_path / "x.jsonl")[0]["a"])
 
 
-def test_a_huge_line_is_refused_with_its_place_and_never_read_whole(tmp_path: Path) -> None:
+def test_a_huge_line_is_refused_with_its_position_and_never_read_in_full(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     with path.open("wb") as file:
         file.write(b'{"a": 0}\n')

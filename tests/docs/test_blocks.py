@@ -100,7 +100,7 @@ def inline_commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "command"), inline_commands())
-def test_a_command_named_in_a_sentence_exists_and_takes_these_words(page: str, command: str) -> None:
+def test_a_command_named_in_a_sentence_exists_and_takes_these_arguments(page: str, command: str) -> None:
     _, *words = shlex.split(command)
     if set(words) & set(commands.ELLIPSES):  # What stands for something else takes what follows with it.
         words = words[: min(words.index(each) for each in commands.ELLIPSES if each in words)]

@@ -95,7 +95,7 @@ def test_a_finished_job_leaves_no_shared_memory(calm: ChaosRun) -> None:
     assert not find_snapshots(f"job-{calm.job.name}")
 
 
-def test_twenty_kills_of_any_rank_at_any_moment_leave_no_trace_in_the_model(
+def test_twenty_kills_of_any_rank_at_any_time_leave_no_trace_in_the_model(
     calm: ChaosRun, start_run: StartRun
 ) -> None:
     run = start_run(name="hurt", workers=2, steps=STEPS)
@@ -119,14 +119,14 @@ def test_three_workers_with_loaders_add_gradients_in_the_same_order_after_a_cras
     undisturbed = start_run(name="calm3", **options)
     undisturbed.wait(WAIT_S)
     run = start_run(name="hurt3", loader_workers=1, **options)
-    run.hurt(["kill"], patience_s=120.0)
+    run.inject(["kill"], patience_s=120.0)
     run.wait(WAIT_S)
     assert_same_parameters(undisturbed, run)
     assert_exact(run)
 
 
 @pytest.mark.etcd
-def test_training_goes_on_while_etcd_is_away_and_a_killed_worker_is_back_once_it_is(
+def test_training_continues_while_etcd_is_down_and_a_killed_worker_is_back_once_it_is(
     calm: ChaosRun, start_run: StartRun, tmp_path: Path
 ) -> None:
     server = EtcdServer(tmp_path)

@@ -36,7 +36,7 @@ def run(start_shared: StartRun) -> ChaosRun:
 
 def test_a_recovery_is_traced_by_phase_and_shown(run: ChaosRun) -> None:
     eventually(lambda: was_saved(run_in(run.job.checkpoints)), within_s=60, what="the first snapshot")
-    run.hurt(["kill"], patience_s=120.0)
+    run.inject(["kill"], patience_s=120.0)
 
     def mine() -> list[dict[str, Any]]:
         return [r for r in get(run.coordinator.api, "/api/recoveries") if r["job_id"] == run.job.name]
@@ -47,7 +47,7 @@ def test_a_recovery_is_traced_by_phase_and_shown(run: ChaosRun) -> None:
     assert found["lost_steps"] <= 2 * run.job.snapshot_every, "the snapshot under way may be lost as well"
 
 
-def test_the_coordinator_may_die_while_training_goes_on(run: ChaosRun) -> None:
+def test_the_coordinator_may_die_while_training_continues(run: ChaosRun) -> None:
     before, workers = run.step, run.agents[0].workers()
     run.coordinator.kill()
     eventually(lambda: run.step > before + 20, within_s=60, what="training without a coordinator")
@@ -59,7 +59,7 @@ def test_the_coordinator_may_die_while_training_goes_on(run: ChaosRun) -> None:
 
     eventually(connected, within_s=90, what="both workers at the restarted coordinator")
     assert run.agents[0].workers() == workers, "somebody was restarted"
-    injury = run.hurt(["kill"], patience_s=120.0)
+    injury = run.inject(["kill"], patience_s=120.0)
     assert injury.recovery_s is not None, run.agents[0].tail()
 
 

@@ -23,7 +23,7 @@ def get(run: ChaosRun, path: str) -> Any:
         return json.load(answer)
 
 
-def test_figures_of_a_training_arrive_and_its_time_is_accounted_for(start_run: StartRun) -> None:
+def test_metrics_of_a_training_arrive_and_its_time_is_accounted_for(start_run: StartRun) -> None:
     began_s = time.time()
     run = start_run(name="observed", steps=100_000)
     job = run.job.name

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from strata.chaos.evaluate import loss_of
+from strata.chaos.report import loss_of
 from strata.chaos.run import ChaosRun
 from strata.checkpoint.manager import CheckpointManager
 from strata.cli.common import get

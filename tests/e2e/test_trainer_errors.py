@@ -112,7 +112,7 @@ class Training:
 
     def await_words(self, words: str) -> None:
         def said() -> bool:
-            assert self.process.poll() is None, f"it ended without saying '{words}':\n{self.told}"
+            assert self.process.poll() is None, f"it ended without printing '{words}':\n{self.told}"
             return words in self.told
 
         eventually(said, within_s=LIMIT_S, what=words)
@@ -172,7 +172,7 @@ def saved_steps(place: Path | str) -> list[int]:
         return [info.step for info in manager.all_checkpoints()]
 
 
-def test_training_under_torchrun_ends_with_the_promised_words(job: SampleJob, tmp_path: Path) -> None:
+def test_training_under_torchrun_ends_with_the_promised_line(job: SampleJob, tmp_path: Path) -> None:
     spec = TorchrunSpec(
         run_id=tmp_path.name,
         arguments=["-m", "elastic_harness.train", "--config", str(configure(job, tmp_path))],
@@ -217,7 +217,7 @@ def test_without_torchrun_the_missing_variables_are_named(job: SampleJob, tmp_pa
     )
 
 
-def test_a_job_whose_every_checkpoint_is_gone_does_not_begin_again_in_silence(
+def test_a_job_whose_every_checkpoint_is_lost_does_not_silently_start_over(
     job: SampleJob, tmp_path: Path
 ) -> None:
     forever = {"max_steps": 1_000_000}
@@ -331,7 +331,7 @@ def retrying(**checkpoint: Any) -> dict[str, Any]:
     }
 
 
-def test_retry_saves_as_soon_as_the_disk_has_room(job: SampleJob, tmp_path: Path) -> None:
+def test_retry_saves_as_soon_as_the_disk_has_space(job: SampleJob, tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "checkpoints", size_bytes=16 << 20) as disk:
         ballast = fill(disk, 16 << 20)
         with training(job, tmp_path, checkpoint=retrying()) as started:
@@ -355,7 +355,7 @@ def test_retry_saves_as_soon_as_the_bucket_can_be_reached(
         with training(
             job, tmp_path, environment=environment, checkpoint=retrying(s3_bucket="runs")
         ) as started:
-            started.await_words("does not answer, asking again")
+            started.await_words("does not answer, retrying")
             proxy.refusing = False
             started.end().assert_complete()
         assert saved_steps("s3://runs")[0] == 30

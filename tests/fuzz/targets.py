@@ -164,7 +164,7 @@ class Wire:
         message.CopyFrom(chance.choice(self._seeds[number]))
         for _ in range(chance.choice((0, 1, 1, 2, 4))):
             self._set_something(message, chance)
-        data = message.SerializeToString()
+        data: bytes = message.SerializeToString()
         if chance.random() < 0.4:
             data = mutated(data, chance)
         return bytes([number]) + data
@@ -520,7 +520,8 @@ class IndexFile(Stateless):
             )
             small = name in ("num_files", "entry_interval", "token_bytes")
             value = chance.choice((*NUMBERS, 3, 5)) % (2**32 if small else 2**64)
-            header = replace(header, **{name: value})
+            changed: dict[str, Any] = {name: value}
+            header = replace(header, **changed)
         out = bytearray(self._header.meta_at)
         out[: header.SIZE] = header.to_bytes()
         for at, section in self._sections.items():
@@ -568,7 +569,7 @@ class Image(Stateless):
         self._seeds = []
         for options in ({}, {"_use_new_zipfile_serialization": False}):
             buffer = io.BytesIO()
-            torch.save(state, buffer, **options)  # type: ignore[arg-type]
+            torch.save(state, buffer, **options)
             self._seeds.append(buffer.getvalue())
         self._seeds += [torch_file(bad) for bad in payloads(self._canary).values()]
         self._records = self._unzipped(self._seeds[0])
@@ -729,6 +730,7 @@ class Http:
         handler.emit = lambda record: self._logged.append(handler.format(record))  # type: ignore[method-assign]
         logging.getLogger().addHandler(handler)
         self._runtime: Any = None
+        self._running: asyncio.Task[None] | None = None
 
     def renew(self) -> None:
         import uvicorn
@@ -744,7 +746,7 @@ class Http:
         from strata.coordinator.runtime import Runtime
         from strata.core.cluster import Limits
 
-        if self._runtime is not None:
+        if self._running is not None:
             self._runtime.engine.stop()
             self._loop.run_until_complete(self._running)
             self._runtime.engine.close()

@@ -59,7 +59,7 @@ def test_waiting_for_others_is_not_training() -> None:
     assert 0 <= left_s <= time.monotonic() - asked_s, "no more than there was"
 
 
-def test_recovery_lasts_until_lost_steps_are_made_again() -> None:
+def test_recovery_lasts_until_lost_steps_are_trained_again() -> None:
     lost_at_mono_s = time.monotonic() - 1000.0
     before = Footprint(mono_s=lost_at_mono_s, born_mono_s=0.0, step=7, world_size=2)
     account = TimeAccount(before)
@@ -86,7 +86,7 @@ def test_restart_that_lost_nothing_recovers_with_its_first_step() -> None:
     assert parts(account)["recovery"] == recovered_s
 
 
-def test_a_later_account_of_the_same_process_begins_when_it_is_made() -> None:
+def test_a_later_account_of_the_same_process_starts_when_it_is_created() -> None:
     first = TimeAccount(None)
     time.sleep(PAUSE_S)
     began_s = time.monotonic()

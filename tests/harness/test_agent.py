@@ -78,7 +78,7 @@ def test_joining_twice_is_joining_once_and_leaving_twice_is_harmless(monkeypatch
     assert not dist.is_initialized()
 
 
-def test_nobody_at_the_master_address_times_out_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_master_address_times_out_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     with port_of_nobody() as port:
         pretend(monkeypatch, rank=1, world=2, port=port)
         with pytest.raises(
@@ -99,7 +99,7 @@ def test_master_that_nobody_joins_times_out_and_honours_the_environment(
         agent.setup_distributed_environment("gloo")
 
 
-def test_port_of_somebody_else_is_said_to_be_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_of_another_process_is_reported_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         other.listen()
@@ -159,7 +159,7 @@ def test_launch_settings_that_cannot_work_are_refused_together() -> None:
     assert "Unknown rdzv_backend 'zookeeper'" in text
 
 
-def test_launch_without_etcd_is_told_how_to_start_one() -> None:
+def test_launch_without_etcd_says_how_to_start_one() -> None:
     with socket.socket() as server, port_of_nobody() as nobody:
         server.bind(("127.0.0.1", 0))
         server.listen()

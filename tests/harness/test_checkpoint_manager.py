@@ -102,7 +102,7 @@ def test_clearing_memory_leaves_the_disk(manager: CheckpointManager) -> None:
     assert_is(manager.load_checkpoint(), 1)
 
 
-def test_an_empty_place_has_nothing_to_load(manager: CheckpointManager) -> None:
+def test_an_empty_destination_has_nothing_to_load(manager: CheckpointManager) -> None:
     for tier in (None, *CheckpointTier):
         assert manager.load_checkpoint(tier=tier) is None
     assert manager.wait_for_pending_saves() is True
@@ -177,7 +177,7 @@ def test_settings_that_cannot_be_are_refused(options: dict[str, Any], said: str)
     assert isinstance(caught.value, ValueError)
 
 
-def test_defaults_are_as_users_were_told() -> None:
+def test_defaults_are_as_documented() -> None:
     config = CheckpointConfig()
     assert (config.checkpoint_interval, config.memory_snapshot_interval, config.keep_last_n) == (500, 50, 3)
     assert (config.s3_bucket, config.s3_prefix, config.async_save) == (None, "", True)
@@ -223,7 +223,7 @@ def test_a_corrupt_newest_falls_back_and_says_why(
     assert "step 200" in caplog.text or "00000200" in caplog.text
 
 
-def test_when_nothing_can_be_loaded_training_does_not_silently_start_anew(
+def test_when_nothing_can_be_loaded_training_does_not_silently_start_over(
     manager: CheckpointManager, folder: Path
 ) -> None:
     save(manager, 100, 200)
@@ -236,7 +236,9 @@ def test_when_nothing_can_be_loaded_training_does_not_silently_start_anew(
     assert "step 100 in NVME" in caught.value.message
 
 
-def test_a_place_that_cannot_be_read_is_not_an_empty_one(manager: CheckpointManager, folder: Path) -> None:
+def test_a_destination_that_cannot_be_read_is_not_an_empty_one(
+    manager: CheckpointManager, folder: Path
+) -> None:
     save(manager, 1)
     manager.clear_memory_snapshots()
     for path in folder.glob("*.manifest.json"):
@@ -305,7 +307,7 @@ def filled(tmp_path: Path) -> Any:
 LARGE = 2_000_000
 
 
-def test_warn_logs_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warn_logs_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with filled(tmp_path) as folder, CheckpointManager(CheckpointConfig(nvme_path=folder)) as manager:
         save(manager, 1)
         manager.save_checkpoint(state_of(2, elements=LARGE))
@@ -342,9 +344,7 @@ def test_fail_raises_with_the_guides_text_and_older_checkpoints_stay(tmp_path: P
         assert_is(manager.load_checkpoint(), 4)
 
 
-def test_retry_tries_again_and_succeeds_when_there_is_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_retry_succeeds_once_there_is_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with filled(tmp_path) as folder:
         (folder / "ballast").write_bytes(bytes(3 << 20))
         config = CheckpointConfig(
@@ -367,7 +367,7 @@ def test_a_synchronous_save_raises_whatever_the_policy(tmp_path: Path) -> None:
             assert file(folder, 3).exists()
 
 
-def test_too_little_memory_is_told_by_policy(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_little_memory_is_reported_by_policy(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     from elastic_harness.errors import MemoryLimitExceeded
 
     for policy in ("warn", "fail"):

@@ -103,7 +103,7 @@ def test_what_cannot_fit_is_refused_and_what_was_there_stays() -> None:
         assert loaded.step == 2
 
 
-def test_older_snapshots_make_room_for_a_new_one() -> None:
+def test_older_snapshots_are_evicted_for_a_new_one() -> None:
     with MemorySnapshotBackend(max_snapshots=10, max_memory_mb=5) as backend:
         for step in range(1, 5):
             backend.save(megabytes(step, 2))

@@ -68,7 +68,7 @@ def test_s3_is_the_last_resort_and_the_nearest_copy_of_a_step_wins(
         damage(file(folder, 100))
         manager.clear_memory_snapshots()
         assert_is(manager.load_checkpoint(), 100)
-        assert "did not load step 100 in NVME" in caplog.text
+        assert "could not load step 100 in NVME" in caplog.text
     assert manager.s3_backend is not None
     assert manager.s3_backend.list_checkpoints() == ["checkpoint_step_00000100.pt"]
     manager.s3_backend.save(state_of(5), "named.pt")
@@ -94,7 +94,7 @@ def test_missing_permissions_are_named(
     assert "s3:PutObject" in caught.value.message
 
 
-def test_missing_credentials_are_told_in_the_guides_words_and_leave_the_disk_usable(
+def test_missing_credentials_are_reported_in_the_guides_words_and_leave_the_disk_usable(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):

@@ -66,7 +66,7 @@ def test_a_cpu_copy_shares_nothing_and_keeps_tied_tensors_tied() -> None:
     assert not copied.model_state_dict["a"].requires_grad
 
 
-def test_training_goes_on_bit_for_bit_from_a_state() -> None:
+def test_training_continues_bit_for_bit_from_a_state() -> None:
     model, optimizer, scheduler = trained()
     np.random.seed(5)
     state = create_checkpoint_state(
@@ -134,7 +134,7 @@ def test_a_model_that_has_changed_is_an_error_unless_not_strict(caplog: pytest.L
         load_checkpoint_to_model(state, changed, fresh)
     load_checkpoint_to_model(state, changed, fresh, strict=False)
     assert torch.equal(changed.weight, state.model_state_dict["weight"])
-    assert "the optimizer starts anew" in caplog.text
+    assert "the optimizer starts afresh" in caplog.text
 
 
 def test_generators_of_older_files_are_restored_too() -> None:

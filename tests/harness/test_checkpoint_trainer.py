@@ -73,7 +73,7 @@ def test_training_passes_from_trainer_to_harness_and_back(
     with caplog.at_level(logging.WARNING):
         began, _ = train(tmp_path, upto=6)
     assert began == 4
-    assert "says nothing about data" in caplog.text
+    assert "has no data position" in caplog.text
     with CheckpointManager(CheckpointConfig(nvme_path=tmp_path)) as manager:
         final = manager.load_checkpoint()
     assert final is not None

@@ -125,7 +125,7 @@ def test_a_good_configuration_has_nothing_to_say() -> None:
         ({"data__files": ["a", 1, 2]}, "data.files", "must be a list of names, not a list (['a', 1, 2])"),
     ],
 )
-def test_each_mistake_has_its_words_and_its_place(changes: dict[str, Any], path: str, text: str) -> None:
+def test_each_mistake_has_its_message_and_its_position(changes: dict[str, Any], path: str, text: str) -> None:
     result = validate_config(config(**changes))
     assert not result.valid
     assert [error.path for error in result.errors] == [path]

@@ -42,7 +42,7 @@ def test_throughput_and_efficiency_count_the_whole_wall_clock() -> None:
     assert metrics.training_efficiency == pytest.approx(0.8)
 
 
-def test_a_run_that_has_not_begun_divides_by_nothing() -> None:
+def test_a_run_that_has_not_started_divides_by_nothing() -> None:
     metrics = TrainingMetrics(clock=Clock())
     assert (metrics.tokens_per_second, metrics.training_efficiency, metrics.training_time) == (0.0, 0.0, 0.0)
     json.dumps(metrics.summary(), allow_nan=False)

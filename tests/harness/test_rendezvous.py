@@ -136,7 +136,7 @@ def test_client_passes_over_a_dead_endpoint_and_survives_a_server_restart(tmp_pa
         server.stop()
 
 
-def test_nobody_at_the_endpoint_is_said_in_the_words_users_know(run_id: str) -> None:
+def test_unreachable_endpoint_is_reported_in_the_documented_words(run_id: str) -> None:
     with (
         port_of_nobody() as port,
         pytest.raises(RendezvousConnectionError, match=f"Failed to connect to etcd at localhost:{port}"),
@@ -155,7 +155,7 @@ def test_two_nodes_get_two_ranks_and_the_closed_id_works_again_at_once(etcd: Etc
         assert all(handler.shutdown() for handler in handlers)
 
 
-def test_a_running_node_sees_the_run_closed_and_a_newcomer_is_told_so(etcd: EtcdServer, run_id: str) -> None:
+def test_a_running_node_sees_the_run_closed_and_so_does_a_newcomer(etcd: EtcdServer, run_id: str) -> None:
     params = parameters(etcd.endpoint, run_id, nodes="2:2")
     one, two = (create_etcd_v3_handler(params) for _ in range(2))
     join_all([one, two])
@@ -178,11 +178,11 @@ def test_waiting_in_vain_says_who_was_there(etcd: EtcdServer, run_id: str) -> No
     for error in errors:
         assert isinstance(error, RendezvousTimeoutError)
         assert str(error).startswith("Timed out waiting for rendezvous")
-        assert "2 nodes are needed, no other node came" in str(error)
+        assert "2 nodes are needed, no other node joined" in str(error)
         assert "same --rdzv-id" in str(error)
 
 
-def test_what_somebody_else_wrote_under_the_id_is_stale_state(
+def test_foreign_data_under_the_id_is_stale_state(
     etcd: EtcdServer, client: EtcdCasClient, run_id: str
 ) -> None:
     handler = create_etcd_v3_handler(parameters(etcd.endpoint, run_id))
@@ -195,7 +195,7 @@ def test_what_somebody_else_wrote_under_the_id_is_stale_state(
 # --- the coordinator as the server
 
 
-def test_coordinator_is_a_meeting_place_of_its_own_and_its_crash_is_forgiven(
+def test_coordinator_serves_a_rendezvous_of_its_own_that_survives_its_crash(
     tmp_path: Path, run_id: str
 ) -> None:
     grpc_port = free_port()

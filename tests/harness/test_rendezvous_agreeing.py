@@ -32,9 +32,7 @@ def agent_of(handler: CasRendezvousHandler) -> LocalElasticAgent:
 
 
 @pytest.mark.parametrize("gone", ["silently", "to meet anew"])
-def test_an_agent_does_not_wait_for_the_rank_of_a_member_that_is_gone(
-    coordinator: Coordinator, gone: str
-) -> None:
+def test_an_agent_does_not_wait_for_the_rank_of_a_lost_member(coordinator: Coordinator, gone: str) -> None:
     run_id = f"agreeing-{time.monotonic_ns()}"
     handlers = [handler_of(coordinator, run_id) for _ in range(3)]
     one, two = (agent_of(handler) for handler in handlers[:2])

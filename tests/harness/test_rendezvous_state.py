@@ -177,7 +177,9 @@ def test_nobody_is_declared_dead_for_an_outage_of_the_server(run_id: str) -> Non
     assert age.total_seconds() < outage_s / 2
 
 
-def test_server_that_lost_its_memory_is_told_again_by_a_member_and_not_by_a_newcomer(run_id: str) -> None:
+def test_server_that_lost_its_memory_gets_the_state_from_a_member_and_not_from_a_newcomer(
+    run_id: str,
+) -> None:
     server = DictCasClient()
     member, onlooker = backend(server, run_id), backend(server, run_id)
     _, token, _ = member.set_state(state_of(node(1), node(2)))  # type: ignore[misc]

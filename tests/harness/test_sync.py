@@ -32,7 +32,7 @@ PROGRAM = textwrap.dedent("""
 """)
 
 
-def test_averages_and_does_not_go_on_without_a_rank_that_was_killed() -> None:
+def test_averages_and_does_not_continue_without_a_rank_that_was_killed() -> None:
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",

@@ -32,7 +32,7 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
         ("elastic:\n  rdzv_id: my-job: 123\n", "mapping values are not allowed here"),
     ],
 )
-def test_broken_yaml_is_told_in_the_parsers_words_with_a_way_to_see_more(
+def test_broken_yaml_is_reported_in_the_parsers_words_with_a_way_to_see_more(
     tmp_path: Path, text: str, said: str
 ) -> None:
     told = refused(tmp_path, text)

@@ -45,7 +45,7 @@ def watchdog(clock: Clock) -> Iterator[Watchdog]:
     watchdog.close()
 
 
-def test_a_loop_that_makes_no_step_is_told_once(
+def test_a_loop_that_makes_no_step_is_reported_once(
     watchdog: Watchdog, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
@@ -56,10 +56,10 @@ def test_a_loop_that_makes_no_step_is_told_once(
     (told,) = caplog.messages
     assert "rank 0 has made no step for" in told
     assert "while the backward pass" in told
-    assert "test_a_loop_that_makes_no_step_is_told_once" in told, "with its stack"
+    assert "test_a_loop_that_makes_no_step_is_reported_once" in told, "with its stack"
 
 
-def test_time_in_which_the_whole_process_stood_still_is_not_counted(
+def test_time_in_which_the_whole_process_was_suspended_is_not_counted(
     watchdog: Watchdog, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Paused, or on a machine that slept: nobody could have made a step."""

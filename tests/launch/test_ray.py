@@ -46,13 +46,13 @@ UP_S = 200.0
         (1, [], None),
     ],
 )
-def test_workers_spread_as_evenly_as_the_nodes_have_room(
+def test_workers_spread_as_evenly_as_capacity_allows(
     workers: int, rooms: list[int], expected: list[int] | None
 ) -> None:
     assert workers_by_agent(workers, rooms) == expected
 
 
-def test_a_nodes_room_is_what_it_has_least_of() -> None:
+def test_a_nodes_capacity_is_what_it_has_least_of() -> None:
     assert capacity_of({"CPU": 7.0}, cpus=2.0, gpus=0) == 3
     assert capacity_of({"CPU": 64.0, "GPU": 4.0}, cpus=1.0, gpus=1) == 4
     assert capacity_of({"CPU": 2.0, "GPU": 4.0}, cpus=1.0, gpus=1) == 2

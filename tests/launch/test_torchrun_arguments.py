@@ -22,7 +22,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_without_flags_one_machine_needs_nobody() -> None:
+def test_without_flags_one_machine_needs_no_coordinator() -> None:
     args = parse(["train.py", "--lr", "1"])
     assert (args.rdzv_backend, args.rdzv_endpoint, args.start_method) == ("strata", "", "forkserver")
     assert (args.max_restarts, args.monitor_interval, args.nproc_per_node) == (MAX_RESTARTS, 0.1, "1")

@@ -31,7 +31,7 @@ def warning(monkeypatch: pytest.MonkeyPatch, **changes: str) -> str | None:
     return torchrun_trap.warning()
 
 
-def test_a_restarted_worker_that_shares_its_agents_store_is_told_what_to_do(
+def test_a_restarted_worker_that_shares_its_agents_store_is_warned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     line = warning(monkeypatch)
@@ -50,7 +50,7 @@ def test_a_restarted_worker_that_shares_its_agents_store_is_told_what_to_do(
         {"TORCHELASTIC_RESTART_COUNT": "many"},
     ],
 )
-def test_others_are_told_nothing(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]) -> None:
+def test_others_are_not_warned(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]) -> None:
     assert warning(monkeypatch, **changes) is None
 
 

@@ -33,7 +33,7 @@ def test_the_images_are_built_and_the_coordinator_runs_from_its_own(tmp_path: Pa
     assert "torchrun runs from the worker's image: torch " in done.stdout
 
 
-def test_local_folders_that_pip_is_told_of_are_lent_to_a_build(
+def test_local_folders_in_pips_configuration_are_passed_to_a_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheels, index = tmp_path / "wheels", tmp_path / "index" / "simple"

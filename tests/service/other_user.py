@@ -6,7 +6,6 @@ The relay is a process of its own under another user id, so that clients in the 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,11 @@ UID = 61_234
 """Nobody's here: a number is all the kernel needs."""
 
 _RELAY = """
-import socket, sys, threading
-port = int(sys.argv[1])
+import os, socket, sys, threading
+port, uid = int(sys.argv[1]), int(sys.argv[2])
+os.setgroups([])
+os.setgid(uid)
+os.setuid(uid)
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 def pump(source, target):
@@ -35,13 +37,11 @@ def pump(source, target):
             pass
 while True:
     client, _ = listener.accept()
-    server = socket.create_connection(("127.0.0.1", port))
+    server = socket.socket()  # Whatever imports more would need files that the user may not read.
+    server.connect(("127.0.0.1", port))
     for pair in ((client, server), (server, client)):
         threading.Thread(target=pump, args=pair, daemon=True).start()
 """
-
-PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
-"""The system's: a virtual environment may be where other users cannot read."""
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
 
@@ -50,13 +50,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as
 def relayed(port: int, *, uid: int = UID) -> Iterator[int]:
     """A port whose connections reach `port` as the user `uid`."""
     relay = subprocess.Popen(
-        [PYTHON, "-I", "-S", "-c", _RELAY, str(port)],
-        stdout=subprocess.PIPE,
-        text=True,
-        user=uid,
-        group=uid,
-        extra_groups=[],
-        cwd="/",
+        [sys.executable, "-I", "-c", _RELAY, str(port), str(uid)], stdout=subprocess.PIPE, text=True
     )
     try:
         assert relay.stdout is not None

@@ -84,7 +84,7 @@ def test_last_arrival_releases_everyone_in_order_of_arrival(shared: Coordinator)
     assert {r.participants for r in results} == {3}
 
 
-def test_one_name_serves_again_and_again(shared: Coordinator) -> None:
+def test_one_name_serves_repeatedly(shared: Coordinator) -> None:
     with workers(shared.address, "a", "b", job="rounds") as (a, b):
         for _ in range(20):
             with waiting(lambda: a.barrier("step"), lambda: b.barrier("step")) as both:
@@ -126,17 +126,17 @@ def test_seven_of_eight_get_an_error_that_names_the_killed_one(
     begun = [survivors.begin(name, "barrier", "all", 5) for name in names]
     arrived(coordinator, "all", 7)
     killed_s = victim.kill()
-    took_s = 0.0
+    elapsed_s = 0.0
     for wait in begun:
         error = wait.exception(30)
         assert isinstance(error, RemoteError)
         assert error.kind == "BarrierBroken"
         assert error.facts["missing"] == ["victim"]
         assert "victim" in error.message
-        took_s = max(took_s, error.at_mono_s - killed_s)
+        elapsed_s = max(elapsed_s, error.at_mono_s - killed_s)
     with capsys.disabled():
-        print(f"\nall seven knew {took_s:.2f} s after SIGKILL", end=" ")
-    assert took_s < 10.0  # One second is the promise on a quiet machine; this one may be busy.
+        print(f"\nall seven knew {elapsed_s:.2f} s after SIGKILL", end=" ")
+    assert elapsed_s < 10.0  # One second is the promise on a quiet machine; this one may be busy.
 
 
 def test_worker_cut_off_at_the_release_learns_of_it_when_it_is_back(mortal: Coordinator) -> None:
@@ -219,7 +219,7 @@ def test_barriers_and_their_outcomes_outlive_the_coordinator(mortal: Coordinator
         assert calls.WaitBarrier(ended, timeout=30, wait_for_ready=True) == released, "it is remembered"
 
 
-def test_heartbeats_go_on_while_a_worker_waits(shared: Coordinator) -> None:
+def test_heartbeats_continue_while_a_worker_waits(shared: Coordinator) -> None:
     with workers(shared.address, "patient", "late", job="beats") as (patient, late):
         with waiting(lambda: patient.barrier("b")) as (wait,):
             arrived(shared, "b", 1)
@@ -350,7 +350,7 @@ def test_session_refuses_a_bad_barrier_and_stays(shared: Coordinator) -> None:
         session.close()
 
 
-def test_wait_ends_when_nobody_has_answered_for_its_time_out(
+def test_wait_ends_when_its_time_out_passes_without_an_answer(
     mortal: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It gives up after a second, and a coordinator that lives would long wait on: what ends the wait is certain.
@@ -365,7 +365,7 @@ def test_wait_ends_when_nobody_has_answered_for_its_time_out(
         assert worker.wait_connected(30)
 
 
-def test_plain_client_whose_worker_is_replaced_is_told_and_not_left_waiting(shared: Coordinator) -> None:
+def test_plain_client_whose_worker_is_replaced_is_notified_and_not_left_waiting(shared: Coordinator) -> None:
     with stub(shared.address) as calls:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="replaced", job_id="left"))
         pending = calls.WaitBarrier.future(

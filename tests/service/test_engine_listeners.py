@@ -21,7 +21,7 @@ from strata.core.messages import (
 from tests.core.builders import worker_spec
 
 
-async def test_listeners_hear_of_the_release_and_only_the_count_tells_of_arrivals(tmp_path: Path) -> None:
+async def test_listeners_see_the_release_and_only_the_count_shows_arrivals(tmp_path: Path) -> None:
     engine = Engine(Cluster(), SqliteJournal(tmp_path), SystemClock())
     heard: list[type[Event]] = []
     counts: list[int] = []

@@ -65,14 +65,14 @@ def test_reader_resumes_after_the_last_event_it_saw(shared: Coordinator) -> None
     assert "resync" not in {e.kind for e in after.heard}
 
 
-def test_reader_that_names_an_event_nobody_knows_is_told_to_resync(shared: Coordinator) -> None:
+def test_reader_that_names_an_unknown_event_must_resync(shared: Coordinator) -> None:
     for last in ("nonsense", "deadbeef-5", "-1", "x" * 5_000):
         with EventStream(shared.http_port, last_event_id=last) as stream:
             told = stream.wait_for("resync")
             assert told.data["reason"]
 
 
-def test_reader_of_an_earlier_life_is_told_to_resync_and_goes_on(coordinator: Coordinator) -> None:
+def test_reader_of_an_earlier_life_must_resync_and_continues(coordinator: Coordinator) -> None:
     with EventStream(coordinator.http_port) as before:
         register(coordinator, "first")
         seen = before.wait_for("worker_joined")
@@ -103,7 +103,7 @@ def test_logs_and_metrics_ride_along(shared: Coordinator) -> None:
         session.close()
 
 
-def test_page_is_fresh_once_its_event_has_been_told(shared: Coordinator) -> None:
+def test_page_is_fresh_once_its_event_has_been_published(shared: Coordinator) -> None:
     with EventStream(shared.http_port) as stream:
         for turn in range(10):
             register(shared, f"fresh-{turn}")

@@ -20,7 +20,7 @@ async def told(event: BarrierReleased | BarrierBroken) -> bytes:
     raise AssertionError("the feed ended")
 
 
-async def test_a_release_of_a_thousand_is_told_in_brief() -> None:
+async def test_a_release_of_a_thousand_is_summarized() -> None:
     released = BarrierReleased(
         job_id=JobId("job"),
         barrier_id="step",

@@ -57,7 +57,7 @@ def test_rings_keep_an_hour_and_a_day() -> None:
     ]
 
 
-def test_a_clock_that_is_set_back_begins_anew() -> None:
+def test_a_clock_that_is_set_back_starts_over() -> None:
     track = Track(JOB_SERIES)
     track.put(NOW_S, {"loss": 1.0})
     track.put(NOW_S - 10, {"loss": 2.0})
@@ -66,7 +66,7 @@ def test_a_clock_that_is_set_back_begins_anew() -> None:
     assert seen(track, NOW_S - 30 * 86_400, 0.0)[-2:] == [None, 3.0]
 
 
-def test_jobs_that_were_silent_longest_make_room() -> None:
+def test_jobs_that_were_silent_longest_are_evicted() -> None:
     history = History()
     for number in range(JOBS_KEPT + 5):
         history.put(NOW_S + number, {}, {str(number): {"loss": 1.0}, "0": {"loss": 2.0}})

@@ -40,7 +40,7 @@ def small(tmp_path: Path) -> Iterator[Coordinator]:
     server.stop()
 
 
-def test_connections_over_the_limit_are_told_so_and_freed_ones_serve_again(small: Coordinator) -> None:
+def test_connections_over_the_limit_get_a_reason_and_freed_ones_serve_again(small: Coordinator) -> None:
     held = [_connect(small.http_port) for _ in range(6)]
     with _connect(small.http_port) as one_more:
         answer = one_more.recv(65_536)

@@ -131,7 +131,7 @@ def test_what_retention_removes_leaves_the_registry(shared: Coordinator, links: 
     assert (record["run_id"], record["generation"]) == ("run of tidy", 1)
 
 
-def test_a_job_that_starts_tells_what_exists_and_the_rest_is_removed(
+def test_a_job_that_starts_reports_what_exists_and_the_rest_is_removed(
     shared: Coordinator, links: Links
 ) -> None:
     before = links(job="again")
@@ -184,9 +184,7 @@ def test_notices_that_were_dropped_in_an_outage_are_made_up_for(mortal: Coordina
     assert _latest(mortal, "outage") == last - 1
 
 
-def test_a_coordinator_that_lost_its_memory_is_told_all_of_it_again(
-    mortal: Coordinator, links: Links
-) -> None:
+def test_a_coordinator_that_lost_its_memory_gets_all_of_it_again(mortal: Coordinator, links: Links) -> None:
     link = links(job="amnesia", coordinator=mortal, generation=7)
     old = [info(step, job="amnesia", generation=3) for step in (1, 2)]
     link.reconcile([i.checkpoint_id for i in old], old)
@@ -251,7 +249,7 @@ def test_of_two_processes_under_one_name_one_learns_it_and_the_journal_stays_sma
     )
 
 
-def test_a_process_that_hears_it_only_by_a_call_falls_silent_too(shared: Coordinator, links: Links) -> None:
+def test_a_process_that_learns_it_only_by_a_call_falls_silent_too(shared: Coordinator, links: Links) -> None:
     first = links(job="deaf")
     until_there(shared, "deaf-rank0")
     session = first._orchestrator._session

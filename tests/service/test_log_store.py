@@ -63,7 +63,7 @@ def test_flood_is_dropped_counted_and_reported() -> None:
     assert store.newest(1, EVERYTHING)[0] is newest, "a drop is reported once"
 
 
-def test_whoever_reads_the_log_of_a_task_is_told_what_was_dropped_of_its_workers_and_its_agent() -> None:
+def test_the_log_of_a_task_says_what_was_dropped_of_its_workers_and_its_agent() -> None:
     store = LogStore()
     flood = [line("noise", task_id="t")] * (2 * BURST)
     store.add_lines(flood, sender="worker t-rank0", worker_id="t-rank0")
@@ -97,8 +97,8 @@ def test_flood_of_everyone_together_is_bounded() -> None:
     store = LogStore(entries_kept=200_000)
     for n in range(200):
         store.add_lines([line("noise")] * 1_000, sender=f"worker w{n}")
-    took_s = time.monotonic() - began_s
-    assert store.total <= (1.0 + took_s) * FLEET_LINES_PER_SECOND
+    elapsed_s = time.monotonic() - began_s
+    assert store.total <= (1.0 + elapsed_s) * FLEET_LINES_PER_SECOND
     assert store.total + store.dropped_total == 200_000
 
 
@@ -196,7 +196,7 @@ def write_and_be_killed(tmp_path: Path) -> None:
     process.stdout.close()
 
 
-async def test_entries_survive_the_process_and_numbers_go_on(tmp_path: Path) -> None:
+async def test_entries_survive_the_process_and_numbers_continue(tmp_path: Path) -> None:
     write_and_be_killed(tmp_path)
     after = LogStore(opened(tmp_path))
     assert await messages(after) == [str(n) for n in range(2999, -1, -1)]
@@ -294,7 +294,7 @@ def view(number: int) -> LogView:
 # --- following ------------------------------------------------------------------------------------------------
 
 
-async def test_follower_is_told_what_it_wants_and_what_it_missed() -> None:
+async def test_follower_gets_what_it_asked_for_and_what_it_missed() -> None:
     store = LogStore(entries_kept=50)
     store.add(level="error", message="before", source="s", at_s=0.0)
     follower = store.follow(LogFilter(level="warn"))
@@ -312,7 +312,7 @@ async def test_follower_is_told_what_it_wants_and_what_it_missed() -> None:
     assert store.followers == 0
 
 
-async def test_follower_goes_on_after_the_entry_it_knows() -> None:
+async def test_follower_continues_after_the_entry_it_knows() -> None:
     store = LogStore()
     for n in range(5):
         store.add(level="info", message=str(n), source="s", at_s=0.0)

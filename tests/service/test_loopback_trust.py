@@ -42,10 +42,10 @@ def test_another_local_user_needs_a_token_and_is_told_how_to_get_one(shared: Coo
             assert "strata token create" in answer["hint"]
         assert ask(port, "/api/health")[0] == 200
     with relayed(shared.grpc_port) as port, stub(f"127.0.0.1:{port}") as calls:
-        status, code, message, _ = refusal(
+        refused, code, message, _ = refusal(
             lambda: calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="intruder"), timeout=30)
         )
-        assert (status, code) == (grpc.StatusCode.UNAUTHENTICATED, "forbidden")
+        assert (refused, code) == (grpc.StatusCode.UNAUTHENTICATED, "forbidden")
         assert f"user {UID}" in message
     assert all(worker["id"] != "intruder" for worker in shared.get("/api/workers"))
 

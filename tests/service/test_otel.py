@@ -26,7 +26,7 @@ needs_sdk = pytest.mark.skipif(not INSTALLED, reason="needs strata-runtime[otel]
 
 
 @needs_sdk
-def test_figures_are_sent_under_their_own_names() -> None:
+def test_metrics_are_sent_under_their_own_names() -> None:
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
     registry, reader = CollectorRegistry(), InMemoryMetricReader()
@@ -85,7 +85,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 @needs_sdk
-def test_coordinator_sends_its_figures_to_a_collector(receiver: Receiver, tmp_path: Path) -> None:
+def test_coordinator_sends_its_metrics_to_a_collector(receiver: Receiver, tmp_path: Path) -> None:
     endpoint = f"http://127.0.0.1:{receiver.server_port}/"
     server = Coordinator(tmp_path / "coordinator", env={"STRATA_OTEL_ENDPOINT": endpoint}).start()
     server.get("/api/health")

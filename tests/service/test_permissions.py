@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
+from fastapi.routing import APIRoute
 
 from strata.coordinator.http.app import ROUTERS
 from strata.rpc import coordinator_pb2 as pb
@@ -78,7 +79,8 @@ def served() -> set[str]:
         f"{method} {route.path}"
         for router in ROUTERS
         for route in router.routes
-        for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
+        if isinstance(route, APIRoute)
+        for method in (route.methods or set()) - {"HEAD"}
     }
 
 
@@ -190,7 +192,7 @@ def refused(call: Any) -> str:
     try:
         call()
     except grpc.RpcError as error:
-        trailers = dict(error.trailing_metadata() or ())
+        trailers: Any = dict(cast("list[tuple[str, Any]]", error.trailing_metadata() or ()))
         return f"{error.code().name} {trailers.get('strata-code', '')}"
     return ""
 

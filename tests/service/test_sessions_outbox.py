@@ -18,7 +18,7 @@ from tests.core.builders import worker_spec
 DATASETS = 300
 
 
-async def test_of_news_that_was_not_heard_yet_the_newest_is_kept_and_none_ends_a_session() -> None:
+async def test_of_news_that_was_not_delivered_yet_the_newest_is_kept_and_none_ends_a_session() -> None:
     session = WorkerSession(WorkerId("slow"), 1, JobId("job"))
     for version in range(1, 20):
         session.notify(TOPOLOGY, pb.CoordinatorMessage(topology=pb.Topology(generation=version)))
@@ -58,7 +58,7 @@ class HeldJournal(SqliteJournal):
         super().append(events)
 
 
-async def test_news_tells_of_no_join_that_a_crash_could_still_take_back(tmp_path: Path) -> None:
+async def test_news_names_no_join_that_a_crash_could_still_take_back(tmp_path: Path) -> None:
     journal = HeldJournal(tmp_path)
     engine = Engine(Cluster(), journal, SystemClock())
     sessions = Sessions(engine)

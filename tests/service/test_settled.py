@@ -173,7 +173,7 @@ async def test_nobody_is_called_superseded_before_its_successor_is_durable(tmp_p
         await registering
 
 
-async def test_a_session_is_not_told_either_before_its_successor_is_durable(tmp_path: Path) -> None:
+async def test_a_session_is_not_notified_either_before_its_successor_is_durable(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as served:
         old = await served.register("a")
         stream = served.calls.Session()

@@ -158,7 +158,7 @@ def test_plain_callers_get_nothing_and_break_nothing(mutual: Coordinator) -> Non
                 assert b"200" not in wire.recv(1_000)
 
 
-def test_files_that_cannot_be_used_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_used_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRATA_TLS_CA", str(tmp_path / "none.pem"))
     with pytest.raises(TlsError, match="cannot be read"):
         TrainingOrchestrator("127.0.0.1:1")

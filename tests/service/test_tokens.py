@@ -32,6 +32,7 @@ from strata.rpc.cas import CoordinatorCasClient
 from tests.cli.running import strata
 from tests.service.clients import RawSession, channel, stub
 from tests.support import Coordinator, eventually
+from tests.support_programs import program
 
 
 def test_a_token_is_kept_as_a_digest_in_a_private_file(tmp_path: Path) -> None:
@@ -343,14 +344,14 @@ def test_certificates_of_the_command_line_carry_roles_and_are_read_again(
 
 def _serial(port: int) -> str:
     shown = subprocess.run(
-        ["openssl", "s_client", "-connect", f"127.0.0.1:{port}"],
+        [program("openssl"), "s_client", "-connect", f"127.0.0.1:{port}"],
         input=b"",
         capture_output=True,
         timeout=30,
         check=False,
     )
     told = subprocess.run(
-        ["openssl", "x509", "-noout", "-serial"],
+        [program("openssl"), "x509", "-noout", "-serial"],
         input=shown.stdout,
         capture_output=True,
         timeout=30,

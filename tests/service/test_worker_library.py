@@ -37,7 +37,7 @@ def shown(coordinator: Coordinator, name: str) -> dict[str, Any]:
     return found
 
 
-def test_heartbeats_carry_state_and_figures(shared: Coordinator, worker: TrainingOrchestrator) -> None:
+def test_heartbeats_carry_state_and_metrics(shared: Coordinator, worker: TrainingOrchestrator) -> None:
     config = worker.register_worker("beats", port=7, gpu_count=0, memory_bytes=123, metadata={"zone": "b"})
     assert (config.rank, config.world_size) == (0, 1)
     assert config.heartbeat_interval_s == 1.0
@@ -112,7 +112,7 @@ def test_goodbye_does_not_overtake_what_was_said_before_it(shared: Coordinator) 
     assert "talkative" not in {w["id"] for w in shared.get("/api/workers")}
 
 
-def test_worker_that_leaves_at_once_is_heard_to_the_end(shared: Coordinator) -> None:
+def test_messages_of_a_worker_that_leaves_at_once_all_arrive(shared: Coordinator) -> None:
     for number in range(5):
         worker = TrainingOrchestrator(shared.address, job_id="hasty", ship_logs=True)
         try:
@@ -126,7 +126,7 @@ def test_worker_that_leaves_at_once_is_heard_to_the_end(shared: Coordinator) -> 
             worker.close()
 
 
-def test_worker_whose_session_is_not_heard_leaves_by_a_call(shared: Coordinator) -> None:
+def test_worker_whose_session_is_not_answered_leaves_by_a_call(shared: Coordinator) -> None:
     """A coordinator that does not know a goodbye on the stream is told by a call."""
     worker = TrainingOrchestrator(shared.address, job_id="by-call")
     try:
@@ -161,21 +161,21 @@ def test_training_step_never_waits(shared: Coordinator, worker: TrainingOrchestr
         worker.heartbeat(step)
         worker.report_progress("quick-data", 0, step % 10, step)
 
-    told_s = sorted(took_s(lambda n=number: tell(n)) for number in range(5_000))  # type: ignore[misc]
-    answered_s = statistics.median(took_s(worker.latest_checkpoint) for _ in range(50))
+    told_s = sorted(elapsed_s(lambda n=number: tell(n)) for number in range(5_000))  # type: ignore[misc]
+    answered_s = statistics.median(elapsed_s(worker.latest_checkpoint) for _ in range(50))
     # Four microseconds each on a quiet machine, where an answer takes a hundred times as long. One in a hundred may be
     # interrupted by the machine.
     assert told_s[4_950] < answered_s
     worker.deregister()
 
 
-def took_s(call: Callable[[], object]) -> float:
+def elapsed_s(call: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     call()
     return time.perf_counter() - began_s
 
 
-def test_wrong_use_is_told_plainly(worker: TrainingOrchestrator) -> None:
+def test_wrong_use_is_reported_plainly(worker: TrainingOrchestrator) -> None:
     for call in (worker.barrier, worker.get_shards):
         with pytest.raises(NotRegistered, match="register_worker"):
             call("x")
@@ -204,7 +204,7 @@ def test_wrong_use_is_told_plainly(worker: TrainingOrchestrator) -> None:
     worker.deregister()
 
 
-def test_nobody_there_is_an_error_within_the_time_given() -> None:
+def test_unreachable_coordinator_is_an_error_within_the_time_given() -> None:
     worker = TrainingOrchestrator("127.0.0.1:1", timeout_s=0.5)
     began_s = time.monotonic()
     with pytest.raises(CoordinatorUnavailable, match="strata serve") as error:
@@ -265,7 +265,7 @@ def test_latest_checkpoint_is_the_one_to_resume_from(
     worker.deregister()
 
 
-def test_leaving_the_with_block_says_goodbye_and_an_error_does_not(shared: Coordinator) -> None:
+def test_leaving_the_with_block_deregisters_and_an_error_does_not(shared: Coordinator) -> None:
     with TrainingOrchestrator(shared.address, job_id="with") as one:
         one.register_worker("polite")
     assert "polite" not in {w["id"] for w in shared.get("/api/workers")}

@@ -243,7 +243,7 @@ class Life:
             decision = judge(
                 found,
                 launch=self.launch,
-                holder_is_gone=gone,
+                holder_has_ended=gone,
                 changed=changed,
                 unchanged_s=self.sim.now_s - looked_s,
             )

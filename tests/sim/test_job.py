@@ -193,7 +193,7 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapping(
         sim,
         "judge",
-        lambda original, newest, **f: original(newest, **{**f, "launch": "", "holder_is_gone": None}),
+        lambda original, newest, **f: original(newest, **{**f, "launch": "", "holder_has_ended": None}),
     )(monkeypatch)
 
 

@@ -45,7 +45,7 @@ def batches() -> list[range]:
 
 
 @pytest.mark.parametrize("seeds", batches(), ids=lambda seeds: f"seeds-{seeds.start}-{seeds.stop - 1}")
-def test_nothing_is_lost_or_repeated_and_nobody_stale_is_heard(seeds: range) -> None:
+def test_nothing_is_lost_or_repeated_and_stale_workers_are_refused(seeds: range) -> None:
     results = [simulate(seed) for seed in seeds]
     if len(seeds) == PER_TEST:
         assert_interesting(results)

@@ -2,7 +2,7 @@
 
 Written as a generator that yields what it asks for, so that it can be stopped, frozen or killed between any two
 questions. A question is asked again until it is answered, under the same ids, as the real library does. One that hears
-that another process has taken its place ends; one that was taken for dead, or forgotten, registers anew.
+that another process has taken its place ends; one that was taken for dead, or forgotten, registers again.
 """
 
 from __future__ import annotations

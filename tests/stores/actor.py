@@ -21,7 +21,7 @@ def value_of(number: int, size_bytes: int) -> bytes:
     return bytes([number % 251]) * (size_bytes - 2) + number.to_bytes(2, "big")
 
 
-def is_whole(value: bytes, size_bytes: int) -> bool:
+def is_intact(value: bytes, size_bytes: int) -> bool:
     return value == value_of(int.from_bytes(value[-2:], "big"), size_bytes)
 
 

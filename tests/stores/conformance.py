@@ -199,7 +199,7 @@ class StoreConformance(RacesAndKills):
         for blob in store.list():
             assert blob == store.stat(blob.key)
 
-    def test_an_empty_place_lists_nothing(self, store: Store) -> None:
+    def test_an_empty_store_lists_nothing(self, store: Store) -> None:
         store.put("k", b"x")
         store.delete("k")
         assert list(store.list()) == []

@@ -85,7 +85,7 @@ class RacesAndKills(StoreSuite):
                 seen: set[bytes] = set()
                 while len(seen) < 10 and not writing.done():
                     value = store.read("k")
-                    assert actor.is_whole(value, size_bytes)
+                    assert actor.is_intact(value, size_bytes)
                     seen.add(value[-2:])
             finally:
                 seen_enough.set()
@@ -120,10 +120,10 @@ class RacesAndKills(StoreSuite):
                 for _ in range(chance.randrange(1, 3)):
                     began_s = time.monotonic()
                     said.append(child.stdout.readline())  # It wrote one,
-                    took_s = time.monotonic() - began_s
+                    elapsed_s = time.monotonic() - began_s
                     said.append(child.stdout.readline())  # and is writing the next.
                 # Any point of that is as good as another.
-                threading.Event().wait(chance.random() * took_s * 1.2)
+                threading.Event().wait(chance.random() * elapsed_s * 1.2)
                 child.kill()
                 said += child.stdout.read().splitlines(keepends=True)
                 child.wait(30)
@@ -138,7 +138,7 @@ class RacesAndKills(StoreSuite):
             caught_half_way += bool(self.leftovers(place))
             reopened = self.open(place)
             value = reopened.read(key)
-            assert actor.is_whole(value, size_bytes)
+            assert actor.is_intact(value, size_bytes)
             assert acknowledged[-1] <= int.from_bytes(value[-2:], "big") <= attempted[-1]
             assert [blob.key for blob in reopened.list() if blob.key not in past] == [key]
             assert self.leftovers(place) == []

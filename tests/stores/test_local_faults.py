@@ -64,8 +64,8 @@ def test_a_disk_that_fills_at_any_byte_keeps_the_old_value(small_disk: Path) -> 
     value = value_of(9, 160_000)
     filler = small_disk / "filler"
     full_at: list[int] = []
-    for room_bytes in range(0, 400_000, PAGE_BYTES):
-        leave_free(filler, store, room_bytes)
+    for free_bytes in range(0, 400_000, PAGE_BYTES):
+        leave_free(filler, store, free_bytes)
         try:
             with store.open_write(
                 "k"
@@ -74,7 +74,7 @@ def test_a_disk_that_fills_at_any_byte_keeps_the_old_value(small_disk: Path) -> 
                     writer.write(value[start : start + 10_000])
                 writer.commit()
         except NoSpace as error:
-            full_at.append(room_bytes)
+            full_at.append(free_bytes)
             assert "[NVME]" in str(error)  # noqa: PT017 - the loop is about when it stops being raised
             assert error.reason == "No space left on device"  # noqa: PT017
             assert store.read("k") == b"old"
@@ -91,8 +91,8 @@ def test_a_large_aligned_value_on_a_full_disk_keeps_the_old_one(small_disk: Path
     store.put("k", b"old")
     filler = small_disk / "filler"
     with mmap.mmap(-1, 2 << 20) as pages, memoryview(pages) as value:
-        for room_bytes in (0, 512 << 10, (1 << 20) + PAGE_BYTES):
-            leave_free(filler, store, room_bytes)
+        for free_bytes in (0, 512 << 10, (1 << 20) + PAGE_BYTES):
+            leave_free(filler, store, free_bytes)
             with pytest.raises(NoSpace):
                 stream(store, value)
             assert store.read("k") == b"old"
@@ -102,7 +102,7 @@ def test_a_large_aligned_value_on_a_full_disk_keeps_the_old_one(small_disk: Path
         assert store.read("k") == bytes(2 << 20)
 
 
-def test_room_is_checked_before_the_first_byte(small_disk: Path) -> None:
+def test_space_is_checked_before_the_first_byte(small_disk: Path) -> None:
     store = LocalStore(small_disk / "values")
     store.put("k", b"old")
     free_bytes = store.free_bytes()
@@ -127,10 +127,10 @@ def stream(store: LocalStore, *chunks: bytes | memoryview) -> None:
         writer.commit()
 
 
-def leave_free(filler: Path, store: LocalStore, room_bytes: int) -> None:
-    """Fill the disk up to `room_bytes`, about: file systems round."""
+def leave_free(filler: Path, store: LocalStore, free_bytes: int) -> None:
+    """Fill the disk up to `free_bytes`, about: file systems round."""
     filler.unlink(missing_ok=True)
-    to_fill_bytes = store.free_bytes() - room_bytes
+    to_fill_bytes = store.free_bytes() - free_bytes
     with open(filler, "wb", buffering=0) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, max(to_fill_bytes, 1))
@@ -140,7 +140,7 @@ def leave_free(filler: Path, store: LocalStore, room_bytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def test_a_full_device_is_told_by_the_first_write() -> None:
+def test_a_full_device_is_reported_by_the_first_write() -> None:
     fd = os.open("/dev/full", os.O_WRONLY)
     try:
         with pytest.raises(OSError, match="No space left on device"):
@@ -244,7 +244,7 @@ def test_a_failing_device_keeps_the_old_value(store: LocalStore, call: str, erro
     assert temporary_files(store) == []
 
 
-def test_a_folder_that_cannot_be_made_leaves_nothing(store: LocalStore) -> None:
+def test_a_folder_that_cannot_be_created_leaves_nothing(store: LocalStore) -> None:
     store.put("other", b"older")
     assert with_failing(store, PUT, "mkdir", "ENOSPC") == 28
     assert [blob.key for blob in store.list()] == ["other"]
@@ -286,7 +286,7 @@ def test_a_read_only_disk_is_access_denied(tmp_path: Path) -> None:
 # --- neighbours ---
 
 
-def test_opening_removes_the_leftovers_of_the_dead_only(store: LocalStore) -> None:
+def test_opening_cleans_up_after_dead_writers_only(store: LocalStore) -> None:
     with store.open_write("k") as living:
         living.write(b"still at it")
         (store.root / ".strata/tmp/left-by-the-dead").write_bytes(b"half a value")
@@ -297,7 +297,7 @@ def test_opening_removes_the_leftovers_of_the_dead_only(store: LocalStore) -> No
     assert again.read("k") == b"still at it"
 
 
-def test_opening_while_others_write_harms_nobody(store: LocalStore) -> None:
+def test_opening_while_others_write_is_harmless(store: LocalStore) -> None:
     """A new temporary file exists for a moment before it is locked."""
     stop = threading.Event()
 

@@ -252,7 +252,7 @@ def test_a_removal_that_was_interrupted_is_finished_by_the_next(shm: Path) -> No
     assert sorted(path.name for path in store.root.parent.iterdir()) == ["job"]
 
 
-def test_opening_and_releasing_at_the_same_time_harms_nobody(shm: Path) -> None:
+def test_opening_and_releasing_at_the_same_time_is_harmless(shm: Path) -> None:
     """The directory of all jobs comes and goes with the last of them."""
     failures = []
 
@@ -287,12 +287,12 @@ def test_values_are_private(shm: Path) -> None:
             assert os.stat(os.path.join(folder, name)).st_mode & 0o077 == 0
 
 
-def test_a_place_prepared_by_somebody_else_is_refused(
+def test_a_folder_prepared_by_another_user_is_refused(
     shm: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     trap = tmp_path_factory.mktemp("trap")
     (shm / f"strata-{os.geteuid()}").symlink_to(trap)
-    with pytest.raises(AccessDenied, match="belongs to somebody else"):
+    with pytest.raises(AccessDenied, match="belongs to another user"):
         MemoryStore("job", shm=shm)
     assert list(trap.iterdir()) == []
 
@@ -302,7 +302,7 @@ def test_a_directory_of_another_user_is_refused(shm: Path) -> None:
     home = shm / f"strata-{os.geteuid()}"
     home.mkdir()
     os.chown(home, 12345, -1)
-    with pytest.raises(AccessDenied, match="belongs to somebody else"):
+    with pytest.raises(AccessDenied, match="belongs to another user"):
         MemoryStore("job", shm=shm)
 
 

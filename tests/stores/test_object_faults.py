@@ -174,7 +174,7 @@ def test_when_every_reply_is_lost_the_object_still_counts(store: Store, plain: S
 
 
 @pytest.mark.parametrize("spoil", [Answer(500), Answer(503, "SlowDown"), Reset()], ids=str)
-def test_lasting_trouble_is_unavailable_and_keeps_the_old_value(
+def test_a_persistent_outage_is_unavailable_and_keeps_the_old_value(
     s3_server: Seaweed, plain: Store, proxy: S3Proxy, url: str, spoil: Any
 ) -> None:
     plain.put("k", b"old")
@@ -241,7 +241,7 @@ def test_a_server_that_never_answers_costs_no_more_than_the_budget(
             call()
         assert time.monotonic() - began_s < 20
     # Two retries each, and a last look for what was written. The proxy may hear of a try after it was given up.
-    eventually(lambda: len(proxy.spoilt) >= 9, within_s=30, what=lambda: f"nine tries: {proxy.spoilt}")
+    eventually(lambda: len(proxy.spoilt) >= 9, within_s=30, what=lambda: f"nine attempts: {proxy.spoilt}")
     assert len(proxy.spoilt) <= 12
     assert plain.read("k") == b"old"
 
@@ -273,7 +273,7 @@ def test_a_body_that_always_breaks_off_is_unavailable_never_short(
         store.read_into("k", memoryview(bytearray(100_000)))
 
 
-def test_nobody_listening_is_unavailable(url: str) -> None:
+def test_an_unreachable_server_is_unavailable(url: str) -> None:
     options = {
         "endpoint": "http://127.0.0.1:1",
         "access_key_id": "x",
@@ -328,7 +328,7 @@ def test_whoever_may_only_write_still_learns_who_was_first(
 
 
 @pytest.mark.parametrize("change", [{"access_key_id": "nobody"}, {"secret_access_key": "wrong"}], ids=str)
-def test_wrong_credentials_are_told_from_missing_permissions(
+def test_wrong_credentials_are_distinguished_from_missing_permissions(
     s3_server: Seaweed, url: str, change: dict[str, str]
 ) -> None:
     store = open_store(url, **{**s3_server.options(), **change})

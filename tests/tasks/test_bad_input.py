@@ -52,7 +52,7 @@ def test_it_is_refused_and_nothing_is_started(server: Coordinator, name: str) ->
     assert not (server.data_dir / "tasks").exists()
 
 
-def test_every_problem_of_a_config_is_told_by_its_key(server: Coordinator) -> None:
+def test_every_problem_of_a_config_is_reported_by_its_key(server: Coordinator) -> None:
     _, answer = server.post("/api/tasks", {**GOOD, "config": {"learning_rat": 1, "model": {"n_head": "two"}}})
     assert {detail["field"]: detail["message"] for detail in answer["details"]} == {
         "config.learning_rat": "is not a known key; did you mean 'learning_rate'?",

@@ -21,8 +21,8 @@ class Story:
         self.kills = 0
         self.failures = Failures(clock=lambda: self.now_s, oom_kills=lambda: self.kills)
 
-    def round(self, *, rank: int, code: int, took_s: float = 5.0) -> str:
-        self.now_s += took_s
+    def round(self, *, rank: int, code: int, elapsed_s: float = 5.0) -> str:
+        self.now_s += elapsed_s
         cause = self.failures.read_line(
             None, f"E1115 failed (exitcode: {code}) local_rank: {rank} (pid: 4711) of fn: x"
         )
@@ -40,7 +40,7 @@ class Story:
         self.failures.reported(rank, {**error.to_dict(), "exit_code": code})
 
 
-def test_an_exception_is_told_with_its_traceback_and_by_its_first_rank() -> None:
+def test_an_exception_is_reported_with_its_traceback_and_by_its_first_rank() -> None:
     story = Story()
     story.raised(1, "ValueError: no such shape 7")
     story.raised(0, "RuntimeError: connection closed by peer")
@@ -72,7 +72,7 @@ def test_a_signal_has_its_name_and_memory_that_ran_out_is_called_so() -> None:
     assert agent.message == "the torchrun agent was killed by SIGKILL"
 
 
-def test_a_status_is_told_with_the_last_words() -> None:
+def test_a_status_is_reported_with_the_last_lines() -> None:
     story = Story()
     story.failures.read_line(0, "usage: no --such flag")
     story.exited(0, 3)
@@ -90,10 +90,10 @@ def test_an_error_that_comes_back_without_a_new_step_is_given_up() -> None:
     assert cause is not None
     assert not cause.may_retry
     assert cause.rank == 0
-    assert cause.message == "rank 0: ValueError: bad value at 0x9 (it came back without a new step)"
+    assert cause.message == "rank 0: ValueError: bad value at 0x9 (it restarted without a new step)"
 
 
-def test_the_same_crash_again_and_again_is_given_up_and_bad_luck_is_not() -> None:
+def test_the_same_crash_repeatedly_is_given_up_and_bad_luck_is_not() -> None:
     story = Story()
     for _ in range(SAME_ROUNDS):
         assert story.failures.hopeless() is None
@@ -102,9 +102,9 @@ def test_the_same_crash_again_and_again_is_given_up_and_bad_luck_is_not() -> Non
     assert cause is not None
     assert not cause.may_retry
     assert "times in a row" in cause.message
-    for story, code, took_s in ((Story(), -signal.SIGKILL, 5.0), (Story(), -signal.SIGSEGV, 100.0)):
+    for story, code, elapsed_s in ((Story(), -signal.SIGKILL, 5.0), (Story(), -signal.SIGSEGV, 100.0)):
         for _ in range(5):
-            story.round(rank=0, code=code, took_s=took_s)
+            story.round(rank=0, code=code, elapsed_s=elapsed_s)
         assert story.failures.hopeless() is None
 
 
@@ -174,7 +174,7 @@ def test_a_torn_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path
     writer.close()
 
 
-def test_an_agent_that_goes_on_after_it_was_given_up_is_told_again(tmp_path: Path) -> None:
+def test_an_agent_that_continues_after_it_was_given_up_is_stopped_again(tmp_path: Path) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text(
         "import signal, sys, time\n"

@@ -24,7 +24,7 @@ async def test_progress_comes_with_its_percentage_and_the_time_left() -> None:
     await anext(stream)
     feed.committed([event])
     kind, data = (await anext(stream)).decode().splitlines()[1:3]
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     assert kind == "event: task_progressed"
     told = json.loads(data.removeprefix("data: "))
     assert (told["task_id"], told["step"], told["progress"], told["eta_s"]) == ("t", 25, 25.0, 15.0)

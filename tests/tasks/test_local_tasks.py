@@ -111,7 +111,7 @@ def written(folder: Path) -> int:
 
 
 @pytest.mark.timeout(400)
-def test_stop_saves_and_leaves_nothing_and_restart_goes_on_from_there(tasks: Tasks) -> None:
+def test_stop_saves_and_leaves_nothing_and_restart_continues_from_there(tasks: Tasks) -> None:
     client = Client(tasks.server.url)
     task_id = tasks.submit(workers=2, steps=1_000_000, **TINY)
     tasks.until(task_id, lambda task: task["step"] > 10)
@@ -170,7 +170,7 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         ids = {how: tasks.submit("ends", how=how) for how in ("wait", "raise", "crash")}
         ids |= {how: tasks.submit("ends-cold", how=how) for how in cold}
         for how, kind, message in (
-            ("raise", "exception", "rank 0: ValueError: the answer is 41 (it came back without a new step)"),
+            ("raise", "exception", "rank 0: ValueError: the answer is 41 (it restarted without a new step)"),
             ("crash", "signal", "rank 0 was killed by SIGSEGV (3 times in a row)"),
             ("refuse", "exit", "rank 0 ended with status 2"),
         ):
@@ -207,7 +207,7 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         Client(tasks.server.url).stop(ids["linger"], wait_s=STOP_S)
         stopped = tasks.get(ids["linger"])
         assert stopped["status"] == "stopped"
-        assert "did not leave in time and was killed" in stopped["reason"]
+        assert "did not exit in time and was killed" in stopped["reason"]
         assert all(tasks.processes(task_id) == {} for task_id in ids.values())
     finally:
         tasks.close()
@@ -246,7 +246,7 @@ def test_what_a_task_said_last_is_on_disk_before_it_has_ended(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_coordinator_killed_at_any_moment_loses_no_task(tmp_path: Path, seed: int) -> None:
+def test_a_coordinator_killed_at_any_time_loses_no_task(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     recipes = tmp_path / "recipes"
     recipes.mkdir()

@@ -50,14 +50,14 @@ class Flaky:
     async def close(self) -> None: ...
 
 
-async def test_an_outage_is_told_when_it_begins_when_it_changes_and_when_it_is_over(
+async def test_an_outage_is_logged_when_it_starts_when_it_changes_and_when_it_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks_module, "LOOK_S", 0.01)
     caplog.set_level(logging.INFO, logger="strata.coordinator.tasks")
     engine = Engine(Cluster(), SqliteJournal(tmp_path), SystemClock())
     planner = Planner(
-        recipes=Recipes(()), tasks_dir=tmp_path, coordinator="127.0.0.1:1", token="", stop_timeout_s=1.0
+        recipes=Recipes(()), tasks_dir=tmp_path, coordinator="127.0.0.1:1", token=str, stop_timeout_s=1.0
     )
     launcher = Flaky()
     runner = TaskRunner(engine, LogStore(), planner, lambda listener: launcher, stop_timeout_s=1.0)
@@ -71,10 +71,10 @@ async def test_an_outage_is_told_when_it_begins_when_it_changes_and_when_it_is_o
         await asyncio.gather(*running, return_exceptions=True)
         engine.close()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("ERROR", "tasks cannot be looked after now: The cluster cannot be reached."),
+        ("ERROR", "tasks cannot be supervised now: The cluster cannot be reached."),
         (
             "ERROR",
-            "tasks could not be looked after; trying again: ValueError('The cluster speaks nonsense.')",
+            "tasks could not be supervised; retrying: ValueError('The cluster speaks nonsense.')",
         ),
-        ("WARNING", "tasks are looked after again"),
+        ("WARNING", "tasks are supervised again"),
     ]

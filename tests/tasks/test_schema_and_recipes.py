@@ -53,7 +53,7 @@ def test_what_is_wrong_is_said_with_the_path_of_its_key(name: str) -> None:
     assert str(problem).startswith(message)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     config = {"learning_rate": "x", "batch_size": 0, "modl": {}, "model": {"n_head": "two"}}
     with pytest.raises(InvalidConfig) as refusal:
         TRAINING.check(config, worker_count=1, dataset_id=None)
@@ -186,7 +186,7 @@ BAD_DECLARATIONS = {
 }
 
 
-def test_a_bad_declaration_is_refused_and_all_problems_are_told(tmp_path: Path) -> None:
+def test_a_bad_declaration_is_refused_and_all_problems_are_reported(tmp_path: Path) -> None:
     for number, (text, _) in enumerate(BAD_DECLARATIONS.values()):
         declare(tmp_path, f"bad-{number}", text)
     declare(tmp_path, "Bad Name", "script = 'job.py'")
@@ -224,7 +224,7 @@ def test_settings_on_the_command_line_are_typed_and_may_be_nested() -> None:
             read_settings([word], {})
 
 
-def test_a_program_that_is_no_task_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_program_that_is_no_task_gets_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("STRATA_TASK", raising=False)
     with pytest.raises(NotATask, match="not part of a task"):
         current_task()

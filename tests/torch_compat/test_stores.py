@@ -55,7 +55,7 @@ def test_a_rank_connects_when_rank_0_listens_and_not_before(calls: list[tuple[in
     assert calls == [(1, True)]
 
 
-def test_rank_0_and_those_who_meet_at_their_agent_wait_for_nobody(
+def test_rank_0_and_those_who_meet_at_their_agent_do_not_wait(
     calls: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -66,7 +66,7 @@ def test_rank_0_and_those_who_meet_at_their_agent_wait_for_nobody(
     assert calls == [(0, False), (1, False)]
 
 
-def test_where_nobody_listens_torch_says_so_in_its_time(calls: list[tuple[int, bool]]) -> None:
+def test_where_the_port_is_closed_torch_times_out_itself(calls: list[tuple[int, bool]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     rendezvous._create_c10d_store("127.0.0.1", port, 1, 2, timedelta(seconds=0.05))

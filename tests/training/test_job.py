@@ -188,7 +188,7 @@ def test_a_store_that_comes_back_in_time_is_waited_for(tmp_path: Path) -> None:
         assert job.step == 8
 
 
-def test_payloads_that_cannot_be_read_do_not_make_training_start_anew(tmp_path: Path) -> None:
+def test_payloads_that_cannot_be_read_do_not_make_training_start_over(tmp_path: Path) -> None:
     Loop(tmp_path / "a").run(stop_at=8)
     for payload in (tmp_path / "a").glob("*.pt"):
         raw = bytearray(payload.read_bytes())
@@ -199,7 +199,7 @@ def test_payloads_that_cannot_be_read_do_not_make_training_start_anew(tmp_path: 
     assert steps_in(tmp_path / "a")
 
 
-def test_manifests_that_cannot_be_read_do_not_make_training_start_anew(tmp_path: Path) -> None:
+def test_manifests_that_cannot_be_read_do_not_make_training_start_over(tmp_path: Path) -> None:
     Loop(tmp_path / "a").run(stop_at=8)
     for manifest in (tmp_path / "a").glob("*.manifest.json"):
         manifest.write_bytes(manifest.read_bytes()[:-20])
@@ -458,7 +458,7 @@ def test_an_optimizer_that_never_steps_is_a_clear_error(
 ) -> None:
     monkeypatch.setattr("strata.training.job.UNSTEPPED_LIMIT", 5)
     loop = Loop(tmp_path / "a")
-    with pytest.raises(StrataError, match="has made no step"), loop.job as job:
+    with pytest.raises(StrataError, match="has not stepped"), loop.job as job:
         for _ in job:
             pass
 
@@ -498,7 +498,7 @@ def test_several_loaders_are_an_error_before_the_first_step(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "options", [{"save_every": 0}, {"snapshot_every": -1}, {"keep_count": 0}, {"on_error": "ignore"}]
 )
-def test_options_are_checked_when_they_are_made(options: dict[str, object]) -> None:
+def test_options_are_checked_when_they_are_created(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         ElasticOptions(**options)  # type: ignore[arg-type]
 

@@ -384,7 +384,9 @@ def test_three_machines_then_two_then_three_train_each_sample_once(launch: Start
     assert_exact(job.checkpoints)
 
 
-def test_everybody_told_to_leave_saves_everywhere_and_leaves_nothing_in_memory(launch: Start) -> None:
+def test_when_all_ranks_are_asked_to_stop_they_save_everywhere_and_leave_nothing_in_memory(
+    launch: Start,
+) -> None:
     far = launch().folder / "far"
     job = launch(farther=(far,), script={"samples": LONG, "step_s": STEP_S, "save_every": 1_000})
     job.hold(5)
@@ -403,7 +405,7 @@ def test_everybody_told_to_leave_saves_everywhere_and_leaves_nothing_in_memory(l
     assert_exact(job.checkpoints)
 
 
-def test_one_machine_told_to_leave_keeps_its_images_and_the_other_goes_on(
+def test_one_machine_asked_to_stop_keeps_its_images_and_the_other_continues(
     launch: Start, meeting: str
 ) -> None:
     job = launch(endpoint=meeting, nodes=(1, 2), script={"samples": LONG, "step_s": STEP_S})
@@ -433,7 +435,7 @@ def test_a_loop_left_on_all_ranks_ends_with_its_state_durable(launch: Start) -> 
 
 
 @pytest.mark.parametrize("run_id", ["", "same"], ids=["an id of its own", "the same id"])
-def test_a_second_live_launch_is_refused_and_not_started_again_and_again(launch: Start, run_id: str) -> None:
+def test_a_second_live_launch_is_refused_and_not_restarted_repeatedly(launch: Start, run_id: str) -> None:
     first = launch(run_id=run_id)
     first.hold(3)
     first.start()

@@ -258,7 +258,7 @@ def test_an_optimizer_with_a_hook_is_asked_to_load_its_state_itself(manager: Che
     assert_same(fresh.captured(), trained.captured())
 
 
-def test_a_model_that_does_not_fit_is_told_by_name_and_nothing_has_changed(
+def test_a_mismatching_model_is_reported_by_name_and_nothing_has_changed(
     manager: CheckpointManager,
 ) -> None:
     save(manager, Trained(OPTIMIZERS["Adam"], seed=1))
@@ -291,7 +291,9 @@ def test_a_model_that_does_not_fit_is_told_by_name_and_nothing_has_changed(
         assert_same(trained.captured(), before)
 
 
-def test_an_optimizer_with_other_groups_is_told_and_nothing_has_changed(manager: CheckpointManager) -> None:
+def test_an_optimizer_with_other_groups_is_reported_and_nothing_has_changed(
+    manager: CheckpointManager,
+) -> None:
     save(manager, Trained(OPTIMIZERS["Adam"], seed=1))
     trained = Trained(OPTIMIZERS["groups in another order"], seed=2)
     before = copy.deepcopy(trained.captured())

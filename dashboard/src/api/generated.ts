@@ -218,7 +218,7 @@ export interface CreateTaskBody {
   config?: Record<string, unknown>;
   /** The recipe's when not given */
   gpus_per_worker?: number | null;
-  /** Attempts that may fail before the task has */
+  /** Failed attempts allowed before the task fails */
   max_retries?: number;
 }
 
@@ -421,7 +421,7 @@ export interface MetricsEvent {
   data: MetricsView;
 }
 
-/** Each figure is measured; a figure nothing has been measured for is null. */
+/** Each metric is measured; one that has no measurement yet is null. */
 export interface MetricsView {
   /** In MB/s. */
   checkpoint_throughput: number | null;
@@ -520,7 +520,7 @@ export interface Resources {
   network_tx_bytes: number;
 }
 
-/** Events between the last one that was read and this one are lost to this reader: fetch the state anew. */
+/** Events between the last one that was read and this one are lost to this reader: fetch the state again. */
 export interface Resync {
   reason: string;
 }

@@ -425,7 +425,7 @@ export class Simulation {
     if (!old) return;
     const done: Checkpoint = {
       ...old, status: "completed", tiers: save.tiers, digest: save.digest, completed_at: this.now,
-      throughput_mb_s: SAVE_BYTES / 1e6 / save.seconds, reason: `durable in ${save.tiers.join(", ")}`,
+      throughput_mb_s: SAVE_BYTES / 1e6 / save.seconds, reason: `saved to ${save.tiers.join(", ")}`,
     };
     this.checkpoints = this.checkpoints.map((each) => (each.id === id ? done : each));
     this.publish("checkpoint_completed", {

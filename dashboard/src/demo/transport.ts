@@ -195,10 +195,10 @@ const RECIPES = [
       type: "object",
       required: [],
       properties: {
-        learning_rate: { type: "number", description: "At full batch, after warm-up.", exclusiveMinimum: 0, default: 0.0003 },
+        learning_rate: { type: "number", description: "Learning rate at full batch, after warm-up.", exclusiveMinimum: 0, default: 0.0003 },
         batch_size: { type: "integer", description: "Sequences per worker and step.", minimum: 1, default: 8 },
         steps: { type: "integer", description: "Optimizer steps.", minimum: 1 },
-        precision: { type: "string", description: "Of the forward pass.", enum: ["fp32", "bf16"], default: "fp32" },
+        precision: { type: "string", description: "Precision of the forward pass.", enum: ["fp32", "bf16"], default: "fp32" },
         model: {
           type: "object",
           properties: {

@@ -65,7 +65,7 @@ class IndexBuilder:
     def build(
         self, files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]
     ) -> IndexHeader:
-        """Build the index of `files` at `path`. Returns at once if an equal one stands there already."""
+        """Build the index of `files` at `path`. Returns at once if an up-to-date one exists."""
         names = [files] if isinstance(files, str | os.PathLike) else list(files)
         with reading_data(index_command=COMMAND):
             self.report = build_index(
@@ -139,9 +139,9 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=DEFAULT_ENTRY_INTERVAL,
         metavar="TOKENS",
-        help=f"one landmark per so many tokens (default: {DEFAULT_ENTRY_INTERVAL})",
+        help=f"tokens between index entries (default: {DEFAULT_ENTRY_INTERVAL})",
     )
-    parser.add_argument("--force", action="store_true", help="build even if an equal index stands there")
+    parser.add_argument("--force", action="store_true", help="build even if an up-to-date index exists")
     return parser
 
 

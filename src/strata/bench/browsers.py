@@ -40,7 +40,7 @@ class Browser:
             writer.close()
 
     async def poll(self, path: str, *, every_s: float, first_after_s: float, taken_s: list[float]) -> None:
-        """Ask again and again until cancelled; how long each answer took goes into `taken_s`."""
+        """Poll until cancelled; how long each answer took goes into `taken_s`."""
         await asyncio.sleep(first_after_s)
         while True:
             began_s = time.perf_counter()

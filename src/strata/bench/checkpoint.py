@@ -48,7 +48,7 @@ MB = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much of everything. `QUICK` proves that the benchmark works; its figures prove nothing."""
+    """How much of everything. `QUICK` shows that the benchmark works; its results mean nothing."""
 
     size_bytes: int = 1 << 30
     tensor_counts: tuple[int, ...] = (256, 10_000)
@@ -161,9 +161,9 @@ def _save_rows(load: Load, tensors: int, place: Path) -> Iterator[Row]:
 
 def _save(manager: CheckpointManager, clock: Clock, state: Any, step: int) -> Timing:
     state["step"] = step
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     handle = manager.save(state, step=step)
-    stall_s = time.perf_counter() - begun_s
+    stall_s = time.perf_counter() - started_s
     handle.result()
     return Timing(stall_s=stall_s, durable_s=clock.durable_s)
 
@@ -222,9 +222,9 @@ def _matmul_rows(load: Load, place: Path) -> Iterator[Row]:
     left, right = torch.rand(768, 768), torch.rand(768, 768)
 
     def multiply() -> float:
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         torch.mm(left, right)
-        return time.perf_counter() - begun_s
+        return time.perf_counter() - started_s
 
     with clean(place / "matmul") as folder:
         manager, clock = make_manager(folder)
@@ -276,9 +276,9 @@ def _restore_rows(load: Load) -> Iterator[Row]:
             for tensor in target["model"].values():
                 tensor.zero_()
             with CheckpointManager([], memory=Memory(job=job)) as manager:
-                begun_s = time.perf_counter()
+                started_s = time.perf_counter()
                 restored = manager.restore(into=target, tear_ok=True)  # As a job does.
-                taken.append(time.perf_counter() - begun_s)
+                taken.append(time.perf_counter() - started_s)
             assert restored.tier == "MEMORY"
             assert all(bool((t == n % 97).all()) for n, t in enumerate(target["model"].values()))
         yield Row(
@@ -318,7 +318,7 @@ if __name__ == "__main__":
         description="Measure checkpoints beside the machine's limits and other savers."
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="small and meaningless: does it run?")
+    parser.add_argument("--quick", action="store_true", help="small, as a smoke test")
     parser.add_argument("--gpu", action="store_true", help="the CUDA part instead of the CPU part")
     parser.add_argument(
         "--folder", type=Path, help="on the disk to measure; the system's temporary one by default"

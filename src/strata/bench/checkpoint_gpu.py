@@ -80,11 +80,11 @@ def _copy_rows(load: Load, place: Path) -> Iterator[Row]:
         first_s = 0.0
         for step in range(2 + ROUNDS):
             _cuda.synchronize()
-            begun_s = time.perf_counter()
+            started_s = time.perf_counter()
             handle = manager.save(state, step=step)
-            stall_s = time.perf_counter() - begun_s
+            stall_s = time.perf_counter() - started_s
             handle.wait_copied()
-            copied_s = time.perf_counter() - begun_s
+            copied_s = time.perf_counter() - started_s
             handle.result()
             first_s = first_s or stall_s
             if step >= 2:  # Both images have been laid out, faulted in and page-locked.
@@ -133,10 +133,10 @@ def _bare_copy_s(state: dict[str, Any]) -> float:
     taken = []
     for _ in range(3):
         _cuda.synchronize()
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         copy_all(targets, sources)
         _cuda.synchronize()
-        taken.append(time.perf_counter() - begun_s)
+        taken.append(time.perf_counter() - started_s)
     return median(taken)
 
 
@@ -154,7 +154,7 @@ def _training_rows(load: Load, place: Path) -> Iterator[Row]:
         beside, alone = [], [alone_s]
         for round_number in range(ROUNDS):
             _cuda.synchronize()
-            begun_s = time.perf_counter()
+            started_s = time.perf_counter()
             for step in range(interval):
                 if step == 1:
                     state = training.state()
@@ -163,7 +163,7 @@ def _training_rows(load: Load, place: Path) -> Iterator[Row]:
                     stalls.append(time.perf_counter() - asked_s)
                 training.step()
             _cuda.synchronize()
-            beside.append((time.perf_counter() - begun_s) / interval)
+            beside.append((time.perf_counter() - started_s) / interval)
             manager.wait_pending()
             alone.append(_steps_s(training, load.gpu_steps) / load.gpu_steps)
         wrong = sum(_is_wrong(manager, training, step=100 + n) for n in range(3))
@@ -218,11 +218,11 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def _steps_s(training: Training, steps: int) -> float:
     _cuda.synchronize()
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     for _ in range(steps):
         training.step()
     _cuda.synchronize()
-    return time.perf_counter() - begun_s
+    return time.perf_counter() - started_s
 
 
 _HOLDER = """
@@ -250,11 +250,11 @@ def restore_rows(load: Load, *, device: str = "cuda") -> Iterator[Row]:
     with CheckpointManager([], memory=Memory(job=job)) as manager:
         for _ in range(1 + ROUNDS):
             _synchronize(device)
-            begun_s = time.perf_counter()
+            started_s = time.perf_counter()
             restored = manager.restore(into=state.targets(), tear_ok=True)
             state.adopt(restored.state, rank=0)
             _synchronize(device)
-            taken.append(time.perf_counter() - begun_s)
+            taken.append(time.perf_counter() - started_s)
             assert restored.tier == "MEMORY"
     size_bytes = sum(tensor.nbytes for tensor in scan(training.state()).tensors)
     first_s, *again = taken

@@ -94,9 +94,9 @@ class BareCopy:
         self._to = torch.ones(size_bytes, dtype=torch.uint8)
 
     def __call__(self) -> float:
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         self._to.copy_(self._from)
-        return time.perf_counter() - begun_s
+        return time.perf_counter() - started_s
 
 
 class BareWrite:
@@ -112,11 +112,11 @@ class BareWrite:
         fd = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
         try:
             with memoryview(self._bytes) as view:
-                begun_s = time.perf_counter()
+                started_s = time.perf_counter()
                 for start in range(0, len(view), PIECE_BYTES):
                     os.write(fd, view[start : start + PIECE_BYTES])
                 os.fsync(fd)
-                return time.perf_counter() - begun_s
+                return time.perf_counter() - started_s
         finally:
             os.close(fd)
             self._path.unlink()
@@ -124,42 +124,42 @@ class BareWrite:
 
 def torch_save(state: Any, folder: Path) -> Timing:
     path = folder / "torch-save.pt"
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     with path.open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    return _synchronous(begun_s)
+    return _synchronous(started_s)
 
 
 def safetensors_save(state: Any, folder: Path) -> Timing:
     from safetensors.torch import save_file
 
     path = folder / "model.safetensors"
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     save_file(state["model"], str(path))
     _flush(path)
-    return _synchronous(begun_s)
+    return _synchronous(started_s)
 
 
 def dcp_save(state: Any, folder: Path) -> Timing:
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     with _quiet():
         dcp.save({"model": state["model"]}, checkpoint_id=folder / "dcp")  # Flushes its files itself.
-    return _synchronous(begun_s)
+    return _synchronous(started_s)
 
 
 def dcp_async_save(state: Any, folder: Path) -> Timing:
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     with _quiet():
         future: Any = dcp.async_save({"model": state["model"]}, checkpoint_id=folder / "dcp-async")
-        stall_s = time.perf_counter() - begun_s
+        stall_s = time.perf_counter() - started_s
         future.result()
-    return Timing(stall_s=stall_s, durable_s=time.perf_counter() - begun_s)
+    return Timing(stall_s=stall_s, durable_s=time.perf_counter() - started_s)
 
 
 def torchsnapshot_save(state: Any, folder: Path) -> Timing:
@@ -171,14 +171,14 @@ def torchsnapshot_save(state: Any, folder: Path) -> Timing:
 
         def load_state_dict(self, _: Any) -> None: ...
 
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     pending = torchsnapshot.Snapshot.async_take(str(folder / "torchsnapshot"), {"app": Holder()})
-    stall_s = time.perf_counter() - begun_s
+    stall_s = time.perf_counter() - started_s
     pending.wait()
     for path in (folder / "torchsnapshot").rglob("*"):
         if path.is_file():
             _flush(path)
-    return Timing(stall_s=stall_s, durable_s=time.perf_counter() - begun_s)
+    return Timing(stall_s=stall_s, durable_s=time.perf_counter() - started_s)
 
 
 PEERS: dict[str, Callable[[Any, Path], Timing]] = {
@@ -242,8 +242,8 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _synchronous(begun_s: float) -> Timing:
-    taken_s = time.perf_counter() - begun_s
+def _synchronous(started_s: float) -> Timing:
+    taken_s = time.perf_counter() - started_s
     return Timing(stall_s=taken_s, durable_s=taken_s)
 
 

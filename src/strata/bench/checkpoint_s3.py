@@ -60,11 +60,11 @@ def s3_rows(load: Load, place: Path) -> Iterator[Row]:
         bare: Any = S3Store("bench", **options, client_options={"allow_http": True})
         ups, downs, restores, bare_ups, bare_downs = [], [], [], [], []
         for _ in range(load.rounds):
-            begun_s = time.perf_counter()
+            started_s = time.perf_counter()
             obstore.put(bare, "bare", data, chunk_size=PART_BYTES, max_concurrency=CONCURRENCY)
-            bare_ups.append(time.perf_counter() - begun_s)
+            bare_ups.append(time.perf_counter() - started_s)
 
-            begun_s = time.perf_counter()
+            started_s = time.perf_counter()
             starts = range(0, len(data), PART_BYTES)
             with ThreadPoolExecutor(CONCURRENCY) as pool:
                 found = list(
@@ -75,27 +75,27 @@ def s3_rows(load: Load, place: Path) -> Iterator[Row]:
                         starts,
                     )
                 )
-            bare_downs.append(time.perf_counter() - begun_s)
+            bare_downs.append(time.perf_counter() - started_s)
             del found
 
             url = f"s3://bench/{uuid.uuid4().hex[:12]}"
             memory = Memory(job=f"bench-{uuid.uuid4().hex[:12]}")
             with CheckpointManager(open_store(url, **options), memory=memory) as manager:
-                begun_s = time.perf_counter()
+                started_s = time.perf_counter()
                 manager.save(data, step=1).result()
-                ups.append(time.perf_counter() - begun_s)
-                begun_s = time.perf_counter()
+                ups.append(time.perf_counter() - started_s)
+                started_s = time.perf_counter()
                 loaded = manager.load()
-                downs.append(time.perf_counter() - begun_s)
+                downs.append(time.perf_counter() - started_s)
             assert loaded == data
             del loaded
 
             memory = Memory(job=f"bench-{uuid.uuid4().hex[:12]}")
             with CheckpointManager(open_store(f"{url}-state", **options), memory=memory) as manager:
                 manager.save(state, step=1).result()
-                begun_s = time.perf_counter()
+                started_s = time.perf_counter()
                 restored = manager.restore(into=target, tiers=["S3"], tear_ok=True)  # As a job does.
-                restores.append(time.perf_counter() - begun_s)
+                restores.append(time.perf_counter() - started_s)
                 assert restored.tier == "S3"
             assert all(torch.equal(target["model"][key], tensor) for key, tensor in state["model"].items())
     for name, ours, theirs in (

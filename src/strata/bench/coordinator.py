@@ -31,7 +31,7 @@ NO_PEER = "TCPStore: torch is not installed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much of everything. `QUICK` proves that the benchmark works; its figures prove nothing."""
+    """How much of everything. `QUICK` shows that the benchmark works; its results mean nothing."""
 
     beating_workers: int = 200
     beats_per_worker: int = 250

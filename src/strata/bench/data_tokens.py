@@ -172,12 +172,12 @@ def _read(path: Path) -> Row:
         numbers = [numbers for _, numbers in islice(dataset.numbers(dataset.plan(BATCH_SIZE)), batches)]
         loader = iter(TokenLoader(dataset, BATCH_SIZE, num_workers=1))
         next(loader)  # the process has started
-        took_s = _timed(lambda: deque(islice(loader, batches - 1), maxlen=0))
+        elapsed_s = _timed(lambda: deque(islice(loader, batches - 1), maxlen=0))
         alone_s = _timed(lambda: deque(map(dataset.reader.read, numbers), maxlen=0))
     total = batches * BATCH_SIZE * SEQ_LENGTH
     return Row(
         name="shuffled reading by one loader process",
-        measured=total / took_s / 1e6,
+        measured=total / elapsed_s / 1e6,
         unit="M tokens/s",
         target=1,
         peer=f"{total / alone_s / 1e6:.1f} M tokens/s without a process in between",

@@ -153,10 +153,10 @@ class Fleet:
             worker.session.send(arrival)
         async with asyncio.timeout(ROUND_TIMEOUT_S):
             await everyone
-        took_s = time.perf_counter() - began_s
+        elapsed_s = time.perf_counter() - began_s
         for worker in self.workers:
             worker.session.on_message, worker.session.on_end = _ignore, lambda: None
-        return took_s
+        return elapsed_s
 
     async def beat_at_1_hz(self) -> None:
         """Until cancelled: every worker once a second, evenly spread over it, as a real fleet is."""

@@ -65,14 +65,14 @@ def elastic(name: str, folder: Path, state_bytes: int, device: str, snapshot_eve
 
 
 def _note(folder: Path, recovery: Any, restored_s: float) -> None:
-    told = {
+    reported = {
         "phases": recovery.phases,
         "tier": recovery.tier,
         "lost_steps": recovery.lost_steps,
         "restored_s": restored_s,
     }
     with (folder / "recoveries.jsonl").open("a") as file:
-        file.write(json.dumps(told) + "\n")
+        file.write(json.dumps(reported) + "\n")
 
 
 def plain(name: str, folder: Path, state_bytes: int, device: str) -> None:
@@ -90,7 +90,7 @@ def plain(name: str, folder: Path, state_bytes: int, device: str) -> None:
         _step(model, optimizer, inputs)
         step += 1
         footprints.leave(step, 1)
-        # As often as the disk allows: training stands still for half of the time.
+        # As often as the disk allows: training is paused for half of the time.
         if time.monotonic() > saved_s:
             began_s = time.monotonic()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}

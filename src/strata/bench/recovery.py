@@ -1,6 +1,6 @@
 """How quickly a job is back, and what the harness costs when nothing goes wrong.
 
-A small real job (`strata.launch.sample_job`) is killed again and again. Peers in the same run: the same model and data
+A small real job (`strata.launch.sample_job`) is killed repeatedly. Peers in the same run: the same model and data
 in a plain DDP loop that saves with `torch.save`, under torchrun as it is and with its rendezvous tuned. torchft and
 Ray Train are measured from a checkout: `benchmarks/recovery.py`.
 """
@@ -48,7 +48,7 @@ def _crashes(folder: Path, coordinator: CoordinatorProcess, kills: int, peace_s:
         times, lost = [], []
         for _ in range(kills):
             run.train_for(peace_s)
-            injury = run.hurt(["kill"], patience_s=PATIENCE_S)
+            injury = run.inject(["kill"], patience_s=PATIENCE_S)
             if injury.recovery_s is not None:
                 times.append(injury.recovery_s)
         from strata.cli.common import get
@@ -93,7 +93,7 @@ def _lost_agent(folder: Path, coordinator: CoordinatorProcess, losses: int, peac
         _until_world(run, 2)
         for _ in range(losses):
             full = _rate(run, 2 * peace_s)
-            injury = run.hurt(["agent"], patience_s=PATIENCE_S)  # The agent is started again afterwards.
+            injury = run.inject(["agent"], patience_s=PATIENCE_S)  # The agent is started again afterwards.
             if injury.recovery_s is not None:
                 times.append(injury.recovery_s)
             _until_world(run, 2)
@@ -122,15 +122,15 @@ def _kill_a_minute(folder: Path, coordinator: CoordinatorProcess) -> Iterator[Ro
         before, began_s, calm = run.step, time.monotonic(), []
         for minute in (1, 2, 3):
             calm.append(_rate(run, 30.0))
-            run.hurt(["kill"], patience_s=PATIENCE_S)
+            run.inject(["kill"], patience_s=PATIENCE_S)
             calm.append(_rate(run, began_s + 60.0 * minute - time.monotonic() - 1.0))
-        made, took_s, rate = run.step - before, time.monotonic() - began_s, statistics.median(calm)
+        made, elapsed_s, rate = run.step - before, time.monotonic() - began_s, statistics.median(calm)
     yield Row(
         name="effective training time, one kill a minute",
-        measured=100 * made / (rate * took_s),
+        measured=100 * made / (rate * elapsed_s),
         unit="%",
         target=95.0,
-        note=f"{made} steps in {took_s:.0f} s with 3 kills; between them {rate:.1f} steps/s",
+        note=f"{made} steps in {elapsed_s:.0f} s with 3 kills; between them {rate:.1f} steps/s",
     )
 
 

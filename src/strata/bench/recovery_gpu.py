@@ -34,7 +34,7 @@ SCRIPT = Path(__file__).with_name("large_job.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much of everything. `QUICK` proves that the benchmark works; its figures prove nothing."""
+    """How much of everything. `QUICK` shows that the benchmark works; its results mean nothing."""
 
     state_bytes: int = 6_000_000_000
     snapshot_every: int = 25
@@ -165,9 +165,9 @@ def main(*, as_json: bool = False, quick: bool = False, device: str = "cuda") ->
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Kill a job with a large state, and time its way back.")
+    parser = argparse.ArgumentParser(description="Kill a job with a large state, and time its recovery.")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="small and meaningless: does it run?")
+    parser.add_argument("--quick", action="store_true", help="small, as a smoke test")
     parser.add_argument("--device", default="cuda", help="'cpu' where there is no other")
     given = parser.parse_args()
     main(as_json=given.json, quick=given.quick, device=given.device)

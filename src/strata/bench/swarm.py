@@ -65,7 +65,7 @@ class Stream:
         self._unsent = b""
 
     def send(self, messages: bytes, *, end: bool = False) -> None:
-        """Framed messages, sent as far as the other side has room for and otherwise when it has."""
+        """Framed messages, sent as far as the other side's window allows, the rest when it opens."""
         self.ends = end
         self._unsent += messages
         self.flush()
@@ -192,7 +192,7 @@ class Connection(asyncio.Protocol):
                 self.window_bytes += more
             self._unblock()
         elif kind == _GOAWAY:
-            self.closed = f"The server said goodbye: {payload[8:].decode(errors='replace')}."
+            self.closed = f"The server closed the connection: {payload[8:].decode(errors='replace')}."
         ended = kind == _RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM)
         if ended and stream is not None:
             self._end(stream)

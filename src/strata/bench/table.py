@@ -16,7 +16,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measured figure."""
+    """One measurement."""
 
     name: str
     measured: float

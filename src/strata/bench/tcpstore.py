@@ -26,8 +26,8 @@ def installed() -> bool:
 
 def sets_per_second(*, clients: int, sets: int) -> float:
     """Over all clients, each making `sets` calls."""
-    (took_s,) = _run("set", clients, sets)
-    return clients * sets / took_s
+    (elapsed_s,) = _run("set", clients, sets)
+    return clients * sets / elapsed_s
 
 
 def barriers_s(*, clients: int, rounds: int) -> list[float]:

@@ -56,7 +56,7 @@ async def _by_swarm(port: int, method: str, request: bytes, calls: int) -> float
 
     began_s = time.perf_counter()
     await asyncio.gather(*(ask(connection) for connection in connections for _ in range(CALLS_IN_FLIGHT)))
-    took_s = time.perf_counter() - began_s
+    elapsed_s = time.perf_counter() - began_s
     for connection in connections:
         connection.close()
-    return calls / took_s
+    return calls / elapsed_s

@@ -7,7 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from strata.chaos.run import Injury
+from strata.chaos.run import Injury, final_parameters
+from strata.launch.sample_job import SampleJob
+
+COMPARED_SEQUENCES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ def judge_recoveries(injuries: tuple[Injury, ...], threshold_s: float) -> Verdic
     times = [i.recovery_s for i in injuries if i.recovery_s is not None]
     slow = [t for t in times if t > threshold_s]
     failed = len(injuries) - len(times)
-    worst = f"worst {max(times):.2f} s of {threshold_s:g} s allowed" if times else "nothing was hurt"
+    worst = f"worst {max(times):.2f} s of {threshold_s:g} s allowed" if times else "no fault was injected"
     return Verdict(
         name="recovery time",
         passed=not slow and not failed and bool(injuries),
@@ -77,16 +80,16 @@ def judge_ledger(checkpoints: Path, dataset: str) -> Verdict:
 
 
 def judge_checkpoints(checkpoints: Path) -> Verdict:
-    """Hashes every checkpoint that is listed: what is complete must be whole."""
+    """Hashes every checkpoint that is listed: what is complete must be intact."""
     from strata.checkpoint.verify import verify_store
     from strata.stores import open_store
 
     verified = list(verify_store(open_store(checkpoints)))
-    damaged = [v for v in verified if not v.is_whole]
+    damaged = [v for v in verified if not v.is_intact]
     return Verdict(
         name="checkpoints",
         passed=bool(verified) and not damaged,
-        found="; ".join(str(v) for v in damaged) or f"{len(verified)} hashed, every byte as it was saved",
+        found="; ".join(str(v) for v in damaged) or f"{len(verified)} verified, checksums match",
     )
 
 
@@ -97,3 +100,24 @@ def judge_loss(disturbed: float, undisturbed: float, *, tolerance: float = 0.01)
         passed=off <= tolerance,
         found=f"{disturbed:.4f} against {undisturbed:.4f} undisturbed ({off:.2%} off, {tolerance:.0%} allowed)",
     )
+
+
+def loss_of(job: SampleJob) -> float:
+    """Mean loss of the newest checkpoint over the first sequences of the data."""
+    import numpy as np
+    import torch
+
+    from strata.data.tokens.index import TokenIndex
+    from strata.data.tokens.sequences import SequenceReader
+    from strata.trainer.model import GPT, GPTConfig
+
+    settings = job.settings()["model"]
+    parameters = final_parameters(job.checkpoints)
+    vocabulary = parameters["tokens.weight"].shape[0]  # type: ignore[attr-defined]
+    model = GPT(GPTConfig(vocab_size=vocabulary, **settings))  # type: ignore[arg-type]
+    model.load_state_dict(parameters)
+    model.eval()
+    reader = SequenceReader(TokenIndex(job.index), int(str(settings["seq_length"])))
+    inputs, labels = reader.read(np.arange(min(COMPARED_SEQUENCES, reader.full)))
+    with torch.no_grad():
+        return float(model(torch.from_numpy(inputs), torch.from_numpy(labels)))

@@ -1,4 +1,4 @@
-"""A job of our own, hurt at intervals and watched step by step.
+"""A job of our own, with faults injected at intervals, watched step by step.
 
 Steps are read from the timestamps that workers leave in shared memory (`strata.training.trace`), so the recovery time
 runs from the signal to the first step that had never been made before, whoever makes it.
@@ -94,7 +94,7 @@ class ChaosRun:
     def is_running(self) -> bool:
         return any(agent.is_running for agent in self.agents)
 
-    def hurt(self, kinds: Sequence[Fault], *, patience_s: float) -> Injury:
+    def inject(self, kinds: Sequence[Fault], *, patience_s: float) -> Injury:
         """Do one of `kinds` to a random victim and wait for the next new step."""
         fault = self._random.choice(list(kinds))
         step_before, at_s = self.step, time.monotonic()
@@ -112,7 +112,7 @@ class ChaosRun:
         heal()
         self.injuries.append(injury)
         took = (
-            "no new step in time"
+            "no new step within the limit"
             if injury.recovery_s is None
             else f"new step after {injury.recovery_s:.2f} s"
         )
@@ -120,7 +120,7 @@ class ChaosRun:
         return injury
 
     def train_for(self, seconds: float) -> None:
-        """Let the job work in peace for a while, or until it ends."""
+        """Let the job run undisturbed for a while, or until it ends."""
         deadline_s = time.monotonic() + seconds
         while time.monotonic() < deadline_s and self.is_running:
             time.sleep(0.05)
@@ -168,7 +168,7 @@ class ChaosRun:
     def _workers(self) -> list[int]:
         found = [pid for agent in self.agents if agent.is_running for pid in agent.workers()]
         if not found:
-            raise ChaosError("There is no worker to hurt.")
+            raise ChaosError("There is no worker to inject a fault into.")
         return found
 
     def start_agent(self, number: int) -> None:
@@ -203,7 +203,7 @@ class ChaosRun:
         while not self.step:
             if time.monotonic() > deadline_s or not self.is_running:
                 raise ChaosError(
-                    f"The first step did not come within {FIRST_STEP_S:.0f} s:\n{self.agents[0].tail()}"
+                    f"The first step did not finish within {FIRST_STEP_S:.0f} s:\n{self.agents[0].tail()}"
                 )
             time.sleep(POLL_S)
 

@@ -10,16 +10,16 @@ from typing import TypeAlias
 from strata.stores import open_store, store_from_env
 from strata.stores.protocol import Store
 
-Place: TypeAlias = "str | os.PathLike[str] | Store"
+Destination: TypeAlias = "str | os.PathLike[str] | Store"
 
 
-def open_stores(path: Place | Sequence[Place] | None) -> list[Store]:
+def open_stores(path: Destination | Sequence[Destination] | None) -> list[Store]:
     if path is None and not os.environ.get("CHECKPOINT_BUCKET"):
         path = os.environ.get("CHECKPOINT_DIR") or None
     if path is None:
         return [store_from_env()]
-    places = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
-    return [open_store(place) if isinstance(place, str | os.PathLike) else place for place in places]
+    destinations = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+    return [open_store(each) if isinstance(each, str | os.PathLike) else each for each in destinations]
 
 
 def default_job(stores: Sequence[Store]) -> str:

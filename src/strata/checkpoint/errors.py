@@ -14,7 +14,7 @@ class CheckpointError(StrataError):
     code = "checkpoint_error"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Whole, with its fields: ranks tell each other what failed."""
+        """Complete, with its fields: ranks exchange what failed."""
         return _rebuilt, (type(self), self.args, self.__dict__)
 
 
@@ -43,7 +43,7 @@ class SaveFailed(CheckpointError):
 
     @classmethod
     def because(cls, error: Exception, *, tier: str, path: str, checkpoint_id: str, step: int) -> SaveFailed:
-        """The same failure, told as that of a save."""
+        """The same failure, reported as that of a save."""
         if isinstance(error, SaveFailed):
             return error
         reason = (

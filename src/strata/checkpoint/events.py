@@ -49,13 +49,13 @@ class CheckpointInfo:
         cls,
         manifest: Manifest,
         *,
-        places: Sequence[tuple[str, str]],
+        copies: Sequence[tuple[str, str]],
         failures: tuple[str, ...] = (),
         skipped: tuple[str, ...] = (),
     ) -> CheckpointInfo:
-        """`places`: tier and path, fastest first. What is in memory ends with the job; anything more durable is the
+        """`copies`: tier and path, fastest first. What is in memory ends with the job; anything more durable is the
         better path to hand out."""
-        durable = [path for tier, path in places if tier != MEMORY] or [path for _, path in places]
+        durable = [path for tier, path in copies if tier != MEMORY] or [path for _, path in copies]
         return cls(
             checkpoint_id=manifest.checkpoint_id,
             step=manifest.step,
@@ -64,7 +64,7 @@ class CheckpointInfo:
             size_bytes=manifest.size_bytes,
             created_at=manifest.created_at,
             digest=manifest.digest,
-            tiers=tuple(tier for tier, _ in places),
+            tiers=tuple(tier for tier, _ in copies),
             failures=failures,
             skipped=skipped,
             metadata=manifest.metadata,

@@ -82,7 +82,7 @@ def read_state(store: Store, found: Entry | str, *, trusted_source: bool = False
     manifest = found.manifest
     if manifest.format == BYTES:
         raise LoadFailed(
-            "The checkpoint holds bytes of its author's own making, not a state.",
+            "The checkpoint holds raw bytes, not a state dictionary.",
             hint=f"They are the file itself: {where(store, manifest.parts[0].key)}",
         )
     if manifest.format == SHARDED:
@@ -105,7 +105,7 @@ def export(
     overwrite: bool = False,
     trusted_source: bool = False,
 ) -> Exported:
-    """Write a copy of a checkpoint to `to`, a path or URL. `format` is told by the ending where it is left out; `key`
+    """Write a copy of a checkpoint to `to`, a path or URL. `format` defaults to what the suffix of `to` says; `key`
     chooses a part of the state, such as `model_state_dict`."""
     chosen = format or _BY_ENDING.get(os.path.splitext(to)[1])
     if chosen not in FORMATS:
@@ -297,5 +297,5 @@ def _check_free(to: str, *, overwrite: bool) -> None:
     taken = store.stat(name) is not None or ("://" not in to and os.path.lexists(to))
     if taken and not overwrite:
         raise InvalidExport(
-            f"'{to}' is there already.", hint="Choose another name, or overwrite it with --force."
+            f"'{to}' already exists.", hint="Choose another name, or overwrite it with --force."
         )

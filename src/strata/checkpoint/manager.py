@@ -35,7 +35,7 @@ from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.manifest import BYTES, IMAGE, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.catalog.naming import NAMED, Stem, new_id, payload_key, unique_stem
 from strata.checkpoint.catalog.retention import remove_orphans, remove_superseded
-from strata.checkpoint.destinations import Place, default_job, open_stores
+from strata.checkpoint.destinations import Destination, default_job, open_stores
 from strata.checkpoint.errors import InvalidSave, ManagerClosed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle
 from strata.checkpoint.pipeline import ByteBudget, BytesPayload, Payload, Pipeline, Policy, Save
@@ -82,7 +82,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Author:
-    """Who writes, as it stands in the manifests."""
+    """Who writes, as recorded in the manifests."""
 
     worker: str = ""
     world_size: int = 1
@@ -151,7 +151,7 @@ class LoadOptions(TypedDict, total=False):
 class CheckpointManager:
     def __init__(
         self,
-        path: Place | Sequence[Place] | None = None,
+        path: Destination | Sequence[Destination] | None = None,
         keep_count: int = 5,
         *,
         memory: Memory | None = None,
@@ -223,7 +223,7 @@ class CheckpointManager:
         `name` is what the payload is to be called; what has that name is replaced. Such a checkpoint stands for itself: it
         continues no other, and retention leaves it alone.
         """
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         self._check_open()
         self.raise_failure()
         for count, number in (("step", step), ("epoch", epoch)):
@@ -246,7 +246,7 @@ class CheckpointManager:
             key=payload_key(stem, staged.format) if name is None else name,
             size_bytes=staged.size_bytes,
             handle=SaveHandle(draft.checkpoint_id, step),
-            begun_s=begun_s,
+            started_s=started_s,
             must_arrive=must_arrive,
             replaces=name is not None,
         )
@@ -255,7 +255,7 @@ class CheckpointManager:
             raise InvalidSave("Bytes are kept in stores, and this save is for none.")
         self._await(save.handle)
         try:
-            self._pipeline.check_room(save)
+            self._pipeline.check_space(save)
             if name is not None:
                 own = Lineage(run=self.author.run, generation=self.author.generation)
                 save.draft = place_next(own, save.draft, durable=bool(stores))
@@ -340,13 +340,13 @@ class CheckpointManager:
         found, problems = gather(self._sources())
         removed = [each for each in found if each.was_removed()]
         for problem in [*problems, *(f"{each.info.path} was removed" for each in removed)]:
-            log.warning("passed over while listing checkpoints: %s", problem)
+            log.warning("skipped while listing checkpoints: %s", problem)
         return [each.info for each in found if each not in removed and self._is_own(each.manifest)]
 
     list_checkpoints = all_checkpoints
 
     def survey(self) -> Surveyed:
-        """What could be restored, copy by copy, and what stands in the way of knowing it: for those who decide themselves
+        """What could be restored, copy by copy, and what prevents knowing it: for those who decide themselves
         what to load. Reads every manifest anew, and no payload."""
         sources = self._sources()
         found, problems, unread = look(sources, fresh=True)
@@ -632,7 +632,7 @@ class CheckpointManager:
         return not self.author.run or manifest.run in ("", self.author.run)
 
     def remove_orphans(self) -> None:
-        """Remove payloads that never got a manifest and never will, because their writer is gone."""
+        """Remove payloads that never got a manifest and never will, because their writer has ended."""
         for catalog in self._catalogs:
             with contextlib.suppress(StoreError):  # The next process will try again.
                 remove_orphans(catalog)
@@ -695,7 +695,7 @@ class CheckpointManager:
             damaged=self._damaged,
         )
         others = {i for other in self._catalogs if other is not catalog for i in other.known_ids()}
-        for manifest in (gone.manifest for gone in removed):
+        for manifest in (entry.manifest for entry in removed):
             if self._observer is not None and manifest.checkpoint_id not in others:
                 self._observer.on_removed(
                     manifest.checkpoint_id,
@@ -707,9 +707,9 @@ class CheckpointManager:
 
     def _ended(self, save: Save, error: SaveFailed | None) -> None:
         with self._lock:
-            if self._lineage is not None and any(tier != MEMORY for tier, _ in save.places):
+            if self._lineage is not None and any(tier != MEMORY for tier, _ in save.copies):
                 self._lineage.confirm(save.draft.checkpoint_id)
-            elif self._lineage is not None and not save.places:
+            elif self._lineage is not None and not save.copies:
                 self._lineage.fail(save.draft.checkpoint_id)
             if error is not None and self._policy.on_error != "warn":
                 self._failed = self._failed or error

@@ -97,7 +97,7 @@ class FilePayload:
 
 
 class ByteBudget:
-    """Room for bytes under way. One payload larger than the whole budget may pass alone."""
+    """Space for bytes in flight. One payload larger than the whole budget may pass alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -123,7 +123,7 @@ class ByteBudget:
 
 log = logging.getLogger("strata.checkpoint")
 
-_MANIFEST_ROOM_BYTES = 1 << 20
+_MANIFEST_RESERVE_BYTES = 1 << 20
 _IDLE_S = 10.0
 """A thread that has had nothing to do for so long ends; the next save starts another."""
 
@@ -187,14 +187,14 @@ class Save:
     """What the payload is called, where that name is free."""
     size_bytes: int
     handle: SaveHandle
-    begun_s: float
+    started_s: float
     must_arrive: bool = False
     """No newer save may overtake it."""
     replaces: bool = False
     """Its key is the caller's choice, and what is there makes way."""
     payload: Payload | None = None
     hashed: Future[Digest] = field(default_factory=Future)
-    places: list[tuple[str, str]] = field(default_factory=list)
+    copies: list[tuple[str, str]] = field(default_factory=list)
     """Where it has arrived: tier and path."""
     failures: list[SaveFailed] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -256,7 +256,7 @@ class _Thread:
                 task = self._tasks.popleft()
             try:
                 task()
-            except BaseException:  # The thread must go on, or the next save would wait for ever.
+            except BaseException:  # The thread must continue, or the next save would wait for ever.
                 log.exception("a step of saving a checkpoint failed in an unexpected way")
             del task  # What it holds may go while the thread waits.
 
@@ -300,19 +300,19 @@ class Pipeline:
         self._pid = os.getpid()
         _pipelines.add(self)
 
-    def check_room(self, save: Save) -> None:
-        """Leave out the stores that have no room; with none left, raise before the save has started."""
+    def check_space(self, save: Save) -> None:
+        """Leave out the stores that have no space; with none left, raise before the save has started."""
         if self._policy.on_error == "retry":
-            return  # There may be room at the next try.
+            return  # There may be space at the next attempt.
         roomy = []
         for store in save.stores:
             free_bytes = store.free_bytes()
-            if free_bytes is None or free_bytes >= save.size_bytes + _MANIFEST_ROOM_BYTES:
+            if free_bytes is None or free_bytes >= save.size_bytes + _MANIFEST_RESERVE_BYTES:
                 roomy.append(store)
                 continue
             numbers = f"{save.size_bytes / 1e6:.1f} MB needed, {free_bytes / 1e6:.1f} MB free"
             error = NoSpace(
-                f"There is not enough room: {numbers}.",
+                f"There is not enough space: {numbers}.",
                 tier=store.tier,
                 key=save.key,
                 hint="Remove old checkpoints (df -h shows the space), or keep fewer (keep_count).",
@@ -365,7 +365,7 @@ class Pipeline:
         """End a save that could not begin."""
         save.failures.insert(0, save.failed(error))
         log.warning("%s", save.failures[0])
-        self._tell("on_started", save.started)
+        self._notify("on_started", save.started)
         self._end(save)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -384,7 +384,7 @@ class Pipeline:
     def abandon(self) -> None:
         """Give up what is under way, at once."""
         self._stopping.set()
-        self._give_up_all("the process ends after an error, and its saves were given up")
+        self._give_up_all("the process ends after an error, and its saves were abandoned")
 
     def drain(self) -> None:
         """At the end of a process that nobody closed this in: wait for the saves under way."""
@@ -411,7 +411,7 @@ class Pipeline:
             save.failures.append(error)
             log.warning("%s", error)
             self._on_ended(save, error)
-            self._tell("on_failed", save.started, error, seconds=time.monotonic() - save.begun_s)
+            self._notify("on_failed", save.started, error, seconds=time.monotonic() - save.started_s)
             save.handle.future.set_exception(error)
 
     def _continue(self, save: Save) -> None:
@@ -461,7 +461,7 @@ class Pipeline:
         reason = f"step {older.draft.step} was not uploaded to {store.tier}: step {newer.draft.step} overtook it{busy}"
         older.skipped.append(reason)
         log.warning("%s", reason)
-        self._tell("on_skipped", older.started, tier=store.tier, reason=reason)
+        self._notify("on_skipped", older.started, tier=store.tier, reason=reason)
 
     def _hash(self, save: Save) -> None:
         try:
@@ -472,7 +472,7 @@ class Pipeline:
     def _hash_and_keep(self, save: Save) -> Digest:
         assert save.payload is not None
         payload = save.payload
-        self._tell("on_started", save.started)
+        self._notify("on_started", save.started)
         payload.wait()
         digest = payload.digest()
         try:
@@ -557,16 +557,16 @@ class Pipeline:
 
     def _end(self, save: Save) -> None:
         digest = self._digest_of(save)
-        seconds = time.monotonic() - save.begun_s
+        seconds = time.monotonic() - save.started_s
         if save.payload is not None:
             save.payload.release()
         with self._changed:
             if save.is_over:
                 return
             save.is_over = True
-        # With stores, a save is judged by them: memory is what they are filled from, and a failure there is told.
-        counted = [each for each in save.failures if each.tier != MEMORY or not save.places]
-        is_saved = any(tier != MEMORY or not save.stores for tier, _ in save.places)
+        # With stores, a save is judged by them: memory is what they are filled from, and a failure there is reported.
+        counted = [each for each in save.failures if each.tier != MEMORY or not save.copies]
+        is_saved = any(tier != MEMORY or not save.stores for tier, _ in save.copies)
         failed = counted[0] if counted else None
         if is_saved and self._policy.on_error == "warn":
             failed = None
@@ -579,16 +579,16 @@ class Pipeline:
             part = Part(key=save.key, size_bytes=save.size_bytes, digest=digest)
             info = CheckpointInfo.of(
                 replace(save.draft, parts=(part,)),
-                places=save.places,
+                copies=save.copies,
                 failures=tuple(str(failure) for failure in save.failures),
                 skipped=tuple(save.skipped),
             )
         self._on_ended(save, failed)
         if info is not None:
-            self._tell("on_completed", save.started, info, seconds=seconds)
+            self._notify("on_completed", save.started, info, seconds=seconds)
             save.handle.future.set_result(info)
         elif error is not None:
-            self._tell("on_failed", save.started, error, seconds=seconds)
+            self._notify("on_failed", save.started, error, seconds=seconds)
             save.handle.future.set_exception(error)
         with self._changed:
             if save in self._saves:
@@ -607,16 +607,16 @@ class Pipeline:
             return None
 
     def _arrived(self, save: Save, tier: str, path: str) -> None:
-        save.places.append((tier, path))
+        save.copies.append((tier, path))
         save.handle.tiers = (*save.handle.tiers, tier)
-        seconds = time.monotonic() - save.begun_s
+        seconds = time.monotonic() - save.started_s
         size = save.size_bytes / 1e6
         log.info(
             "checkpoint %s is in %s: %.1f MB after %.3f s", save.draft.checkpoint_id, tier, size, seconds
         )
-        self._tell("on_tier", save.started, tier=tier, size_bytes=save.size_bytes, seconds=seconds)
+        self._notify("on_tier", save.started, tier=tier, size_bytes=save.size_bytes, seconds=seconds)
 
-    def _tell(self, event: str, *args: object, **facts: object) -> None:
+    def _notify(self, event: str, *args: object, **facts: object) -> None:
         if self._observer is None:
             return
         try:

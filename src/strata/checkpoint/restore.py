@@ -85,7 +85,7 @@ class Source(Protocol):
     def path(self, entry: Entry) -> str: ...
 
     def place(self, entry: Entry | None) -> str:
-        """Where a copy is, as others can be told: the store, or the image in memory."""
+        """Where a copy is, as reported to others: the store, or the image in memory."""
         ...
 
     def has_payload(self, entry: Entry) -> bool: ...
@@ -118,11 +118,11 @@ class Found:
 
     @property
     def info(self) -> CheckpointInfo:
-        places = [(source.tier, source.path(entry)) for source, entry in self.copies]
-        return CheckpointInfo.of(self.manifest, places=places)
+        copies = [(source.tier, source.path(entry)) for source, entry in self.copies]
+        return CheckpointInfo.of(self.manifest, copies=copies)
 
     def was_removed(self) -> bool:
-        """Whether somebody has deleted its payload from every durable tier that had it: training is meant to go on
+        """Whether somebody has deleted its payload from every durable tier that had it: training is meant to continue
         from the one before, so a copy that is still in memory is not wanted either."""
         return len(self.copies) > len(self._durable()) and self.has_lost_its_payload()
 
@@ -187,7 +187,7 @@ class StoreSource:
         return self._catalog.store.url
 
     def has_payload(self, entry: Entry) -> bool:
-        """Whole or not; where nobody can tell, it counts as there."""
+        """Complete or not; where that cannot be determined, it counts as present."""
         try:
             return self._catalog.store.stat(entry.manifest.parts[0].key) is not None
         except StoreError:
@@ -300,7 +300,7 @@ def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Foun
 
 
 def look(sources: Iterable[Source], *, fresh: bool) -> tuple[list[Found], list[str], list[StoreError]]:
-    """As `gather`; the stores that could not be listed are told by their errors."""
+    """As `gather`; the stores that could not be listed are returned as their errors."""
     copies: dict[CheckpointId, list[tuple[Source, Entry]]] = {}
     problems: list[str] = []
     unread: list[StoreError] = []
@@ -376,7 +376,7 @@ def restore(
         and (checkpoint_id is None or candidate.manifest.checkpoint_id == checkpoint_id)
     ]
     for reason in reasons:
-        log.warning("passed over while looking for a checkpoint: %s", reason)
+        log.warning("skipped while looking for a checkpoint: %s", reason)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="strata-verify") as pool:
         for group in _grouped(wanted, by_step=nearest_of_step):
             damaged: Counter[CheckpointId] = Counter()
@@ -385,7 +385,7 @@ def restore(
                 for candidate in group:
                     if candidate.was_removed():
                         reasons.append(f"step {candidate.manifest.step}: {candidate.info.path} was removed")
-                        log.warning("did not load %s", reasons[-1])
+                        log.warning("could not load %s", reasons[-1])
                         continue
                     present.append(candidate)
                     held.enter_context(reading(candidate.manifest.checkpoint_id))
@@ -410,7 +410,7 @@ def restore(
                         reasons.append(reason)
                         causes.append(error)
                         damaged[candidate.manifest.checkpoint_id] += isinstance(error, Damaged)
-                        log.warning("did not load %s", reason)
+                        log.warning("could not load %s", reason)
                         continue
                     log.info("loaded checkpoint %s from %s", candidate.manifest.checkpoint_id, source.tier)
                     return Restored(

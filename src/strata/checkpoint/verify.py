@@ -1,7 +1,7 @@
 """Re-hashing everything that is stored, and saying what a damaged byte belongs to.
 
 Each part is read front to back through one buffer and compared chunk by chunk with its manifest. A chunk that differs
-is told as the range of bytes it covers and the tensors with bytes in that range, each with its own range: the damage is
+is reported as the range of bytes it covers and the tensors with bytes in that range, each with its own range: the damage is
 in at least one of them, or in the file's own structure between them. Nothing is changed, opened or unpickled.
 """
 
@@ -61,7 +61,7 @@ class Verified:
     note: str = ""
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         return not self.damages
 
 
@@ -139,7 +139,7 @@ def _verify_part(
         end_bytes = min(start_bytes + chunk_bytes, part.size_bytes)
         if end_bytes > readable_bytes:
             break  # Told above.
-        view = buffer.room(end_bytes - start_bytes)
+        view = buffer.window(end_bytes - start_bytes)
         store.read_into(part.key, view, offset=start_bytes)
         number = start_bytes // chunk_bytes
         if part.digest.chunks[number : number + 1] != (xxhash.xxh3_128_hexdigest(view),):
@@ -166,7 +166,7 @@ def _ranges(manifest: Manifest, *, path: str) -> dict[int, list[TensorRange]]:
             ]
         }
     if importlib.util.find_spec("torch") is None:
-        return {}  # Damage is found all the same, but cannot be named.
+        return {}  # Damage is still found, but cannot be named.
     from strata.checkpoint.sharded.layout import named_spans
 
     found: dict[int, list[TensorRange]] = {}

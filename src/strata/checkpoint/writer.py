@@ -153,7 +153,7 @@ class AsyncCheckpointWriter:
     def _run(self) -> None:
         while (piece := self._queue.get()) is not None:
             if self._error is not None:
-                continue  # Keep the queue moving, so that the caller is not held up before it hears of the error.
+                continue  # Keep the queue moving, so that the caller is not blocked before it learns of the error.
             try:
                 self._digest.update(piece)
                 self._blob.write(piece)
@@ -182,7 +182,7 @@ class AsyncCheckpointWriter:
             )
         except Exception as error:
             raise self._failed(error) from error
-        return CheckpointInfo.of(entry.manifest, places=[(self._store.tier, where(self._store, self._key))])
+        return CheckpointInfo.of(entry.manifest, copies=[(self._store.tier, where(self._store, self._key))])
 
     def _failed(self, error: Exception) -> SaveFailed:
         return SaveFailed.because(

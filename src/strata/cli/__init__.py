@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from strata.errors import UnsupportedPlatform
-from strata.platform import require_linux
+from strata.errors import UnsupportedPlatform, require_linux
 
 try:
     require_linux()

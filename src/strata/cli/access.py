@@ -18,6 +18,7 @@ from strata.cli.common import (
     DEFAULT_API,
     Api,
     AsJson,
+    LiteralGroup,
     delete,
     errors,
     get_rows,
@@ -26,7 +27,6 @@ from strata.cli.common import (
     print_table,
     timestamp,
 )
-from strata.cli.literal_help import LiteralGroup
 
 app = typer.Typer(
     name="token", cls=LiteralGroup, help="Tokens for other users, machines and jobs.", no_args_is_help=True

@@ -32,7 +32,7 @@ VERDICTS = {
 
 def audit(
     dataset: Annotated[
-        str, typer.Argument(help="The dataset's id. May be left out where the history has only one.")
+        str, typer.Argument(help="The dataset's id. Optional if the history has only one.")
     ] = "",
     source: Annotated[
         str,
@@ -44,7 +44,7 @@ def audit(
             envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET", "CHECKPOINT_DIR"],
         ),
     ] = "",
-    epoch: Annotated[int | None, typer.Option(min=0, help="One epoch; all of them when left out.")] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help="One epoch. Defaults to all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Prove from the committed history that each sample was trained exactly once, or list what was not."""
@@ -106,7 +106,7 @@ def _is_open(row: Mapping[str, Any]) -> bool:
 def _reports(source: str, dataset: str, epoch: int | None) -> list[AuditReport]:
     if not source:
         raise StrataError(
-            "No history to read.", hint="Say where the checkpoints are: --source DIR or s3://bucket/prefix."
+            "No history to read.", hint="Pass the checkpoint destination: --source DIR or s3://bucket/prefix."
         )
     commits = commits_of(source)
     if not dataset:
@@ -154,7 +154,7 @@ def _print(reports: list[AuditReport]) -> None:
             _say(f"  {name}")
     if last.vouched:
         _say(
-            f"{last.vouched:,} samples rest on the record of a later checkpoint: the one that trained them is gone."
+            f"{last.vouched:,} samples are vouched for by a later checkpoint: the one that trained them was removed."
         )
 
 

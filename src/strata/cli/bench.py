@@ -7,19 +7,16 @@ from typing import Annotated
 
 import typer
 
-from strata.cli.common import AsJson
-from strata.cli.literal_help import LiteralGroup
+from strata.cli.common import AsJson, LiteralGroup
 
 app = typer.Typer(
     cls=LiteralGroup,
     name="bench",
-    help="Measure this machine: every figure beside its target, and beside its peers or the hardware's limit.",
+    help="Measure this machine: every result beside its target, and beside its peers or the hardware's limit.",
     no_args_is_help=True,
 )
 
-Quick = Annotated[
-    bool, typer.Option("--quick", help="Small and fast: shows that it runs, its figures prove nothing.")
-]
+Quick = Annotated[bool, typer.Option("--quick", help="Small and fast: a smoke test, not a measurement.")]
 
 Gpu = Annotated[bool, typer.Option("--gpu", help="With state on a CUDA device, instead of on the CPU.")]
 
@@ -31,7 +28,7 @@ Peers = Annotated[
 
 @app.command()
 def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
-    """Heartbeats, barriers, shard plans, and a fleet of 1,000 with people watching. Takes about five minutes."""
+    """Heartbeats, barriers, shard plans, and a fleet of 1,000 with open dashboards. Takes about five minutes."""
     from strata.bench import coordinator
 
     coordinator.main(json=as_json, quick=quick)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strata.cli.common import console
+from strata.cli.common import LiteralGroup, console
 from strata.cli.extras import need
-from strata.cli.literal_help import LiteralGroup
 from strata.coordinator.auth.tokens import as_role, parse_expiry
 from strata.core.messages import InvalidArgument
 from strata.errors import StrataError

@@ -1,4 +1,4 @@
-"""`strata chaos`: hurt a job of our own at intervals, and say whether it got over it."""
+"""`strata chaos`: inject faults into a job of our own at intervals, and report whether it recovered."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
 
 def chaos(
-    interval: Annotated[float, typer.Option(min=0.0, help="Seconds of peace between two faults.")] = 15.0,
-    duration: Annotated[float, typer.Option(min=1.0, help="Seconds to go on hurting.")] = 60.0,
+    interval: Annotated[float, typer.Option(min=0.0, help="Seconds between two faults.")] = 15.0,
+    duration: Annotated[
+        float, typer.Option(min=1.0, help="Seconds during which faults are injected.")
+    ] = 60.0,
     rto_threshold: Annotated[
-        float, typer.Option(min=0.1, help="The longest recovery, in seconds, that passes.")
+        float, typer.Option(min=0.1, help="The longest recovery allowed, in seconds.")
     ] = 30.0,
-    single_kill: Annotated[bool, typer.Option("--single-kill", help="One SIGKILL, then let it end.")] = False,
+    single_kill: Annotated[
+        bool, typer.Option("--single-kill", help="One SIGKILL, then run to the end.")
+    ] = False,
     kinds: Annotated[
         str, typer.Option(help="Faults to choose from: kill, stop, agent, coordinator.")
     ] = "kill",
@@ -38,28 +42,26 @@ def chaos(
         str, typer.Option(help="What `kill` sends: SIGKILL, SIGTERM, SIGINT, SIGABRT, SIGSEGV …")
     ] = "SIGKILL",
     min_survivors: Annotated[
-        int, typer.Option(min=0, help="Leave at least so many workers untouched by a fault.")
+        int, typer.Option(min=0, help="Keep at least this many workers unaffected by a fault.")
     ] = 0,
     jitter: Annotated[
         float,
-        typer.Option(
-            min=0.0, help="Make each interval longer or shorter at random by up to so many seconds."
-        ),
+        typer.Option(min=0.0, help="Vary each interval at random by up to this many seconds."),
     ] = 0.0,
     verify_progress: Annotated[
         bool,
-        typer.Option("--verify-progress", help="Also check that training got further after every fault."),
+        typer.Option("--verify-progress", help="Also check that training progressed after every fault."),
     ] = False,
     workers: Annotated[int, typer.Option(min=1, max=64)] = 2,
-    agents: Annotated[int, typer.Option(min=1, max=16, help="Agents, each standing for a machine.")] = 1,
-    seed: Annotated[int, typer.Option(help="Chooses faults and victims.")] = 0,
+    agents: Annotated[int, typer.Option(min=1, max=16, help="Agents, each simulating a machine.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed for the choice of faults and victims.")] = 0,
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Also train undisturbed and compare the loss.")
     ] = True,
     output: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Kill, stop and cut off workers of a job started for this, and measure the way back. Exit 0: it passed."""
+    """Kill, stop and disconnect workers of a job started for this, and measure its recovery. Exit 0: it passed."""
     chosen = _kinds("kill" if single_kill else kinds)
     if workers % agents:
         raise typer.BadParameter(f"{workers} workers cannot be divided among {agents} agents")
@@ -69,7 +71,7 @@ def chaos(
             f"a fault hits {hit} of {workers} workers, which leaves fewer than {min_survivors} untouched"
         )
     wanted = _signal(kill_signal)
-    need("torch", "omegaconf", feature="The job that is hurt", extra="harness")
+    need("torch", "omegaconf", feature="The job under test", extra="harness")
 
     def say(text: str) -> None:
         if not json:
@@ -168,15 +170,15 @@ def _run(
         began_s = time.monotonic()
         while True:
             run.train_for(max(0.0, interval_s + chance.uniform(-jitter_s, jitter_s)))
-            run.hurt(cast("list[Fault]", kinds), patience_s=max(60.0, 3 * threshold_s))
+            run.inject(cast("list[Fault]", kinds), patience_s=max(60.0, 3 * threshold_s))
             if time.monotonic() - began_s >= duration_s:
                 break
         run.train_for(min(interval_s, 5.0))
-        steps, took_s = run.step, time.monotonic() - began_s
+        steps, elapsed_s = run.step, time.monotonic() - began_s
         for agent in run.agents:
             agent.stop()
         if not run.injuries:
-            raise StrataError("Nothing was hurt.", hint="Use a longer --duration.")
+            raise StrataError("No fault was injected.", hint="Use a longer --duration.")
         verdicts = [
             judge_recoveries(tuple(run.injuries), threshold_s),
             judge_ledger(job.checkpoints, DATASET),
@@ -187,7 +189,7 @@ def _run(
         if compare:
             verdicts.append(_compare(run, folder, say))
         return ChaosReport(
-            injuries=tuple(run.injuries), verdicts=tuple(verdicts), steps=steps, duration_s=took_s
+            injuries=tuple(run.injuries), verdicts=tuple(verdicts), steps=steps, duration_s=elapsed_s
         )
     finally:
         run.close()
@@ -195,11 +197,10 @@ def _run(
 
 
 def _compare(run: ChaosRun, folder: Path, say: Callable[[str], None]) -> Verdict:
-    """Train the same steps again in peace, and evaluate both models on the same text."""
+    """Train the same steps again undisturbed, and evaluate both models on the same text."""
     from dataclasses import replace
 
-    from strata.chaos.evaluate import loss_of
-    from strata.chaos.report import judge_loss
+    from strata.chaos.report import judge_loss, loss_of
     from strata.chaos.run import ChaosRun
     from strata.checkpoint.manager import CheckpointManager
 
@@ -207,11 +208,11 @@ def _compare(run: ChaosRun, folder: Path, say: Callable[[str], None]) -> Verdict
         latest = manager.get_latest()
     assert latest is not None
     say(f"training {latest.step} steps again, undisturbed, to compare")
-    peace = replace(run.job, name=f"{run.job.name}-peace", steps=latest.step)
-    undisturbed = ChaosRun(peace, run.coordinator)
+    undisturbed_job = replace(run.job, name=f"{run.job.name}-undisturbed", steps=latest.step)
+    undisturbed = ChaosRun(undisturbed_job, run.coordinator)
     try:
         undisturbed.start()
         undisturbed.wait(600.0)
     finally:
         undisturbed.close()
-    return judge_loss(loss_of(run.job), loss_of(peace))
+    return judge_loss(loss_of(run.job), loss_of(undisturbed_job))

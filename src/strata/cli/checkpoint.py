@@ -20,8 +20,7 @@ from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed
 from strata.checkpoint.export import FORMATS, export, find
 from strata.checkpoint.image.plain import plain_files
 from strata.checkpoint.verify import FILE, Verified, verify_file, verify_store
-from strata.cli.common import AsJson, ago, console, print_json, print_table, say_error, size
-from strata.cli.literal_help import LiteralGroup
+from strata.cli.common import AsJson, LiteralGroup, ago, console, print_json, print_table, say_error, size
 from strata.errors import StrataError
 from strata.stores import open_store
 from strata.stores.protocol import Store
@@ -31,7 +30,7 @@ DONE, NO, NO_ANSWER = 0, 1, 2
 app = typer.Typer(
     cls=LiteralGroup,
     name="checkpoint",
-    help="Look at checkpoints, verify, export and remove them.",
+    help="List, verify, export and remove checkpoints.",
     no_args_is_help=True,
 )
 
@@ -77,20 +76,20 @@ def ls(place: Place, json: AsJson = False) -> None:
 
 @app.command("verify")
 def verify(place: Place, step: Step = None, id: Id = None, json: AsJson = False) -> None:
-    """Read everything again, and name each tensor that is damaged."""
+    """Verify checksums, and name each damaged tensor."""
     with _answering(json):
         results = []
         for verified in _verified(place, step, id):
             results.append(verified)
             if not json:
                 _print_verified(verified)
-        is_whole = all(verified.is_whole for verified in results)
+        is_intact = all(verified.is_intact for verified in results)
         if json:
-            checkpoints = [{**asdict(each), "is_whole": each.is_whole} for each in results]
-            print_json({"is_whole": is_whole, "checkpoints": checkpoints})
+            checkpoints = [{**asdict(each), **_verdict(each.is_intact)} for each in results]
+            print_json({**_verdict(is_intact), "checkpoints": checkpoints})
         elif not results:
             console.print(f"There are no checkpoints in {place}.", markup=False, style="dim")
-    raise typer.Exit(DONE if is_whole else NO)
+    raise typer.Exit(DONE if is_intact else NO)
 
 
 @app.command("export")
@@ -107,11 +106,11 @@ def export_command(
     step: Step = None,
     id: Id = None,
     key: Annotated[
-        str | None, typer.Option("--key", "-k", help="Only this part of the state: model, say.")
+        str | None, typer.Option("--key", "-k", help="Only this part of the state, such as model.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace TO if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite TO if it exists.")] = False,
     trusted_source: Annotated[
-        bool, typer.Option("--trusted-source", help="Let code in the checkpoint run while it is loaded.")
+        bool, typer.Option("--trusted-source", help="Allow code in the checkpoint to run while it is loaded.")
     ] = False,
     json: AsJson = False,
 ) -> None:
@@ -137,7 +136,7 @@ def export_command(
         )
         if made.left_out:
             console.print(
-                f"left out, as {made.format} cannot hold it: {', '.join(made.left_out)}", markup=False
+                f"omitted, because {made.format} cannot hold it: {', '.join(made.left_out)}", markup=False
             )
 
 
@@ -155,16 +154,16 @@ def rm(
         list[str] | None, typer.Option("--id", help="The one with this id; may be given again.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if nothing that is intact would be left.")
+        bool, typer.Option("--force", help="Remove even if no intact checkpoint would be left.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Remove checkpoints; not the last one that is intact, unless forced."""
+    """Remove checkpoints; not the last intact one, unless forced."""
     with _answering(json):
         named = [*(chosen or []), *map(str, steps or []), *(ids or [])]
         if not named:
             raise StrataError(
-                "Nothing is named that should be removed.",
+                "No checkpoint was named.",
                 hint=f"Name steps or ids: strata checkpoint rm {place} --step 400. `strata checkpoint ls` shows them.",
             )
         removed = remove_chosen(_opened(place), named, force=force)
@@ -182,11 +181,11 @@ def _answering(as_json: bool) -> Iterator[None]:
     try:
         yield
     except (StrataError, OSError, ValueError) as error:
-        told = error if isinstance(error, StrataError) else StrataError(str(error))
+        shown = error if isinstance(error, StrataError) else StrataError(str(error))
         if as_json:
-            print_json({"error": told.message, "code": told.code, "hint": told.hint})
+            print_json({"error": shown.message, "code": shown.code, "hint": shown.hint})
         else:
-            say_error(told)
+            say_error(shown)
         raise typer.Exit(_status(error)) from None
 
 
@@ -222,9 +221,14 @@ def _verified(place: str, step: int | None, id: str | None) -> Iterator[Verified
     yield from verify_store(open_store(place))
 
 
+def _verdict(is_intact: bool) -> dict[str, bool]:
+    """`is_whole` is the field's deprecated name."""
+    return {"is_intact": is_intact, "is_whole": is_intact}
+
+
 def _print_verified(verified: Verified) -> None:
     step = "" if verified.step is None else f"step {verified.step}, "
-    verdict = "whole" if verified.is_whole else "DAMAGED"
+    verdict = "intact" if verified.is_intact else "DAMAGED"
     note = f" ({verified.note})" if verified.note else ""
     console.print(f"{verdict}: {verified.name} ({step}{size(verified.size_bytes)}){note}", markup=False)
     for damage in verified.damages:

@@ -1,18 +1,21 @@
-"""What all commands share: talking to the coordinator's API, and printing tables or JSON."""
+"""What all commands share: talking to the coordinator's API, printing tables or JSON, and help pages."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from strata.api import DEFAULT_API as DEFAULT_API
 from strata.api import Unreachable as Unreachable
@@ -128,3 +131,28 @@ STATUS_STYLES = {
 
 def styled(status: str) -> Text:
     return Text(status, style=STATUS_STYLES.get(status, ""))
+
+
+class LiteralGroup(TyperGroup):
+    """For `typer.Typer(cls=LiteralGroup)`: help pages, of the group and of the commands directly in it, that show their
+    texts as they are written. Typer renders help through rich, which takes `[coordinator]` for a style and swallows it;
+    what is escaped is a copy, made when a page is shown."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        # A group inside shows itself and its commands in the same way.
+        return command if command is None or isinstance(command, LiteralGroup) else _escaped(command)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        TyperGroup.format_help(_escaped(self), ctx, formatter)
+
+
+def _escaped(command: Any) -> Any:
+    shown = copy.copy(command)
+    shown.params = [copy.copy(parameter) for parameter in command.params]
+    for each in (shown, *shown.params):
+        for name in ("help", "short_help", "epilog"):
+            text = getattr(each, name, None)
+            if text:
+                setattr(each, name, escape(text))
+    return shown

@@ -42,12 +42,12 @@ class DemoFailed(StrataError):
 
 def demo(
     once: Annotated[
-        bool, typer.Option("--once", help="A bounded run: train, lose a worker, recover, end.")
+        bool, typer.Option("--once", help="A bounded run: train, lose a worker, recover, finish.")
     ] = False,
     workers: Annotated[int, typer.Option(min=1, max=16, help="Worker processes.")] = 2,
     steps: Annotated[int, typer.Option(min=100, help="Steps of a bounded run.")] = 400,
     kill_every: Annotated[
-        float, typer.Option(min=10, help="Without --once: seconds between two killed workers.")
+        float, typer.Option(min=10, help="Without --once: seconds between two kills.")
     ] = 60.0,
 ) -> None:
     """Train a small language model with real workers, kill one of them, and watch it recover."""
@@ -79,7 +79,7 @@ def demo(
         try:
             demonstration.watch(kill_every_s=None if once else kill_every)
         except KeyboardInterrupt:
-            console.print(Text("\nStopping: the workers make a final checkpoint …", style="bold"))
+            console.print(Text("\nStopping: the workers save a final checkpoint …", style="bold"))
             agent.stop()
         demonstration.summarize()
 
@@ -184,7 +184,7 @@ def _picture(state: dict[str, Any]) -> Group:
     safe = [c for c in state["checkpoints"] if c["status"] == "completed"]
     if not safe:
         return Group(table, Text("no checkpoint on disk yet", style="dim"))
-    last = f"last safe on disk: step {safe[0]['step']}, {ago(safe[0]['completed_at'])}"
+    last = f"last checkpoint on disk: step {safe[0]['step']}, {ago(safe[0]['completed_at'])}"
     return Group(table, Text(last, style="dim"))
 
 

@@ -35,7 +35,7 @@ def doctor(
         str | None, typer.Option(envvar="ETCD_ENDPOINT", help="HOST:PORT of etcd, if it must answer.")
     ] = None,
     checkpoint_dir: Annotated[
-        str | None, typer.Option(help="Where local checkpoints go. The present folder when left out.")
+        str | None, typer.Option(help="Where local checkpoints go. Defaults to the current folder.")
     ] = None,
     s3_bucket: Annotated[
         str | None,

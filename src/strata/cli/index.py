@@ -26,16 +26,14 @@ def index(
     ] = "bytes",
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     eos: Annotated[str | None, typer.Option(help="Token, or its id, to put after each document.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core when left out.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Defaults to one per core.")] = None,
     on_bad: Annotated[
         Literal["raise", "skip"], typer.Option(help="Stop at a bad record, or skip and count it.")
     ] = "raise",
     entry_interval: Annotated[
-        int, typer.Option(min=1, help="One landmark per so many tokens.")
+        int, typer.Option(min=1, help="Tokens between index entries.")
     ] = DEFAULT_ENTRY_INTERVAL,
-    force: Annotated[
-        bool, typer.Option("--force", help="Build even if an equal index stands there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Build even if an up-to-date index exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize text files into an index. After a crash the same command continues where it stopped."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+
+from rich.text import Text
 
 from strata.cli.common import (
     DEFAULT_API,
@@ -18,13 +21,20 @@ from strata.cli.common import (
     size,
     styled,
 )
-from strata.cli.goodput import bar, legend
 
 JOBS_SHOWN = 10
+BAR_WIDTH = 20
+GOODPUT_PARTS = (
+    ("training", "█", "green"),
+    ("checkpoint", "▓", "cyan"),
+    ("recovery", "▒", "red"),
+    ("waiting", "░", "yellow"),
+)
+"""Each with a shade of its own: colour alone says nothing to some, and to none in a file."""
 
 
 def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Is the coordinator there, and how is the fleet?"""
+    """Show whether the coordinator is up, and the state of the fleet."""
     state = get_facts(api, "/api/status", having="generation")
     metrics = get_facts(api, "/api/metrics", having="coordinator_rps")
     times = get_rows(api, "/api/goodput")
@@ -45,14 +55,14 @@ def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         full = ", FULL: changes are refused until there is space" if storage["is_full"] else ""
         rows.append(("disk", f"{size(storage['free_bytes'])} free{full}"))
     present = [spent for spent in times if spent["job_id"] in state["jobs"]][-JOBS_SHOWN:]
-    rows += [(f"job {spent['job_id']}", bar(spent)) for spent in present]
+    rows += [(f"job {spent['job_id']}", goodput_bar(spent)) for spent in present]
     print_table(("", ""), rows, empty="")
     if present:
-        console.print(legend())
+        console.print(goodput_legend())
 
 
 def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Who is in the fleet, and how they are."""
+    """List the workers and their state."""
     found = get_rows(api, "/api/workers")
     if json:
         print_json(found)
@@ -89,7 +99,7 @@ def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Which datasets are registered."""
+    """List the registered datasets."""
     found = get_rows(api, "/api/datasets")
     if json:
         print_json(found)
@@ -106,7 +116,7 @@ def datasets(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Which checkpoints there are, newest first."""
+    """List the known checkpoints, newest first."""
     found = get_rows(api, "/api/checkpoints")
     if json:
         print_json(found)
@@ -142,7 +152,7 @@ def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Who waits for whom."""
+    """List the barriers and the workers they wait for."""
     found = get_rows(api, "/api/barriers")
     if json:
         print_json(found)
@@ -167,7 +177,7 @@ def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """What recoveries took, by phase, newest first."""
+    """Duration of recoveries by phase, newest first."""
     found = get_rows(api, "/api/recoveries")
     if json:
         print_json(found)
@@ -200,7 +210,7 @@ def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Which tasks were submitted, newest first."""
+    """List the submitted tasks, newest first."""
     found = get_rows(api, "/api/tasks")
     if json:
         print_json(found)
@@ -214,7 +224,7 @@ def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
             styled(t["status"]),
             f"{t['progress']:.0f} %",
             t["worker_count"],
-            bar(times.get(t["id"]), width=10),
+            goodput_bar(times.get(t["id"]), width=10),
             t["reason"],
         )
         for t in found
@@ -225,7 +235,7 @@ def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         empty="No tasks have been submitted yet.",
     )
     if any(t["id"] in times for t in found):
-        console.print(legend())
+        console.print(goodput_legend())
 
 
 def _measured(value: float | None, unit: str) -> str:
@@ -234,3 +244,21 @@ def _measured(value: float | None, unit: str) -> str:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "-"
+
+
+def goodput_bar(goodput: dict[str, Any] | None, *, width: int = BAR_WIDTH) -> Text:
+    """`████████▓▒░  93 %`: one shade for each part, and the share that was training."""
+    if goodput is None or not goodput["total_s"]:
+        return Text("not measured yet", style="dim")
+    text, at = Text(), 0
+    passed_s = 0.0
+    for part, shade, style in GOODPUT_PARTS:
+        passed_s += goodput[f"{part}_s"]
+        until = round(passed_s / goodput["total_s"] * width)
+        text.append(shade * (until - at), style=style)
+        at = until
+    return text.append(f" {goodput['goodput'] * 100:.0f} %")
+
+
+def goodput_legend() -> Text:
+    return Text("  ").join(Text.assemble((shade, style), f" {part}") for part, shade, style in GOODPUT_PARTS)

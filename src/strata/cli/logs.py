@@ -51,21 +51,23 @@ def logs(
     level: Annotated[str | None, typer.Option(help="Least severe level: debug, info, warn, error.")] = None,
     task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
     worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
-    grep: Annotated[str | None, typer.Option(help="Only lines that contain this text, in any case.")] = None,
+    grep: Annotated[
+        str | None, typer.Option(help="Only lines that contain this text, ignoring case.")
+    ] = None,
     since: Annotated[str | None, typer.Option(help="Only from then on: 90s, 10m, 2h, 3d ago.")] = None,
     until: Annotated[str | None, typer.Option(help="Only until then: 90s, 10m, 2h, 3d ago.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Continue with new lines until Ctrl-C.")
     ] = False,
 ) -> None:
-    """The log of the whole fleet, oldest line first."""
+    """Show the log of the whole fleet, oldest line first."""
     wanted = {
         "level": level,
         "task_id": task,
         "worker_id": worker,
         "q": grep,
-        "since": _moment("since", since),
-        "until": _moment("until", until),
+        "since": _timestamp("since", since),
+        "until": _timestamp("until", until),
     }
     query = {key: value for key, value in wanted.items() if value is not None}
     found = get_rows(api, "/api/logs?" + urlencode({**query, "limit": limit}))
@@ -90,7 +92,9 @@ def _follow(api: str, query: dict[str, Any], last_id: str, *, as_json: bool) -> 
                     show_entry(data, as_json=as_json)
                     sys.stdout.flush()
                 elif kind == "missed":
-                    errors.print(f"({data['count']:,} lines came too fast to be shown)", style="dim")
+                    errors.print(
+                        f"({data['count']:,} lines were dropped: they arrived too fast)", style="dim"
+                    )
         except Unreachable:
             pass
         time.sleep(BACK_AFTER_S)
@@ -112,10 +116,10 @@ def show_entry(entry: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(entry, in_one_line=True)
         return
-    moment = time.strftime("%H:%M:%S", time.localtime(entry["timestamp"]))
+    timestamp = time.strftime("%H:%M:%S", time.localtime(entry["timestamp"]))
     console.print(
         Text.assemble(
-            (moment, "dim"),
+            (timestamp, "dim"),
             " ",
             (f"{entry['level']:5}", LEVEL_STYLES.get(entry["level"], "")),
             " ",
@@ -127,7 +131,7 @@ def show_entry(entry: dict[str, Any], *, as_json: bool) -> None:
     )
 
 
-def _moment(option: str, text: str | None) -> float | None:
+def _timestamp(option: str, text: str | None) -> float | None:
     if text is None:
         return None
     ago = _AGO.fullmatch(text.strip())

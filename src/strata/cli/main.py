@@ -33,9 +33,8 @@ from strata.cli import (
     torchrun,
     validate,
 )
-from strata.cli.common import Unreachable, adopt_dotenv, say_error
+from strata.cli.common import LiteralGroup, Unreachable, adopt_dotenv, say_error
 from strata.cli.extras import missing_extra
-from strata.cli.literal_help import LiteralGroup
 from strata.errors import StrataError
 
 app = typer.Typer(

@@ -26,9 +26,9 @@ def replay(
     ] = DEFAULT_DATA_DIR,
     json: AsJson = False,
     kind: Annotated[list[str] | None, typer.Option(help="Only events of this kind; may be repeated.")] = None,
-    last: Annotated[int | None, typer.Option(min=1, help="Only the newest so many.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the newest N.")] = None,
 ) -> None:
-    """Print what happened, as the coordinator's journal has it. Safe beside a running coordinator."""
+    """Print the events in the coordinator's journal. Safe beside a running coordinator."""
     for name in kind or ():
         if name not in codec.KINDS:
             raise typer.BadParameter(

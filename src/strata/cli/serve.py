@@ -19,9 +19,9 @@ def serve(
     metrics_port: Annotated[
         int | None, typer.Option(help="A further port for /api/health and /metrics alone. [none]")
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the journal lives. [~/.strata]")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Directory of the journal. [~/.strata]")] = None,
     heartbeat_timeout: Annotated[
-        float | None, typer.Option(help="Seconds of silence after which a worker is failed. [30]")
+        float | None, typer.Option(help="Seconds without a heartbeat after which a worker is failed. [30]")
     ] = None,
     launcher: Annotated[str | None, typer.Option(help="What runs tasks: local, ray or none. [local]")] = None,
     ray_address: Annotated[

@@ -20,8 +20,8 @@ def slurm(
         list[str] | None, typer.Argument(help="section.key=value, or the script's own arguments, after --.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of job and rendezvous. [the file's name]")] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes to ask for.")] = 1,
-    min_nodes: Annotated[int, typer.Option(help="Training continues while so many are left.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes to request.")] = 1,
+    min_nodes: Annotated[int, typer.Option(help="Training continues while at least this many are left.")] = 1,
     workers: Annotated[int, typer.Option(help="Workers on each node: one per GPU.")] = 1,
     gpus: Annotated[int, typer.Option(help="GPUs of each node.")] = 0,
     cpus: Annotated[int, typer.Option(help="Cores of each node; 0 leaves it to the cluster.")] = 0,
@@ -37,7 +37,7 @@ def slurm(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. [stdout]")] = None,
 ) -> None:
-    """Write an sbatch script: an agent per node, a checkpoint before the time limit, back into the queue."""
+    """Write an sbatch script: an agent per node, a checkpoint before the time limit, then requeue."""
     from strata.coordinator.auth.peers import is_loopback
     from strata.launch.slurm import SlurmOptions, sbatch_script
     from strata.launch.torchrun import TorchrunSpec

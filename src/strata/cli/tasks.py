@@ -42,8 +42,10 @@ _FILE_KEYS = ("name", "type", "dataset_id", "worker_count", "config", "gpus_per_
 TaskId = Annotated[str, typer.Argument(metavar="TASK", help="Id of the task, as `strata tasks` shows it.")]
 Workers = Annotated[int | None, typer.Option("--workers", "-w", min=1, help="Worker processes. [1]")]
 Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs for each worker. [the recipe's]")]
-Retries = Annotated[int | None, typer.Option(min=0, help="Attempts that may fail before the task has. [3]")]
-Name = Annotated[str | None, typer.Option(help="What to call it. [the recipe's name]")]
+Retries = Annotated[
+    int | None, typer.Option(min=0, help="Failed attempts allowed before the task fails. [3]")
+]
+Name = Annotated[str | None, typer.Option(help="Name of the task. [the recipe's name]")]
 
 
 class WrongCall(StrataError):
@@ -51,7 +53,7 @@ class WrongCall(StrataError):
 
 
 def recipes(api: Api = DEFAULT_API, as_json: AsJson = False) -> None:
-    """What may be run, and which settings each takes."""
+    """List the recipes and the settings each takes."""
     found = get_rows(api, "/api/recipes")
     if as_json:
         print_json(found)
@@ -114,12 +116,12 @@ def stop(
     api: Api = DEFAULT_API,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a task: its workers make a final checkpoint and leave."""
+    """Stop a task: its workers save a final checkpoint and exit."""
     _print_answer(Client(api).stop(task, wait_s=STOP_S if wait else 0.0), as_json=as_json)
 
 
 def restart(task: TaskId, api: Api = DEFAULT_API, as_json: AsJson = False) -> None:
-    """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+    """Run a failed or stopped task again, from its latest intact checkpoint."""
     _print_answer(Client(api).restart(task), as_json=as_json)
 
 
@@ -136,14 +138,14 @@ def run(
     workers: Workers = None,
     name: Name = None,
     dataset: Annotated[str | None, typer.Option(help="Path of a dataset, for recipes that read one.")] = None,
-    format: Annotated[str | None, typer.Option(help="Its format, where the suffix does not tell.")] = None,
+    format: Annotated[str | None, typer.Option(help="Its format, if the suffix does not imply it.")] = None,
     gpus_per_worker: Gpus = None,
     max_retries: Retries = None,
     data_dir: Annotated[
         Path, typer.Option(help="Where the run's coordinator, checkpoints and logs are.")
     ] = Path(".strata"),
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="A new task, also where the same one was stopped or has failed.")
+        bool, typer.Option("--fresh", help="Start a new task even if the same one was stopped or has failed.")
     ] = False,
 ) -> None:
     """Run a script or a recipe here, with a coordinator of its own, and follow it; run again after Ctrl-C, it continues.
@@ -176,7 +178,7 @@ def run(
         try:
             ended = following.to_the_end()
         except KeyboardInterrupt:
-            console.print(Text("stopping: the workers make a final checkpoint …", style="bold"))
+            console.print(Text("stopping: the workers save a final checkpoint …", style="bold"))
             try:
                 client.stop(task_id)
                 ended = following.to_the_end()
@@ -302,7 +304,7 @@ def read_settings(words: Sequence[str], under: dict[str, Any]) -> dict[str, Any]
             before = under.get(part, {}) if place is settings else {}
             place = place.setdefault(part, dict(before) if isinstance(before, dict) else {})
             if not isinstance(place, dict):
-                raise WrongCall(f"'{word}' sets a part of what was set as a whole before.")
+                raise WrongCall(f"'{word}' sets a part of a setting that was already given in full.")
         place[last] = _value(text)
     return settings
 

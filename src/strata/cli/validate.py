@@ -39,8 +39,8 @@ def validate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings that replace those of the file: training.lr=1e-4")
     ] = None,
-    s3: Annotated[bool, typer.Option("--s3", help="Also try the S3 bucket it names.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
+    s3: Annotated[bool, typer.Option("--s3", help="Also check access to the S3 bucket it names.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a training configuration: syntax, names, types, ranges, and whether settings fit together."""
@@ -187,7 +187,7 @@ def _walk(node: Any, path: str, lines: dict[str, int]) -> Iterator[Problem]:
                 severity="error",
                 line=line,
                 path=here,
-                message=f"{name} stands here a second time; the first is on line {seen[name]}",
+                message=f"{name} is given twice; the first is on line {seen[name]}",
                 hint="Keep one of them.",
             )
         seen[name] = lines[here] = line

@@ -165,7 +165,13 @@ class Engine:
         for event in self._journal.load():
             try:
                 self.cluster.apply(event, epoch)
-            except (LookupError, ValueError, AssertionError) as error:
+            except (
+                LookupError,
+                ValueError,
+                AssertionError,
+                ArithmeticError,  # Numbers that no decision has made: a shard size of zero,
+                MemoryError,  # or as many shards as there are numbers.
+            ) as error:
                 raise JournalError(
                     f"The journal {self._journal} has a {type(event).__name__} that does not follow from "
                     f"what came before it ({error!r}).",
@@ -185,7 +191,7 @@ class Engine:
     def post(self, command: Command, answered: OnReply, *, client: str = "") -> None:
         """Take a command in, without waiting for its answer."""
         if len(self._queue) >= MAX_QUEUED or self._stopping:
-            what = "is stopping" if self._stopping else "has too much to do"
+            what = "is stopping" if self._stopping else "is overloaded"
             raise Unavailable(f"The coordinator {what}.", hint="Retry in a second.")
         self._queue.append(Posted(command, answered, client))
         self._wake.set()

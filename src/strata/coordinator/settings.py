@@ -39,7 +39,7 @@ class CoordinatorSettings:
         most=65535,
     )
     data_dir: Path = setting(
-        lambda: Path.home() / ".strata", "Where the journal lives.", env="STRATA_DATA_DIR"
+        lambda: Path.home() / ".strata", "Directory of the journal.", env="STRATA_DATA_DIR"
     )
     disk_reserve_mb: int = setting(
         16,
@@ -54,27 +54,27 @@ class CoordinatorSettings:
     )
     heartbeat_timeout: float = setting(
         30.0,
-        "Seconds of silence after which a worker is failed.",
+        "Seconds without a heartbeat after which a worker is failed.",
         env="STRATA_HEARTBEAT_TIMEOUT",
         least=0.1,
         most=86400,
     )
     disconnect_grace: float = setting(
         0.5,
-        "Seconds a worker whose connection dropped may take to come back.",
+        "Seconds in which a worker whose connection dropped may reconnect.",
         env="STRATA_DISCONNECT_GRACE",
         least=0,
         most=3600,
     )
     barrier_timeout: float = setting(
         1800.0,
-        "Seconds a barrier waits when its callers name no time.",
+        "Default timeout of a barrier, in seconds.",
         env="STRATA_BARRIER_TIMEOUT",
         least=0.1,
         most=604800,
     )
     max_workers: int = setting(
-        20_000, "Workers the coordinator will know.", env="STRATA_MAX_WORKERS", least=1, most=1_000_000
+        20_000, "Maximum number of workers.", env="STRATA_MAX_WORKERS", least=1, most=1_000_000
     )
     max_connections: int = setting(
         4_096,
@@ -91,10 +91,10 @@ class CoordinatorSettings:
         most=1_000_000,
     )
     log_limit_mb: int = setting(
-        256, "Megabytes of log that are kept on disk.", env="STRATA_LOG_LIMIT_MB", least=1, most=1_000_000
+        256, "Megabytes of log kept on disk.", env="STRATA_LOG_LIMIT_MB", least=1, most=1_000_000
     )
     log_days: float = setting(
-        7.0, "Days that log lines are kept.", env="STRATA_LOG_DAYS", least=0.001, most=3650
+        7.0, "Days for which log lines are kept.", env="STRATA_LOG_DAYS", least=0.001, most=3650
     )
     log_lines_per_second: int = setting(
         500,
@@ -105,7 +105,7 @@ class CoordinatorSettings:
     )
     otel_endpoint: str = setting(
         "",
-        "OpenTelemetry collector that metrics are sent to, such as http://127.0.0.1:4318.",
+        "OpenTelemetry collector to which metrics are sent, such as http://127.0.0.1:4318.",
         env="STRATA_OTEL_ENDPOINT",
     )
     launcher: str = setting(
@@ -126,26 +126,26 @@ class CoordinatorSettings:
     )
     recipes_dir: Path | None = setting(
         None,
-        "Folder of further recipes; 'recipes' in the data directory when not given.",
+        "Folder of additional recipes; 'recipes' in the data directory when not given.",
         env="STRATA_RECIPES_DIR",
     )
     task_workers: int = setting(
         0,
-        "Workers that tasks may have on this machine altogether; 0: one per core, and at least 8.",
+        "Total workers that tasks may run on this machine; 0: one per core, and at least 8.",
         env="STRATA_TASK_WORKERS",
         least=0,
         most=100_000,
     )
     task_gpus: int = setting(
         -1,
-        "GPUs of this machine that tasks may use; -1: all there are.",
+        "GPUs of this machine that tasks may use; -1: all.",
         env="STRATA_TASK_GPUS",
         least=-1,
         most=1024,
     )
     task_stop_timeout: float = setting(
         9.0,
-        "Seconds a stopped task has to save and leave before its processes are killed.",
+        "Seconds a stopped task has to save and exit before its processes are killed.",
         env="STRATA_TASK_STOP_TIMEOUT",
         least=0.1,
         most=3600,

@@ -243,8 +243,8 @@ def _abandoned(commits: Sequence[Commit], lineage: Sequence[Commit]) -> tuple[st
             reached.add(name)
             ahead += by_id[name].ancestor_ids
     oldest = lineage[0]
-    beginning_is_gone = oldest.base_id is not None
-    known_from = next(i for i, c in enumerate(commits) if c is oldest) if beginning_is_gone else 0
+    beginning_is_lost = oldest.base_id is not None
+    known_from = next(i for i, c in enumerate(commits) if c is oldest) if beginning_is_lost else 0
     return tuple(c.checkpoint_id for c in commits[known_from:] if c.checkpoint_id not in reached)
 
 

@@ -1,4 +1,4 @@
-"""Named barriers that release everyone who is expected, or nobody.
+"""Named barriers that release everyone who is expected, or none.
 
 A barrier is keyed by job, name and step, and runs in rounds. It expects a number of distinct workers, or
 everyone: all who are members when it opens, and any newcomer from the moment it comes. Each round ends exactly

@@ -4,7 +4,7 @@ A completed checkpoint is final: a repeated notice of it is accepted, a differen
 conflict. Removal by retention takes it out of what a recovery may use but leaves its data position in the
 history, because the proof that every sample was trained exactly once needs the whole chain. Notices can be lost on the
 way, so whoever owns a run also reports which of its checkpoints exist at all: the registry then follows (`decide_reconcile`).
-Pure. Bytes live elsewhere; what stands here can be rebuilt from the manifests.
+Pure. Bytes live elsewhere; what is kept here can be rebuilt from the manifests.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Checkpoints:
             parent_id=command.parent_id,
             data_json=command.data_json,
             metadata=dict(command.metadata),
-            reason=_durable_in(tiers),
+            reason=_saved_to(tiers),
             at_s=now.wall_s,
             run_id=command.run_id,
             generation=_generation(command),
@@ -317,11 +317,11 @@ def _decide_tiers(
     if known.removed or not new_tiers:
         return None
     tiers = (*known.tiers, *new_tiers)
-    return replace(_completed(known), tiers=tiers, reason=_durable_in(tiers), at_s=now.wall_s)
+    return replace(_completed(known), tiers=tiers, reason=_saved_to(tiers), at_s=now.wall_s)
 
 
-def _durable_in(tiers: tuple[str, ...]) -> str:
-    return f"durable in {', '.join(tiers) or 'storage'}"
+def _saved_to(tiers: tuple[str, ...]) -> str:
+    return f"saved to {', '.join(tiers) or 'storage'}"
 
 
 def _recorded(

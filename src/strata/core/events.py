@@ -172,7 +172,7 @@ class CheckpointCompleted:
     run_id: str = ""
     generation: int = 0
     told_in: int = 0  # the generation that said so, where a later one did than the one that saved it
-    succeeded_by: str = ""  # a newer checkpoint, where this one was told of late; else it is the newest
+    succeeded_by: str = ""  # a newer checkpoint, where this one was reported late; else it is the newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

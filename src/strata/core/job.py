@@ -1,16 +1,16 @@
 """The protocol of an elastic job: what it restores, when it saves, what a save continues, and when it may end.
 
-Every rank of a job holds a `JobProtocol` and gives it the same inputs in the same order: what the ranks have told each
+Every rank of a job holds a `JobProtocol` and gives it the same inputs in the same order: what the ranks have reported to each
 other. So all of them decide alike, without a leader, and what one decides the others know. The training process only
-carries out instructions and reports what became of them.
+carries out instructions and reports their outcome.
 
 Starting. Each rank says what it could load (`Survey`). A destination that did not answer is asked again, and is fatal in
 the end: "there is no checkpoint" is believed only of a destination that said so. The best offer of any rank and tier is
 loaded; one that cannot be is struck out and the next best is taken, until none is left.
 
 Generations. Each start of a run is a generation, claimed at its destinations before anybody looks. A process of an
-earlier one that is still alive (a zombie) is refused when it publishes. What it published all the same, between looking
-and writing, is told by its fence: the newest checkpoint that the later generation had seen when it took over.
+earlier one that is still alive (a zombie) is refused when it publishes. What it published nevertheless, between looking
+and writing, is identified by its fence: the newest checkpoint that the later generation had seen when it took over.
 
 Saving. A save has its place in the lineage before a byte of it is copied. It is confirmed or failed when that is known,
 which is when the ranks next exchange news: a failed one was never an ancestor of anything that says so.
@@ -37,7 +37,7 @@ Order = tuple[int, int]
 """Generation, then sequence within it."""
 
 
-# --- what ranks tell each other ---------------------------------------------------------------------------------
+# --- what ranks report to each other ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What became of one rank's part in a load."""
+    """The outcome of one rank's part in a load."""
 
     error: str = ""
     fault: Literal["none", "copy", "away", "state"] = "none"
@@ -110,7 +110,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveEnded:
-    """What became of a save that was meant for the destinations."""
+    """The outcome of a save to the destinations."""
 
     checkpoint_id: CheckpointId
     is_durable: bool
@@ -248,7 +248,7 @@ class JobProtocol:
 
     @property
     def fence(self) -> Fence:
-        """What this generation has seen, once all ranks have been heard."""
+        """What this generation has seen, once all ranks have reported."""
         return Fence(generation=self.generation, seen=self._seen)
 
     # --- starting -------------------------------------------------------------------------------------------

@@ -273,7 +273,7 @@ class LedgerChain:
 
     The base is the newest durable checkpoint that was confirmed. Until then a save is pending: records made
     meanwhile still continue the base and repeat what the pending one holds. So each record is true by itself,
-    whatever becomes of the saves before it, and whichever of them a rank knows of. Nothing is taken back.
+    whatever the outcome of the saves before it, and whichever of them a rank knows of. Nothing is taken back.
 
     Every pending save ends with `confirm` or `fail`; either may come late, out of order or for a save that this
     process does not know of.

@@ -7,7 +7,7 @@ Guarantees:
 * Every change of a job's member set is a **generation**. Numbers grow over the whole coordinator, so two jobs
   never share one and a restart never repeats one.
 * `admit` refuses any call of a stale incarnation or generation, whatever it asks. The refusal's `cause` says whether the
-  caller was superseded, and should stop, or may register anew. A registration that arrives late supersedes nobody.
+  caller was superseded, and should stop, or may register again. A registration that arrives late supersedes nobody.
 * A **run** has one live fleet: its generations only grow, and another run cannot take the name of a job that is live.
 
 Liveness is soft: `Pulse` holds a worker's last heartbeat, on the monotonic clock, and is not journaled.
@@ -136,20 +136,20 @@ class Membership:
             raise Stale(
                 f"Incarnation {checks.number(incarnation)} of worker '{worker_id}' is not known here.",
                 cause="unknown",
-                hint="The coordinator has lost its memory. Register anew.",
+                hint="The coordinator has lost its memory. Register again.",
             )
         if incarnation and incarnation != member.incarnation:
             raise Stale(
                 f"Incarnation {checks.number(incarnation)} of worker '{worker_id}' is over; incarnation {member.incarnation} "
                 f"replaced it.",
                 cause="superseded" if incarnation < member.origin else "failed",
-                hint="Stop this process, or register anew.",
+                hint="Stop this process, or register again.",
             )
         if not member.present:
             raise Stale(
                 f"Worker '{worker_id}' was declared failed: {member.reason}.",
                 cause="failed",
-                hint="Register anew.",
+                hint="Register again.",
             )
         current = self.job_generations[member.spec.job_id]
         if generation and generation != current:
@@ -437,7 +437,7 @@ def _must_be_new(command: RegisterWorker, known: Member) -> None:
         raise Stale(
             f"This registration of worker '{known.spec.worker_id}' was superseded by incarnation {known.incarnation}.",
             cause="superseded",
-            hint="Stop this process, or register anew under a registration id of its own.",
+            hint="Stop this process, or register again under a registration id of its own.",
         )
 
 

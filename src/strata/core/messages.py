@@ -248,7 +248,7 @@ class StopTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartTask:
-    """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+    """Run a failed or stopped task again, from its latest intact checkpoint."""
 
     task_id: TaskId
     reason: str
@@ -462,7 +462,7 @@ class BarrierTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped:
-    """Whether the swap was made, and what stands there now (version 0: nothing)."""
+    """Whether the swap was made, and what is stored now (version 0: nothing)."""
 
     made: bool
     body: bytes

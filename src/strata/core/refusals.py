@@ -11,7 +11,7 @@ Cause = Literal["", "superseded", "failed", "unknown", "generation", "run_genera
 
 * `superseded`: a newer registration of the same worker took its place, so that this process is one too many.
 * `run_generation`: a later generation of its run has started, so that this process is a remnant of an earlier one.
-* `failed`: it was taken for dead; `unknown`: it is not in the coordinator's memory. It may register anew.
+* `failed`: it was taken for dead; `unknown`: it is not in the coordinator's memory. It may register again.
 * `generation`: the job's members have changed since; it may ask again in the present generation.
 """
 

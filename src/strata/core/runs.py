@@ -129,11 +129,11 @@ class InUse:
 
 
 def judge(
-    newest: Claim | None, *, launch: str, holder_is_gone: bool | None, changed: bool, unchanged_s: float
+    newest: Claim | None, *, launch: str, holder_has_ended: bool | None, changed: bool, unchanged_s: float
 ) -> Take | Watch | InUse:
     """What a start does about the newest claim there is.
 
-    `holder_is_gone` is None where this machine cannot know; `changed` says that the claim was renewed while it was
+    `holder_has_ended` is None where this machine cannot know; `changed` says that the claim was renewed while it was
     watched, `unchanged_s` for how long it was not.
     """
     if newest is None:
@@ -143,9 +143,9 @@ def judge(
         return Take(generation=after, reason="the start before it has ended")
     if newest.launch == launch:
         return Take(generation=after, reason="a restart of the same launch")
-    if holder_is_gone:
+    if holder_has_ended:
         return Take(generation=after, reason=f"{newest.who} is lost")
-    if changed or (holder_is_gone is False and unchanged_s >= ENDING_S):
+    if changed or (holder_has_ended is False and unchanged_s >= ENDING_S):
         return InUse(claim=newest)
     if unchanged_s >= SILENT_S:
         return Take(generation=after, reason=f"{newest.who} has been silent for {unchanged_s:.0f} s")

@@ -2,7 +2,7 @@
 
 In lock step all ranks take as long as the slowest, so step times alone say nothing. A rank's own time is what it needs
 for a step without waiting for the others; one whose own time is well above the median of the others', report after
-report, is slow. It is so again and again before it is said, and no longer so for as long before that is taken back.
+report, is slow. It must be so several times before it is reported, and no longer so for as long before that is withdrawn.
 Pure: `judge` is given what the ranks of one job reported and returns what changed, each with a reason for people.
 """
 

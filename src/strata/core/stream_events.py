@@ -40,7 +40,7 @@ class LogsSkipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resync:
-    """Events between the last one that was read and this one are lost to this reader: fetch the state anew."""
+    """Events between the last one that was read and this one are lost to this reader: fetch the state again."""
 
     reason: str
 

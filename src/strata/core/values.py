@@ -5,7 +5,7 @@ nobody has touched for a day are dropped, and one job keeps only so many, in num
 the monotonic clock, and the other one may be set.
 
 A swap may be **soft**: it counts, fences and is read like any other, and is not journaled. A restart forgets it, and
-the last value that was journaled stands there again, under a version of its own. Numbers for soft swaps are reserved
+the last value that was journaled is back, under a version of its own. Numbers for soft swaps are reserved
 in the journal a million at a time, so that none is given out again afterwards. Pure: time arrives as `now`.
 """
 
@@ -177,7 +177,7 @@ class Values:
 
     def resume_clock(self, now: Instant) -> None:
         """After a replay: everything was touched now. Where soft swaps were possible, what was read before the restart
-        may not be what stands there now: each value gets a version of its own, from beyond those reserved."""
+        may not be what is stored now: each value gets a version of its own, from beyond those reserved."""
         self._touched_mono_s = dict.fromkeys(self.durable, now.mono_s)
         if self.version < self.reserved:
             self.version = self.reserved

@@ -181,7 +181,7 @@ class RecoveryView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsView:
-    """Each figure is measured; a figure nothing has been measured for is null."""
+    """Each metric is measured; one that has no measurement yet is null."""
 
     checkpoint_throughput: float | None = field(metadata={"unit": "MB/s"})
     coordinator_rps: float = field(metadata={"unit": "requests/s"})

@@ -11,7 +11,7 @@
 `commit` gathers what each rank trained since the commit before and adds it to the history the weights have. It
 is called once per checkpoint, at a step boundary.
 
-Whoever saves in the background names the checkpoint, `commit(checkpoint_id)`, and says later what became of it:
+Whoever saves in the background names the checkpoint, `commit(checkpoint_id)`, and reports its outcome later:
 `confirm` or `fail`. Until then nothing relies on it; see `strata.core.ledger.LedgerChain`, which decides all this.
 """
 

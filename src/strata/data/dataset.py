@@ -45,7 +45,7 @@ class ElasticDataset:
         return self.read(samples)
 
     def read(self, samples: Sequence[int], *, begin: Callable[[int], None] | None = None) -> list[Any]:
-        """All of them at once; `begin` is told of each sample before its transform runs."""
+        """All of them at once; `begin` is called with each sample before its transform runs."""
         rows = self.reader.read(samples)
         if self._transform is None:
             return rows

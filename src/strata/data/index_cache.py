@@ -46,7 +46,7 @@ def save_index(ref: FileRef, format: str, options: ReadOptions, index: FileIndex
             arrays = {**index.arrays, "counts": np.array([index.rows, index.bad])}
             np.savez(file, **arrays)  # type: ignore[arg-type]
     except OSError as error:
-        log.debug("index of %s not kept: %s", ref.path, error)
+        log.debug("index of %s was not cached: %s", ref.path, error)
 
 
 def cache_dir() -> Path:

@@ -32,7 +32,7 @@ class _WorkerLoop:
             end_with_parent(signal.SIGKILL)
             parent = multiprocessing.parent_process()
             if self._is_forked and parent is not None and os.getppid() != parent.pid:
-                os._exit(1)  # It was gone before.
+                os._exit(1)  # It had ended before.
             if not self._is_forked:
                 let_fork_server_end()
         torch_loop(*arguments, **options)

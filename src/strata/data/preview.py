@@ -1,7 +1,7 @@
 """Samples as a browser may see them: small, JSON-safe, whatever they are made of.
 
 Each field becomes `{"kind": …, "role": …, …}`: numbers and short text as they are, long ones cut with their full
-length told, images as a data URL while they are small, anything binary by its size. Sizes are bounded by
+length given, images as a data URL while they are small, anything binary by its size. Sizes are bounded by
 construction, not by hope: no sample, however large or deep, gives a large answer. Text stays text: it is never
 markup, and whoever shows it must not make it so.
 """
@@ -30,7 +30,7 @@ class Limits:
     items: int = 32
     depth: int = 3
     image_bytes: int = 48 * 1024
-    """A larger image is told by its size alone."""
+    """A larger image is shown by its size alone."""
     thumbnail_pixels: int = 96
     """Arrays that are images are thinned out to this edge."""
 

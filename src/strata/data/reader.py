@@ -21,9 +21,9 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from strata.data.errors import DataError
-from strata.data.formats import ALL_SUFFIXES, format_named, format_of
 from strata.data.index_cache import load_index, save_index
 from strata.data.readers.base import Cache, FileIndex, OnBad, OpenFile, ReadOptions, Row, group_rows
+from strata.data.readers.formats import ALL_SUFFIXES, format_named, format_of
 from strata.data.sources import FileRef, find, is_remote, open_source
 
 log = logging.getLogger("strata.data")

@@ -185,8 +185,8 @@ class ElasticSampler:
         if expected is None or (step is not None and step != expected):
             place = f"epoch {self.epoch}, position {self.position:,}, part {self._part}"
             raise StateMismatch(
-                "A batch was committed out of turn.",
-                hint=f"The next one is at {place}. Commit each batch once, in order, and iterate anew after set_world.",
+                "A batch was committed out of order.",
+                hint=f"The next one is at {place}. Commit each batch once, in order, and iterate again after set_world.",
             )
         if not expected.ends_step:
             self._part += 1

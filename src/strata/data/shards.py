@@ -1,7 +1,7 @@
 """Shards of datasets for workers that read at their own pace.
 
 `ShardManager` cuts datasets into shards and deals them to workers: balanced, moving only what must move when
-somebody joins or leaves (`strata.core.sharding`). What a checkpoint committed (`commit`) decides which shards
+a worker joins or leaves (`strata.core.sharding`). What a checkpoint committed (`commit`) decides which shards
 are finished and where an unfinished one continues for whoever reads it next. In one process and in memory; the
 coordinator does the same for a fleet.
 """
@@ -166,11 +166,11 @@ class ShardManager:
                     known = first_plan(sorted(self._workers), entry.spec.shard_count, salt=dataset_id)
                 entry.plans[epoch] = known
                 for old in sorted(entry.plans)[:-_EPOCHS_KEPT]:
-                    del entry.plans[old]  # Made anew when somebody asks for it.
+                    del entry.plans[old]  # Recomputed when it is asked for.
             return known
 
     def commit(self, data: DataCommit | Mapping[str, Any]) -> None:
-        """Take over what a checkpoint committed: finished shards stay where they are, the others go on from
+        """Take over what a checkpoint committed: finished shards stay where they are, the others continue from
         there."""
         commit = data if isinstance(data, DataCommit) else DataCommit.from_json(data)
         with self._lock:

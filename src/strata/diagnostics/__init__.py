@@ -1,7 +1,7 @@
 """What is wrong with this machine, for training: checks that look and never change anything.
 
 Each check gives results with a verdict, what was found, and how to fix it: `ok`, `warn` (works, but), `fail` (will
-not work), `skip` (was not asked for, or cannot be told from here). A check never takes longer than its time-outs,
+not work), `skip` (was not requested, or cannot be checked from here). A check never takes longer than its time-outs,
 never raises, and leaves nothing behind; the S3 probe writes one small object and removes it.
 """
 

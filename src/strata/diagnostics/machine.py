@@ -66,7 +66,7 @@ def gpu(_: Targets) -> Iterator[CheckResult]:
             name="gpu",
             verdict="fail",
             found="nvidia-smi did not answer within 10 s",
-            fix="The driver hangs; see dmesg, and restart the machine or reload the driver.",
+            fix="The driver does not respond; see dmesg, and restart the machine or reload the driver.",
         )
         return
     lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()]
@@ -121,7 +121,7 @@ def shared_memory(_: Targets) -> Iterator[CheckResult]:
         name="shared memory",
         verdict="warn" if small or free < total / 10 else "ok",
         found=f"/dev/shm: {free / GIB:.1f} of {total / GIB:.1f} GiB free",
-        fix="Room for two snapshots of the model and optimizer is needed; in a container: --shm-size=8g"
+        fix="Two snapshots of the model and optimizer must fit; in a container: --shm-size=8g"
         if small
         else ("Something fills /dev/shm: ls -la /dev/shm" if free < total / 10 else ""),
     )

@@ -134,7 +134,7 @@ def ports(targets: Targets) -> Iterator[CheckResult]:
                 name=name,
                 verdict="fail",
                 found=f"cannot be used: {problem.strerror}",
-                fix="Ports below 1024 need rights; choose another.",
+                fix="Ports below 1024 need privileges; choose another.",
             )
         else:
             pid, command = _owner(port)
@@ -146,7 +146,7 @@ def ports(targets: Targets) -> Iterator[CheckResult]:
                 name=name,
                 verdict="fail" if targets.ports else "warn",
                 found=f"Address already in use, by {who}",
-                fix=f"End it if it is left over (lsof -i :{port}), or choose another port: torchrun --master-port, "
+                fix=f"Stop it if it is stale (lsof -i :{port}), or choose another port: torchrun --master-port, "
                 "strata serve --grpc-port / --http-port",
             )
 
@@ -236,7 +236,7 @@ def clock(date: str, asked_s: float, answered_s: float) -> CheckResult:
 
 def _get(url: str) -> tuple[bytes, dict[str, str]]:
     if urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError("only http and https addresses can be asked")
+        raise ValueError("only http and https addresses can be checked")
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
         return answer.read(1 << 20), {name.lower(): value for name, value in answer.headers.items()}
 

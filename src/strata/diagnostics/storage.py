@@ -53,7 +53,7 @@ def s3(targets: Targets) -> Iterator[CheckResult]:
             name="s3",
             verdict="skip",
             found="no bucket named",
-            fix="Name one to try it: strata doctor --s3-bucket BUCKET",
+            fix="Name one to check it: strata doctor --s3-bucket BUCKET",
         )
         return
     yield from _probe(targets.s3_bucket, targets.s3_region)

@@ -41,12 +41,12 @@ class StrataCallback(TrainerCallback):
         )
         if self.checkpoints is not None and state.is_world_process_zero:
             self._manager = CheckpointManager(self.checkpoints, self.keep_count, observer=self._link)
-        self._tell(state, "training")
+        self._report(state, "training")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._tell(state, "training")
+        self._report(state, "training")
 
     def on_log(
         self,
@@ -56,8 +56,8 @@ class StrataCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        figures = {k: float(v) for k, v in (logs or {}).items() if isinstance(v, int | float)}
-        self._tell(state, "training", figures)
+        metrics = {k: float(v) for k, v in (logs or {}).items() if isinstance(v, int | float)}
+        self._report(state, "training", metrics)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -77,11 +77,11 @@ class StrataCallback(TrainerCallback):
         if self._manager is not None:
             self._manager.close()
             self._manager = None
-        self._tell(state, "idle")
+        self._report(state, "idle")
         if self._link is not None:
             self._link.close(leave=True)
             self._link = None
 
-    def _tell(self, state: TrainerState, word: str, figures: Mapping[str, float] | None = None) -> None:
+    def _report(self, state: TrainerState, status: str, metrics: Mapping[str, float] | None = None) -> None:
         if self._link is not None:
-            self._link.status(word, step=state.global_step, epoch=int(state.epoch or 0), metrics=figures)
+            self._link.status(status, step=state.global_step, epoch=int(state.epoch or 0), metrics=metrics)

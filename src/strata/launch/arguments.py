@@ -36,7 +36,7 @@ COMMON_VARIABLES = ("NNODES", "NPROC_PER_NODE", "RDZV_BACKEND", "RDZV_ENDPOINT",
 """What job scripts set, each for the flag of its name."""
 WRONG_CALL = 2
 _NEEDS_ENDPOINT = (
-    "--nnodes={nnodes} lets several machines take part, and they need a place to meet. Start a coordinator on one of them "
+    "--nnodes={nnodes} lets several machines take part, and they need a rendezvous endpoint. Start a coordinator on one of them "
     "(`strata serve --host 0.0.0.0` with a token; see docs/operating/deploying.md) and give every machine --rdzv-endpoint=HOST:50051; "
     "or use etcd: --rdzv-backend=etcd --rdzv-endpoint=HOST:2379. A fixed set of machines that never changes may also name "
     "one of them: --master-addr=HOST --master-port=29500 --node-rank=N."
@@ -133,7 +133,7 @@ def _stay_on_this_machine(args: Namespace) -> None:
 
 def entrypoint(args: Namespace, command: Any, words: list[str]) -> tuple[Any, list[str]]:
     """What workers run, in place of torch's `command` and its `words`: Python programs report how they failed."""
-    from strata.launch.program import run_file, run_module
+    from strata.launch.entry import run_file, run_module
 
     if args.no_python:
         return command, words

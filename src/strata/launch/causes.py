@@ -93,7 +93,7 @@ class Failures:
         self._rounds.append((cause, lasted_s < QUICK_ROUND_S))
         error = root_cause([report.error for report in self._reports]) if int(found[1]) > 0 else None
         if self._errors.failed(error, lasted_s=lasted_s) is not None:
-            message = f"{cause.message} (it came back without a new step)"
+            message = f"{cause.message} (it restarted without a new step)"
             self._repeated = replace(cause, message=message, may_retry=False)
         self._round_began_s = now_s
         self._reports.clear()
@@ -122,7 +122,7 @@ class Failures:
         if asked_to_stop:
             if agent_code != -signal.SIGKILL:
                 return None
-            message = "it did not leave in time and was killed; the newest checkpoint is the one before"
+            message = "it did not exit in time and was killed; the newest checkpoint is the previous one"
             return ExitCause(kind="signal", signal="SIGKILL", message=message)
         if agent_code == 0:
             return None

@@ -25,7 +25,7 @@ def processes_of(run_id: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
-        with suppress(OSError):  # Gone, or somebody else's.
+        with suppress(OSError):  # Already ended, or another user's.
             if mark in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -19,7 +20,6 @@ from contextlib import suppress
 from types import TracebackType
 
 from strata.core.restarts import WorkerError
-from strata.launch.program import run_file, run_module
 from strata.processes import end_with_parent, write_line_by_line
 from strata.rendezvous.frames import describe, report, script_frames
 
@@ -49,8 +49,30 @@ def main() -> None:
         if described is not None:
             report(described)
             if supervisor:
-                _tell_failure(supervisor, described, exit_code=_status(error))
+                _report_failure(supervisor, described, exit_code=_status(error))
         raise
+
+
+def run_file(script: str, *arguments: str) -> None:
+    """`python SCRIPT ARGUMENTS`: what lies beside the script can be imported."""
+    sys.argv = [script, *arguments]
+    _replace_working_folder(os.path.dirname(os.path.realpath(script)))
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_module(name: str, *arguments: str) -> None:
+    """`python -m NAME ARGUMENTS`."""
+    sys.argv = [name, *arguments]
+    sys.modules.pop(name, None)  # One that was imported beforehand; runpy would warn of two.
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _replace_working_folder(folder: str) -> None:
+    """`python -m`, with which agents and entries start, puts the working folder first; with a script that is its own."""
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        sys.path[0] = folder
+    else:
+        sys.path.insert(0, folder)
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -81,7 +103,7 @@ def _send_output(supervisor: str, name: str, number: int) -> None:
             getattr(sys, name).reconfigure(line_buffering=True, errors="backslashreplace")
 
 
-def _tell_failure(supervisor: str, error: WorkerError, *, exit_code: int) -> None:
+def _report_failure(supervisor: str, error: WorkerError, *, exit_code: int) -> None:
     with suppress(OSError):
         _connect(supervisor, {"failure": {**error.to_dict(), "exit_code": exit_code}}).close()
 

@@ -189,7 +189,7 @@ class LocalLauncher:
                 break
             if run.supervisor is None:
                 run.supervisor = self._find_supervisor(run)
-            elif run.supervisor.is_gone() and not (plan.run_dir / "ended.json").exists():
+            elif run.supervisor.has_ended() and not (plan.run_dir / "ended.json").exists():
                 break
             if run.supervisor is None and (self._has_died(run) or time.monotonic() > appear_by_s):
                 break
@@ -303,5 +303,5 @@ def _last_words(run_dir: Path) -> str:
     with suppress(OSError):
         text = (run_dir / "supervisor.log").read_text(errors="replace").strip()
         if text:
-            return f"the process that keeps it did not start: {text.splitlines()[-1][:500]}"
-    return "it was never started, or nothing of it is left on this machine"
+            return f"its supervisor did not start: {text.splitlines()[-1][:500]}"
+    return "it was never started, or no trace of it is left on this machine"

@@ -20,7 +20,7 @@ from strata.launch.protocol import OutputLine
 SEGMENT_BYTES = 16 << 20
 SEGMENTS_KEPT = 4
 LINE_LIMIT_BYTES = 64 * 1024
-MOMENT_S = 1e-6
+TICK_S = 1e-6
 
 
 def _segment(run_dir: Path, number: int) -> Path:
@@ -53,14 +53,14 @@ class OutputFile:
             if self._file < 0 or self._size >= self._segment_bytes:
                 self._next_segment()
             body = b"".join(
-                json.dumps([self._moment(at_s), stream, rank, text]).encode() + b"\n" for text in texts
+                json.dumps([self._timestamp(at_s), stream, rank, text]).encode() + b"\n" for text in texts
             )
             self._size += os.write(self._file, body)
             self._lines += len(texts)
 
-    def _moment(self, at_s: float) -> float:
+    def _timestamp(self, at_s: float) -> float:
         """No two lines have the same, so that a line can be known by it."""
-        self._at_s = max(at_s, self._at_s + MOMENT_S)
+        self._at_s = max(at_s, self._at_s + TICK_S)
         return self._at_s
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One seam between what runs and where it runs: a launcher starts a plan and says what became of it.
+"""One seam between what runs and where it runs: a launcher starts a plan and reports its outcome.
 
 A launcher knows nothing of recipes, queues or retries: it is given a complete `LaunchPlan`, makes real processes of it
 under torchrun, and notifies one listener of what it observes, on the event loop it was made on. It keeps enough on disk (or in

@@ -23,7 +23,7 @@ _MODEL = _schema(
     n_layer=_key("integer", "Transformer blocks.", default=2, minimum=1, maximum=1_000),
     n_head=_key("integer", "Attention heads in each block.", default=4, minimum=1, maximum=1_000),
     n_embd=_key("integer", "Width; a multiple of n_head.", default=128, minimum=1, maximum=1_000_000),
-    dropout=_key("number", "Share of activations that is dropped.", default=0.0, minimum=0, maximum=1),
+    dropout=_key("number", "Dropout probability.", default=0.0, minimum=0, maximum=1),
 )
 
 TRAINING = Recipe(
@@ -34,16 +34,18 @@ TRAINING = Recipe(
     gpus_per_worker=None,
     environment={PRELOAD_VARIABLE: TRAINER},
     schema=_schema(
-        learning_rate=_key("number", "At full batch, after warm-up.", default=3e-4, exclusiveMinimum=0),
+        learning_rate=_key(
+            "number", "Learning rate at full batch, after warm-up.", default=3e-4, exclusiveMinimum=0
+        ),
         batch_size=_key("integer", "Sequences per worker and step.", default=8, minimum=1, maximum=1_000_000),
         steps=_key("integer", "Optimizer steps. Without it: `epochs`.", minimum=1, maximum=10**12),
-        epochs=_key("integer", "Times through the data; one if `steps` is not given.", minimum=1),
+        epochs=_key("integer", "Passes over the data; one if `steps` is not given.", minimum=1),
         seq_length=_key("integer", "Tokens in a sequence.", default=128, minimum=1, maximum=10**6),
-        warmup_steps=_key("integer", "Steps until the full learning rate.", default=20, minimum=0),
-        weight_decay=_key("number", "Of matrices.", default=0.1, minimum=0),
-        max_norm=_key("number", "Limit of the gradient's norm.", default=1.0, exclusiveMinimum=0),
-        seed=_key("integer", "Of weights and data order.", default=1234, minimum=0, maximum=2**31 - 1),
-        precision=_key("string", "Of the forward pass.", default="fp32", enum=["fp32", "bf16"]),
+        warmup_steps=_key("integer", "Warm-up steps to the full learning rate.", default=20, minimum=0),
+        weight_decay=_key("number", "Weight decay of matrices.", default=0.1, minimum=0),
+        max_norm=_key("number", "Maximum gradient norm.", default=1.0, exclusiveMinimum=0),
+        seed=_key("integer", "Seed of weights and data order.", default=1234, minimum=0, maximum=2**31 - 1),
+        precision=_key("string", "Precision of the forward pass.", default="fp32", enum=["fp32", "bf16"]),
         device=_key("string", "Where to compute.", default="auto", enum=["auto", "cpu", "cuda"]),
         tokenizer=_key("string", "'bytes', or the path of a tokenizer.json.", default="bytes", minLength=1),
         text_key=_key("string", "Field that holds the text.", default="text", minLength=1, maxLength=256),
@@ -51,10 +53,10 @@ TRAINING = Recipe(
         snapshot_interval=_key(
             "integer", "Steps between snapshots in memory; 0: none.", default=10, minimum=0
         ),
-        keep_checkpoints=_key("integer", "How many stay on disk.", default=3, minimum=1, maximum=100_000),
-        log_interval=_key("integer", "Steps between lines in the log.", default=10, minimum=1),
+        keep_checkpoints=_key("integer", "Checkpoints kept on disk.", default=3, minimum=1, maximum=100_000),
+        log_interval=_key("integer", "Steps between log lines.", default=10, minimum=1),
         hang_timeout=_key(
-            "number", "Seconds without a step that count as a hang; 0: any.", default=0, minimum=0
+            "number", "Seconds without a step that count as a hang; 0: off.", default=0, minimum=0
         ),
         model={**_MODEL, "description": "Shape of the model."},
     ),
@@ -71,13 +73,13 @@ INDEXING = Recipe(
     schema=_schema(
         tokenizer=_key("string", "'bytes', or the path of a tokenizer.json.", default="bytes", minLength=1),
         text_key=_key("string", "Field that holds the text.", default="text", minLength=1, maxLength=256),
-        on_bad=_key("string", "What a bad record does.", default="raise", enum=["raise", "skip"]),
+        on_bad=_key("string", "What to do with a bad record.", default="raise", enum=["raise", "skip"]),
     ),
 )
 
 SHARDING = Recipe(
     name="sharding",
-    description="Read a dataset of any format once, shard by shard over all workers, and write down what each holds.",
+    description="Read a dataset of any format once, shard by shard over all workers, and record what each holds.",
     program=("-m", "strata.launch.programs.sharding"),
     built_in=True,
     needs_dataset=True,

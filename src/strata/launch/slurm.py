@@ -29,7 +29,7 @@ class SlurmOptions:
 
     nodes: int = 1
     min_nodes: int = 1
-    """Training continues while so many are left."""
+    """Training continues while at least this many are left."""
     workers_per_node: int = 1
     gpus_per_node: int = 0
     cpus_per_node: int = 0

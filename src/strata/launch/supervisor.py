@@ -5,7 +5,7 @@
 Files in RUN_DIR, each complete from the moment it exists: `keeper.json` (who keeps this run), `output-NNNNNN.jsonl` (what
 its processes wrote, in segments, the oldest of which go when there are too many), `ended.json` (how it ended, written
 when nothing of the run is left). SIGTERM is passed on to the agent, whose workers save and leave. Were the supervisor killed,
-the kernel would send the agent the same signal. A run whose workers fail the same way again and again is given up.
+the kernel would send the agent the same signal. A run whose workers fail the same way repeatedly is abandoned.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def main() -> None:
     try:
         asyncio.run(supervisor.run())
     except OSError as error:
-        cause = ExitCause(kind="launch", message=f"the run could not be kept: {error}")
+        cause = ExitCause(kind="launch", message=f"the run could not be supervised: {error}")
         with suppress(OSError):
             write_atomically(Path(run_dir) / "ended.json", {"cause": asdict(cause)})
         raise

@@ -23,7 +23,7 @@ from strata.rendezvous import LOOPBACK, PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, 
 
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
-GONE_S = 10.0
+EXIT_TIMEOUT_S = 10.0
 """Processes that were killed have exited long before."""
 POLL_S = 0.01
 
@@ -128,7 +128,7 @@ class Agent:
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
-        deadline_s = time.monotonic() + GONE_S
+        deadline_s = time.monotonic() + EXIT_TIMEOUT_S
         # Until none is left: the fork server may have been about to fork another.
         while left := [p for p in (*below, *_group(self.process.pid)) if _is_to_end(p)]:
             for process in left:
@@ -137,7 +137,7 @@ class Agent:
             if time.monotonic() > deadline_s:
                 break
             time.sleep(POLL_S)
-        return self.process.wait(GONE_S)
+        return self.process.wait(EXIT_TIMEOUT_S)
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

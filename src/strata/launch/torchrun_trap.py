@@ -31,11 +31,11 @@ def separate_attempts() -> None:
 
 
 def warning() -> str | None:
-    """What to tell the user of a restarted worker that may read what dead ones have left; None where it cannot."""
+    """The warning for the user of a restarted worker that may read what dead ones have left; None where it cannot."""
     if _separated or not _shares_store() or not _attempt() or _has_fresh_stores():
         return None
     return (
-        f"this is attempt {_attempt() + 1}, and torchrun lets it meet where the last one did: it may read addresses of dead "
+        f"this is attempt {_attempt() + 1}, and torchrun reuses the last attempt's rendezvous store: it may read addresses of dead "
         "workers, fail again or hang. Start it with `strata torchrun …` in place of `torchrun …`, or set "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     )

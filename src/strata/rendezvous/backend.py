@@ -6,7 +6,7 @@ Four things that torch's own back ends leave to luck are settled here:
   heartbeat is a counter, and each agent goes by its own clock: a node is alive as long as its counter keeps moving.
 * **Outages.** After the server was out of reach everyone's heartbeat is old. Nobody is declared dead for that: every
   node gets a full keep-alive window from the first reading after the gap.
-* **Lost memory.** A server that comes back empty is told the state again by the first member that notices, before a
+* **Lost memory.** A server that comes back empty is sent the state again by the first member that notices, before a
   newcomer can take the empty place for a new run. A write that moves nothing but heartbeat counters is soft: the server
   need not keep it through a restart. Counters that jump back are counters that have moved.
 * **Earlier runs.** A closed rendezvous belongs to its run as long as one member of it is alive. After that the id is
@@ -57,7 +57,7 @@ class CasRendezvousBackend(RendezvousBackend):
         self._window_s = window_s
         self._unreachable = unreachable
         self._seen: dict[Node, tuple[int, float]] = {}  # Each node's counter, and when it last moved.
-        self._handed: dict[Node, datetime] = {}  # The same timestamps as torch was told them.
+        self._handed: dict[Node, datetime] = {}  # The same timestamps as torch received them.
         self._last_read_s: float | None = None
         self._incarnation = ""
         self._entered = False
@@ -79,7 +79,7 @@ class CasRendezvousBackend(RendezvousBackend):
 
     @property
     def known(self) -> SharedState | None:
-        """What stood on the server when this node last heard of it: the same for everybody, whoever seems silent."""
+        """What the server held when this node last read it: the same for everybody, whoever seems silent."""
         return self._known
 
     def get_state(self) -> tuple[bytes, Token] | None:
@@ -121,7 +121,7 @@ class CasRendezvousBackend(RendezvousBackend):
             self._entered, self._known = True, shared
             self._seen, self._handed = seen, dict(mine.last_heartbeats)
             return state, now_there[1], True
-        found = self._tell_again() if now_there is None else now_there
+        found = self._restore_state() if now_there is None else now_there
         return None if found is None else (self._for_torch(self._adopt(found[0])), found[1], False)
 
     def leave(self, node: Node) -> None:
@@ -146,13 +146,13 @@ class CasRendezvousBackend(RendezvousBackend):
             found = self._client.get(self.state_key)
         except ConnectionError as error:
             self._raise_unreachable(error)
-        there = self._tell_again() if found is None else (SharedState.from_json(found[0]), found[1])
+        there = self._restore_state() if found is None else (SharedState.from_json(found[0]), found[1])
         return None if there is None else (self._adopt(there[0]), there[1])
 
     def _cas(
         self, state: SharedState, token: Token | None, *, soft: bool = False
     ) -> tuple[bool, tuple[SharedState, Token] | None]:
-        """Whether `state` was written, and what stands there now."""
+        """Whether `state` was written, and what is stored now."""
         try:
             written, value, now_token = self._client.cas(self.state_key, state.to_json(), token, soft=soft)
         except ConnectionError as error:
@@ -161,7 +161,7 @@ class CasRendezvousBackend(RendezvousBackend):
             return written, None
         return written, (state if written else SharedState.from_json(value), now_token)
 
-    def _tell_again(self) -> tuple[SharedState, Token] | None:
+    def _restore_state(self) -> tuple[SharedState, Token] | None:
         """Give a server that has lost the state what this member last knew of it. A newcomer knows nothing."""
         if not self._entered or self._known is None or self._known.closed:
             return None

@@ -36,7 +36,7 @@ class CasClient(Protocol):
         self, key: str, value: bytes, expected_token: Token | None, *, soft: bool = False
     ) -> tuple[bool, bytes | None, Token | None]:
         """Write if the key still has `expected_token` (None: is still absent). Returns whether it was written, and
-        the value and token that stand there now. A `soft` value need not survive a restart of the server, which may
+        the value and token that are stored now. A `soft` value need not survive a restart of the server, which may
         then show the one before it, under a token that nobody has seen."""
         ...
 
@@ -46,7 +46,7 @@ class CasStore(Store):
 
     timeout: timedelta
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
-    """Called again and again while a key is waited for; what it raises ends the wait."""
+    """Called repeatedly while a key is waited for; what it raises ends the wait."""
 
     def __init__(self, client: CasClient, root: Callable[[], str]) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class EtcdCasClient:
         with self._lock:
             try:
                 answer = self._swap(key, value, compare)
-            except _LeaseGone:
+            except _LeaseLost:
                 self._lease = None
                 answer = self._swap(key, value, compare)
         if answer.get("succeeded"):
@@ -126,7 +126,7 @@ class EtcdCasClient:
             return answer
         text = data.decode(errors="replace").strip()
         if "lease not found" in text:
-            raise _LeaseGone
+            raise _LeaseLost
         if response.status == 404:
             raise ConnectionError("this server has no etcd v3 JSON gateway (etcd 3.4 or later is needed)")
         raise ConnectionError(f"HTTP {response.status} {text[:200]}")
@@ -137,7 +137,7 @@ class EtcdCasClient:
             self._connection = None
 
 
-class _LeaseGone(Exception):
+class _LeaseLost(Exception):
     """The lease ran out, or the server lost it. No connection problem: the next request brings a new one."""
 
 

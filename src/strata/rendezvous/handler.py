@@ -1,7 +1,7 @@
 """Torch's dynamic rendezvous over a compare-and-swap server, with times in seconds and errors in words.
 
 Guarantees beyond torch's own handler: an outage of the server does not disturb a running job and is waited for
-by one that is joining; a member that is gone before all know their ranks is not waited for; time-outs and closed
+by one that is joining; a member that is lost before all know their ranks is not waited for; time-outs and closed
 runs say who was there, and what to do; restarts get a fresh store.
 """
 
@@ -41,7 +41,7 @@ RETRY_S = 0.5
 
 
 class RoundLost(Exception):
-    """The round that this node has joined is no more: a member of it is gone, or was taken for gone."""
+    """The round that this node has joined was lost: a member of it is lost, or was taken for lost."""
 
 
 class CasRendezvousHandler(DynamicHandler):
@@ -89,13 +89,15 @@ class CasRendezvousHandler(DynamicHandler):
         try:
             self.backend.leave(self.this_node)
         except RendezvousError as error:
-            logger.warning("left the rendezvous '%s' without saying so: %s", self.settings.run_id, error)
+            logger.warning(
+                "left the rendezvous '%s' without notifying the others: %s", self.settings.run_id, error
+            )
         return closed
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
         """From a round's beginning until its agents know their workers' ranks. Each waits for what the others say in
-        the store; meanwhile a wait for one that is gone ends with `RoundLost`."""
+        the store; meanwhile a wait for one that is lost ends with `RoundLost`."""
         self._is_agreeing = True
         try:
             yield
@@ -115,7 +117,7 @@ class CasRendezvousHandler(DynamicHandler):
 
     def world(self) -> tuple[int, int]:
         """This node's rank and how many there are, the same number for all who have joined. Torch leaves out whom it has
-        not heard of for a while, each node by its own watch, so that their worlds may differ."""
+        silent for a while, each node by its own clock, so that their worlds may differ."""
         known = self.backend.known
         if known is None or not known.complete or self.this_node not in known.participants:
             raise RoundLost(f"A round of '{self.settings.run_id}' continued without this node")
@@ -137,7 +139,9 @@ class CasRendezvousHandler(DynamicHandler):
         if not self._server_lost:  # Once per outage: the agent asks ten times a second.
             self._server_lost = True
             logger.warning(
-                "the rendezvous server of '%s' is away, going on without it: %s", self.settings.run_id, error
+                "the rendezvous server of '%s' is unreachable, continuing without it: %s",
+                self.settings.run_id,
+                error,
             )
 
     def _timeout_text(self) -> str:
@@ -145,7 +149,7 @@ class CasRendezvousHandler(DynamicHandler):
         present = sorted(
             {str(node) for node in (*state.participants, *state.wait_list)} - {str(self.this_node)}
         )
-        others = f"besides this node there was {', '.join(present)}" if present else "no other node came"
+        others = f"besides this node there was {', '.join(present)}" if present else "no other node joined"
         return (
             f"Timed out waiting for rendezvous '{settings.run_id}' after {settings.timeout.join.total_seconds():g} s: "
             f"{settings.min_nodes} nodes are needed, {others}. All nodes must use the same --rdzv-id and endpoint; "
@@ -154,7 +158,7 @@ class CasRendezvousHandler(DynamicHandler):
 
 
 def _meet(meet: Callable[[], None], handler: object) -> None:
-    """In the agent, in place of torch's way, which waits five minutes for the rank of a member that is gone."""
+    """In the agent, in place of torch's way, which waits five minutes for the rank of a member that is lost."""
     if not isinstance(handler, CasRendezvousHandler):
         meet()
         return
@@ -164,13 +168,13 @@ def _meet(meet: Callable[[], None], handler: object) -> None:
                 meet()
             return
         except RoundLost as lost:
-            logger.warning("%s before all ranks were known; meeting again", lost)
+            logger.warning("%s before all ranks were known; joining again", lost)
 
 
 def create_cas_handler(
     client: CasClient, params: RendezvousParameters, *, unreachable: Callable[[Exception], str]
 ) -> CasRendezvousHandler:
-    """The handler for `params.backend` over `client`. Raises `RendezvousConnectionError` if nobody answers there;
+    """The handler for `params.backend` over `client`. Raises `RendezvousConnectionError` if it is unreachable;
     `unreachable` puts that into words."""
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -90,7 +90,7 @@ def create_local_handler(params: RendezvousParameters) -> LocalRendezvous:
     rendezvous' options are where workers meet. Raises `RendezvousConnectionError` for a run of several machines."""
     if params.max_nodes > 1:
         raise RendezvousConnectionError(
-            "Several machines need a place to meet, and no --rdzv-endpoint was given. Start a coordinator on one of them "
+            "Several machines need a rendezvous endpoint, and no --rdzv-endpoint was given. Start a coordinator on one of them "
             "with `strata serve` and give every machine --rdzv-endpoint=HOST:50051, or --rdzv-backend=etcd with the "
             "endpoint of an etcd server."
         )
@@ -120,7 +120,7 @@ def _serve(address: str, port: int) -> tuple[TCPStore, int]:
             raise
     except OSError as error:
         raise RendezvousConnectionError(
-            f"Workers cannot meet at {address}:{port}: {error}. Leave --master-port and --master-addr out and a free port "
+            f"Workers cannot rendezvous at {address}:{port}: {error}. Leave --master-port and --master-addr out and a free port "
             "is picked, or name others."
         ) from error
     port = listener.getsockname()[1]

@@ -32,7 +32,7 @@ from typing import Any
 
 from strata.files import write_file
 from strata.rendezvous import PRELOAD_VARIABLE
-from strata.shared_memory import PROVEN, make_private, remove_empty, run_folder
+from strata.shared_memory import VERIFIED_MODULES, make_private, remove_empty, run_folder
 
 log = logging.getLogger("strata.rendezvous")
 
@@ -46,7 +46,7 @@ SEEN_VARIABLE = "STRATA_SEEN_IMPORTS"
 """To a second server: the file with the names to import, beside which it puts its outcome."""
 SEEN = "strata.rendezvous.seen"
 MOST_NAMES = 10_000
-MOST_PROVEN_BYTES = 60_000
+MODULES_LIMIT_BYTES = 60_000
 """They travel on the server's command line."""
 FEWEST_NAMES = 30
 """For less, a second server is not worth its memory."""
@@ -62,14 +62,14 @@ _SERVER_FIELDS = (
 
 def preload(run: str = "") -> None:
     """In the agent, before its fork server runs."""
-    multiprocessing.set_forkserver_preload([*_always(), *_proven(run)])
+    multiprocessing.set_forkserver_preload([*_always(), *_verified_modules(run)])
 
 
-def _proven(run: str) -> list[str]:
+def _verified_modules(run: str) -> list[str]:
     """What a server of an earlier agent of this run has imported on this machine, and could be forked afterwards."""
     with suppress(OSError, ValueError):
         if run:
-            names: list[str] = json.loads((run_folder(run) / PROVEN).read_text())
+            names: list[str] = json.loads((run_folder(run) / VERIFIED_MODULES).read_text())
             return names
     return []
 
@@ -122,7 +122,7 @@ def import_seen() -> None:
                 _leave(path, {"spoiled": [name, spoiled]})
                 os._exit(1)
         _leave(path, {"imported": imported})
-    except OSError:  # The run has ended, and its folder is gone.
+    except OSError:  # The run has ended, and its folder was removed.
         os._exit(1)
     _die_with_parent(0)
 
@@ -164,7 +164,7 @@ class SecondServer:
         """Servers whose workers may still live."""
 
     def look(self, run: str) -> None:
-        """Called again and again while workers run; does a little at a time, and never waits."""
+        """Called repeatedly while workers run; does a little at a time, and never waits."""
         if self._path is None:
             self._take_note(run)
             return
@@ -178,7 +178,7 @@ class SecondServer:
             self._take_over()
 
     def replace_workers(self) -> None:
-        """Called when all workers are gone, before others are started: nobody needs an old server any more."""
+        """Called when all workers have ended, before others are started: an old server is no longer needed."""
         for server in self._retired:
             _end(server)
         self._retired.clear()
@@ -218,7 +218,9 @@ class SecondServer:
     def _give_up(self, module: str, spoiled: str) -> None:
         parts = module.split(".")
         left_out = ".".join(parts[:2] if parts[0] == "torch" else parts[:1])
-        log.warning("importing %s %s: replaced workers will import %s themselves", module, spoiled, left_out)
+        log.warning(
+            "importing %s %s: replacement workers will import %s themselves", module, spoiled, left_out
+        )
         _end(self._server)
         self._server = None
         self._names = [
@@ -254,9 +256,9 @@ class SecondServer:
 
 
 def _prove(run: str, names: list[str]) -> None:
-    if len(repr(names)) <= MOST_PROVEN_BYTES:
+    if len(repr(names)) <= MODULES_LIMIT_BYTES:
         with suppress(OSError):
-            write_file(run_folder(run) / PROVEN, json.dumps(names), durable=False)
+            write_file(run_folder(run) / VERIFIED_MODULES, json.dumps(names), durable=False)
 
 
 def _end(server: Any) -> None:

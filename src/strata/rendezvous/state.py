@@ -1,7 +1,7 @@
 """The shared state of a rendezvous, as JSON on the server and as torch's own object in the process.
 
 Torch hands its state over pickled, and unpickles what it gets back. Here only JSON leaves the process, so that
-nobody who can write to the server can run code in an agent, a person can read what stands there, and agents
+nobody who can write to the server can run code in an agent, a person can read what is stored, and agents
 with different torch versions understand each other. What cannot be read raises `RendezvousStateError`.
 
 A node's heartbeat is a counter on the server and a local time in the process: see `backend`.
@@ -75,7 +75,7 @@ class SharedState:
             )
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise RendezvousStateError(
-                f"Stale state detected: what stands under this rendezvous id was not written by this version of "
+                f"Stale state detected: what is stored under this rendezvous id was not written by this version of "
                 f"Strata ({type(error).__name__}: {error}). Use another --rdzv-id, or remove it: "
                 f"etcdctl del --prefix /torch/elastic/ID"
             ) from error

@@ -73,7 +73,7 @@ Choose = Callable[[Operation, random.Random], Fault | None]
 
 
 class SimulatedCrash(BaseException):
-    """The process is supposed to be dead now. Not an `Exception`: nobody may catch it and go on."""
+    """The process is supposed to be dead now. Not an `Exception`: nothing may catch it and continue."""
 
 
 def crash_by_exception(what: str) -> None:

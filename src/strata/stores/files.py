@@ -2,7 +2,7 @@
 
 A value is written to a nameless place under `.strata/tmp`, and given its name by one rename, or one link where
 the key must be absent: readers see all of it or nothing. A temporary file is locked while its writer lives, so
-whoever opens the store next can tell the leftovers of the dead from work in progress, also across containers,
+whoever opens the store next can distinguish temporary files of dead writers from work in progress, also across containers,
 and removes them. A durable store flushes the file before it gets its name, and then every directory on the way
 to it.
 
@@ -56,7 +56,7 @@ class FileStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
         self._temporary = self.root / RESERVED / "tmp"
-        self.remove_leftovers()
+        self.clean_up()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -159,15 +159,15 @@ class FileStore:
         while not os.path.exists(folder) and folder != folder.parent:
             folder = folder.parent
         try:
-            room = os.statvfs(folder)
+            space = os.statvfs(folder)
         except OSError as error:
             raise store_error(
                 error, tier=self.tier, key="", doing=f"measure the free space of {self.root}"
             ) from error
-        return room.f_bavail * room.f_frsize
+        return space.f_bavail * space.f_frsize
 
-    def remove_leftovers(self) -> int:
-        """Remove the temporary files of writers that are gone; how many there were."""
+    def clean_up(self) -> int:
+        """Remove the temporary files of writers that have ended; how many there were."""
         removed = 0
         with contextlib.suppress(OSError), os.scandir(self._temporary) as entries:
             for entry in entries:
@@ -180,12 +180,12 @@ class FileStore:
                     finally:
                         os.close(fd)
         if removed:
-            log.info("%s: removed %d unfinished values of writers that are gone", self.url, removed)
+            log.info("%s: removed %d unfinished values of writers that have ended", self.url, removed)
         return removed
 
     # --- writing, for FileWriter ---
 
-    def check_room(self, key: str, size_bytes: int) -> None:
+    def check_space(self, key: str, size_bytes: int) -> None:
         """Raise `NoSpace` if a value of this size cannot fit, before anything is written."""
         free_bytes = self.free_bytes()
         if size_bytes > free_bytes:
@@ -203,10 +203,10 @@ class FileStore:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink:
                 return fd, path
-            os.close(fd)  # Somebody who opened the store took it for a leftover before it was locked.
+            os.close(fd)  # Another opener of the store took it for an orphan before it was locked.
 
     def publish(self, temporary: Path, path: Path, key: str, *, if_absent: bool) -> None:
-        """Give a finished temporary file its name; the name `temporary` is gone afterwards."""
+        """Give a finished temporary file its name; the name `temporary` no longer exists afterwards."""
         for attempt in range(_PUBLISH_ATTEMPTS):
             try:
                 self._make_folder(path.parent)
@@ -225,13 +225,11 @@ class FileStore:
             try:
                 self._fsync_up(path.parent)
             except OSError:
-                if if_absent:  # Whoever is told of a failure must be able to try again.
+                if if_absent:  # A caller that sees a failure must be able to retry.
                     path.unlink(missing_ok=True)
                 raise
         if if_absent:
-            with contextlib.suppress(
-                OSError
-            ):  # It is published; a second name that stays is only a leftover.
+            with contextlib.suppress(OSError):  # It is published; a second name that stays is only an orphan.
                 os.unlink(temporary)
 
     # --- inside ---
@@ -340,7 +338,7 @@ class FileStore:
             folder = folder.parent
 
     def _prune(self, folder: Path) -> None:
-        with contextlib.suppress(OSError):  # Not empty, or gone.
+        with contextlib.suppress(OSError):  # Not empty, or already removed.
             while folder != self.root:
                 os.rmdir(folder)
                 folder = folder.parent
@@ -352,7 +350,7 @@ class FileWriter:
     def __init__(
         self, store: FileStore, key: str, path: Path, *, size_hint_bytes: int, if_absent: bool
     ) -> None:
-        store.check_room(key, size_hint_bytes)
+        store.check_space(key, size_hint_bytes)
         self._store = store
         self._key = key
         self._path = path

@@ -16,7 +16,7 @@ from strata.stores.files import FileStore
 
 class LocalStore(FileStore):
     """A directory of values. It is made on the first write; opening one reads nothing and changes nothing but
-    leftovers of dead writers."""
+    temporary files of dead writers."""
 
     tier: ClassVar[str] = "NVME"
     durable: ClassVar[bool] = True

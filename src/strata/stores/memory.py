@@ -2,9 +2,9 @@
 
 Each job has a namespace, a private directory in /dev/shm. A worker that is killed and started again opens the
 same name and finds what was there. Namespaces record who owns them: `release` removes one when its job ends,
-and `reclaim_orphans` those whose owners are all gone, so memory is not lost to jobs that nobody will resume.
+and `reclaim_orphans` those whose owners have all ended, so memory is not lost to jobs that will never resume.
 Opening a store reclaims as well. A limit in bytes counts everything in the namespace, unfinished writes
-included, over all processes; replacing a value needs room for both until the old one is gone.
+included, over all processes; replacing a value needs space for both until the old one is freed.
 
 An owner in another PID namespace (a container sharing /dev/shm) cannot be judged from here and counts as alive. Owners,
 private folders and locks are those of the images of checkpoints (`strata.shared_memory`, `strata.locks`).
@@ -128,7 +128,7 @@ class MemoryStore(FileStore):
             if error.filename != str(_home(self._shm)):
                 raise self._not_opened(error) from error
             raise AccessDenied(
-                f"{error.filename} belongs to somebody else.",
+                f"{error.filename} belongs to another user.",
                 tier=self.tier,
                 key="",
                 hint="Have its owner or an administrator remove it.",
@@ -140,7 +140,7 @@ class MemoryStore(FileStore):
         return store_error(error, tier=self.tier, key="", doing=f"open {self.url} in {self._shm}")
 
     def _add_owner(self, owner: Process) -> None:
-        """Called while nobody else looks at the namespaces."""
+        """Called while no other process looks at the namespaces."""
         owners = self.root / RESERVED / "owners"
         self._make_folder(owners)
         for each in owners.iterdir():
@@ -152,14 +152,14 @@ class MemoryStore(FileStore):
 def reclaim_orphans(
     *, shm: str | os.PathLike[str] = SHM, grace_s: float = ORPHAN_GRACE_S, spare: str | None = None
 ) -> list[str]:
-    """Remove the namespaces of this user whose owners are gone and which nobody touched for `grace_s`; their
+    """Remove the namespaces of this user whose owners have ended and which were not touched for `grace_s`; their
     names."""
     home = _home(Path(shm))
     removed: list[str] = []
     with contextlib.suppress(OSError):
         removed = _remove(Path(shm), lambda job: job != spare and _orphaned(home / job, grace_s))
     for job in removed:
-        log.info("memory://%s: reclaimed, its owners are gone", job)
+        log.info("memory://%s: reclaimed, its owners have ended", job)
     return removed
 
 
@@ -184,7 +184,7 @@ def _held_still(shm: Path) -> Iterator[None]:
 
 def _remove(shm: Path, is_chosen: Callable[[str], bool]) -> list[str]:
     """Take the chosen namespaces away, each in one rename, so that no one can open half of it; then free them. Also what
-    somebody who was killed had begun to remove. The names of the chosen."""
+    a killed process had started to remove. The names of the chosen."""
     home, doomed = _home(shm), []
     if not home.exists():
         return []

@@ -273,7 +273,7 @@ class ObjectStore:
                 return
 
     def _settle(self, error: Exception, key: str, path: str, mark: str) -> None:
-        """Return if the write that ended in `error` took place all the same; raise what it failed of if not."""
+        """Return if the write that ended in `error` took effect nevertheless; raise the cause if not."""
         explained = self._explained(error, key, "write")
         if isinstance(explained, Unavailable | NotFound) or type(explained) is StoreError:
             with contextlib.suppress(StoreError):
@@ -282,7 +282,7 @@ class ObjectStore:
                         "%s: the reply to writing '%s' was lost, but the value is there", self.url, key
                     )
                     return
-        if isinstance(explained, NotFound):  # The upload is gone, and the object is not there either.
+        if isinstance(explained, NotFound):  # The upload no longer exists, and neither does the object.
             explained = Unavailable(
                 f"The upload of '{key}' to {self.url} was ended by the server before it was complete.",
                 tier=self.tier,
@@ -317,7 +317,7 @@ class ObjectStore:
             if self._read_version(key, target, offset, found["e_tag"]):
                 return target
         raise Unavailable(
-            f"'{key}' in {self.url} was replaced again and again while it was read.", tier=self.tier, key=key
+            f"'{key}' in {self.url} was replaced repeatedly while it was read.", tier=self.tier, key=key
         )
 
     def _found(self, key: str) -> Any:
@@ -347,7 +347,7 @@ class ObjectStore:
                 pass  # Not allowed to list: then this cannot be known.
 
     def _read_version(self, key: str, view: memoryview, offset: int, version: str | None) -> bool:
-        """Fill `view` from one version of the object; False if that version is gone."""
+        """Fill `view` from one version of the object; False if that version no longer exists."""
 
         def fetch(start: int) -> bool:
             part = view[start : start + self._part_bytes]
@@ -371,7 +371,7 @@ class ObjectStore:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, key: str, offset: int, size_bytes: int, version: str | None) -> Any | None:
-        """So many bytes of one version of the object, in memory of the client's; None if that version is gone."""
+        """So many bytes of one version of the object, in memory of the client's; None if that version no longer exists."""
         import obstore
 
         path = self._path(key)

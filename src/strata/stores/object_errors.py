@@ -81,9 +81,9 @@ def explain(error: BaseException, *, provider: Provider, bucket: str, key: str, 
         hint = f"Allow {missing} on {place} and {place}/*, and check that the credentials are the right ones."
         return made(AccessDenied, why, hint, f"AccessDenied; missing permission: {missing}")
     if isinstance(error, FileNotFoundError):
-        return made(NotFound, "it is not there.", "", "not found")
+        return made(NotFound, "it does not exist.", "", "not found")
     if status >= 500 or status in (408, 429):
-        hint = "The service has trouble or asks for fewer requests: try again later."
+        hint = "The service is failing or throttling requests: try again later."
         return made(Unavailable, f"{cause} for longer than the retry budget.", hint, cause)
     if status == 0 and kind in ("GenericError", "EOFError"):
         why = _short(text)

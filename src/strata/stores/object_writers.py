@@ -16,7 +16,7 @@ class StreamWriter:
     """Sends parts while later ones are still being written; the object appears on `commit`.
 
     `file` is an obstore writer. `settle` is called with the error of a commit that failed: it returns if the
-    object is there all the same, and raises otherwise.
+    object exists nevertheless, and raises otherwise.
     """
 
     def __init__(self, file: Any, *, key: str, fail: Fail, settle: Callable[[Exception], None]) -> None:

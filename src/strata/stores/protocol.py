@@ -113,7 +113,7 @@ StorageBackend = Store
 
 class StoreError(StrataError):
     """A store could not do what was asked. `reason` is the cause alone ("No space left on device"), for callers
-    who tell the story in their own words."""
+    who phrase the message themselves."""
 
     code: ClassVar[str] = "store_error"
 

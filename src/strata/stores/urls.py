@@ -1,7 +1,7 @@
 """From a URL, or the environment, to a store.
 
 `/dir`, `file:///dir`, `memory://job`, `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`.
-Opening touches neither network nor disk beyond the leftovers of dead writers: a wrong bucket or missing
+Opening touches neither network nor disk beyond the temporary files of dead writers: a wrong bucket or missing
 credentials show on first use.
 """
 
@@ -24,9 +24,7 @@ class InvalidStoreURL(StrataError, ValueError):
     code: ClassVar[str] = "invalid_store_url"
 
     def __init__(self, url: str, problem: str, *, instead: str = _EXAMPLES) -> None:
-        super().__init__(
-            f"{url!r} does not name a place to store checkpoints: {problem}.", hint=f"Write {instead}."
-        )
+        super().__init__(f"{url!r} is not a checkpoint destination: {problem}.", hint=f"Write {instead}.")
         self.url = url
 
 
@@ -108,7 +106,7 @@ def store_from_env(environ: Mapping[str, str] | None = None) -> Store:
         if backend not in _SCHEMES:
             raise InvalidStoreURL(
                 backend,
-                "STORAGE_BACKEND must say what kind of place CHECKPOINT_BUCKET is",
+                "STORAGE_BACKEND must say what kind of storage CHECKPOINT_BUCKET is",
                 instead="STORAGE_BACKEND=local, s3, gcs, azure or memory",
             )
         place = _SCHEMES[backend] + place

@@ -124,7 +124,7 @@ class WorkerProcesses(workers.MultiprocessContext):
             Path(path).unlink(missing_ok=True)
 
     def _release_finished(self) -> None:
-        """A worker that has finished waits to be told that its result was read, and would until it is killed.
+        """A worker that has finished waits for the notice that its result was read, and would until it is killed.
 
         Python waits for each of them to wake up, so in vain for one that was killed meanwhile.
         """

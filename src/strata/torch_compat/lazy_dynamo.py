@@ -59,5 +59,5 @@ def load() -> ModuleType:
 
 
 def use_deterministic_algorithms() -> None:
-    """As `torch.use_deterministic_algorithms(True, warn_only=True)`, which imports the compiler to tell it so."""
+    """As `torch.use_deterministic_algorithms(True, warn_only=True)`, which imports the compiler to configure it."""
     torch._C._set_deterministic_algorithms(True, warn_only=True)

@@ -17,6 +17,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
 from strata.data.tokens.dataset import TokenDataset, TokenLoader
 from strata.data.tokens.errors import IndexNotFound, StaleIndex
 from strata.data.tokens.freshness import (
@@ -27,7 +32,7 @@ from strata.data.tokens.freshness import (
     rebuild_command,
 )
 from strata.data.tokens.index import TokenIndex
-from strata.data.tokens.sequences import DatasetState
+from strata.data.tokens.sequences import DatasetState, SequenceReader
 from strata.data.tokens.sources import expand_patterns
 from strata.data.tokens.tokenizers import BYTES_NAME, load_tokenizer
 from strata.trainer.error_translation import reading_data, respelt
@@ -36,6 +41,7 @@ from strata.trainer.errors import DataLoadingError
 __all__ = ["DatasetState", "ResumableDataset", "create_dataloader"]
 
 PathLike = str | os.PathLike[str]
+Rows = dict[str, Tensor]
 
 
 class ResumableDataset(TokenDataset):
@@ -126,3 +132,25 @@ def _verify(index: TokenIndex, data_files: list[Path], tokenizer: object, text_k
     local = not isinstance(tokenizer, str) or tokenizer == BYTES_NAME or os.path.exists(tokenizer)
     if tokenizer is not None and local:
         check_tokenizer(index, load_tokenizer(tokenizer), data_files)
+
+
+class SequenceDataset(Dataset[Rows]):
+    """Reads whole batches at once: `DataLoader` asks for all numbers of a batch in one call."""
+
+    def __init__(self, reader: SequenceReader) -> None:
+        self._reader = reader
+
+    def __len__(self) -> int:
+        return self._reader.count
+
+    def __getitem__(self, number: int) -> Rows:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[Rows]:
+        inputs, labels = self._reader.read(np.asarray(numbers, np.int64))
+        return [{"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}]
+
+
+def collate(batch: list[Rows]) -> Rows:
+    """A batch has been read as one; a rank without work in a step has one that weighs nothing."""
+    return batch[0]

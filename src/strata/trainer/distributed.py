@@ -93,7 +93,7 @@ class ElasticTrainingConfig:
         return dict(TORCHRUN_ENVIRONMENT)
 
     def check_rendezvous(self, *, timeout_s: float = 2.0) -> None:
-        """Raise if nobody answers at an etcd endpoint. Worth doing before a launch; the others start on demand."""
+        """Raise if an etcd endpoint is unreachable. Worth doing before a launch; the others start on demand."""
         if not self.rdzv_backend.startswith("etcd"):
             return
         reasons = []
@@ -261,7 +261,7 @@ def _count(name: str, text: str) -> int:
 
 
 def _setup_error(error: Exception, *, world: WorldInfo, timeout_s: float) -> DistributedSetupError:
-    """The cause of a failed `init_process_group`, in words. PyTorch tells them apart only by text."""
+    """The cause of a failed `init_process_group`, in words. PyTorch distinguishes them only by text."""
     text = str(error)
     address = f"{world.master_addr}:{world.master_port}"
     if "EADDRINUSE" in text or "ddress already in use" in text:

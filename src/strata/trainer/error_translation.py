@@ -24,7 +24,7 @@ _MB = 1 << 20
 
 
 def save_error(error: BaseException, *, tier: str, path: str) -> CheckpointError:
-    """What a failed save is called here. `tier` and `path` are used where the error does not tell them itself."""
+    """What a failed save is called here. `tier` and `path` are used where the error does not carry them itself."""
     cause = error.__cause__ if isinstance(error, engine.SaveFailed) else error
     if isinstance(cause, engine.MemoryLimitExceeded):
         translated: CheckpointError = MemoryLimitExceeded.for_snapshot(

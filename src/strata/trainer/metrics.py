@@ -1,6 +1,6 @@
 """What one training run has cost and achieved, in bounded memory.
 
-Nothing is sampled or estimated: every figure is a sum, a count or an extreme of what was recorded. Percentiles
+Nothing is sampled or estimated: every metric is a sum, a count or an extreme of what was recorded. Percentiles
 come from the most recent records only, and say so in their names. The clock is passed in; times are monotonic
 seconds. `state_dict` carries the totals through a restart, so efficiency counts the time that crashes took.
 """
@@ -156,7 +156,7 @@ class LRMetrics:
 
 
 class TrainingMetrics:
-    """The figures of one run, from its first start to now."""
+    """The metrics of one run, from its first start to now."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

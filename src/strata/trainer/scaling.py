@@ -28,7 +28,7 @@ Strategy = Literal["variable_batch", "constant_batch"]
 
 
 class RoundingMode(StrEnum):
-    """What becomes of a global batch that the workers cannot share evenly. Each equals its own text."""
+    """What happens to a global batch that the workers cannot share evenly. Each equals its own text."""
 
     CEIL = "ceil"
     FLOOR = "floor"

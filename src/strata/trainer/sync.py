@@ -38,7 +38,7 @@ def _average(timer, bucket):  # type: ignore[no-untyped-def] # DDP refuses annot
     work = distributed.all_reduce(gradients, async_op=True)
 
     def finish(future: Future[Any]) -> torch.Tensor:
-        future.value()  # Raises when they were not exchanged: going on would be training alone.
+        future.value()  # Raises when they were not exchanged: continuing would be training alone.
         timer.ended()
         return gradients
 

@@ -30,7 +30,7 @@ from strata.errors import StrataError
 from strata.logs import formatter
 from strata.torch_compat import lazy_dynamo
 from strata.trainer.config import TrainConfig, coordinator_address, read_train_config
-from strata.trainer.data import ResumableDataset
+from strata.trainer.data import ResumableDataset, SequenceDataset, collate
 from strata.trainer.distributed import (
     WorldInfo,
     cleanup_distributed,
@@ -48,7 +48,6 @@ from strata.trainer.scaling import (
     ScalingRule,
     cosine_factor,
 )
-from strata.trainer.sequences import SequenceDataset, collate
 from strata.trainer.sync import SyncTimer
 from strata.training.job import ElasticJob, ElasticOptions
 from strata.training.preemption import EXIT_AGAIN
@@ -166,14 +165,14 @@ class Trainer:
 
     def _build_job(self, tracer: Tracer) -> ElasticJob:
         saving, elastic = self.config.checkpoint, self.config.elastic
-        places = [saving.nvme_path] if saving.nvme_path else []
+        destinations = [saving.nvme_path] if saving.nvme_path else []
         if saving.s3_bucket:
-            places.append(f"s3://{saving.s3_bucket}/{saving.s3_prefix}".rstrip("/"))
+            destinations.append(f"s3://{saving.s3_bucket}/{saving.s3_prefix}".rstrip("/"))
         return ElasticJob(
             model=self.ddp,
             optimizer=self.optimizer,
             data=self.loader,
-            checkpoints=places,
+            checkpoints=destinations,
             extra={"scaling": self.scaling, "metrics": self.metrics},
             epochs=self.config.training.epochs,
             max_steps=self.config.training.max_steps,
@@ -337,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lazy_dynamo.install()
         Trainer(config, world, tracer).run()
     except StrataError as error:
-        # A save that failed under the policy `fail` is told in the words that the guide explains.
+        # A save that failed under the policy `fail` is reported in the words that the guide explains.
         _complain(
             save_error(error, tier=error.tier, path=error.path) if isinstance(error, SaveFailed) else error
         )
@@ -396,7 +395,7 @@ def _seed_everything(seed: int, *, deterministic: bool) -> None:
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
-        # `torch.use_deterministic_algorithms` would also load the compiler, to tell it.
+        # `torch.use_deterministic_algorithms` would also load the compiler, to configure it.
         lazy_dynamo.use_deterministic_algorithms()
 
 

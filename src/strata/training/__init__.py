@@ -6,12 +6,12 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from strata.platform import require_linux
+from strata.errors import require_linux
 
 if TYPE_CHECKING:
     import torch
 
-    from strata.checkpoint.destinations import Place
+    from strata.checkpoint.destinations import Destination
     from strata.data.loader import ElasticLoader
     from strata.training.job import ElasticJob as ElasticJob
     from strata.training.job import ElasticOptions as ElasticOptions
@@ -36,7 +36,7 @@ def elastic(
     model: torch.nn.Module,
     optimizer: Stateful,
     data: ElasticLoader,
-    checkpoints: Place | Sequence[Place] | None = None,
+    checkpoints: Destination | Sequence[Destination] | None = None,
     scheduler: Stateful | None = None,
     extra: Mapping[str, Stateful] | None = None,
     epochs: int | None = None,

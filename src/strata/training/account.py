@@ -13,12 +13,12 @@ import time
 from strata.core.goodput import LIFE_METRIC, METRIC_NAMES, PARTS
 from strata.training.trace import Footprint, process_start_mono_s
 
-_accounts_made = itertools.count()
+_accounts_created = itertools.count()
 
 
 class TimeAccount:
     def __init__(self, before: Footprint | None) -> None:
-        began_mono_s = process_start_mono_s() if next(_accounts_made) == 0 else time.monotonic()
+        began_mono_s = process_start_mono_s() if next(_accounts_created) == 0 else time.monotonic()
         self._totals_s = dict.fromkeys(PARTS, 0.0)
         self._part = "waiting" if before is None else "recovery"
         self._since_mono_s = began_mono_s if before is None else min(before.mono_s, began_mono_s)

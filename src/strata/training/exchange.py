@@ -1,4 +1,4 @@
-"""What ranks tell each other: small values gathered, a whole state sent from one to all, a question agreed on.
+"""What ranks exchange: small values gathered, a full state broadcast from one to all, a decision agreed on.
 
 Works with gloo and with nccl, and alone as well, where there is no process group.
 """

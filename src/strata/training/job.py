@@ -10,7 +10,7 @@
 
 Entering restores the newest state that any machine or destination has, on every rank; iterating trains from the exact
 next step. After each step the job saves by interval (shared memory often, destinations less often), keeps the ledger of
-trained samples, informs the coordinator, and asks whether anybody was told to leave. A batch counts as trained when the
+trained samples, informs the coordinator, and asks whether any rank was asked to stop. A batch counts as trained when the
 optimizer has stepped on it: work that a crash, a `break` or an exception interrupts is neither saved nor in the ledger.
 
 What is restored, saved, continued and given up is decided by `strata.core.job`; this module carries it out.
@@ -38,7 +38,7 @@ from strata.checkpoint.catalog.manifest import Manifest
 from strata.checkpoint.catalog.naming import Stem, new_id, unique_stem
 from strata.checkpoint.catalog.runs import RunClaim, launch_key, open_run
 from strata.checkpoint.copying.staging import read_snapshot
-from strata.checkpoint.destinations import Place, open_stores
+from strata.checkpoint.destinations import Destination, open_stores
 from strata.checkpoint.errors import (
     CheckpointError,
     FinalSaveFailed,
@@ -68,9 +68,8 @@ from strata.core.types import CheckpointId
 from strata.data.commits import DataLedger
 from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch
-from strata.errors import StrataError
+from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
-from strata.platform import require_linux
 from strata.processes import machine_token
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
@@ -90,9 +89,9 @@ OnError = Literal["warn", "fail", "retry"]
 
 AGREE_EVERY_S = 0.5
 AWAIT_S = 2.0
-"""Ranks that wait for the final save tell each other so this often: no collective waits long enough to time out."""
+"""Ranks that wait for the final save report that to each other this often: no collective waits long enough to time out."""
 OFFERS = 20
-"""How many checkpoints of each destination are told to the other ranks: the newest."""
+"""How many checkpoints of each destination are reported to the other ranks: the newest."""
 UNSTEPPED_LIMIT = 1000
 """After so many batches without a step of the optimizer, it is taken to be the wrong one."""
 MEMORY_RUN = "memory-"
@@ -147,7 +146,7 @@ class ElasticOptions:
 
 
 class Preempted(SystemExit):
-    """Somebody was asked to leave, and the job has saved its state.
+    """A rank was asked to stop, and the job has saved its state.
 
     Ends the process: with status 0 if it was this one, else with one that makes torchrun start it again, in the world
     that is left.
@@ -162,7 +161,7 @@ class _Opened:
     """What rank 0 found out about the run, for all ranks."""
 
     run: str = ""
-    place: str = ""
+    destination: str = ""
     generation: int = 0
     last_known_step: int = 0
     error: StrataError | None = None
@@ -177,7 +176,7 @@ class ElasticJob:
         model: torch.nn.Module,
         optimizer: Stateful,
         data: ElasticLoader,
-        checkpoints: Place | Sequence[Place] | None = None,
+        checkpoints: Destination | Sequence[Destination] | None = None,
         scheduler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
         options: ElasticOptions | None = None,
@@ -249,7 +248,7 @@ class ElasticJob:
         self._batches: weakref.ref[Generator[Batch]] | None = None
         self._is_closed = False
         self._saving: dict[CheckpointId, SaveHandle] = {}
-        """Durable saves under way: rank 0 writes them and tells the others what became of each."""
+        """Durable saves under way: rank 0 writes them and reports the outcome of each to the others."""
         self._durable: list[Manifest] = []
         """What the destinations had when this job started."""
         self._first: SaveHandle | None = None
@@ -291,12 +290,12 @@ class ElasticJob:
         opened = self._open_run()
         self.run = self._protocol.lineage.run = opened.run
         if self.name in ("default", "none"):
-            self.name = f"{opened.place or 'job'}-{self.run[:6]}"
+            self.name = f"{opened.destination or 'job'}-{self.run[:6]}"
         if self._tracer.find_before(self._memory_name, root=self._memory_root, within_s=RECENT_S):
             self._account = TimeAccount(self._tracer.before)
         self.metrics["total_steps"] = float(self._total_steps())
         self._open_link(opened)
-        self._tell("recovering" if self._restarts != "0" else "loading")
+        self._report("recovering" if self._restarts != "0" else "loading")
         if self._keeps_state:
             self._manager = self._open_manager(opened)
             if isinstance(self._state.optimizer, torch.optim.Optimizer):
@@ -397,7 +396,7 @@ class ElasticJob:
             return _Opened(error=error)
         return _Opened(
             run=record.run,
-            place=self._stores[0].url.rstrip("/").rpartition("/")[2],
+            destination=self._stores[0].url.rstrip("/").rpartition("/")[2],
             generation=self._claim.generation,
             last_known_step=self._claim.last_known_step,
         )
@@ -415,7 +414,7 @@ class ElasticJob:
                     raise _unreachable([str(error.message)]) from error
                 _announce(
                     logging.WARNING,
-                    f"a destination does not answer, asking again in {pause_s:.1f} s: {error.message}",
+                    f"a destination does not answer, retrying in {pause_s:.1f} s: {error.message}",
                 )
             time.sleep(pause_s)
 
@@ -576,8 +575,8 @@ class ElasticJob:
                 image = load.images[load.mapped.index(self.rank)]
                 found = read_snapshot(Path(image).parent)
                 if found is None or found.manifest.checkpoint_id != load.offer.checkpoint_id:
-                    return None, LoadReport(error="the image is not there any more", fault="copy")
-                # Its keeper verifies it meanwhile; where nothing may be torn, each rank looks for itself.
+                    return None, LoadReport(error="the image no longer exists", fault="copy")
+                # Its owner verifies it meanwhile; where nothing may be torn, each rank looks for itself.
                 state = load_mapped(
                     found.path, found.manifest, into=self._state.targets(), verify=not load.may_tear
                 )
@@ -601,7 +600,7 @@ class ElasticJob:
             if self.rank in resume.load.receivers:
                 state = received
         if state["position"] is None:
-            log.warning("the checkpoint says nothing about data: it is read from its beginning")
+            log.warning("the checkpoint has no data position: data is read from its beginning")
         else:
             self._ledger.restore(
                 state["position"], checkpoint_id=offer.checkpoint_id, durable=resume.is_durable
@@ -649,7 +648,11 @@ class ElasticJob:
             reasons=reasons,
         )
         if self.rank == 0:
-            what = f"resumed at step {resumed:,} from {tier}" if self.restored else "training starts anew"
+            what = (
+                f"resumed at step {resumed:,} from {tier}"
+                if self.restored
+                else "training starts from scratch"
+            )
             _announce(
                 logging.INFO,
                 f"{what}, {counted(lost, 'step')} lost (run {self.run[:8]}, generation {self.generation})",
@@ -718,13 +721,13 @@ class ElasticJob:
             has_stepped = batch.step.ends_step
         elif has_stepped and not batch.step.ends_step:
             raise StrataError(
-                "The optimizer made a step in the middle of a global batch, which would train part of it twice.",
+                "The optimizer stepped in the middle of a global batch, which would train part of it twice.",
                 hint="Step only where batch.step.ends_step, or leave out micro_batch_size.",
             )
         if not has_stepped:
             if len(self._taken) >= UNSTEPPED_LIMIT and not self._steps_seen:
                 raise StrataError(
-                    f"{UNSTEPPED_LIMIT:,} batches were taken, and the optimizer given to strata.elastic has made no step.",
+                    f"{UNSTEPPED_LIMIT:,} batches were taken, and the optimizer given to strata.elastic has not stepped.",
                     hint="Give it the optimizer that steps, or set ElasticOptions(commit_on='batch').",
                 )
             return False
@@ -772,7 +775,7 @@ class ElasticJob:
         self.metrics["step_time_s"] = self._step_s
         self.metrics["samples_per_second"] = samples / max(self._step_s, 1e-9)
         self.metrics["data_position"] = float(self._data.position)
-        self._tell("training")
+        self._report("training")
         self._account.enter("waiting")
         self._agree()
         self._account.enter("checkpoint")
@@ -786,7 +789,7 @@ class ElasticJob:
         self._step_began_s = time.monotonic()
 
     def _agree(self) -> None:
-        """Every half second or so all ranks ask each other whether one of them was told to leave, or superseded."""
+        """Every half second or so all ranks ask each other whether one of them was asked to stop, or superseded."""
         if self._steps_here < self._next_agreement:
             return
         assert self._preemption is not None
@@ -804,7 +807,7 @@ class ElasticJob:
         self._next_agreement = self._steps_here + int(gap)
 
     def _superseded(self) -> StrataError | None:
-        """Why this process may not go on: another start of the run has taken over, or another run has its name."""
+        """Why this process may not continue: another start of the run has taken over, or another run has its name."""
         if self._claim is not None and self._claim.superseded is not None:
             return CheckpointError(
                 self._claim.superseded, hint="This process ends; the run continues elsewhere."
@@ -825,7 +828,7 @@ class ElasticJob:
                 self._manager.wait_pending(self.options.preemption_deadline_s)
         assert self._preemption is not None
         asked = self._preemption.requested
-        who = "asked to leave" if asked else "others were asked to leave"
+        who = "asked to stop" if asked else "other ranks were asked to stop"
         _announce(logging.INFO, f"{who}: step {self.step:,} is saved, ending")
         raise Preempted(asked=asked)
 
@@ -841,7 +844,7 @@ class ElasticJob:
     # --- saving ---------------------------------------------------------------------------------------------
 
     def _exchange_news(self) -> tuple[CheckpointId, int, dict[str, Any]]:
-        """All ranks hear what became of the saves under way, and the name and time of the next one, which are rank
+        """All ranks learn the outcome of the saves in flight, and the name and time of the next one, which are rank
         0's; and they exchange their random number generators."""
         everyone = gather((rng.capture(), self._news(), new_id(self.step), int(time.time() * 1000)))
         learned = self._protocol.learn([ended for _, news, _, _ in everyone for ended in news])
@@ -855,7 +858,7 @@ class ElasticJob:
         return everyone[0][2], everyone[0][3], rng_states
 
     def _news(self) -> tuple[SaveEnded, ...]:
-        """What became of this rank's durable saves since it was last asked."""
+        """The outcome of this rank's durable saves since it was last asked."""
         ended = [handle for handle in self._saving.values() if handle.done()]
         for handle in ended:
             del self._saving[handle.checkpoint_id]
@@ -872,7 +875,7 @@ class ElasticJob:
         self._snapshot_step = self.step
         if self._manager is None:
             return
-        self._tell("checkpointing")
+        self._report("checkpointing")
         state = self._state.capture(
             step=self.step, epoch=self._data.epoch, rng_states=rng_states, world_size=self.world_size
         )
@@ -891,7 +894,7 @@ class ElasticJob:
             self._saving[checkpoint_id] = handle
         if self._first is None and not self._first_is_noted:
             self._first = handle
-        self._tell("training")
+        self._report("training")
 
     def _finish(self) -> None:
         """Training has ended here: return when its state is in every destination, or raise what is missing."""
@@ -915,7 +918,7 @@ class ElasticJob:
                 assert isinstance(instruction, Finished)
                 break
         self._has_finished = True
-        self._tell("idle")
+        self._report("idle")
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
         limit_bytes = self.options.snapshot_limit_bytes
@@ -924,7 +927,7 @@ class ElasticJob:
         needed_bytes = tensor_bytes(state)
         if needed_bytes > limit_bytes:
             log.warning(
-                "Cannot save snapshot: %.1fMB required, but only %.1fMB available; only durable checkpoints are made",
+                "Cannot save snapshot: %.1fMB required, but only %.1fMB available; only durable checkpoints are written",
                 needed_bytes / 2**20,
                 limit_bytes / 2**20,
             )
@@ -940,7 +943,7 @@ class ElasticJob:
 
     # --- reporting ------------------------------------------------------------------------------------------
 
-    def _tell(self, state: str) -> None:
+    def _report(self, state: str) -> None:
         if self._link is not None:
             metrics = {**self.metrics, **self._account.totals()}
             self._link.status(state, step=self.step, epoch=self._data.epoch, metrics=metrics)
@@ -956,7 +959,7 @@ def _launch_name() -> str | None:
 
 
 def _newest_of_each(offers: Sequence[Offer]) -> list[Offer]:
-    """The newest offers of each place."""
+    """The newest offers of each destination."""
     newest = sorted(offers, key=lambda offer: offer.order, reverse=True)
     return [
         o
@@ -985,7 +988,7 @@ def _outcome(handle: SaveHandle, destinations: Sequence[str]) -> SaveEnded:
 
 def _unreachable(reasons: Sequence[str]) -> StrataError:
     return LoadFailed(
-        "A destination of this job does not answer, so nobody can say what there is to restore. Nothing was changed.",
+        "A destination of this job does not answer, so it is unknown which checkpoints exist. Nothing was changed.",
         reasons=reasons,
         hint="Check credentials, network and the address, then start the job again.",
     )
@@ -1004,7 +1007,7 @@ def _error_of(stop: Stop, *, step: int = -1) -> StrataError:
         return LoadFailed(
             "There are checkpoints of this run, and none of them can be loaded. Nothing was removed.",
             reasons=stop.reasons,
-            hint="Look at them with: strata checkpoint verify. To start anew, name another destination.",
+            hint="Look at them with: strata checkpoint verify. To start over, name another destination.",
         )
     if stop.kind == "superseded":
         return CheckpointError(stop.reasons[0], hint="This process ends; the run continues elsewhere.")

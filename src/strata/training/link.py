@@ -6,7 +6,7 @@ registry can be rebuilt from them: the link remembers which checkpoints exist, a
 or the coordinator has lost its memory, it tells all of them again (`reconcile`). So what was said in vain is reflected
 in the end.
 
-A process that was taken for dead registers anew, ever more slowly. One whose place another process has taken, or whose
+A process that was taken for dead registers again, ever more slowly. One whose place another process has taken, or whose
 name belongs to another live run, falls silent and says so (`superseded`, `refused`): two processes under one name must
 not fence each other for ever.
 """
@@ -79,9 +79,9 @@ class CoordinatorLink:
         """Every checkpoint of the run that is in a durable place, those that can be described oldest first; None until
         somebody has said."""
         self._is_behind = False
-        """Whether the registry may not have heard of all of them, or of all removals."""
+        """Whether the registry may have missed some of them, or some removals."""
         self._noted = self._subsumed = 0
-        """How many notices about checkpoints were given; up to which of them `_catch_up` has told what came of them."""
+        """How many notifications about checkpoints were sent; up to which of them `_catch_up` has reported the outcome."""
         self._describe: Callable[[], None] | None = None
         self._registered_s: float | None = None
         self._must_register = True
@@ -92,12 +92,12 @@ class CoordinatorLink:
         self._thread.start()
         self._put(_nothing)  # Whatever is delivered first, a registration comes before it.
 
-    # --- told by the training loop, never waiting -----------------------------------------------------------
+    # --- called by the training loop, never blocking -----------------------------------------------------------
 
     def status(
         self, state: str, *, step: int, epoch: int, metrics: Mapping[str, float] | None = None
     ) -> None:
-        with suppress(StaleWorker):  # The notice thread registers anew, or has fallen silent.
+        with suppress(StaleWorker):  # The notice thread registers again, or has fallen silent.
             self._orchestrator.heartbeat(step, epoch, state=state, metrics=metrics)
 
     def describe_data(
@@ -138,7 +138,7 @@ class CoordinatorLink:
 
     def reconcile(self, present: Sequence[CheckpointId], infos: Sequence[CheckpointInfo] = ()) -> None:
         """These checkpoints of the run exist in a durable place, and no others do: what the registry calls completed and
-        is not among them becomes removed. Those of them that it does not know are told to it, as far as `infos` describe
+        is not among them becomes removed. Those of them that it does not know are reported to it, as far as `infos` describe
         them. To be said before the first save; the link keeps account from then on."""
         described = {info.checkpoint_id: info for info in infos}
         created_at = {info.checkpoint_id: info.created_at for info in infos}
@@ -151,7 +151,7 @@ class CoordinatorLink:
         self._put(_nothing)
 
     def close(self, *, leave: bool) -> None:
-        """Deliver what waits, for a few seconds; with `leave`, say goodbye."""
+        """Deliver what waits, for a few seconds; with `leave`, deregister."""
         self._closing.set()
         self._put(None)
         self._thread.join(CLOSE_S if leave else CRASH_S)
@@ -215,7 +215,9 @@ class CoordinatorLink:
                 with suppress(queue.Empty):
                     self._notices.get_nowait()
                     if not self._is_behind:
-                        log.warning("the coordinator is away; the oldest notices to it are being dropped")
+                        log.warning(
+                            "the coordinator is unreachable; the oldest notifications to it are being dropped"
+                        )
                     self._is_behind = True
 
     @property
@@ -247,11 +249,11 @@ class CoordinatorLink:
         except CoordinatorRefused as error:
             if error.reason_code == "name_in_use":
                 self.refused = str(error)
-            # What was never told of need not be removed.
+            # What was never reported need not be removed.
             level = logging.DEBUG if error.reason_code == "not_found" else logging.WARNING
-            log.log(level, "the coordinator refused a notice: %s", error)
+            log.log(level, "the coordinator rejected a notification: %s", error)
         except StrataError as error:
-            log.warning("the coordinator could not be told: %s", error)
+            log.warning("the coordinator could not be notified: %s", error)
         return True
 
     def _register(self) -> None:
@@ -273,7 +275,7 @@ class CoordinatorLink:
         self._must_register = False
 
     def _on_stale(self, reason: str) -> None:
-        """The session has heard that this incarnation is over."""
+        """The session was notified that this incarnation has ended."""
         self._become_stale(self._orchestrator.stale_cause, reason)
         if not self._closing.is_set():
             self._put(_nothing)
@@ -281,14 +283,16 @@ class CoordinatorLink:
     def _become_stale(self, cause: str, reason: str) -> None:
         if StaleWorker("stale", reason, cause=cause).superseded:
             if self.superseded is None:
-                log.warning("this process was superseded and says no more to the coordinator: %s", reason)
+                log.warning(
+                    "this process was superseded and no longer reports to the coordinator: %s", reason
+                )
             self.superseded = reason
             return
-        if cause == "unknown":  # It has lost its memory, also of what it was told before.
+        if cause == "unknown":  # It has lost its memory, also of what was reported before.
             self._is_behind = True
             if self._describe is not None:
                 self._put(self._describe)
-        log.warning("registering anew: %s", reason)
+        log.warning("registering again: %s", reason)
 
     def _catch_up(self) -> None:
         """Tell which checkpoints exist, and describe those that the registry does not know."""
@@ -372,7 +376,7 @@ def _facts(info: CheckpointInfo) -> Facts:
 
 
 def _forget_oldest(existing: dict[str, Facts | None]) -> None:
-    """Of very many checkpoints only the newest are remembered in full: enough to tell again what was lost on the way."""
+    """Of very many checkpoints only the newest are remembered in full: enough to report again what was lost on the way."""
     if len(existing) > NOTICES_KEPT:
         known = [checkpoint_id for checkpoint_id, facts in existing.items() if facts is not None]
         for checkpoint_id in known[:-NOTICES_KEPT]:

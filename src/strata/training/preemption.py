@@ -43,7 +43,7 @@ class Preemption:
 
     def _too_late(self) -> None:
         log.error(
-            "asked to leave %.0f s ago and still here; leaving without a final checkpoint", self._deadline_s
+            "asked to stop %.0f s ago and still running; exiting without a final checkpoint", self._deadline_s
         )
         os._exit(EXIT_AGAIN)
 

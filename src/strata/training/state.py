@@ -62,7 +62,7 @@ def _is_wrapper(model: torch.nn.Module) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """What a job must take along to go on as if nothing had happened."""
+    """What a job must carry over to resume as if it had never stopped."""
 
     model: torch.nn.Module
     optimizer: Stateful

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from strata.core.text import counted
 from strata.files import write_file
-from strata.shared_memory import PROVEN, make_private, remove_empty, run_folder
+from strata.shared_memory import VERIFIED_MODULES, make_private, remove_empty, run_folder
 
 KEPT_S = 86_400.0
 PHASES = ("detect", "rendezvous", "spawn", "load", "first_step")
@@ -175,7 +175,7 @@ def forget_rendezvous(job: str) -> None:
     folder = run_folder(job)
     with suppress(OSError):
         (folder / "rendezvous").unlink(missing_ok=True)
-        (folder / PROVEN).unlink(missing_ok=True)
+        (folder / VERIFIED_MODULES).unlink(missing_ok=True)
     remove_empty(folder)
 
 

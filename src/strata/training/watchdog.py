@@ -59,16 +59,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         look_s = min(1.0, self._timeout_s / 4)
-        seen, told, silent_s, looked_s = self._progress, -1, 0.0, time.monotonic()
+        seen, reported, silent_s, looked_s = self._progress, -1, 0.0, time.monotonic()
         while not self._stop.wait(look_s):
             before_s, looked_s = looked_s, time.monotonic()
             silent_s += min(looked_s - before_s, 2 * look_s)
             if seen != self._progress or self._is_suspended:
                 seen, silent_s = self._progress, 0.0
-            if silent_s < self._timeout_s or told == seen:
+            if silent_s < self._timeout_s or reported == seen:
                 continue
-            told = seen
-            self._tell(silent_s)
+            reported = seen
+            self._report(silent_s)
             if self._policy == "restart":
                 log.error("%s ends now, so that the job restarts from its last snapshot", self._name)
                 with suppress(Exception):  # Nothing may keep a hung process alive.
@@ -77,7 +77,7 @@ class Watchdog:
                 logging.shutdown()
                 os._exit(EXIT_HUNG)
 
-    def _tell(self, silent_s: float) -> None:
+    def _report(self, silent_s: float) -> None:
         verdict = "waits for other ranks" if self._only_waits() else "is stuck itself"
         log.error(
             "%s has made no step for %.1f s while %s; it %s. Stacks:\n%s",

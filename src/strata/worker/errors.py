@@ -49,10 +49,10 @@ class CoordinatorRefused(StrataError):
 
 
 class StaleWorker(CoordinatorRefused):
-    """This incarnation is over: nothing it says takes effect until it registers anew.
+    """This incarnation is over: nothing it says takes effect until it registers again.
 
     `cause` says why: `superseded` and `run_generation` mean that another process has taken its place, and that this one
-    should stop; after `failed` and `unknown` it may register anew; `generation` only asks to take part in the present one.
+    should stop; after `failed` and `unknown` it may register again; `generation` only asks to take part in the present one.
     """
 
     def __init__(self, reason_code: str, message: str, *, hint: str = "", cause: str = "") -> None:
@@ -71,7 +71,7 @@ class BarrierBroken(CoordinatorRefused):
         super().__init__(
             "barrier_broken",
             message,
-            hint="Look at the missing workers' logs; then meet at the barrier again.",
+            hint="Look at the missing workers' logs; then wait at the barrier again.",
         )
         self.missing = missing
 

@@ -211,7 +211,7 @@ class TrainingOrchestrator:
 
     @property
     def is_current(self) -> bool:
-        """Whether a worker is registered, and nobody has said that its incarnation is over."""
+        """Whether a worker is registered, and its incarnation is not known to have ended."""
         return self._session.registration is not None and not self._session.stale_reason
 
     @property
@@ -387,7 +387,7 @@ class TrainingOrchestrator:
         saved_generation: int | None = None,
         succeeded_by: str = "",
     ) -> None:
-        """Tell the coordinator what became of a checkpoint; returns once that is durable there.
+        """Report the outcome of a checkpoint to the coordinator; returns once that is durable there.
 
         `generation` fences: a notice from a generation of the coordinator's members that is over is refused. So is one
         of an earlier `run_generation` of the run than the newest the coordinator knows. `saved_generation` and
@@ -439,7 +439,7 @@ class TrainingOrchestrator:
             if answer.made:
                 return tuple(answer.unknown)
             request.revision = answer.revision
-        why = "its list of checkpoints changes faster than it can be compared"
+        why = "its list of checkpoints changes faster than it can be reconciled"
         raise CoordinatorUnavailable(self._session.address, why)
 
     async def notify_checkpoint_async(

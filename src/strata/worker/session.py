@@ -120,7 +120,7 @@ class SessionThread:
         if os.getpid() != self._pid:
             work.close()
             raise RuntimeError(
-                "This session belongs to the process that made it; make a new TrainingOrchestrator after a fork."
+                "This session belongs to the process that created it; create a new TrainingOrchestrator after a fork."
             )
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -178,7 +178,7 @@ class SessionThread:
             await self._end_session()
 
     async def call(self, method: str, request: Any, *, timeout_s: float | None = None) -> Any:
-        """A unary call, retried while nobody answers. Every call of the contract may be repeated safely."""
+        """A unary call, retried while the coordinator is unreachable. Every call of the contract may be repeated safely."""
         budget_s = timeout_s if timeout_s is not None else self.call_timeout_s
         deadline_s = time.monotonic() + budget_s
         backoff = Backoff(first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S, budget_s=budget_s)
@@ -209,7 +209,7 @@ class SessionThread:
             async with asyncio.timeout(patience_s):
                 outcome = await future
         except TimeoutError:
-            raise CoordinatorUnavailable(self.address, "it has not said how the barrier ended") from None
+            raise CoordinatorUnavailable(self.address, "it has not reported how the barrier ended") from None
         finally:
             self._waiting.pop(request.call_id, None)
         answer = outcome.outcome
@@ -342,7 +342,7 @@ class SessionThread:
                 case "topology":
                     self._take_topology(message.topology)
                 case "plan":
-                    _tell(self.on_plan, message.plan.dataset_id, message.plan.plan_version)
+                    _notify(self.on_plan, message.plan.dataset_id, message.plan.plan_version)
                 case "barrier":
                     waiting = self._waiting.get(message.barrier.call_id)
                     if waiting is not None and not waiting[1].done():
@@ -365,7 +365,7 @@ class SessionThread:
         self.topology = topology
         if changed:
             log.debug("generation %d: %s", topology.generation, topology.reason)
-            _tell(self.on_topology, topology)
+            _notify(self.on_topology, topology)
 
     def _become_stale(self, stale: StaleWorker) -> None:
         if self._goodbye is not None:
@@ -373,11 +373,11 @@ class SessionThread:
             return
         self.stale_cause = stale.cause
         self.stale_reason = stale.message
-        log.warning("this worker's incarnation is over: %s", stale.message)
+        log.warning("this worker's incarnation has ended: %s", stale.message)
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(_stale(stale.message, stale.cause))
-        _tell(self.on_stale, stale.message)
+        _notify(self.on_stale, stale.message)
 
     async def flush_logs(self) -> None:
         """Give lines written just before the end a moment to go out."""
@@ -424,9 +424,9 @@ class SessionThread:
 def _stale(reason: str, cause: str) -> StaleWorker:
     error = StaleWorker("stale", reason, cause=cause)
     error.hint = (
-        "Another process has taken its place: stop this one, or register anew."
+        "Another process has replaced it: stop this one, or register again."
         if error.superseded
-        else "Register anew before doing anything else."
+        else "Register again before doing anything else."
     )
     return error
 
@@ -439,7 +439,7 @@ async def _cancel_the_rest() -> None:
     await asyncio.gather(*rest, return_exceptions=True)
 
 
-def _tell(listener: Callable[..., None], *news: object) -> None:
+def _notify(listener: Callable[..., None], *news: object) -> None:
     """A listener that fails must not take the session with it."""
     try:
         listener(*news)

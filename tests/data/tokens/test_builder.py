@@ -223,7 +223,7 @@ class Poisoned(WordTokenizer):
         return super().encode(text)
 
 
-def test_death_of_a_tokenizing_process_names_the_place(tmp_path: Path) -> None:
+def test_death_of_a_tokenizing_process_names_the_position(tmp_path: Path) -> None:
     lines = texts(2000)
     lines[1500] = "poison"
     data = write_jsonl(tmp_path / "a.jsonl", lines)
@@ -302,7 +302,7 @@ def test_nothing_of_the_users_is_written_over(tmp_path: Path) -> None:
         (tmp_path / "train.index", "is one of the data files"),  # its note would be train.json
         (data, r"ends with \.json"),
         (other, "is not a token index"),
-        (tmp_path / "config.index", "is not a note about an index"),
+        (tmp_path / "config.index", "is not index metadata"),
         (tmp_path, "is a folder"),
     ):
         with pytest.raises(WouldOverwrite, match=reason):

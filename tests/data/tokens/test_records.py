@@ -110,7 +110,7 @@ def test_missing_text_key_says_which_keys_there_are(tmp_path: Path) -> None:
     assert text_of(build(tmp_path / "x.index", [path], text_key="content", on_bad="skip").path) == "x"
 
 
-def test_truncated_last_line_is_told_from_plain_bad_json(tmp_path: Path) -> None:
+def test_truncated_last_line_is_distinguished_from_plain_bad_json(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", good() + b'{"text": "half a rec')
     with pytest.raises(BadRecord, match="line 2: the last line is cut short"):
         build(tmp_path / "x.index", [path])
@@ -134,7 +134,7 @@ def test_files_without_text_are_nothing_to_index(tmp_path: Path, data: bytes) ->
     assert not (tmp_path / "x.index").exists()
 
 
-def test_hundred_megabyte_line_is_read_whole(tmp_path: Path) -> None:
+def test_hundred_megabyte_line_is_read_in_full(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.write(good("before"))

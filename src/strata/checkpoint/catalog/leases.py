@@ -43,7 +43,8 @@ def being_read(store: Store) -> set[CheckpointId]:
         checkpoint_id, _, holder = blob.key.removeprefix(PREFIX).partition("/")
         try:
             is_over = (
-                Process.parse(holder.partition(".")[0]).is_gone() or time.time() - blob.modified_s > _LASTS_S
+                Process.parse(holder.partition(".")[0]).has_ended()
+                or time.time() - blob.modified_s > _LASTS_S
             )
         except ValueError:
             is_over = True

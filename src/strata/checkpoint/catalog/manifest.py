@@ -154,7 +154,7 @@ class Manifest:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Ten thousand new tuples would set off the cyclic collector again and again, for nothing."""
+    """Ten thousand new tuples would trigger the cyclic collector repeatedly, for no benefit."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

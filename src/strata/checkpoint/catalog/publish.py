@@ -11,7 +11,7 @@ place of what may be there. `commit` is for payloads that their callers write: p
 
 A name without the checkpoint's id in it may be wanted by two writers, so it is claimed first: `<stem>.claim`, only if
 absent. Whoever comes second takes a longer name, with the id. The claim goes when the manifest is there, so a payload
-with a claim and no manifest is unfinished, and one with neither was put there by somebody else.
+with a claim and no manifest is unfinished, and one with neither was put there by another program.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _put_payload(store: Store, key: str, payload: Bytes) -> None:
 
 
 def _claim(store: Store, stem: str, draft: Manifest) -> bool:
-    """Reserve a name for this save; False when somebody else has it."""
+    """Reserve a name for this save; False when it is taken."""
     owner = draft.checkpoint_id.encode()
     try:
         store.put(claim_key(stem), owner, if_absent=True)
@@ -178,7 +178,7 @@ def _claim(store: Store, stem: str, draft: Manifest) -> bool:
 
 def _find_own(store: Store, key: str, checkpoint_id: CheckpointId) -> Entry | None:
     """The manifest that this very save has put at `key`; None where there is none. Raises `AlreadyExists` where another save's
-    is there, and `Damaged` where nobody can tell whose it is."""
+    is there, and `Damaged` where its owner cannot be determined."""
     try:
         found = decode(store.read(key), path=where(store, key))
     except NotFound:
@@ -194,7 +194,7 @@ def _find_own(store: Store, key: str, checkpoint_id: CheckpointId) -> Entry | No
 
 
 def _find_own_after(error: Exception, store: Store, key: str, checkpoint_id: CheckpointId) -> Entry | None:
-    """Whether the manifest was put in spite of an error. Where nobody can tell, or where another's is in its place, which
+    """Whether the manifest was put in spite of an error. Where that cannot be determined, or where another's is in its place, which
     may name the same payload, nothing may be removed: raises the error."""
     try:
         return _find_own(store, key, checkpoint_id)

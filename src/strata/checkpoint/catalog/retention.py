@@ -96,10 +96,10 @@ def _looks_intact(store: Store, name: str) -> bool:
 
 
 def remove_orphans(catalog: Catalog) -> int:
-    """Remove payloads that never got a manifest and never will, because their writer is gone; how many.
+    """Remove payloads that never got a manifest and never will, because their writer has ended; how many.
 
     Only what tells its writer is touched: by its own name, or by the claim beside it. Whether a writer on another
-    machine is gone cannot be known from here, so its leftovers go by age.
+    machine has ended cannot be known from here, so its orphans are removed by age.
     """
     store = catalog.store
     blobs = {blob.key: blob for blob in store.list()}
@@ -109,11 +109,13 @@ def remove_orphans(catalog: Catalog) -> int:
         if kind not in ("pt", "bin", "claim"):
             continue
         writer = writer_of(store.read(key).decode(errors="replace") if kind == "claim" else stem)
-        if writer is None or not (writer.is_gone() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S):
+        if writer is None or not (
+            writer.has_ended() or time.time() - blob.modified_s > _FOREIGN_ORPHAN_AGE_S
+        ):
             continue
         is_complete = manifest_key(stem) in blobs
         if kind == "claim":
-            # Payloads first: without its claim, a payload would look like somebody else's file.
+            # Payloads first: without its claim, a payload would look like another program's file.
             for payload in () if is_complete else (stem + ".pt", stem + ".bin"):
                 store.delete(payload)
             store.delete(key)
@@ -125,14 +127,14 @@ def remove_orphans(catalog: Catalog) -> int:
 
 
 class LastGood(CheckpointError):
-    """Nothing whole would be left. Nothing has been removed."""
+    """No intact checkpoint would be left. Nothing has been removed."""
 
     code = "last_good"
 
     def __init__(self, *, names: list[str]) -> None:
         super().__init__(
-            f"Nothing that could be restored would be left without {', '.join(names)}.",
-            hint="Use --force to remove it all the same.",
+            f"No restorable checkpoint would be left without {', '.join(names)}.",
+            hint="Use --force to remove it anyway.",
         )
         self.names = tuple(names)
 
@@ -147,14 +149,14 @@ class Removed:
 
 def remove_chosen(store: Store, chosen: list[str], *, force: bool = False) -> list[Removed]:
     """Remove checkpoints by step, id or file name, and files without a manifest by name: the manifest first, so that a
-    half-removed one is never found. Others are verified until one is found whole; if there is none, `LastGood` is raised, unless
+    half-removed one is never found. Others are verified until an intact one is found; if there is none, `LastGood` is raised, unless
     `force`."""
     entries, files = _meant(store, chosen)
     ids = {entry.manifest.checkpoint_id for entry in entries}
     names = [*(str(entry.manifest.checkpoint_id) for entry in entries), *files]
     if not force:
         others = [e for e in Catalog(store).list().entries if e.manifest.checkpoint_id not in ids]
-        if not any(verified.is_whole for verified in verify_store(store, others)):
+        if not any(verified.is_intact for verified in verify_store(store, others)):
             raise LastGood(names=names)
     catalog = Catalog(store)
     removed = []

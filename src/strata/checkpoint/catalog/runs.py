@@ -93,7 +93,7 @@ class RunClaim:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self.step = 0
-        """How far training has come, for whoever reads the claim after this process is gone."""
+        """How far training has come, for whoever reads the claim after this process has ended."""
         self.superseded: str | None = None
         """Why this process may publish nothing any more."""
         self._thread = threading.Thread(target=self._renew, name="strata-claim", daemon=True)
@@ -119,7 +119,7 @@ class RunClaim:
             decision = judge(
                 newest,
                 launch=launch,
-                holder_is_gone=_is_gone(newest, farthest),
+                holder_has_ended=_holder_has_ended(newest, farthest),
                 changed=newest != first,
                 unchanged_s=time.monotonic() - since_s,
             )
@@ -188,12 +188,12 @@ class RunClaim:
             raise error
 
     def release(self, *, ended: bool) -> None:
-        """Stop renewing; `ended` tells the next start that nobody has to be waited for."""
+        """Stop renewing; `ended` lets the next start begin without waiting."""
         if self._stop.is_set():
             return
         self._stop.set()
         _held_here.discard(self._key)
-        self._thread.join(2 * RENEW_S if ended else 0.5)  # It may be waiting for a destination that is away.
+        self._thread.join(2 * RENEW_S if ended else 0.5)  # It may be waiting for an unreachable destination.
         if ended:
             with self._lock:
                 self._claim = replace(self._claim, ended=True, step=self.step)
@@ -205,7 +205,7 @@ class RunClaim:
         while not self._stop.wait(RENEW_S):
             with self._lock:
                 self._claim = replace(self._claim, count=self._claim.count + 1, step=self.step)
-            with contextlib.suppress(StoreError):  # A destination that is away is told when it is back.
+            with contextlib.suppress(StoreError):  # An unreachable destination is updated once it is back.
                 self._put(self._stores[-1])
                 claimed = _claimed(self._stores[-1])
                 if is_superseded(self.generation, claimed):
@@ -266,7 +266,7 @@ def _read_record(store: Store) -> RunRecord | None:
         raise RunMismatch(error.message, hint=error.hint) from None
 
 
-def _is_gone(claim: Claim | None, store: Store) -> bool | None:
+def _holder_has_ended(claim: Claim | None, store: Store) -> bool | None:
     """Whether the process that holds a claim has ended; None where this machine cannot know."""
     if claim is None:
         return None
@@ -276,4 +276,4 @@ def _is_gone(claim: Claim | None, store: Store) -> bool | None:
         return None
     if holder == this_process():
         return (store.url, claim.generation) not in _held_here
-    return holder.is_gone() if holder.machine == this_process().machine else None
+    return holder.has_ended() if holder.machine == this_process().machine else None

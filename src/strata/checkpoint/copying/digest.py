@@ -81,28 +81,28 @@ class StreamingDigest:
         self._chunk_bytes = chunk_bytes
         self._chunks: list[bytes] = []
         self._hasher = xxhash.xxh3_128()
-        self._room_bytes = chunk_bytes
+        self._left_bytes = chunk_bytes
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data).cast("B")
         self.size_bytes += len(view)
         while view:
-            piece = view[: self._room_bytes]
+            piece = view[: self._left_bytes]
             self._hasher.update(piece)
-            self._room_bytes -= len(piece)
+            self._left_bytes -= len(piece)
             view = view[len(piece) :]
-            if not self._room_bytes:
+            if not self._left_bytes:
                 self._end_chunk()
 
     def finish(self) -> Digest:
-        if self._room_bytes < self._chunk_bytes:
+        if self._left_bytes < self._chunk_bytes:
             self._end_chunk()
         return Digest.of_chunks(self._chunks, chunk_bytes=self._chunk_bytes)
 
     def _end_chunk(self) -> None:
         self._chunks.append(self._hasher.digest())
         self._hasher.reset()
-        self._room_bytes = self._chunk_bytes
+        self._left_bytes = self._chunk_bytes
 
 
 def _pieces(view: memoryview, chunk_bytes: int) -> list[memoryview]:
@@ -117,8 +117,8 @@ class WindowBuffer:
     def __init__(self, size_bytes: int = 4 * CHUNK_BYTES) -> None:
         self.view = memoryview(mmap.mmap(-1, size_bytes))
 
-    def room(self, size_bytes: int) -> memoryview:
-        """That many bytes of it; what was there before is gone."""
+    def window(self, size_bytes: int) -> memoryview:
+        """The first `size_bytes` of it, to be overwritten."""
         if size_bytes > len(self.view):
             self.view = memoryview(mmap.mmap(-1, size_bytes))
         return self.view[:size_bytes]

@@ -4,7 +4,7 @@ On the CPU a few threads sweep over the state, and `Copying` tells how far they 
 on their way to disk while the last ones are copied.
 
 On CUDA the copy runs on a stream of its own into page-locked memory, and the computation continues. Where the device has
-room for it, the state is first copied within the device, forty times as fast as to the host, and leaves from there; where it
+space for it, the state is first copied within the device, forty times as fast as to the host, and leaves from there; where it
 has none, it leaves from where it is. What may change next decides who waits until it is copied, on the device:
 
 * Parameters and optimizer state of a guarded optimizer change in its `step` and nowhere else, so the stream of that
@@ -325,8 +325,8 @@ class _Copies:
         """Queue copies of slots on a stream of the current device: to spare memory of the device, or to the image at once."""
         if self.to.is_page_locked and can_queue_copies() and can_queue_copies_within():
             sizes = [self.to.sizes[n] for n in numbers]
-            *offsets, room_bytes = itertools.accumulate(map(_aligned, sizes), initial=0)
-            between = spare.take(room_bytes, stream)
+            *offsets, needed_bytes = itertools.accumulate(map(_aligned, sizes), initial=0)
+            between = spare.take(needed_bytes, stream)
             if between is not None:
                 stops = [between.data_ptr() + offset_bytes for offset_bytes in offsets]
                 tables = queue_copies_within(stops, [self.addresses[n] for n in numbers], sizes, stream)
@@ -349,7 +349,7 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """Slots that a device has been told to copy."""
+    """Slots whose copy has been queued on a device."""
 
     numbers: list[int]
     stream: Any

@@ -1,6 +1,6 @@
 """Filling an image on the CPU, and hashing it on the way.
 
-An image is gone through in windows of a megabyte. What a window is made of, spans of tensors and what lies between them, is
+An image is processed in windows of a megabyte. What a window is made of, spans of tensors and what lies between them, is
 written to the image past the caches and at the same time to a buffer that stays in them, and hashed there: reading it again
 from memory would take five times as long. The bytes that are hashed are those that were written, whoever else may be
 changing the tensors meanwhile.

@@ -3,9 +3,9 @@
 An image is a file below the memory root, allocated, mapped and faulted in once, because the first touch of a fresh page
 costs ten times the copy into it. A save removes the image's mark, copies, and writes the mark (the manifest) last: an
 image is a checkpoint of the memory tier exactly while its mark is there. The images belong to a job's name and to
-the process that holds their folder, told by a lock (`strata.locks`), so that processes of other containers
-that share the memory can tell as well. When that process is gone, the next one of the same job takes them over; when
-the job is gone as well, any Strata process removes them after a grace. A clean close removes them at once.
+the process that holds their folder, identified by a lock (`strata.locks`), so that processes of other containers
+that share the memory can tell as well. When that process has ended, the next one of the same job takes them over; when
+the job has ended as well, any Strata process removes them after a grace. A clean close removes them at once.
 
 Space is allocated before it is written to, so a full /dev/shm is an error and never a SIGBUS. Where two images do not
 fit, and nobody has named a root, they live on disk; where two fit nowhere, there is one; where not even one fits, a save
@@ -110,7 +110,7 @@ class ImageBuffer:
         self._refuse = refuse
         """Raises where this process may not mark anything any more."""
         self.is_given_up = False
-        """Nobody will use it again: it is closed as soon as nobody uses it now."""
+        """It will not be used again: it is closed as soon as it is no longer in use."""
         self._anonymous_fd = -1
         self._mapped_file: tuple[int, int, int] | None = None
         self.plan: Plan | None = None
@@ -155,7 +155,7 @@ class ImageBuffer:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             placement = self._placement_if_same(plan, self.folder)
-        self._body_bytes = placement.body_room_bytes if placement else 0
+        self._body_bytes = placement.body_capacity_bytes if placement else 0
         if placement is None:
             self._unmap()
             self._remove_file()  # Who still has the old file mapped must not see it shrink.
@@ -238,7 +238,7 @@ class ImageBuffer:
         return self.is_page_locked
 
     def _placement_if_same(self, plan: Plan, folder: Path) -> Placement | None:
-        """Where a process that is gone laid the file out for the same structure, its pages can be used as they are."""
+        """Where a process that has ended laid the file out for the same structure, its pages can be used as they are."""
         if self.plan is not None or not self.path.exists():
             return None
         fresh = folder / "layout" / FILE_NAME
@@ -251,7 +251,7 @@ class ImageBuffer:
                     == os.pread(found.fileno(), end - start, start)
                     for start, end in plan.frame(placement)
                 )
-        except OSError:  # It is no file, or somebody has removed it from under us.
+        except OSError:  # It is no file, or another process has removed it.
             return None
         finally:
             remove_tree(fresh.parent)
@@ -575,7 +575,7 @@ class Staging:
         folder = job_folder(self.job, root=root) / self._name
         for _ in range(_ATTEMPTS):
             self._make_folder(folder, root)
-            with contextlib.suppress(FileNotFoundError):  # Removed as empty by somebody who left just now.
+            with contextlib.suppress(FileNotFoundError):  # Removed as empty by a process that just exited.
                 try:
                     self._locks[root] = locks.create(folder)
                     self._sign(folder)
@@ -584,7 +584,7 @@ class Staging:
                 except OSError as error:
                     raise self._unusable(root, error) from error
                 return folder
-        raise CheckpointError(f"{folder} is removed again and again by another process.")
+        raise CheckpointError(f"{folder} is being removed repeatedly by another process.")
 
     def _sign(self, folder: Path) -> None:
         """Say who holds a folder, and whose end is the end of the job."""
@@ -679,7 +679,7 @@ class Staging:
         self._say_once(
             "none",
             f"there is no space for an image of {plan.bound_bytes / 1e6:.1f} MB, so no snapshot in memory is made; "
-            f"durable checkpoints are, through anonymous memory. {hint}",
+            f"durable checkpoints are still written, through anonymous memory. {hint}",
         )
         buffer.move_to(None)
         buffer.prepare_for(plan)
@@ -855,13 +855,13 @@ def read_snapshot(folder: Path) -> Snapshot | None:
 
 
 def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float = GRACE_S) -> list[str]:
-    """Remove the images of jobs whose processes and owner are all gone, and have been for `grace_s`."""
+    """Remove the images of jobs whose processes and owner have all ended, at least `grace_s` ago."""
     removed = []
     for job in _folders_in(images_folder(root)):
         with contextlib.suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
             if job.name != keep and _job_is_dead(job, grace_s) and _remove_job(job):
                 removed.append(job.name)
-                log.info("removed the memory images of job %s, which is gone", job.name)
+                log.info("removed the memory images of job %s, which has ended", job.name)
     return removed
 
 
@@ -894,8 +894,8 @@ def _remove_held(folder: Path) -> None:
 
 
 def _job_is_dead(job: Path, grace_s: float) -> bool:
-    """Whether nobody will come back for a job's images: its processes are gone and so are their owners, or they are
-    long gone although an owner lives (the rank they belonged to is on another machine now)."""
+    """Whether a job's images are orphaned: its processes have ended and so have their owners, or they have
+    long since ended although an owner lives (the rank they belonged to is on another machine now)."""
     folders = _folders_in(job)
     if not all(_is_left(folder) for folder in folders):
         return False
@@ -930,7 +930,7 @@ def _lines(path: Path) -> Sequence[str]:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether nobody holds a folder. Where it has no lock, as in version 0.1, the process it is named after must be gone
+    """Whether a folder is not held. Where it has no lock, as in version 0.1, the process it is named after must have ended
     or have let go of it; where that process cannot be seen from here, time decides."""
     if (held := locks.is_held(folder)) is not None:
         return not held
@@ -942,7 +942,7 @@ def _is_left(folder: Path) -> bool:
         with contextlib.suppress(OSError):
             return time.time() - touched_s(folder) > UNKNOWN_GRACE_S
         return False
-    return process.is_gone()
+    return process.has_ended()
 
 
 def _snapshots_in(holder: Path) -> Iterator[Snapshot]:

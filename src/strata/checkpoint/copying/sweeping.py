@@ -29,12 +29,12 @@ Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Sweep:
-    """Work in parts that any number of threads take front to back. `tell` hears how many are done from the front on."""
+    """Work in parts that any number of threads take front to back. `report` receives how many are done from the front on."""
 
-    def __init__(self, parts: int, do: Callable[[int], None], tell: Callable[[int], None]) -> None:
+    def __init__(self, parts: int, do: Callable[[int], None], report: Callable[[int], None]) -> None:
         self.parts = parts
         self._do = do
-        self._tell = tell
+        self._report = report
         self._next = 0
         self._under_way: set[int] = set()
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Sweep:
     def work(self) -> None:
         while self._do_next():
             pass
-        self._tell(self._front())
+        self._report(self._front())
 
     def _do_next(self) -> bool:
         with self._lock:
@@ -54,7 +54,7 @@ class Sweep:
         self._do(number)
         with self._lock:
             self._under_way.remove(number)
-        self._tell(self._front())
+        self._report(self._front())
         return True
 
     def _front(self) -> int:
@@ -68,15 +68,15 @@ class Pieces:
     def __init__(self, to: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
         rows: list[tuple[int, int, int]] = []
         self._bounds: list[int] = []
-        room_bytes = 0
+        left_bytes = 0
         for address, source, size_bytes in zip(to, sources, sizes, strict=True):
             for within in range(0, size_bytes, PIECE_BYTES):
                 take_bytes = min(PIECE_BYTES, size_bytes - within)
-                if room_bytes < take_bytes:
+                if left_bytes < take_bytes:
                     self._bounds.append(len(rows))
-                    room_bytes = PIECE_BYTES
+                    left_bytes = PIECE_BYTES
                 rows.append((address + within, source + within, take_bytes))
-                room_bytes -= take_bytes
+                left_bytes -= take_bytes
         self._bounds.append(len(rows))
         self._to, self._sources, self._sizes = np.array(rows, dtype=np.uint64).reshape(-1, 3).T.copy()
 

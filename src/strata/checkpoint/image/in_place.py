@@ -161,7 +161,7 @@ class InPlace:
 
     def _check_span(self, offset_bytes: int, size_bytes: int) -> None:
         if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
-            raise ValueError("a tensor is said to be outside of its file")
+            raise ValueError("a tensor lies outside its file")
 
     def _split(self) -> None:
         """The rows in pieces, none of which is in more than one window."""

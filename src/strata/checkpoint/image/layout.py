@@ -3,7 +3,7 @@
 `plan` looks at the geometry of a state's tensors, never at their bytes, and decides where everything goes;
 `Plan.lay_out` writes such a file with holes where tensor bytes belong; `Plan.fill` copies those bytes to their
 places. A plan serves every later state of the same structure: what may differ are the tensors' values and all
-numbers, strings and the like between them, as long as their pickle fits the room that was reserved for it.
+numbers, strings and the like between them, as long as their pickle fits the space reserved for it.
 
 The file opens with `torch.load(path, weights_only=True, mmap=True)`: tensors that shared memory share it again,
 views are views, strides are kept. Of a larger storage only the span in use is stored. All tensors are tagged `cpu`,
@@ -46,7 +46,7 @@ class Slot:
     start_bytes: int
     """Where the span starts in its storage."""
     tensors: tuple[int, ...]
-    is_whole: bool
+    is_full: bool
     """The one tensor in it covers every byte, so tensors can be copied as they are."""
 
 
@@ -65,7 +65,7 @@ class Plan:
     names: tuple[str, ...]
     kinds: tuple[str, ...]
     prefix: Prefix
-    pickle_room_bytes: int
+    pickle_capacity_bytes: int
     bound_bytes: int
     """No image of this plan is larger."""
     lazy_slots: tuple[int, ...]
@@ -84,7 +84,7 @@ class Plan:
         """Write the file at `path` with everything but tensor bytes and pickle body."""
         assert os.path.basename(path) == FILE_NAME
         writer = file_writer(path, alignment_bytes=ALIGNMENT_BYTES)
-        pickle = self.prefix.program.ljust(self.pickle_room_bytes, b"\0")
+        pickle = self.prefix.program.ljust(self.pickle_capacity_bytes, b"\0")
         writer.write_record("data.pkl", pickle, len(pickle))
         for name, value in (
             (".format_version", "1"),
@@ -99,14 +99,14 @@ class Plan:
         return Placement(
             size_bytes=os.path.getsize(path),
             body_offset_bytes=reader.get_record_offset("data.pkl") + len(self.prefix.program),
-            body_room_bytes=self.pickle_room_bytes - len(self.prefix.program),
+            body_capacity_bytes=self.pickle_capacity_bytes - len(self.prefix.program),
             slot_offsets_bytes=tuple(reader.get_record_offset(f"data/{n}") for n in range(len(self.slots))),
         )
 
     def frame(self, placement: Placement) -> Iterator[tuple[int, int]]:
         """The spans of the file that are the same in every image of this plan: all but pickle body and tensor bytes."""
         yield 0, placement.body_offset_bytes
-        start = placement.body_offset_bytes + placement.body_room_bytes
+        start = placement.body_offset_bytes + placement.body_capacity_bytes
         for offset_bytes, slot in zip(placement.slot_offsets_bytes, self.slots, strict=True):
             yield start, offset_bytes
             start = offset_bytes + slot.size_bytes
@@ -136,7 +136,7 @@ class Plan:
         views = []
         for slot, offset_bytes in zip(self.slots, placement.slot_offsets_bytes, strict=True):
             span = image[offset_bytes : offset_bytes + slot.size_bytes]
-            if slot.is_whole:
+            if slot.is_full:
                 recipe = self.recipes[slot.tensors[0]]
                 span = span.view(recipe.dtype).as_strided(recipe.shape, recipe.stride)
             views.append(span)
@@ -145,7 +145,7 @@ class Plan:
     def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors to be copied to `targets`; nothing is copied yet."""
         return [
-            tensors[n] if slot.is_whole else _span(tensors[n], slot)
+            tensors[n] if slot.is_full else _span(tensors[n], slot)
             for n, slot in zip(self.first_tensors, self.slots, strict=True)
         ]
 
@@ -193,7 +193,7 @@ class Placement:
 
     size_bytes: int
     body_offset_bytes: int
-    body_room_bytes: int
+    body_capacity_bytes: int
     slot_offsets_bytes: tuple[int, ...]
 
 
@@ -241,7 +241,7 @@ def _match(state: object, found: Scan, addresses: list[int], known: Plan | None)
     if known is None or not known.serves(found, addresses):
         return None
     body = body_for(state, found.leaves, known.prefix)
-    return (known, body) if len(known.prefix.program) + len(body) <= known.pickle_room_bytes else None
+    return (known, body) if len(known.prefix.program) + len(body) <= known.pickle_capacity_bytes else None
 
 
 def _outline(found: Scan, addresses: list[int]) -> Facts:
@@ -271,7 +271,7 @@ def make_plan(state: object, found: Scan, addresses: list[int]) -> tuple[Plan, b
     for record, slot in enumerate(slots):
         for number in slot.tensors:
             tensor = found.tensors[number]
-            by_value = slot.is_whole and _is_lazy(tensor)
+            by_value = slot.is_full and _is_lazy(tensor)
             shape = tuple(tensor.shape)
             recipes[number] = TensorRecipe(
                 record=record,
@@ -287,7 +287,7 @@ def make_plan(state: object, found: Scan, addresses: list[int]) -> tuple[Plan, b
     prefix = prefix_for(made)
     body = body_for(state, found.leaves, prefix)
     pickle_bytes = len(prefix.program) + len(body)
-    room_bytes = _round_up(pickle_bytes + len(body) // 4 + _SPARE_PICKLE_BYTES)
+    capacity_bytes = _round_up(pickle_bytes + len(body) // 4 + _SPARE_PICKLE_BYTES)
     records_bytes = sum(slot.size_bytes + ALIGNMENT_BYTES + _RECORD_OVERHEAD_BYTES for slot in slots)
     plan = Plan(
         outline=_outline(found, addresses),
@@ -299,10 +299,10 @@ def make_plan(state: object, found: Scan, addresses: list[int]) -> tuple[Plan, b
         names=tuple(names),
         kinds=tuple(str(leaf_kind(leaf)) for leaf in found.leaves),
         prefix=prefix,
-        pickle_room_bytes=room_bytes,
-        bound_bytes=records_bytes + room_bytes + 8 * ALIGNMENT_BYTES,
+        pickle_capacity_bytes=capacity_bytes,
+        bound_bytes=records_bytes + capacity_bytes + 8 * ALIGNMENT_BYTES,
         lazy_slots=tuple(n for n, slot in enumerate(slots) if _is_lazy(found.tensors[slot.tensors[0]])),
-        shared_slots=tuple(n for n, slot in enumerate(slots) if not slot.is_whole),
+        shared_slots=tuple(n for n, slot in enumerate(slots) if not slot.is_full),
         strided=tuple(
             n for n, t in enumerate(found.tensors) if not t.is_contiguous() and made[n].stride == t.stride()
         ),
@@ -328,7 +328,7 @@ def _slots(tensors: Sequence[torch.Tensor]) -> list[Slot]:
                     size_bytes=only.numel() * only.itemsize,
                     start_bytes=start,
                     tensors=(numbers[0],),
-                    is_whole=True,
+                    is_full=True,
                 )
             )
             continue
@@ -340,7 +340,7 @@ def _slots(tensors: Sequence[torch.Tensor]) -> list[Slot]:
             spans.append((base + first, base + end))
         start = min(span[0] for span in spans) // 16 * 16  # Views of any number type stay aligned.
         end = max(span[1] for span in spans)
-        slots.append(Slot(size_bytes=end - start, start_bytes=start, tensors=tuple(numbers), is_whole=False))
+        slots.append(Slot(size_bytes=end - start, start_bytes=start, tensors=tuple(numbers), is_full=False))
     return slots
 
 

@@ -26,7 +26,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def plain_files(store: Store) -> list[Blob]:
-    """The `.pt` files of a store that belong to no checkpoint of ours, whole or unfinished."""
+    """The `.pt` files of a store that belong to no checkpoint of ours, complete or unfinished."""
     blobs = {blob.key: blob for blob in store.list()}
     return [
         blob
@@ -41,14 +41,14 @@ def load_plain(
     store: Store, key: str, *, trusted_source: bool = False, warn: bool = True, refuse_images: bool = False
 ) -> Any:
     """The state in such a file. Raises `Damaged`, `LoadFailed` or the store's error. With `refuse_images`, a file of the
-    engine's own is refused: its manifest is missing, and with it all that could prove it whole."""
+    engine's own is refused: its manifest is missing, and with it all that could verify it."""
     path = where(store, key)
     with _held(store, key) as held:
         is_checked = check_records(held.path, path=path)
         if refuse_images and _is_image(held.path):
-            raise Damaged(path=path, reason="its manifest is missing, so nothing proves it whole")
+            raise Damaged(path=path, reason="its manifest is missing, so it cannot be verified")
         if not is_checked:
-            log.warning("%s has no manifest and no checksums: nothing proves it whole", path)
+            log.warning("%s has no manifest and no checksums: it cannot be verified", path)
         return open_image(held.path, trusted_source=trusted_source, warn=warn, name=path)
 
 

@@ -4,7 +4,7 @@
 an image (see `pickling`) needs very few words: those that make tensors, and ordered dictionaries. Python's own unpickler reads
 it twenty times as fast, and here it knows these words and no others. Each stands for an object that cannot be changed and
 does nothing but describe a tensor, so whatever a pickle does with them, nothing happens; a pickle with any other word, or one
-that does not fit its manifest, is left to `torch.load`, which decides what becomes of it.
+that does not fit its manifest, is left to `torch.load`, which decides what to do with it.
 
 `read_outline` needs the first bytes of a file only: a state with descriptions where its tensors belong, which is what a load
 in place starts from. `open_own` gives the state that `torch.load(mmap=True)` gives: tensors over a private mapping of the

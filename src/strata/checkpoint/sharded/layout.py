@@ -199,7 +199,7 @@ def _decode_tensor(
 def _span(place: Any, parts: Sequence[Part]) -> Span:
     part, offset_bytes, size_bytes = (_count(value) for value in place)
     if offset_bytes + size_bytes > parts[part].size_bytes:
-        raise ValueError("a place lies beyond its part")
+        raise ValueError("a chunk lies beyond the end of its part")
     return Span(part=part, offset_bytes=offset_bytes, size_bytes=size_bytes)
 
 
@@ -218,7 +218,7 @@ def _path(keys: Any, *, limit: int) -> tuple[str | int, ...]:
     if not keys or any(type(key) not in (str, int) for key in keys):
         raise ValueError(f"{keys!r} is no path")
     if any(isinstance(key, int) and not 0 <= key < limit for key in keys):
-        raise ValueError(f"{keys!r} is beyond what there is")
+        raise ValueError(f"{keys!r} is out of range")
     return tuple(keys)
 
 

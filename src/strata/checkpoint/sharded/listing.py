@@ -7,20 +7,20 @@ import os
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.manifest import SHARDED, Manifest
 from strata.checkpoint.catalog.naming import manifest_key, unique_stem
-from strata.checkpoint.destinations import Place
+from strata.checkpoint.destinations import Destination
 from strata.checkpoint.events import CheckpointInfo
 from strata.core.lineage import fallback_order
 from strata.stores import open_store
 from strata.stores.protocol import Store
 
 
-def steps(place: Place) -> list[CheckpointInfo]:
+def steps(place: Destination) -> list[CheckpointInfo]:
     """The sharded checkpoints there are, in the order in which training would fall back to them."""
     store = opened(place)
     return [info_of(store, entry.manifest) for entry in sharded(Catalog(store))]
 
 
-def latest(place: Place) -> CheckpointInfo | None:
+def latest(place: Destination) -> CheckpointInfo | None:
     """The newest sharded checkpoint, by its manifest; nothing of it is read."""
     return next(iter(steps(place)), None)
 
@@ -36,7 +36,7 @@ def sharded(catalog: Catalog) -> list[Entry]:
 
 
 def info_of(store: Store, manifest: Manifest) -> CheckpointInfo:
-    return CheckpointInfo.of(manifest, places=[(store.tier, where(store, key_of(manifest)))])
+    return CheckpointInfo.of(manifest, copies=[(store.tier, where(store, key_of(manifest)))])
 
 
 def key_of(manifest: Manifest) -> str:
@@ -44,5 +44,5 @@ def key_of(manifest: Manifest) -> str:
     return manifest_key(unique_stem(manifest.step, manifest.checkpoint_id))
 
 
-def opened(place: Place) -> Store:
+def opened(place: Destination) -> Store:
     return open_store(place) if isinstance(place, str | os.PathLike) else place

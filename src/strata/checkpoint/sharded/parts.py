@@ -2,7 +2,7 @@
 
 A part is the bytes of its items one after the other, each at a multiple of 64. It is durable when `PartWriter.finish`
 returns, and means nothing until a manifest names it. Its own name tells which process wrote it, so parts that never
-got a manifest can be told from those that still may. Reading fetches whole chunks and compares each with its digest
+got a manifest can be distinguished from those that still may. Reading fetches whole chunks and compares each with its digest
 before a byte of it is used.
 """
 
@@ -130,7 +130,7 @@ class PartReader:
         end = min(wanted_end, first + max(1, len(self._buffer.view) // digest.chunk_bytes))
         start_bytes = first * digest.chunk_bytes
         size_bytes = min(end * digest.chunk_bytes, self._part.size_bytes) - start_bytes
-        view = self._buffer.room(size_bytes)
+        view = self._buffer.window(size_bytes)
         self._store.read_into(self._part.key, view, offset=start_bytes)
         for number in range(first, end):
             begin = (number - first) * digest.chunk_bytes
@@ -145,7 +145,7 @@ class PartReader:
 
 
 def forget(store: Store, keys: Iterable[str]) -> None:
-    """These parts are named by a manifest, or gone."""
+    """These parts are named by a manifest, or removed."""
     with _lock:
         _unnamed.get(store.url, set()).difference_update(keys)
 
@@ -163,7 +163,7 @@ def named_last(store: Store) -> tuple[str, ...]:
         return _named.get(store.url, ())
 
 
-def remove_own_leftovers(catalog: Catalog) -> None:
+def clean_up_own_parts(catalog: Catalog) -> None:
     """Remove the parts of this process's earlier saves that never came to be.
 
     Called when a save begins: the ones before it in this process have ended.
@@ -184,7 +184,7 @@ def remove_orphans(catalog: Catalog) -> None:
         writer = writer_of(blob.key)
         if not blob.key.endswith(SUFFIX) or writer is None or writer == own:
             continue
-        if writer.is_gone() or now_s - blob.modified_s > _FOREIGN_ORPHAN_AGE_S:
+        if writer.has_ended() or now_s - blob.modified_s > _FOREIGN_ORPHAN_AGE_S:
             left.add(blob.key)
     if left:
         _remove_unnamed(catalog, left)

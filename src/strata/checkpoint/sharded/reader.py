@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from strata.checkpoint.catalog.listing import Catalog, where
 from strata.checkpoint.copying.digest import WindowBuffer
-from strata.checkpoint.destinations import Place
+from strata.checkpoint.destinations import Destination
 from strata.checkpoint.errors import CheckpointNotFound, LoadFailed
 from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.image.reading import SECURITY_WARNING
@@ -34,7 +34,7 @@ class StrataStorageReader(StorageReader):
 
     def __init__(
         self,
-        place: Place,
+        place: Destination,
         *,
         step: int | None = None,
         checkpoint_id: str | None = None,
@@ -80,7 +80,7 @@ class StrataStorageReader(StorageReader):
         if len(chosen) > 1:
             raise LoadFailed(
                 f"The ranks would load different checkpoints: {', '.join(chosen)}.",
-                hint="One was saved meanwhile. Choose a step on one rank, tell the others, and load that.",
+                hint="One was saved meanwhile. Choose a step on one rank, broadcast it, and load that.",
             )
         return plans
 

@@ -24,7 +24,7 @@ from strata.checkpoint.catalog.manifest import SHARDED, CheckpointId, Json, Mani
 from strata.checkpoint.catalog.naming import new_id
 from strata.checkpoint.catalog.publish import commit
 from strata.checkpoint.catalog.retention import remove_superseded
-from strata.checkpoint.destinations import Place
+from strata.checkpoint.destinations import Destination
 from strata.checkpoint.errors import (
     CheckpointError,
     Damaged,
@@ -39,11 +39,11 @@ from strata.checkpoint.sharded.listing import info_of, key_of, opened
 from strata.checkpoint.sharded.parts import (
     PartWriter,
     WrittenPart,
+    clean_up_own_parts,
     forget,
     named_last,
     remember_named,
     remove_orphans,
-    remove_own_leftovers,
 )
 from strata.checkpoint.sharded.reader import load_object
 from strata.core.lineage import Lineage
@@ -53,14 +53,14 @@ log = logging.getLogger("strata.checkpoint")
 
 
 class StaleGeneration(CheckpointError):
-    """A newer generation has saved since: this writer's world is gone, and so is its right to save."""
+    """A newer generation has saved since: this writer belongs to an earlier world and may no longer save."""
 
     code = "stale_generation"
 
     def __init__(self, *, seen: int, current: int) -> None:
         super().__init__(
             f"Generation {seen} may not save: generation {current} has saved already.",
-            hint="This process belongs to an earlier world; restart it and load the newest checkpoint.",
+            hint="This process belongs to an earlier generation; restart it and load the newest checkpoint.",
         )
         self.seen = seen
         self.current = current
@@ -81,7 +81,7 @@ class StrataStorageWriter(StorageWriter):
 
     def __init__(
         self,
-        place: Place,
+        place: Destination,
         *,
         step: int = 0,
         epoch: int = 0,
@@ -134,26 +134,26 @@ class StrataStorageWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise InvalidSave(
-                "Without collectives there would be no moment at which the checkpoint exists as a whole: "
+                "Without collectives the checkpoint could not be published atomically: "
                 "save with use_collectives=True."
             )
         if is_coordinator:
-            with self._told_as_save():
+            with self._raised_as_save():
                 remove_orphans(self._catalog)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with self._told_as_save():
+        with self._raised_as_save():
             self._lineage()  # Refuse a stale generation before its ranks write for nothing.
         return [replace(plan, storage_data=named_last(self._store)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
-        with self._told_as_save():
+        with self._raised_as_save():
             forget(self._store, plan.storage_data or ())
-            remove_own_leftovers(self._catalog)
+            clean_up_own_parts(self._catalog)
             future.set_result(self._write_part(plan.items, planner) if plan.items else [])
         return future
 
@@ -188,7 +188,7 @@ class StrataStorageWriter(StorageWriter):
             self._check_durable(parts)
             return place_next(self._lineage(), draft)
 
-        with self._told_as_save():
+        with self._raised_as_save():
             # Parts that get no manifest are removed when their ranks save again: only they know of them all.
             manifest = commit(self._store, draft.checkpoint_id, complete, at=key_of(draft)).manifest
         remember_named(self._store, numbers)
@@ -248,7 +248,7 @@ class StrataStorageWriter(StorageWriter):
             log.warning("older checkpoints could not be removed; the save itself is complete: %s", error)
 
     @contextlib.contextmanager
-    def _told_as_save(self) -> Iterator[None]:
+    def _raised_as_save(self) -> Iterator[None]:
         """A store's error becomes that of a save, which can travel to the other ranks."""
         try:
             yield
@@ -267,7 +267,7 @@ def _bytes_of(item: WriteItem, planner: SavePlanner) -> memoryview:
         try:
             load_object(raw, name=item.index.fqn)
         except LoadFailed as error:
-            raise UnsupportedState(name=item.index.fqn, kind="value of a class of its own") from error
+            raise UnsupportedState(name=item.index.fqn, kind="value of a custom class") from error
         return memoryview(raw)
     if data.is_quantized or data.layout != torch.strided:
         raise UnsupportedState(name=item.index.fqn, kind=f"{data.layout} tensor".replace("torch.", ""))

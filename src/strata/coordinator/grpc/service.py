@@ -48,7 +48,7 @@ from strata.rpc.methods import Malformed
 log = logging.getLogger("strata.coordinator.grpc")
 
 SHARDS_AT_A_TIME = 1_000
-BROKEN_HINT = b"Look at the missing workers' logs; then meet at the barrier again."
+BROKEN_HINT = b"Look at the missing workers' logs; then wait at the barrier again."
 
 AUDITED = frozenset({"RegisterWorker", "DeregisterWorker", "RegisterDataset"})
 """What is written down when it is allowed; what is refused always is."""

@@ -149,7 +149,7 @@ class Sessions:
                     self.waits.ended(event)
                 case WorkerJoined():
                     if event.superseded:
-                        # One that a retry of its own registration replaced may register anew.
+                        # One that a retry of its own registration replaced may register again.
                         cause: Cause = "superseded" if event.superseded < event.origin else "failed"
                         self._fence(event.spec.worker_id, event.superseded, event.reason, cause)
                     self._gather_topology(event.spec.job_id, event.reason)

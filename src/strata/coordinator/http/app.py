@@ -55,10 +55,10 @@ _ERRORS: Responses = {
         400: "The request is not well-formed",
         401: "A token is required",
         403: "Not allowed",
-        408: "The body came too slowly",
+        408: "The body arrived too slowly",
         413: "The body is too large",
-        422: "A value cannot be right",
-        503: "Too much to do; try again",
+        422: "A value is invalid",
+        503: "Overloaded; try again",
         507: "The coordinator's disk is full; nothing was changed",
     }.items()
 }

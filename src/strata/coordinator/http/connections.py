@@ -98,9 +98,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(
-            400, "malformed", "This is not a request that HTTP/1.1 knows.", "GET /docs lists every call."
-        )
+        self._refuse(400, "malformed", "This is not a valid HTTP/1.1 request.", "GET /docs lists every call.")
 
     def _begin_head(self) -> None:
         if not self._reading_head or self._head_timer is None:
@@ -122,7 +120,7 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse(
             408,
             "too_slow",
-            f"The request's head did not come within {HEAD_TIMEOUT_S:.0f} s.",
+            f"The request's head did not arrive within {HEAD_TIMEOUT_S:.0f} s.",
             "Send it in one go.",
         )
 

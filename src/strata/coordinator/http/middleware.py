@@ -280,7 +280,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def our_fault(request: Request, error: Exception) -> Response:
         body = ErrorBody(
             code="internal",
-            message="The coordinator made a mistake; nothing was changed.",
+            message="Internal error in the coordinator; nothing was changed.",
             hint="Its log has the details. Please report it.",
         )
         return json_response(body.model_dump(), status=500)
@@ -310,7 +310,7 @@ def _too_large() -> Response:
 def _too_slow() -> Response:
     body = ErrorBody(
         code="too_slow",
-        message=f"The body did not come within {BODY_TIMEOUT_S:.0f} s.",
+        message=f"The body did not arrive within {BODY_TIMEOUT_S:.0f} s.",
         hint="Send it in one go.",
     )
     return json_response(body.model_dump(), status=408, headers={"Connection": "close"})

@@ -63,7 +63,7 @@ class CreateTaskBody(BaseModel):
         default=None, ge=0, le=MAX_GPUS_PER_WORKER, description="The recipe's when not given"
     )
     max_retries: int = Field(
-        default=3, ge=0, le=MAX_RETRIES, description="Attempts that may fail before the task has"
+        default=3, ge=0, le=MAX_RETRIES, description="Failed attempts allowed before the task fails"
     )
 
 
@@ -136,7 +136,7 @@ async def stop_task(
     runtime: TheRuntime,
     task_id: NameInPath,
     wait: Annotated[
-        float, Query(ge=0, le=60, description="Seconds to wait until its processes are gone")
+        float, Query(ge=0, le=60, description="Seconds to wait until its processes have exited")
     ] = 0,
 ) -> TaskAnswer:
     """Workers make a final checkpoint and leave; those that do not are killed. Stopping twice is no error."""
@@ -146,7 +146,7 @@ async def stop_task(
 
 @router.post("/tasks/{task_id}/restart", responses={**NOT_FOUND, **_CONFLICT})
 async def restart_task(runtime: TheRuntime, task_id: NameInPath) -> TaskAnswer:
-    """Run a task that has failed or was stopped again, from its latest good checkpoint."""
+    """Run a failed or stopped task again, from its latest intact checkpoint."""
     cluster = await runtime.engine.settled()
     saved = cluster.checkpoints.latest(JobId(task_id))
     begins = f"step {saved.step}" if saved is not None else "step 0: no checkpoint"

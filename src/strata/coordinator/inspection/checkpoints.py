@@ -101,7 +101,9 @@ def _verify(record: CheckpointRecord) -> VerificationView:
 
     folder, _, name = record.path.rpartition("/")
     if not (record.path.startswith("/") or "://" in record.path) or not folder or not name:
-        raise InvalidArgument("path", f"'{record.path}' is no place the coordinator can read.", hint=SEE_HINT)
+        raise InvalidArgument(
+            "path", f"'{record.path}' is not a path or URL that the coordinator can read.", hint=SEE_HINT
+        )
     key = name if name.endswith(SUFFIX) else manifest_key(name.rpartition(".")[0])
     try:
         store = open_store(folder)

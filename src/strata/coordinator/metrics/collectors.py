@@ -23,13 +23,13 @@ class LogCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         logs = self._logs
-        lines = CounterMetricFamily("strata_log_lines", "Log lines taken in", labels=["level"])
+        lines = CounterMetricFamily("strata_log_lines", "Log lines received", labels=["level"])
         for level, count in logs.counts.items():
             lines.add_metric([level], count)
         yield lines
         dropped = CounterMetricFamily(
             "strata_log_lines_dropped",
-            "Log lines lost, to the rate that is kept or (still in memory for a while) to the disk",
+            "Log lines dropped by the rate limit, or not written to disk (still in memory for a while)",
             labels=["why"],
         )
         dropped.add_metric(["rate"], logs.dropped_total)
@@ -90,11 +90,11 @@ class JobCollector(Collector):
             "Part of a step that ranks wait for each other, median over the ranks",
             lambda f: f.sync_wait_s,
         )
-        yield gauge("strata_job_step", "Steps made, by the rank that is furthest", lambda f: f.step)
+        yield gauge("strata_job_step", "Steps completed, by the furthest rank", lambda f: f.step)
         yield gauge("strata_job_workers", "Workers that report", lambda f: f.workers)
         yield gauge("strata_job_slow_workers", "Workers that the others wait for", lambda f: f.slow_workers)
         spent = CounterMetricFamily(
-            "strata_job_time_seconds", "Worker-seconds by what they went into", labels=["job_id", "part"]
+            "strata_job_time_seconds", "Worker-seconds by activity", labels=["job_id", "part"]
         )
         saved = GaugeMetricFamily(
             "strata_job_last_checkpoint_timestamp_seconds",
@@ -112,6 +112,6 @@ class JobCollector(Collector):
         yield saved
         yield GaugeMetricFamily(
             "strata_loop_lag_seconds",
-            "How late the coordinator's own pulse was",
+            "Delay of the coordinator's own timer",
             value=self._watch.loop_lag_s,
         )

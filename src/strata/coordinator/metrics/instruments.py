@@ -56,7 +56,7 @@ class CoordinatorMetrics:
         )
         self._plan = Histogram(
             "strata_shard_assignment_seconds",
-            "Time to bring all plans in line with their members",
+            "Time to reconcile all plans with their members",
             buckets=_LATENCY_BUCKETS,
             registry=self.registry,
         )
@@ -91,7 +91,7 @@ class CoordinatorMetrics:
             registry=self.registry,
         )
         self._lost_steps = Counter(
-            "strata_recovery_lost_steps", "Steps that had to be made again", registry=self.registry
+            "strata_recovery_lost_steps", "Steps that had to be repeated", registry=self.registry
         )
         self._events = Counter("strata_events", "Facts decided", registry=self.registry)
         self.event_readers = Gauge(

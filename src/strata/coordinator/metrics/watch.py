@@ -174,7 +174,7 @@ class Watch:
             try:
                 self.goodput.load(body)
             except ValueError as error:
-                log.warning("where the time of earlier jobs went is not known any more: %s", error)
+                log.warning("the goodput of earlier jobs is lost: %s", error)
 
 
 def _paces(reports: Iterable[tuple[WorkerId, Report]]) -> list[Pace]:

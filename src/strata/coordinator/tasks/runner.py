@@ -95,7 +95,7 @@ class TaskRunner:
     async def run(self) -> None:
         """Until cancelled; the launched processes continue."""
         adopted = False
-        outage = OutageLog(log, over="tasks are looked after again")
+        outage = OutageLog(log, over="tasks are supervised again")
         try:
             while True:
                 try:
@@ -107,9 +107,9 @@ class TaskRunner:
                 except Unavailable:
                     pass  # The coordinator is stopping, or has too much to do for a moment.
                 except StrataError as error:
-                    outage.met(f"tasks cannot be looked after now: {error}", level=logging.ERROR)
+                    outage.met(f"tasks cannot be supervised now: {error}", level=logging.ERROR)
                 except Exception as error:  # A mistake here must not take the coordinator down.
-                    text = f"tasks could not be looked after; trying again: {error!r}"
+                    text = f"tasks could not be supervised; retrying: {error!r}"
                     outage.met(text, level=logging.ERROR, traceback=True)
                 try:
                     async with asyncio.timeout(LOOK_S):
@@ -206,7 +206,7 @@ class TaskRunner:
             wait_s = self._retry_mono_s.get(task.spec.task_id, 0.0) - time.monotonic()
             if not _fits(task, capacity):
                 self._queue(
-                    task, f"waiting for a larger place: it needs {_needs(task)}, and {_has(capacity)} here"
+                    task, f"waiting for more capacity: it needs {_needs(task)}, and {_has(capacity)} here"
                 )
             elif wait_s > 0:
                 continue  # Its reason names the failure.

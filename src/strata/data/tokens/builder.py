@@ -346,7 +346,7 @@ def _check_output(output: Path, sources: Sequence[Source]) -> None:
     """Never write over something that is not ours."""
     note = note_path(output)
     if note == output:
-        raise WouldOverwrite(output, "ends with .json, where the note about the index goes")
+        raise WouldOverwrite(output, "ends with .json, where the index metadata goes")
     inputs = {source.path.resolve() for source in sources}
     for path in (output, note):
         if path.resolve() in inputs:
@@ -358,4 +358,4 @@ def _check_output(output: Path, sources: Sequence[Source]) -> None:
             if file.read(len(MAGIC)) != MAGIC:
                 raise WouldOverwrite(output, "exists and is not a token index")
     if note.exists() and not is_note(note):
-        raise WouldOverwrite(note, "exists and is not a note about an index")
+        raise WouldOverwrite(note, "exists and is not index metadata")

@@ -238,7 +238,7 @@ class TokenDataset(IterableDataset[Batch]):
                 yield _first(self.reader.read(numbers))
         else:
             # In a process of a plain DataLoader this is a copy, which takes every n-th of the rank's sequences.
-            # Where it stands is told so that the same process of a resumed loader takes the next ones.
+            # Its position is reported so that the same process of a resumed loader takes the next ones.
             mine = islice(self.numbers(plan), info.id, None, info.num_workers)
             for turn, (_, numbers) in enumerate(mine, start=1):
                 self._move(plan.start + turn * info.num_workers * plan.world_size)

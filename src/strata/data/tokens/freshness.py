@@ -3,7 +3,7 @@
 Beside an index `train.index` stands `train.json`: for people (`files`, `total_tokens`), and for this question
 a note of each source's path, size and modification time. Sources that match the note are taken as unchanged
 without reading them. Otherwise their bytes decide: a file that was only touched or copied is accepted, and
-noted so that nobody reads it again; a changed one is refused. A lost or foreign note costs time, never truth.
+recorded so that it is not read again; a changed one is refused. A lost or foreign note costs time, never truth.
 """
 
 from __future__ import annotations

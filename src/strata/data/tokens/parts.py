@@ -34,7 +34,7 @@ class PartOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSummary:
-    """What became of one chunk."""
+    """The outcome of one chunk."""
 
     number: int
     tokens: int
@@ -132,15 +132,15 @@ def _encode(encoder: Encoder, texts: list[str], eos_id: int | None, chunk: Chunk
 
 
 def finished_part(folder: Path, number: int) -> PartSummary | None:
-    """The part an earlier run left, if it is there and whole."""
+    """The part an earlier run left, if it exists and is intact."""
     try:
         summary = PartSummary.from_bytes(summary_path(folder, number).read_bytes())
         tokens_digest = _digest(tokens_path(folder, number))
         records_digest = _digest(records_path(folder, number))
     except (OSError, ValueError, TypeError):
         return None
-    whole = (tokens_digest, records_digest) == (summary.tokens_digest, summary.records_digest)
-    return summary if whole else None
+    is_intact = (tokens_digest, records_digest) == (summary.tokens_digest, summary.records_digest)
+    return summary if is_intact else None
 
 
 def _digest(path: Path) -> str:

@@ -51,7 +51,7 @@ def tokenize_in_processes(
     pickled = tokenizer.pickled()
     if pickled is None:
         log.warning(
-            "The tokenizer %s cannot be sent to other processes: one process tokenizes.", tokenizer.name
+            "The tokenizer %s cannot be sent to other processes: tokenizing in one process.", tokenizer.name
         )
         yield from tokenize_here(chunks, tokenizer, options, folder)
         return
@@ -62,7 +62,7 @@ def tokenize_in_processes(
             workers.append(_Worker.start(start))  # noqa: PERF401  # one by one, so that a failure stops the others
         if (trouble := _first_trouble(workers)) is not None:
             log.warning(
-                "The tokenizer %s does not load in another process (%s): one process tokenizes.",
+                "The tokenizer %s does not load in another process (%s): tokenizing in one process.",
                 tokenizer.name,
                 trouble,
             )

@@ -348,7 +348,7 @@ def _as_text(value: object, key: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _Unusable(f"the value of {key!r} holds half a surrogate pair, which is no text") from None
+        raise _Unusable(f"the value of {key!r} holds half a surrogate pair, which is not text") from None
     return value
 
 

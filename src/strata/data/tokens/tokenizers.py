@@ -162,7 +162,7 @@ class LoadedTokenizer:
             found = self.encoder.tokenizer.token_to_id(token)
         if found is None:
             raise TokenizerUnavailable(
-                f"The tokenizer {self.name} has no token {token!r}.", hint="Give its number instead."
+                f"The tokenizer {self.name} has no token {token!r}.", hint="Give its id instead."
             )
         return int(found)
 
@@ -247,7 +247,7 @@ def _from_hub(name: str) -> str:
             # Asked first, because the library itself retries for half a minute before it gives up.
             if (trouble := _hub_trouble()) is not None:
                 raise TokenizerUnavailable(
-                    f"The tokenizer '{name}' is not in the local cache, and the hub is out of reach ({trouble}).",
+                    f"The tokenizer '{name}' is not in the local cache, and the hub is unreachable ({trouble}).",
                     hint=instead,
                 ) from None
             path = hf_hub_download(name, "tokenizer.json")
@@ -256,7 +256,7 @@ def _from_hub(name: str) -> str:
         raise
     except Exception as error:  # unknown name, forbidden, malformed name: the hub's words say which
         raise TokenizerUnavailable(
-            f"The tokenizer '{name}' could not be had from the hub ({str(error).splitlines()[0]}).",
+            f"The tokenizer '{name}' could not be downloaded from the hub ({str(error).splitlines()[0]}).",
             hint=instead,
         ) from None
 

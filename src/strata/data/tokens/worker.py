@@ -1,4 +1,4 @@
-"""One tokenizing process: told once what to do, then chunk after chunk until its caller hangs up.
+"""One tokenizing process: configured once, then chunk after chunk until its caller closes the pipe.
 
 Started by `pool`, never by hand. While it works it now and then sends a sign of life; when nobody is there to
 receive it the process ends, so a killed build leaves no busy process behind.

@@ -1,7 +1,7 @@
 """The folder beside an index in which it is being built: `train.index.partial/`.
 
 One build at a time holds it, by a lock that goes with its process. What a killed build left in it is reused only
-by one with the same plan. It is gone once the index is published.
+by one with the same plan. It is removed once the index is published.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _acquire(folder: Path) -> int:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                log.warning("Another process (pid %s) builds this index: waiting for it.", holder)
+                log.warning("Another process (pid %s) is building this index: waiting for it.", holder)
                 fcntl.flock(fd, fcntl.LOCK_EX)
             if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
                 os.truncate(fd, 0)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 
+from strata.data.errors import DataError
+from strata.data.sources import find, is_remote
 from strata.data.tokens.builder import BuildOptions, build_index
 from strata.errors import StrataError
-from strata.launch.context import current_task
-from strata.launch.programs.files import dataset_files
+from strata.launch.context import TaskDataset, current_task
 from strata.launch.programs.presence import Presence
 
 KIB = 1024
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".text", ".md", ".parquet", ".pq", ".gz")
 
 
 class _Progress:
@@ -23,14 +25,25 @@ class _Progress:
 
     def begin(self, *, total_bytes: int, done_bytes: int) -> None:
         self._total, self._done = total_bytes, done_bytes
-        self._tell()
+        self._report()
 
     def advance(self, *, source_bytes: int, tokens: int) -> None:
         self._done += source_bytes
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
-        self._presence.tell(self._done // KIB, max(1, self._total // KIB))
+    def _report(self) -> None:
+        self._presence.report(self._done // KIB, max(1, self._total // KIB))
+
+
+def dataset_files(dataset: TaskDataset) -> list[str]:
+    """Raises `DataError` where there is none, or where they are not on this machine."""
+    if is_remote(dataset.path):
+        raise DataError.at(
+            dataset.path,
+            "text is read from local disks, and this path is remote",
+            hint="Copy it here, or register a recipe that reads it where it is.",
+        )
+    return list(dataset.files) or [ref.path for ref in find(dataset.path, TEXT_SUFFIXES)]
 
 
 def main() -> None:

@@ -13,17 +13,17 @@ from strata.worker.orchestrator import TrainingOrchestrator
 
 log = logging.getLogger("strata.launch")
 
-TELL_S = 0.2
+REPORT_INTERVAL_S = 0.2
 
 
 class Presence:
-    """Work continues without a coordinator; then nobody is told."""
+    """Work continues without a coordinator; then progress is not reported."""
 
     def __init__(self, task: TaskContext) -> None:
         self._worker_id = f"{task.task_id}-rank{os.environ.get('RANK', '0')}"
         self._task_id = task.task_id
         self._orchestrator: TrainingOrchestrator | None = None
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def __enter__(self) -> Presence:
         orchestrator = TrainingOrchestrator(job_id=self._task_id, timeout_s=3.0)
@@ -37,16 +37,16 @@ class Presence:
             log.warning("working without the coordinator: %s", error)
         return self
 
-    def tell(self, step: int, total: int) -> None:
+    def report(self, step: int, total: int) -> None:
         """So many steps of so many are done."""
         now_s = time.monotonic()
-        if self._orchestrator is None or (now_s - self._told_s < TELL_S and step < total):
+        if self._orchestrator is None or (now_s - self._reported_s < REPORT_INTERVAL_S and step < total):
             return
-        self._told_s = now_s
+        self._reported_s = now_s
         try:
             self._orchestrator.heartbeat(step, 0, state="training", metrics={"total_steps": float(total)})
         except StrataError as error:
-            log.debug("not told: %s", error)
+            log.debug("could not report progress: %s", error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,5 +56,5 @@ class Presence:
         try:
             self._orchestrator.deregister("its work ended" if kind is None else "it failed")
         except StrataError as refusal:
-            log.debug("left without a goodbye: %s", refusal)
+            log.debug("could not deregister: %s", refusal)
         self._orchestrator.close()

@@ -56,7 +56,7 @@ def _read_share(spec: TaskDataset, folder: Path, rank: int, world: int, presence
             first = shard * spec.shard_size
             facts = _read_shard(dataset, shard, first, min(first + spec.shard_size, len(dataset)))
             write_file(place, json.dumps(facts), durable=False)
-        presence.tell(min(total, (shard // world + 1) * world), total)
+        presence.report(min(total, (shard // world + 1) * world), total)
     return total
 
 
@@ -73,7 +73,7 @@ def _read_shard(dataset: ElasticDataset, shard: int, first: int, stop: int) -> d
 def _gather(folder: Path, total: int, presence: Presence, result: Path) -> None:
     """When the last rank is done: one file of all shards."""
     while (done := sum(1 for _ in folder.glob("[0-9]*.json"))) < total:
-        presence.tell(done, total)
+        presence.report(done, total)
         time.sleep(POLL_S)
     shards = [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*.json"))]
     result.write_text(json.dumps({"shards": shards}))

@@ -37,7 +37,7 @@ def prepare(task: TaskContext) -> Path:
     config = folder / "config.yaml"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # Goes with the process, whatever becomes of it.
+        fcntl.flock(lock, fcntl.LOCK_EX)  # Goes with the process, however it ends.
         if not config.exists():
             files = _files(task, folder)
             # The coordinator knows the index by this name. Another task may cut the same text into other sequences.
@@ -104,7 +104,7 @@ def settings(task: TaskContext, files: list[str], index: Path) -> dict[str, dict
 
 def _files(task: TaskContext, folder: Path) -> list[str]:
     if task.dataset is not None:
-        from strata.launch.programs.files import dataset_files
+        from strata.launch.programs.indexing import dataset_files
 
         return dataset_files(task.dataset)
     from strata.launch.sample_job import standard_library

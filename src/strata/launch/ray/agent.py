@@ -121,7 +121,7 @@ class RayAgent:
             cause = json.loads((self._folder / "ended.json").read_text())["cause"]
             return ExitCause(**cause) if cause is not None else None
         except (OSError, ValueError, KeyError, TypeError):
-            return ExitCause(kind="lost", message=f"the agent on {self._node} ended without saying why")
+            return ExitCause(kind="lost", message=f"the agent on {self._node} ended without a reason")
 
 
 def torchrun_spec(agent: AgentPlan, *, local_addr: str) -> TorchrunSpec:

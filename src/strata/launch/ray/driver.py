@@ -115,7 +115,7 @@ class Driver:
                 run = self._runs[plan.run_id] = RayRun(plan.run_id, self.options, self.say)
                 run.take_up(plan, agents)
             else:
-                reason = "nothing of it is left in the Ray cluster"
+                reason = "no trace of it is left in the Ray cluster"
                 self.say(Lost(run_id=plan.run_id, task_id=plan.task_id, reason=reason))
         for run_id, agents in found.items():
             RayRun(run_id, self.options, self.say).end(agents)

@@ -73,7 +73,7 @@ class RayLauncher:
         self._capacity = Capacity(workers=0, gpus=0)
         self._driver: _Driver | None = None
         self._again: asyncio.TimerHandle | None = None
-        self._try_at_s = 0.0
+        self._retry_at_s = 0.0
         self._outage = OutageLog(log, over=f"the Ray cluster at '{options.address}' is back")
         self._closed = False
 
@@ -81,7 +81,7 @@ class RayLauncher:
         return self._capacity
 
     async def adopt(self, plans: Sequence[LaunchPlan]) -> None:
-        await asyncio.sleep(self._try_at_s - self._loop.time())  # It may be called until it succeeds.
+        await asyncio.sleep(self._retry_at_s - self._loop.time())  # It may be called until it succeeds.
         self._plans = {plan.run_id: plan for plan in plans}
         self._adopted = self._loop.create_future()
         self._connect()
@@ -90,7 +90,7 @@ class RayLauncher:
                 await self._adopted
         except (LaunchFailed, TimeoutError) as error:
             await self._let_go()
-            self._try_at_s = self._loop.time() + AGAIN_S
+            self._retry_at_s = self._loop.time() + AGAIN_S
             if isinstance(error, LaunchFailed):
                 raise
             raise LaunchFailed(
@@ -110,7 +110,8 @@ class RayLauncher:
             ) from error
         if not self._ask(Start(plan=plan)):
             raise LaunchFailed(
-                f"The Ray cluster at '{self._options.address}' is away.", hint="Look at it with: ray status"
+                f"The Ray cluster at '{self._options.address}' is unreachable.",
+                hint="Look at it with: ray status",
             )
         self._plans[plan.run_id] = plan
 
@@ -150,7 +151,7 @@ class RayLauncher:
     def _ask(self, request: Request) -> bool:
         return self._driver is not None and self._driver.ask(request)
 
-    def _gone(self, driver: _Driver) -> None:
+    def _driver_lost(self, driver: _Driver) -> None:
         """The driver's process has ended, and not because we closed it."""
         if self._closed or driver is not self._driver:
             return
@@ -165,7 +166,7 @@ class RayLauncher:
         )
         self._again = self._loop.call_later(AGAIN_S, self._connect)
 
-    def _heard(self, message: Observation | News) -> None:
+    def _received(self, message: Observation | News) -> None:
         match message:
             case CapacitySeen():
                 self._capacity = message.capacity
@@ -227,7 +228,7 @@ class _Driver:
 
         def hand_over(message: Observation | News) -> None:
             received.set()
-            launcher._heard(message)
+            launcher._received(message)
 
         with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens any more.
             while True:
@@ -240,7 +241,7 @@ class _Driver:
                 # One at a time: a busy coordinator slows the driver down, not the other way round.
                 while not received.wait(1.0) and not self._closing.is_set():
                     pass
-            loop.call_soon_threadsafe(launcher._gone, self)
+            loop.call_soon_threadsafe(launcher._driver_lost, self)
 
 
 def namespace(data_dir: Path) -> str:

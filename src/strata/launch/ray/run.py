@@ -56,7 +56,7 @@ AGAIN_S = 1.0
 """Between questions to an agent that is away."""
 TOGETHER_S = 20.0
 """Agents of a run that ended well end within seconds of each other."""
-GONE_S = 15.0
+EXIT_TIMEOUT_S = 15.0
 GROUP = "strata:"
 FILE_LIMIT_BYTES = 1 << 20
 
@@ -152,7 +152,7 @@ class RayRun:
         name = f"{GROUP}{self._options.namespace}:{self.run_id}"
         group = placement_group(bundles, strategy="SPREAD", name=name, lifetime="detached")
         while not group.wait(1):
-            self._give_up_at(deadline_s, "its resources were taken meanwhile")
+            self._give_up_at(deadline_s, "its resources were taken in the meantime")
         files = task_files(plan.task_dir)
         for index, (count, bundle) in enumerate(zip(counts, bundles, strict=True)):
             agent = AgentPlan(index=index, agents=len(counts), nproc=count, plan=plan, files=files)
@@ -173,7 +173,7 @@ class RayRun:
         while pending:
             ready, pending = ray.wait(pending, timeout=1.0)
             ray.get(ready)  # An agent that cannot start says why here.
-            self._give_up_at(deadline_s, "its agents did not come up")
+            self._give_up_at(deadline_s, "its agents did not start")
         return len(set(placement_group_table(group)["bundles_to_node_id"].values()))
 
     def _layout(self, plan: LaunchPlan, deadline_s: float) -> list[int]:
@@ -198,7 +198,7 @@ class RayRun:
             raise LaunchFailed("It was stopped before it started.")
         if time.monotonic() > deadline_s:
             raise LaunchFailed(
-                f"The Ray cluster has no place for the task: {reason}.",
+                f"The Ray cluster has no capacity for the task: {reason}.",
                 hint="Add nodes, ask for fewer workers, or wait until others have ended: ray status",
             )
 
@@ -226,7 +226,7 @@ class RayRun:
         while any(not agent.ended for agent in self._agents):
             if self._asked_to_stop.is_set() and not notified:
                 notified, patience_s = True, self._patience_s or 0.0
-                deadline_s = time.monotonic() + patience_s + GONE_S
+                deadline_s = time.monotonic() + patience_s + EXIT_TIMEOUT_S
                 for agent in self._agents:
                     agent.actor.stop.remote(patience_s)
             now_s = time.monotonic()
@@ -248,7 +248,7 @@ class RayRun:
                     if lost:
                         return lost
                 else:
-                    self._heard(agent, report)
+                    self._received(agent, report)
                     if report.ended and deadline_s is None:
                         if report.cause is not None:
                             self.stop(patience_s=LEAVE_S)
@@ -256,7 +256,7 @@ class RayRun:
                             deadline_s = time.monotonic() + TOGETHER_S
         return ""
 
-    def _heard(self, agent: _Watched, report: AgentReport) -> None:
+    def _received(self, agent: _Watched, report: AgentReport) -> None:
         if agent.incarnation not in ("", report.incarnation):
             self._remark(f"agent {agent.index} was started again on node {report.node} and joins the others")
         elif agent.away_since_s is not None:
@@ -286,8 +286,8 @@ class RayRun:
             self._remark(
                 f"agent {agent.index} is lost with {place}; the others continue until there is capacity for it"
             )
-        elif not isinstance(error, ActorUnavailableError) and now_s - agent.away_since_s > GONE_S:
-            # Ray restarts agents without limit: one that is dead was ended by somebody.
+        elif not isinstance(error, ActorUnavailableError) and now_s - agent.away_since_s > EXIT_TIMEOUT_S:
+            # Ray restarts agents without limit: one that is dead was killed on purpose.
             agent.ended = True
             if all(other.ended for other in self._agents):
                 return f"its agents were ended in the Ray cluster: {error}"
@@ -309,7 +309,7 @@ class RayRun:
             ray.wait(
                 [agent.actor.clear.remote(over) for agent in self._agents],
                 num_returns=max(1, len(self._agents)),
-                timeout=GONE_S,
+                timeout=EXIT_TIMEOUT_S,
             )
         for agent in self._agents:
             with contextlib.suppress(Exception):
@@ -353,4 +353,4 @@ def forget_everywhere(jobs: Sequence[str]) -> None:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    ray.wait(pending, num_returns=len(pending), timeout=GONE_S)
+    ray.wait(pending, num_returns=len(pending), timeout=EXIT_TIMEOUT_S)

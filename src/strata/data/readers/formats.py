@@ -38,6 +38,6 @@ def format_of(paths: Iterable[str], *, path: str) -> Format:
         path,
         f"there are files of several formats ({', '.join(sorted(found))})"
         if found
-        else "the format cannot be told",
+        else "the format cannot be determined",
         hint=f"Say which one it is: format= one of {', '.join(NAMES)}.",
     )

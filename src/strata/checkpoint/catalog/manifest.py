@@ -171,7 +171,7 @@ def decode(raw: bytes, *, path: str) -> Manifest:
         sealed = raw[len(_SEAL_HEAD) : -_SEAL_TAIL_BYTES]
         if raw != _seal(sealed):
             raise Damaged(path=path, reason="the manifest does not match its own digest")
-        body = json.loads(sealed.decode(), parse_constant=_refuse)
+        body = json.loads(sealed.decode(), parse_constant=_refuse, parse_float=_finite)
         if (
             b"\\ud" in sealed.lower()
         ):  # Half a character, written as an escape, is text that nobody can write down.
@@ -285,6 +285,12 @@ _recent_tables: deque[tuple[tuple[TensorEntry, ...], str]] = deque(maxlen=2)
 
 def _canonical(body: object) -> str:
     return json.dumps(body, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _finite(text: str) -> float:
+    """A number that is too large for a float would come back as infinity, which JSON cannot write."""
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
 
 
 def _refuse(constant: str) -> NoReturn:

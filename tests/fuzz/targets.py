@@ -717,6 +717,7 @@ class Http:
         b"POST /api/tasks HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 58\r\n\r\n"
         b'{"name": "n", "type": "t", "worker_count": 1, "config": {}}',
         b"POST /api/datasets HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"POST /api/tasks/t/stop HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\nContent-Length: 0\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nCookie: strata_session_1=x\r\n\r\n",
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\nGET /api/health HTTP/1.1\r\nHost: localhost\r\n\r\n",
     )
@@ -765,6 +766,7 @@ class Http:
             log_config=None,
             log_level="error",
             access_log=False,
+            proxy_headers=False,
             lifespan="off",
             ws="none",
             server_header=False,
@@ -785,6 +787,7 @@ class Http:
                     (b"Host: localhost", b"Host: " + mutated(b"localhost:3000", chance)),
                     (b"\r\n\r\n", b"\r\n" + mutated(b"Range: bytes=0-1", chance) + b"\r\n\r\n"),
                     (b'{"name": "n"', mutated(b'{"name": "n"', chance)),
+                    (b"http://localhost", mutated(b"http://localhost:3000", chance)),
                     (b"1-2", mutated(b"1-2", chance)),
                     (b"Bearer abc", mutated(b"Bearer abc", chance)),
                     (b"58", str(chance.choice(NUMBERS)).encode()),
@@ -798,7 +801,7 @@ class Http:
     def run(self, data: bytes) -> None:
         answer = self._loop.run_until_complete(self._exchange(data))
         logged, self._logged = self._logged, []
-        assert not logged, f"logged: {logged[0][:500]}"
+        assert not logged, f"logged: {logged[0][:100]} … {logged[0][-1500:]}"
         if answer:
             assert answer.startswith(b"HTTP/1.1 "), f"not HTTP: {answer[:80]!r}"
             assert b"HTTP/1.1 500" not in answer, f"a 500: {answer[:500]!r}"

@@ -6,6 +6,7 @@ With a real file system that is really full. Nothing that was acknowledged is lo
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from strata.coordinator.auth.tokens import TokenStore
 from strata.coordinator.engine import Engine, StorageFull, SystemClock
 from strata.coordinator.journal.space import Space
 from strata.coordinator.journal.sqlite import JournalFull, SqliteJournal
@@ -38,11 +40,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path, *, leave_bytes: int = 0) -> Path:
+    """Others may write meanwhile: less than was free a moment ago is tried again."""
     ballast = place / "ballast"
     with ballast.open("wb") as file:
-        free = os.statvfs(place)
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - leave_bytes)
-    return ballast
+        while True:
+            free = os.statvfs(place)
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize - leave_bytes))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+            else:
+                return ballast
 
 
 def is_full(space: Space) -> bool:
@@ -240,24 +248,27 @@ def test_coordinator_on_a_full_disk_reads_refuses_and_resumes(small_disk: Path) 
 
 def test_worker_waits_for_space_as_for_a_coordinator_that_is_away(small_disk: Path) -> None:
     coordinator = Coordinator(small_disk / "data", env={"STRATA_HEARTBEAT_TIMEOUT": "600"}).start()
-    with Fleet(coordinator.address, env={}) as fleet:
-        fleet.register("w")
-        ballast = fill(small_disk)
-        eventually(
-            lambda: coordinator.get("/api/status")["storage"]["is_full"], within_s=30, what="it is full"
-        )
-        notified = fleet.begin(
-            "w", "notify_checkpoint", checkpoint_id="c", step=1, epoch=0, path="/c", size_bytes=1
-        )
-        eventually(
-            lambda: metric(coordinator.url, "strata_storage_refused_total") >= 2,
-            within_s=30,
-            what="it is tried again",
-        )
-        ballast.unlink()
-        notified.result(60)
-        assert [c["id"] for c in coordinator.get("/api/checkpoints")] == ["c"]
-    assert coordinator.stop() == 0
+    try:
+        with Fleet(coordinator.address, env={}) as fleet:
+            fleet.register("w")
+            ballast = fill(small_disk)
+            eventually(
+                lambda: coordinator.get("/api/status")["storage"]["is_full"], within_s=30, what="it is full"
+            )
+            notified = fleet.begin(
+                "w", "notify_checkpoint", checkpoint_id="c", step=1, epoch=0, path="/c", size_bytes=1
+            )
+            eventually(
+                lambda: metric(coordinator.url, "strata_storage_refused_total") >= 2,
+                within_s=30,
+                what="it is tried again",
+            )
+            ballast.unlink()
+            notified.result(60)
+            assert [c["id"] for c in coordinator.get("/api/checkpoints")] == ["c"]
+    finally:
+        code = coordinator.stop()
+    assert code == 0
     assert issubclass(CoordinatorStorageFull, CoordinatorUnavailable)
 
 
@@ -265,14 +276,15 @@ def test_worker_waits_for_space_as_for_a_coordinator_that_is_away(small_disk: Pa
 
 
 def test_worker_that_overwrites_a_value_cannot_fill_the_disk(tmp_path: Path) -> None:
-    coordinator = Coordinator(tmp_path / "data").start()
+    coordinator = Coordinator(tmp_path / "data", env={"STRATA_TOKEN": "admin-of-this-test"}).start()
+    secret, _ = TokenStore(tmp_path / "data").create(name="attacker", role="worker", job="theirs")
+    credential = (("authorization", f"Bearer {secret}"),)
     written = 0
     with stub(coordinator.address) as calls:
         version = 0
         for _ in range(600):  # 150 MB
-            answer = calls.SwapValue(
-                pb.SwapValueRequest(key="k", value=os.urandom(250_000), expected_version=version)
-            )
+            request = pb.SwapValueRequest(key="k", value=os.urandom(250_000), expected_version=version)
+            answer = calls.SwapValue(request, metadata=credential)
             version, written = answer.version, written + 250_000
     on_disk = sum(file.stat().st_size for file in (tmp_path / "data").glob("journal.sqlite*"))
     assert coordinator.stop() == 0

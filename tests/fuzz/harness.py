@@ -14,6 +14,7 @@ import resource
 import signal
 import struct
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ MEMORY_BYTES = 1 << 30
 GROWTH_BYTES = 200 << 20
 """How much more memory may be in use at any time, after the first thousand cases."""
 FAILURES_REPORTED = 20
+SCRATCH = "STRATA_FUZZ_SCRATCH"
+"""Names the folder in memory that a child may use."""
+SETTING_UP = 2**64 - 1
+"""In place of a case's number: importing takes as long as it takes."""
 NO_TARGET = 3
 """Exit status of a child whose target could not be set up."""
 CORPUS = Path(__file__).parent / "corpus"
@@ -87,15 +92,22 @@ class Hang(BaseException):
 
 def fuzz(name: str, *, seed: int, first: int, cases: int, save: Path | None = None) -> Result:
     """Run these cases in a child; whatever becomes of it is in the result."""
+    with tempfile.TemporaryDirectory(prefix="strata-fuzz-", dir="/dev/shm") as scratch:
+        return _fuzz(name, seed, first, cases, save, scratch)
+
+
+def _fuzz(name: str, seed: int, first: int, cases: int, save: Path | None, scratch: str) -> Result:
     place = mmap.mmap(-1, _PLACE_BYTES)
     started_s = time.monotonic()
     done, failures, accepted, growth_bytes = first, list[Failure](), 0, 0
     while done < first + cases:
         read_end, write_end = os.pipe()
         sys.stdout.flush()
+        _HEADER.pack_into(place, 0, SETTING_UP, 0, 0, 0)
         child = os.fork()
         if not child:
             os.close(read_end)
+            os.environ[SCRATCH] = scratch
             _child(name, seed, done, first + cases, place, write_end)
         os.close(write_end)
         status = _watch(child, place)
@@ -137,7 +149,7 @@ def _watch(child: int, place: mmap.mmap) -> int:
         case = _HEADER.unpack_from(place)[0]
         if case != last:
             moved_s, last = time.monotonic(), case
-        elif time.monotonic() - moved_s > STUCK_S:
+        elif case != SETTING_UP and time.monotonic() - moved_s > STUCK_S:
             os.kill(child, signal.SIGKILL)
         time.sleep(0.05)
 

@@ -10,8 +10,7 @@ import asyncio
 import io
 import json
 import logging
-import pickle
-import shutil
+import os
 import socket
 import tempfile
 import warnings
@@ -23,7 +22,7 @@ from random import Random
 from typing import Any
 
 from strata.errors import StrataError
-from tests.fuzz.harness import Target
+from tests.fuzz.harness import SCRATCH, Target
 from tests.fuzz.mutation import NUMBERS, TEXTS, mutated, mutated_json
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -53,12 +52,8 @@ class Stateless:
 
 
 def scratch() -> Path:
-    """A folder in memory that goes with this process."""
-    import atexit
-
-    folder = Path(tempfile.mkdtemp(prefix="strata-fuzz-", dir="/dev/shm"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    """A folder that whoever started this process removes."""
+    return Path(tempfile.mkdtemp(dir=os.environ.get(SCRATCH)))
 
 
 # --- what workers send --------------------------------------------------------------------------------------
@@ -553,13 +548,14 @@ class Image(Stateless):
 
         import torch
 
-        from strata.checkpoint.image import plain, reading, unpickling
+        from strata.checkpoint.image import nested, plain, reading, unpickling
         from tests.checkpoint.malicious import payloads, torch_file
 
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # Torch's, about pickles of other protocols.
         self._canary = scratch() / "canary"
         self._plain, self._reading, self._unpickling = plain, reading, unpickling
+        self._nested = nested
         weights = torch.arange(12, dtype=torch.float32)
         state = {
             "model": OrderedDict(weight=weights.view(3, 4), bias=weights[:3], half=torch.ones(4).half()),
@@ -595,9 +591,10 @@ class Image(Stateless):
         return data
 
     def run(self, data: bytes) -> None:
-        with suppress(
-            Exception
-        ):  # It leaves all it does not know to torch: it must only not hang, run or crash.
+        import torch
+
+        # It leaves all that it does not know to torch: it must only not hang, run or crash.
+        with suppress(Exception):
             self._unpickling.read_outline(data)
         held = self._reading.Held(len(data))
         try:
@@ -606,7 +603,9 @@ class Image(Stateless):
             self._plain.check_records(held.path, path="somewhere")
             self._plain._is_image(held.path)
             state = self._reading.open_image(held.path, name="somewhere")
-            pickle.dumps(state)
+            for _, tensor in self._nested.leaves(state, leaf=torch.Tensor):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.detach().reshape(-1)[:1000].clone()  # Its bytes can be read.
         finally:
             held.close()
             assert not self._canary.exists(), "code from the file ran"

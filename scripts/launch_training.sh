@@ -4,9 +4,9 @@
 #   --config FILE      examples/configs/small.yaml, or $CONFIG_FILE
 #   --script FILE      a script of your own instead of the built-in trainer
 #   --nnodes MIN:MAX   1:1 or $NNODES     --nproc N   1 or $NPROC_PER_NODE     --max-restarts N   100
-#   --backend NAME     c10d | strata | etcd | etcd-v2     (c10d)
-#   --endpoint H:P     where the rendezvous is (localhost:29400 for c10d, :50051 for strata, :2379 for etcd),
-#                      or $RDZV_ENDPOINT
+#   --backend NAME     strata | etcd | etcd-v2 | c10d     (strata)
+#   --endpoint H:P     where the rendezvous is, or $RDZV_ENDPOINT (with strata on one machine none; on several
+#                      localhost:50051 or $COORDINATOR_ADDR; localhost:2379 for etcd; localhost:29400 for c10d)
 #   --id NAME          the same on every node of the job  (strata-training, or $RDZV_ID)
 #   --local-addr IP    this machine's address, where its name is not known to the others
 #   --dry-run          print the command and do not run it
@@ -15,7 +15,7 @@
 set -euo pipefail
 
 config=${CONFIG_FILE:-examples/configs/small.yaml} script='' nnodes=${NNODES:-1:1} nproc=${NPROC_PER_NODE:-1}
-backend=${RDZV_BACKEND:-c10d} endpoint=${RDZV_ENDPOINT:-} id=${RDZV_ID:-strata-training} max_restarts=100
+backend=${RDZV_BACKEND:-strata} endpoint=${RDZV_ENDPOINT:-} id=${RDZV_ID:-strata-training} max_restarts=100
 local_addr='' dry_run=''
 while (($#)); do
   case $1 in
@@ -30,8 +30,9 @@ while (($#)); do
 done
 
 case $backend in
-  c10d) default=localhost:29400 ;;
-  strata) default=${COORDINATOR_ADDR:-localhost:50051} ;;
+  c10d) default=localhost:29400 # Open to the network, without a password, and unpickled: see docs/security.md.
+    printf 'warning: c10d lets whoever reaches its port run code as you; leave --backend out, or use strata or etcd\n' >&2 ;;
+  strata) default=${COORDINATOR_ADDR:-localhost:50051}; case $nnodes in 1 | 1:1) default='' ;; esac ;;
   etcd | etcd-v2) default=${ETCD_ENDPOINT:-localhost:2379} ;;
   *) printf "error: unknown backend '%s'; valid options: c10d, strata, etcd, etcd-v2\n" "$backend" >&2; exit 2 ;;
 esac

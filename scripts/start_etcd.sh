@@ -97,7 +97,7 @@ start() {
   else
     fail "there is neither an etcd binary nor a Docker engine here" \
       "Debian, Ubuntu: apt-get install etcd-server" \
-      "Or do without etcd: torchrun --rdzv-backend=c10d, or --rdzv-backend=strata with 'strata serve'"
+      "Or do without etcd: strata torchrun on one machine, or --rdzv-backend=strata with 'strata serve'"
   fi
   local deadline=$((SECONDS + timeout_s))
   until healthy; do

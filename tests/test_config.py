@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from strata.config import ConfigError, documented
+from strata.config import ConfigError, documented, environment, read_env_file
 from strata.coordinator.settings import CoordinatorSettings, read_settings
+from strata.environment import KNOWN, SAFE
 
 
 def write(path: Path, text: str) -> Path:
@@ -45,13 +46,40 @@ def test_flags_win_over_the_environment_and_the_environment_over_the_file(tmp_pa
 def test_dotenv_is_read_and_the_environment_wins_over_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / ".env", "STRATA_GRPC_PORT=1234\nSTRATA_HTTP_PORT=1235\n# a remark\nSTRATA_TOKEN='s e'\n")
+    write(tmp_path / ".env", "STRATA_GRPC_PORT='1234'\nSTRATA_HTTP_PORT=1235\n# a remark\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRATA_HTTP_PORT", "4321")
     monkeypatch.delenv("STRATA_GRPC_PORT", raising=False)
-    monkeypatch.delenv("STRATA_TOKEN", raising=False)
     settings = read_settings()
-    assert (settings.grpc_port, settings.http_port, settings.token) == (1234, 4321, "s e")
+    assert (settings.grpc_port, settings.http_port) == (1234, 4321)
+
+
+def test_dotenv_sets_no_secret_no_address_and_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in sorted(KNOWN):
+        monkeypatch.delenv(name, raising=False)
+    lines = [f"{name}=5" if name in SAFE else f"{name}=planted" for name in sorted(KNOWN)]
+    write(tmp_path / ".env", "\n".join([*lines, "STRATA_JOB_ID=${HOME}", "PASSWORD_OF_SOMETHING_ELSE=x"]))
+    monkeypatch.chdir(tmp_path)
+    found = environment()
+    assert [name for name, value in found.items() if value == "planted"] == []
+    assert found["STRATA_HTTP_PORT"] == "5"
+    assert found["STRATA_JOB_ID"] == "${HOME}"
+    for name in (
+        "STRATA_TOKEN",
+        "STRATA_API_URL",
+        "COORDINATOR_ADDR",
+        "STRATA_RECIPES_DIR",
+        "STRATA_PRELOAD",
+    ):
+        assert name in caplog.text
+    assert "--env-file" in caplog.text
+    assert "PASSWORD_OF_SOMETHING_ELSE" not in caplog.text
+    assert {name for name in KNOWN if "TOKEN" in name or "KEY" in name or "URL" in name} & SAFE == set()
+    assert read_env_file(tmp_path / ".env")["STRATA_TOKEN"] == "planted"
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_env_file(tmp_path / "nothing")
 
 
 def test_unreadable_dotenv_is_a_problem_and_no_traceback(

@@ -4,7 +4,7 @@ import { StrictMode } from "react";
 import { createRoot } from "react-dom/client";
 
 import { ApiError } from "./api/client";
-import { applyTheme, startBackend } from "./mode";
+import { applyTheme, forgetTokens, startBackend } from "./mode";
 import { loadViews, router } from "./router";
 import "./styles/app.css";
 
@@ -22,6 +22,7 @@ const queries = new QueryClient({
   },
 });
 
+forgetTokens();
 applyTheme();
 startBackend();
 addEventListener("load", () => setTimeout(() => void loadTheRest().catch(() => undefined), AFTER_MS));

@@ -34,6 +34,16 @@ function store(key: string, value: string): void {
   }
 }
 
+/** Earlier versions kept tokens where every script can read them. */
+export function forgetTokens(): void {
+  try {
+    sessionStorage.removeItem("strata.token");
+    localStorage.removeItem("strata.token");
+  } catch {
+    // Nothing is kept there at all.
+  }
+}
+
 // --- mode -------------------------------------------------------------------------------------------------------
 
 /** A build for demonstrations knows no coordinator. */
@@ -63,6 +73,12 @@ export function setMode(next: Mode): void {
   store("strata.mode", next);
   for (const listener of listeners) listener();
   void begin();
+}
+
+/** Somebody signed in or out: what follows is of the coordinator, and of whoever is known there now. */
+export function restart(): void {
+  if (mode === "live") startBackend();
+  else setMode("live");
 }
 
 export function useMode(): Mode {

@@ -8,6 +8,7 @@ import { DEMO_ONLY } from "./mode";
 import { parseSearch, stringifySearch, type Search } from "./search";
 import { Shell } from "./shell/Shell";
 import { Overview } from "./views/Overview";
+import { SignIn } from "./views/SignIn";
 
 const root = createRootRoute({ component: Shell, validateSearch: (search: Record<string, unknown>) => search as Search, notFoundComponent: NotFound });
 
@@ -21,9 +22,10 @@ const barriers = createRoute({ getParentRoute: () => root, path: "/barriers", co
 const tasks = createRoute({ getParentRoute: () => root, path: "/tasks", component: lazyRouteComponent(() => import("./views/Tasks"), "Tasks") });
 const logs = createRoute({ getParentRoute: () => root, path: "/logs", component: lazyRouteComponent(() => import("./views/Logs"), "Logs") });
 const settings = createRoute({ getParentRoute: () => root, path: "/settings", component: lazyRouteComponent(() => import("./views/Settings"), "Settings") });
+const signIn = createRoute({ getParentRoute: () => root, path: "/sign-in", component: SignIn });
 
 export const router = createRouter({
-  routeTree: root.addChildren([overview, runs, run, workers, data, checkpoints, barriers, tasks, logs, settings]),
+  routeTree: root.addChildren([overview, runs, run, workers, data, checkpoints, barriers, tasks, logs, settings, signIn]),
   parseSearch,
   stringifySearch,
   defaultErrorComponent: Failed,

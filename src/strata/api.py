@@ -66,6 +66,14 @@ def post(
     return _call(api, path, data, token=token, timeout_s=timeout_s)
 
 
+def post_facts(api: str, path: str, body: object, *, having: str, token: str = "") -> dict[str, Any]:
+    """What was made, known by a key it must have."""
+    made = post(api, path, body, token=token)
+    if not isinstance(made, dict) or having not in made:
+        raise _not_a_coordinator(api)
+    return made
+
+
 def delete(api: str, path: str, *, token: str = "") -> None:
     with _open(api, path, token=token, method="DELETE"):
         pass

@@ -1,13 +1,15 @@
 """One frozen configuration, from a TOML file, the environment and flags, in that order of precedence.
 
 `read_config` reports every problem at once, each with the key's path, what was given, what is allowed and the
-nearest known name for a key that does not exist. A `.env` file in the working directory is read like the
-environment, which wins over it. Nothing is read twice and nothing is kept between calls.
+nearest known name for a key that does not exist. A `.env` file in the working directory is read below the
+environment, for what `strata.environment.SAFE` names; what else it says about Strata is named in a warning. A file that
+its user names (`read_env_file`) counts in full.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import tomllib
 import types
@@ -17,10 +19,14 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from strata.core.text import counted
+from strata.environment import SAFE, refused_in_dotenv
 from strata.errors import StrataError
 from strata.validation import Schema, check, nearest
 
 T = TypeVar("T")
+
+log = logging.getLogger("strata.config")
+_warned: set[tuple[Path, tuple[str, ...]]] = set()
 
 
 class ConfigError(StrataError):
@@ -105,7 +111,7 @@ def read_config(
 
 
 def environment() -> Mapping[str, str]:
-    """The environment, and below it what a `.env` in the working directory says."""
+    """The environment, and below it what a `.env` in the working directory may say."""
     problems: list[str] = []
     found = _environment(problems)
     if problems:
@@ -113,15 +119,40 @@ def environment() -> Mapping[str, str]:
     return found
 
 
+def read_env_file(path: Path) -> dict[str, str]:
+    """All variables of a file that its user has named. Raises `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError([f"--env-file: there is no file {path}"])
+    problems: list[str] = []
+    found = _dotenv(path, problems)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
 def _environment(problems: list[str]) -> Mapping[str, str]:
+    path = Path(".env").absolute()
+    found = _dotenv(path, problems)
+    refused = tuple(refused_in_dotenv(found))
+    if refused and (path, refused) not in _warned:
+        _warned.add((path, refused))
+        log.warning(
+            "%s sets %s: not taken from the working directory's .env. If it is yours, say so: strata --env-file .env …",
+            *(path, ", ".join(refused)),
+        )
+    return {**{name: value for name, value in found.items() if name in SAFE}, **os.environ}
+
+
+def _dotenv(path: Path, problems: list[str]) -> dict[str, str]:
     from dotenv import dotenv_values
 
     try:
-        from_file = {k: v for k, v in dotenv_values(".env").items() if v is not None}
+        # Without interpolation: a value that names another variable would carry that one's value along.
+        found = dotenv_values(path, interpolate=False)
     except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"{Path('.env').absolute()} cannot be read: {error}")
-        return os.environ
-    return {**from_file, **os.environ}
+        problems.append(f"{path} cannot be read: {error}")
+        return {}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _read_section(file: Path, section: str, problems: list[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The environment variables that Strata reads, and what happens to those that look like one and are not.
 
-`unread` names every variable that changes nothing although somebody probably meant it to, with the nearest one that
+A `.env` in the working directory may be anybody's, such as the author's of a repository that was cloned: only what can
+neither reveal a secret nor send anything elsewhere nor name a program is taken from it (`SAFE`). `unread` names every variable that changes nothing although somebody probably meant it to, with the nearest one that
 does. A test compares the table with the sources, so that it stays complete.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 OURS = ("STRATA_", "COORDINATOR_", "CHECKPOINT_", "RDZV_")
@@ -47,10 +48,13 @@ KNOWN = frozenset(
         "STRATA_RAY_ADDRESS",
         "STRATA_RAY_CPUS_PER_WORKER",
         "STRATA_RECIPES_DIR",
+        "STRATA_ROUND_STORES",
         "STRATA_RUN_ID",
         "STRATA_SEEN_IMPORTS",
         "STRATA_SHIP_LOGS",
+        "STRATA_SIGNING_KEY",
         "STRATA_TASK",
+        "STRATA_TASK_ENVIRONMENT",
         "STRATA_TASK_GPUS",
         "STRATA_TASK_ID",
         "STRATA_TASK_STOP_TIMEOUT",
@@ -78,6 +82,35 @@ KNOWN = frozenset(
     ]
 )
 
+SAFE = frozenset(
+    [
+        "STRATA_BARRIER_TIMEOUT",
+        "STRATA_DISCONNECT_GRACE",
+        "STRATA_GRPC_PORT",
+        "STRATA_HEARTBEAT_INTERVAL",
+        "STRATA_HEARTBEAT_TIMEOUT",
+        "STRATA_HTTP_PORT",
+        "STRATA_JOB_ID",
+        "STRATA_LOG",
+        "STRATA_LOG_DAYS",
+        "STRATA_LOG_LIMIT_MB",
+        "STRATA_LOG_LINES_PER_SECOND",
+        "STRATA_MAX_CONNECTIONS",
+        "STRATA_MAX_WORKERS",
+        "STRATA_RAY_CPUS_PER_WORKER",
+        "STRATA_TASK_GPUS",
+        "STRATA_TASK_STOP_TIMEOUT",
+        "STRATA_TASK_WORKERS",
+        "NNODES",
+        "NPROC_PER_NODE",
+        "RDZV_ID",
+        "WORKER_ID",
+        "LOG_FORMAT",
+        "LOGLEVEL",
+    ]
+)
+"""What a `.env` in the working directory may set: neither secrets, nor addresses, nor paths."""
+
 OTHER_NAMES = {
     "RUST_LOG": "STRATA_LOG",
     "LOG_LEVEL": "LOGLEVEL",
@@ -95,6 +128,11 @@ OTHER_NAMES = {
 
 # Kubernetes sets these for every service of a namespace, whatever its name.
 _SERVICE_LINK = re.compile(r"\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
+
+
+def refused_in_dotenv(names: Iterable[str]) -> list[str]:
+    """Of the variables in a `.env`, those that were meant for us and are not taken from there."""
+    return sorted(name for name in names if name not in SAFE and (name in KNOWN or name.startswith(OURS)))
 
 
 def unread(environ: Mapping[str, str] | None = None) -> list[str]:

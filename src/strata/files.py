@@ -6,7 +6,10 @@ folder, so a file that has its name survives the machine. Without, it survives t
 and for what can be made again.
 
 Stores (`strata.stores.files`) keep unfinished values in a place of their own, for they must tell those of the dead from those
-of the living; they flush folders with `sync_folder`. Needs nothing but Python.
+of the living; they flush folders with `sync_folder`.
+
+Files are their user's alone, unless they are meant for others too (`mode`, less what the umask takes away). Needs nothing but
+Python.
 """
 
 from __future__ import annotations
@@ -18,14 +21,14 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 
-def write_file(path: Path, content: bytes | str, *, durable: bool, mode: int = 0o666) -> None:
+def write_file(path: Path, content: bytes | str, *, durable: bool, mode: int = 0o600) -> None:
     """Give a file this content; text is UTF-8."""
     with fresh_file(path, durable=durable, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def fresh_file(path: Path, *, durable: bool, mode: int = 0o666) -> Iterator[BinaryIO]:
+def fresh_file(path: Path, *, durable: bool, mode: int = 0o600) -> Iterator[BinaryIO]:
     """A file to be written, which takes its place when the block is left; not if that is by an exception."""
     fresh = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
@@ -45,6 +48,16 @@ def move_into_place(fresh: Path, path: Path, *, durable: bool) -> None:
     os.replace(fresh, path)
     if durable:
         sync_folder(path.parent)
+
+
+def make_file_private(path: Path) -> None:
+    """See to it that a file is there that only its user may read, before something is written to it. Raises `OSError`."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.fstat(fd).st_mode & 0o077 and os.fstat(fd).st_uid == os.geteuid():
+            os.fchmod(fd, 0o600)
+    finally:
+        os.close(fd)
 
 
 def sync(file: IO[bytes]) -> None:

@@ -2,14 +2,22 @@
 
 Every such name is made here, for those who put something there and for those who remove what a job left. All of it lives
 below one folder, the root, which `memory_root` decides at each call: processes with different roots behave as if they were
-on different machines. Only images too large for a root that nobody has named live on disk instead (`memory_roots`). Each
-user has folders of their own, which are there as long as something is in them. Needs nothing but Python.
+on different machines. Only images too large for a root that nobody has named live on disk instead (`memory_roots`).
+
+Each user has folders of their own, which are there as long as something is in them, and which nobody else may enter. A root
+such as /dev/shm is everybody's: where another user was first to take the name of this user's folder, another one is used that
+follows from a key in the user's home, so that all processes of the user find it and nobody else can take it beforehand. The
+session's folder ($XDG_RUNTIME_DIR) would not do: it goes when its user logs out, and training does not. Needs nothing but
+Python.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import pwd
+import secrets
 import shutil
 import stat
 import tempfile
@@ -20,6 +28,7 @@ from strata.files import write_file
 from strata.processes import Process, parent_process, this_process
 
 _ATTEMPTS = 1_000
+_NAMES = 8
 _RUN_NAME = "run"
 ROOT_VARIABLE = "STRATA_MEMORY_ROOT"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -45,7 +54,7 @@ def memory_roots(named: str | os.PathLike[str] | None = None) -> list[Path]:
 
 def images_folder(root: Path | None = None) -> Path:
     """Holds a folder for each job's images (`strata.checkpoint.copying.staging`)."""
-    return memory_root(root) / f"strata-images-{os.getuid()}"
+    return _own_folder(memory_root(root), f"strata-images-{os.getuid()}")
 
 
 def folder_name(job: str) -> str:
@@ -60,7 +69,7 @@ VERIFIED_MODULES = "preload"
 
 def run_folder(job: str, *, root: Path | None = None) -> Path:
     """Where the processes of one run on this machine leave their timestamps (`strata.training.trace`)."""
-    return memory_root(root) / f"strata-run-{os.getuid()}" / folder_name(job)
+    return _own_folder(memory_root(root), f"strata-run-{os.getuid()}") / folder_name(job)
 
 
 def folders_of(job: str, *, root: Path | None = None) -> list[Path]:
@@ -71,7 +80,7 @@ def folders_of(job: str, *, root: Path | None = None) -> list[Path]:
 
 def make_private(folder: Path, *, inside: Path) -> None:
     """Make a folder, `inside` and those between them, for this user alone. A `PermissionError` names what somebody else
-    made first. Jobs that end meanwhile may remove what they leave empty on the way."""
+    made first, and who. Jobs that end meanwhile may remove what they leave empty on the way."""
     inside.parent.mkdir(parents=True, exist_ok=True)
     between = [around for around in reversed(folder.parents) if around.is_relative_to(inside)]
     for _ in range(_ATTEMPTS):
@@ -81,9 +90,80 @@ def make_private(folder: Path, *, inside: Path) -> None:
                     each.mkdir(mode=0o700)
                 found = os.lstat(each)
                 if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(each))
+                    raise PermissionError(errno.EPERM, f"it belongs to {owner_name(found)}", str(each))
+                if stat.S_IMODE(found.st_mode) & 0o077:
+                    each.chmod(0o700)
             return
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+
+
+def owner_name(found: os.stat_result) -> str:
+    """Whose a file is, for messages."""
+    try:
+        return f"user '{pwd.getpwuid(found.st_uid).pw_name}'"
+    except KeyError:
+        return f"the user with number {found.st_uid}"
+
+
+def _own_folder(root: Path, name: str) -> Path:
+    """This user's folder of a root that may be everybody's: by its usual name unless somebody else has that, then by one that
+    only this user can work out, and by that one as long as it is there."""
+    usual = root / name
+    if _is_own(usual):
+        return usual
+    others = [root / f"{name}-{suffix}" for suffix in _suffixes(_read_key(), name)]
+    for path in others:
+        if _is_own(path):
+            return path
+    if _is_free(usual):
+        return usual
+    others = others or [root / f"{name}-{suffix}" for suffix in _suffixes(_make_key(), name)]
+    return next(
+        (path for path in others if _is_free(path)), usual
+    )  # Who makes the usual one is told whose it is.
+
+
+def _is_own(path: Path) -> bool:
+    """A folder of this user. A link is nobody's folder."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _is_free(path: Path) -> bool:
+    return _is_own(path) or not os.path.lexists(path)
+
+
+def _suffixes(key: bytes | None, name: str) -> list[str]:
+    """Several: a name can be seen as long as it is in use, and be taken afterwards."""
+    if key is None:
+        return []
+    return [hashlib.sha256(b"%s %s %d" % (key, name.encode(), n)).hexdigest()[:16] for n in range(_NAMES)]
+
+
+def _key_path() -> Path:
+    return Path.home() / ".strata" / "folder-key"
+
+
+def _read_key() -> bytes | None:
+    with suppress(OSError, RuntimeError):  # There is no home, or nothing in it: the usual case.
+        return _key_path().read_bytes()
+    return None
+
+
+def _make_key() -> bytes | None:
+    """Written once, whole, by whoever of this user's processes is first."""
+    with suppress(OSError, RuntimeError):
+        path = _key_path()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        fresh = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+        write_file(fresh, secrets.token_bytes(32), durable=False)
+        with suppress(FileExistsError):
+            os.link(fresh, path)
+        fresh.unlink()
+    return _read_key()
 
 
 def job_owner() -> Process:

@@ -26,6 +26,7 @@ _TYPES = {
     "object": "a table of keys",
     "array": "a list",
     "string": "text",
+    "secret": "text",
     "boolean": "true or false",
     "integer": "a whole number",
     "number": "a number",
@@ -53,9 +54,11 @@ DIALECT: Schema = {
         "title": _TEXT,
         "description": _TEXT,
         "examples": {},
+        "variable": _TEXT,
     },
 }
-"""The part of JSON Schema that a recipe may use, as a schema: what the dashboard can show as a form."""
+"""The part of JSON Schema that a recipe may use, as a schema: what the dashboard can show as a form. Of our own are the type
+`secret`, a text that is never shown, and its `variable` (`strata.launch.recipes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +180,7 @@ def _validator() -> Any:
     types = Draft202012Validator.TYPE_CHECKER.redefine_many(
         {
             "object": lambda _, value: isinstance(value, Mapping),
+            "secret": lambda _, value: isinstance(value, str),
             "array": lambda _, value: isinstance(value, list | tuple),
             "integer": lambda _, value: isinstance(value, int) and not isinstance(value, bool),
             "number": lambda _, value: _is_finite(value),
@@ -202,6 +206,8 @@ def _closed(schema: Any) -> Any:
 
 def _message(violation: Violation) -> str:
     value, limit = violation.value, violation.limit
+    if violation.schema.get("type") == "secret" and violation.keyword in ("type", "enum"):
+        return "must be text (what was given is not shown)"
     match violation.keyword:
         case "type":
             kinds = " or ".join(_TYPES[kind] for kind in ([limit] if isinstance(limit, str) else limit))

@@ -269,9 +269,12 @@ def test_in_a_container_with_a_small_dev_shm_a_killed_process_finds_its_snapshot
     assert not any(job_folder(job, root=root).exists() for root in memory_roots())
 
 
-def test_where_shared_memory_belongs_to_another_user_the_disk_is_used(
-    shm: Path, disk: Path, caplog: pytest.LogCaptureFixture
+def test_where_no_name_in_shared_memory_is_free_the_disk_is_used(
+    shm: Path, disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv(
+        "HOME", str(tmp_path / "nowhere")
+    )  # No key can be kept, from which another name would follow.
     taken = shared_memory.images_folder(shm)
     taken.mkdir()
     os.chown(taken, 12345, 12345)
@@ -280,12 +283,13 @@ def test_where_shared_memory_belongs_to_another_user_the_disk_is_used(
         manager.save(small_state(1, elements=100), step=1).result(30)
         assert images_in(disk) == 1
     assert list(disk.iterdir()) == []
-    assert "belongs to another user" in caplog.text
+    assert "belongs to the user with number 12345" in caplog.text
 
 
 def test_a_disk_that_belongs_to_another_user_costs_the_snapshot_alone(
-    shm: Path, disk: Path, folder: Path
+    shm: Path, disk: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
     taken = shared_memory.images_folder(disk)
     taken.mkdir()
     os.chown(taken, 12345, 12345)

@@ -275,11 +275,11 @@ def test_a_forked_child_does_not_remove_its_parents_images(job: str, memory: Mem
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     staging = Staging("x", root=tmp_path)
-    base = job_folder("x", root=tmp_path).parent
-    base.mkdir()
+    base = job_folder("x", root=tmp_path)
+    base.mkdir(parents=True)
     os.chown(base, 12345, 12345)
     for _ in range(2):  # It stays so until somebody does something about it.
-        with pytest.raises(CheckpointError, match="another user"):
+        with pytest.raises(CheckpointError, match="belongs to the user with number 12345"):
             staging.open()
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -76,17 +77,42 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     server.stop()
 
 
-def test_address_comes_from_the_environment_or_a_dotenv(
+def test_address_comes_from_the_environment_or_a_file_that_is_named(
     listed: Coordinator, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with monkeypatch.context() as env:
         env.setenv("STRATA_API_URL", listed.url)
         assert strata("workers").code == 0
     folder = tmp_path_factory.mktemp("dotenv")
-    (folder / ".env").write_text(f"STRATA_API_URL={listed.url}\n")
+    (folder / "mine.env").write_text(f"STRATA_API_URL={listed.url}\n")
     monkeypatch.chdir(folder)
-    ran = strata_process("workers", "--json")
+    ran = strata_process("--env-file", "mine.env", "workers", "--json")
     assert (ran.code, ran.err) == (0, "")
+
+
+def test_a_planted_dotenv_does_not_send_the_token_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers.get("authorization", ""))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (tmp_path / ".env").write_text(f"STRATA_API_URL=http://127.0.0.1:{server.server_port}\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("STRATA_TOKEN", "the-administrators-own-token")
+        monkeypatch.delenv("STRATA_API_URL", raising=False)
+        ran = strata_process("workers", "--json")
+        server.shutdown()
+    assert asked == []
+    assert "STRATA_API_URL" in ran.err
+    assert "--env-file" in ran.err
 
 
 @contextmanager

@@ -16,7 +16,18 @@ import build_dashboard as build_dashboard  # isort: skip  # Beside the table of 
 
 DRIVER = ROOT / "dashboard" / "e2e" / "driver.mjs"
 PATIENCE_S = 45.0
-VIEWS = ("/", "/runs", "/workers", "/data", "/checkpoints", "/barriers", "/tasks", "/logs", "/settings")
+VIEWS = (
+    "/",
+    "/runs",
+    "/workers",
+    "/data",
+    "/checkpoints",
+    "/barriers",
+    "/tasks",
+    "/logs",
+    "/settings",
+    "/sign-in",
+)
 
 
 def npx(*command: str, **environment: str) -> None:
@@ -128,6 +139,9 @@ class Browser:
     def until(self, script: str, *, within_s: float = PATIENCE_S) -> None:
         """Wait until the expression is true on the page."""
         self._do("until", script=script, patience_ms=within_s * 1000)
+
+    def size(self, width: int, height: int) -> None:
+        self._do("size", width=width, height=height)
 
     def theme(self, *, dark: bool) -> None:
         self._do("theme", dark=dark)

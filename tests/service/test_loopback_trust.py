@@ -55,6 +55,13 @@ def test_own_user_needs_nothing(shared: Coordinator) -> None:
     assert f"(uid {os.geteuid()})" in shared.get("/api/session")["name"]
 
 
+def test_a_cookie_that_has_ended_is_no_sign_in(shared: Coordinator) -> None:
+    cookie = {"Cookie": f"strata_session_{shared.http_port}=of-an-earlier-coordinator"}
+    status, session = ask(shared.http_port, "/api/session", headers=cookie)
+    assert (status, session["role"]) == (200, "admin")
+    assert not session["signed_in"]
+
+
 @needs_root
 def test_everyone_on_this_machine_is_trusted_with_the_flag_alone(tmp_path: Path) -> None:
     server = Coordinator(tmp_path / "data", "--trust-loopback").start()

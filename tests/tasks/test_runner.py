@@ -15,6 +15,7 @@ from strata.coordinator.logs.store import LogStore
 from strata.coordinator.tasks import runner as tasks_module
 from strata.coordinator.tasks.plans import Planner
 from strata.coordinator.tasks.runner import TaskRunner
+from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core.cluster import Cluster
 from strata.core.messages import TaskId
 from strata.launch.protocol import Capacity, LaunchFailed, LaunchPlan
@@ -57,7 +58,12 @@ async def test_an_outage_is_logged_when_it_starts_when_it_changes_and_when_it_en
     caplog.set_level(logging.INFO, logger="strata.coordinator.tasks")
     engine = Engine(Cluster(), SqliteJournal(tmp_path), SystemClock())
     planner = Planner(
-        recipes=Recipes(()), tasks_dir=tmp_path, coordinator="127.0.0.1:1", token=str, stop_timeout_s=1.0
+        recipes=Recipes(()),
+        tasks_dir=tmp_path,
+        coordinator="127.0.0.1:1",
+        token=str,
+        stop_timeout_s=1.0,
+        secrets=TaskSecrets(tmp_path),
     )
     launcher = Flaky()
     runner = TaskRunner(engine, LogStore(), planner, lambda listener: launcher, stop_timeout_s=1.0)

@@ -42,3 +42,12 @@ it("says what a refusal says", async () => {
   const error = await said((response) => response.writeHead(422).end(JSON.stringify({ code: "invalid", message: "No.", hint: "Ask otherwise." })));
   expect(error).toMatchObject({ code: "invalid", status: 422, message: "No.", hint: "Ask otherwise." });
 });
+
+it("knows how long it is asked to wait", async () => {
+  const error = await said((response) => response.writeHead(429, { "Retry-After": "3" }).end(JSON.stringify({ code: "forbidden", message: "Too many.", hint: "Wait." })));
+  expect(error).toMatchObject({ status: 429, message: "Too many.", retryAfterS: 3 });
+});
+
+it("takes an answer without content for done", async () => {
+  expect(await said((response) => response.writeHead(204).end())).toBeNull();
+});

@@ -1,4 +1,8 @@
-/** Calls to the coordinator. Every refusal becomes an `ApiError` that says what happened and what to do next. */
+/**
+ * Calls to the coordinator. Every refusal becomes an `ApiError` that says what happened and what to do next.
+ *
+ * No script ever holds a credential for longer than it takes to sign in: the browser sends the cookie of the sign-in itself.
+ */
 
 export const API_URL: string = (import.meta.env["VITE_API_URL"] as string | undefined)?.replace(/\/+$/, "") || "/api";
 
@@ -9,13 +13,16 @@ export class ApiError extends Error {
   readonly code: string;
   readonly hint: string;
   readonly details: { field?: string; message?: string }[];
+  /** How long the coordinator asks to wait before the next attempt; 0 where it does not. */
+  readonly retryAfterS: number;
 
-  constructor(message: string, about: { status: number; code: string; hint?: string; details?: { field?: string; message?: string }[] }) {
+  constructor(message: string, about: { status: number; code: string; hint?: string; details?: { field?: string; message?: string }[]; retryAfterS?: number }) {
     super(message);
     this.status = about.status;
     this.code = about.code;
     this.hint = about.hint ?? "";
     this.details = about.details ?? [];
+    this.retryAfterS = about.retryAfterS ?? 0;
   }
 }
 
@@ -29,26 +36,11 @@ export interface Call {
 /** Answers one call with decoded JSON, or throws an `ApiError`. Demo mode brings its own. */
 export type Transport = (path: string, call: Call) => Promise<unknown>;
 
-const TOKEN_KEY = "strata.token";
+let unauthorized: () => void = () => undefined;
 
-export function getToken(): string {
-  try {
-    return sessionStorage.getItem(TOKEN_KEY) ?? localStorage.getItem(TOKEN_KEY) ?? "";
-  } catch {
-    return "";
-  }
-}
-
-/** Kept for this tab, or for this browser when `remember` is set. */
-export function setToken(token: string, remember: boolean): void {
-  sessionStorage.removeItem(TOKEN_KEY);
-  localStorage.removeItem(TOKEN_KEY);
-  if (token) (remember ? localStorage : sessionStorage).setItem(TOKEN_KEY, token);
-}
-
-export function authorization(): Record<string, string> {
-  const token = getToken();
-  return token ? { Authorization: `Bearer ${token}` } : {};
+/** Who is to know that a call was refused because the coordinator does not know who makes it (any more). */
+export function onUnauthorized(listener: () => void): void {
+  unauthorized = listener;
 }
 
 export function withQuery(path: string, query: Call["query"]): string {
@@ -70,7 +62,6 @@ export const httpTransport: Transport = async (path, call) => {
       headers: {
         Accept: "application/json",
         ...(call.body === undefined ? {} : { "Content-Type": "application/json" }),
-        ...authorization(),
       },
       body: call.body === undefined ? null : JSON.stringify(call.body),
       signal,
@@ -80,7 +71,12 @@ export const httpTransport: Transport = async (path, call) => {
     if (call.signal?.aborted) throw error;
     throw lost("the connection was refused or lost");
   }
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) {
+    // Signing in may fail without anything having changed.
+    if (response.status === 401 && path !== "/session") unauthorized();
+    throw await refusal(response);
+  }
+  if (response.status === 204) return null;
   try {
     return await response.json();
   } catch (error) {
@@ -109,15 +105,12 @@ export async function refusal(response: Response): Promise<ApiError> {
   } catch {
     // A proxy's page: the status must do.
   }
-  if (response.status === 401) {
-    const message = getToken() ? "The coordinator rejected this token." : "The coordinator requires a token.";
-    return new ApiError(message, { status: 401, code: body.code ?? "unauthorized", hint: "Enter a token in Settings." });
-  }
   return new ApiError(body.message ?? `The request failed: ${response.status} ${response.statusText}.`, {
     status: response.status,
     code: body.code ?? "http_error",
     hint: body.hint ?? "Retry, or check the coordinator's log.",
     details: body.details ?? [],
+    retryAfterS: Number(response.headers.get("retry-after")) || 0,
   });
 }
 
@@ -133,4 +126,8 @@ export async function get<T>(path: string, query?: Call["query"], signal?: Abort
 
 export async function post<T>(path: string, body: unknown = {}): Promise<T> {
   return (await transport(path, { method: "POST", body })) as T;
+}
+
+export async function remove(path: string): Promise<void> {
+  await transport(path, { method: "DELETE" });
 }

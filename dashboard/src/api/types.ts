@@ -1,11 +1,13 @@
 /** The nouns of the API, under the names the views use. Times are Unix seconds. */
 
-import type { BarrierView, CheckpointView, TaskView, WorkerView } from "./generated";
+import type { BarrierView, CheckpointView, SessionView, TaskView, WorkerView } from "./generated";
 
 export type {
+  AuditEntry,
   AuditView as Audit,
   BarrierView as Barrier,
   CheckpointView as Checkpoint,
+  CreatedTokenView as CreatedToken,
   DashboardView as Snapshot,
   DatasetView as Dataset,
   ExitCause,
@@ -18,14 +20,17 @@ export type {
   RecipeBody as Recipe,
   RecoveryView as Recovery,
   Resources,
+  SessionView as Session,
   ShardPlanView as ShardPlan,
   ShardView as Shard,
   StatusView as CoordinatorStatus,
   TaskView as Task,
+  TokenView as Token,
   VerificationView as Verification,
   WorkerView as Worker,
 } from "./generated";
 
+export type Role = SessionView["role"];
 export type WorkerState = WorkerView["status"];
 export type TaskStatus = TaskView["status"];
 export type CheckpointStatus = CheckpointView["status"];

@@ -37,6 +37,10 @@ const LOOKS: Record<string, Look> = {
   waiting: { tone: "busy", icon: Hourglass, label: "waiting" },
   complete: { tone: "good", icon: CircleCheck, label: "complete" },
   broken: { tone: "bad", icon: CircleX, label: "broken" },
+  // access
+  allowed: { tone: "good", icon: CircleCheck, label: "allowed" },
+  refused: { tone: "bad", icon: CircleSlash, label: "refused" },
+  expired: { tone: "idle", icon: CircleSlash, label: "expired" },
   // logs
   debug: { tone: "idle", icon: CircleDashed, label: "debug" },
   info: { tone: "busy", icon: CircleDot, label: "info" },

@@ -1,7 +1,10 @@
 /** Buttons and fields: one look, one size, every one with a name. */
 
-import type { ButtonHTMLAttributes, InputHTMLAttributes, KeyboardEvent, ReactNode, SelectHTMLAttributes } from "react";
+import type { ButtonHTMLAttributes, ComponentProps, KeyboardEvent, ReactNode, SelectHTMLAttributes } from "react";
 import { useId } from "react";
+
+import type { Role } from "../api/types";
+import { useRefusal } from "../session";
 
 type ButtonLook = "plain" | "primary" | "danger" | "ghost";
 
@@ -12,12 +15,21 @@ const LOOKS: Record<ButtonLook, string> = {
   ghost: "text-muted hover:bg-hover hover:text-ink",
 };
 
-export function Button({ look = "plain", className = "", ...rest }: ButtonHTMLAttributes<HTMLButtonElement> & { look?: ButtonLook }) {
+interface ButtonProps extends ButtonHTMLAttributes<HTMLButtonElement> {
+  look?: ButtonLook;
+  /** The role that may do this. Whoever has less finds it disabled, and is told why: also by keyboard, so it keeps the focus. */
+  needs?: Role;
+}
+
+export function Button({ look = "plain", className = "", needs, ...rest }: ButtonProps) {
+  const refusal = useRefusal(needs);
+  const refused = refusal === undefined ? {} : { "aria-disabled": true, title: refusal, type: "button" as const, onClick: undefined };
   return (
     <button
       type="button"
-      className={`inline-flex h-8 shrink-0 items-center justify-center gap-1.5 whitespace-nowrap rounded-md px-3 font-medium transition-colors disabled:opacity-50 ${LOOKS[look]} ${className}`}
+      className={`inline-flex h-8 shrink-0 items-center justify-center gap-1.5 whitespace-nowrap rounded-md px-3 font-medium transition-colors disabled:opacity-50 aria-disabled:cursor-not-allowed aria-disabled:opacity-50 ${LOOKS[look]} ${className}`}
       {...rest}
+      {...refused}
     />
   );
 }
@@ -37,7 +49,7 @@ export function IconButton({ label, className = "", ...rest }: ButtonHTMLAttribu
 
 const FIELD = "h-8 min-w-0 rounded-md border border-edge/60 bg-surface px-2.5 hover:border-edge focus:border-accent";
 
-export function Input({ className = "", ...rest }: InputHTMLAttributes<HTMLInputElement>) {
+export function Input({ className = "", ...rest }: ComponentProps<"input">) {
   return <input className={`${FIELD} ${className}`} autoComplete="off" spellCheck={false} {...rest} />;
 }
 

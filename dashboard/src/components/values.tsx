@@ -3,6 +3,7 @@
 import { Link } from "@tanstack/react-router";
 
 import { ago, age, bytes, duration, fullTime, moment, UNKNOWN } from "../format";
+import { useOnlyJob } from "../session";
 import { useServerNow } from "../state/store";
 
 /** A moment, as the clock shows it. */
@@ -45,6 +46,8 @@ export function Path(props: { children: string }) {
 const LINK = "foreign inline-block max-w-full truncate align-bottom leading-6 text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent";
 
 export function WorkerLink(props: { id: string }) {
+  // The view of workers is about all of them.
+  if (useOnlyJob() !== null) return <Name>{props.id}</Name>;
   return <Link to="/workers" search={{ worker: props.id }} className={LINK} title={props.id}>{props.id}</Link>;
 }
 

@@ -26,7 +26,7 @@ export const demo: Backend = {
     dispatch({ type: "recoveries", recoveries: run.recoveries });
     dispatch({ type: "history", series: structuredClone(run.series) });
     dispatch({ type: "runHistory", jobId: JOB, series: structuredClone(run.runSeries) });
-    dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextAttemptAtMs: null, updatedAtMs: Date.now(), needsToken: false } });
+    dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextAttemptAtMs: null, updatedAtMs: Date.now() } });
     let turn = 0;
     const timer = setInterval(() => {
       const events = run.advance(Date.now() / 1000);

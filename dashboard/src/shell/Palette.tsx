@@ -7,9 +7,10 @@ import { useEffect, useId, useMemo, useRef, useState } from "react";
 
 import { Backdrop } from "../components/Dialog";
 import { DEMO_ONLY, setMode, setTheme, useMode } from "../mode";
+import { may } from "../session";
 import { runsOf } from "../state/runs";
 import { getState } from "../state/store";
-import { VIEWS } from "./views";
+import { viewsFor } from "./views";
 
 interface Item {
   id: string;
@@ -46,10 +47,16 @@ function Body({ onClose }: { onClose: () => void }) {
   const items = useMemo<Item[]>(() => {
     const state = getState();
     const go = (to: string, search: Record<string, string> = {}) => () => void navigate({ to, search } as never);
+    const job = state.session?.job_id ?? null;
+    const operates = job === null && may(state.session, "operator");
     return [
-      ...VIEWS.map((v): Item => ({ id: v.to, label: v.label, kind: "view", icon: v.icon, run: go(v.to) })),
-      { id: "start", label: "Start task", kind: "action", icon: Play, run: go("/tasks", { start: "1" }) },
-      { id: "register", label: "Register dataset", kind: "action", icon: Database, run: go("/data", { register: "1" }) },
+      ...viewsFor(job).map((v): Item => ({ id: v.to, label: v.label, kind: "view", icon: v.icon, run: go(v.to) })),
+      ...(operates
+        ? [
+            { id: "start", label: "Start task", kind: "action", icon: Play, run: go("/tasks", { start: "1" }) },
+            { id: "register", label: "Register dataset", kind: "action", icon: Database, run: go("/data", { register: "1" }) },
+          ]
+        : []),
       { id: "dark", label: "Dark theme", kind: "action", icon: SunMoon, run: () => setTheme("dark") },
       { id: "light", label: "Light theme", kind: "action", icon: SunMoon, run: () => setTheme("light") },
       ...(DEMO_ONLY ? [] : [{ id: "mode", label: mode === "demo" ? "Exit demo mode" : "Demo mode", kind: "action", icon: FlaskConical, run: () => setMode(mode === "demo" ? "live" : "demo") }]),

@@ -1,18 +1,24 @@
 /** What stands around every view: navigation, how we are connected, and whether any of this is real. */
 
-import { Link, Outlet, useRouterState } from "@tanstack/react-router";
-import { FlaskConical, Moon, Search, Sun, WifiOff } from "lucide-react";
-import { useEffect, useMemo, useRef, useState } from "react";
+import { useQueryClient } from "@tanstack/react-query";
+import { Link, Navigate, Outlet, useRouterState } from "@tanstack/react-router";
+import { FlaskConical, LockKeyhole, Moon, Search, Sun, WifiOff } from "lucide-react";
+import { useEffect, useMemo, useRef, useState, type ReactNode } from "react";
 
 import { Button, IconButton, Kbd } from "../components/controls";
 import { Dialog } from "../components/Dialog";
+import { Page } from "../components/Page";
+import { Empty, Loading } from "../components/states";
 import { age } from "../format";
 import { DEMO_ONLY, setMode, setTheme, useMode, useTheme } from "../mode";
+import { useOnlyJob } from "../session";
 import { retryNow } from "../state/connection";
 import { useNowMs, useStore } from "../state/store";
+import { SIGN_IN, SignIn } from "../views/SignIn";
+import { Account } from "./Account";
 import { KEYS, useKeys } from "./keys";
 import { Palette } from "./Palette";
-import { VIEWS } from "./views";
+import { VIEWS, viewsFor } from "./views";
 
 function isDark(): boolean {
   const chosen = document.documentElement.dataset["theme"];
@@ -20,6 +26,51 @@ function isDark(): boolean {
 }
 
 export function Shell() {
+  const signedOut = useStore((s) => s.connection.phase === "signed_out");
+  const asked = useRouterState({ select: (s) => s.location.pathname === SIGN_IN });
+  const answers = useQueryClient();
+  useEffect(() => {
+    // What one person was shown is not for the next.
+    if (signedOut) answers.clear();
+  }, [signedOut, answers]);
+  return signedOut || asked ? <Gate>{asked ? <Outlet /> : <SignIn />}</Gate> : <Views />;
+}
+
+/** Around the view that signs in: nothing of the coordinator's is there to go to. */
+function Gate(props: { children: ReactNode }) {
+  useEffect(() => {
+    document.title = "Sign in · Strata";
+  }, []);
+  return (
+    <div className="flex h-full flex-col">
+      <DemoBanner />
+      <DisconnectedBanner />
+      <main id="main" className="flex min-h-0 flex-1 flex-col overflow-y-auto px-4 py-8">
+        {props.children}
+      </main>
+    </div>
+  );
+}
+
+/** A browser that is bound to a job is told so in the place of what is about the whole cluster. */
+function Content(props: { path: string }) {
+  const job = useOnlyJob();
+  const mode = useMode();
+  // What a view may ask for depends on who is asking.
+  const unknown = useStore((s) => s.connection.phase === "connecting" && s.session === null);
+  if (unknown && mode === "live") return <Page title="Connecting"><Loading rows={6} /></Page>;
+  if (job === null || viewsFor(job).some((view) => props.path === view.to)) return <Outlet />;
+  if (props.path === "/") return <Navigate to="/tasks" replace />;
+  return (
+    <Page title={VIEWS.find((view) => view.to !== "/" && props.path.startsWith(view.to))?.label ?? "Not found"}>
+      <Empty icon={LockKeyhole} title={`You are signed in for job ${job} only`} action={<Link to="/tasks" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open the job</Link>}>
+        This view shows the whole cluster, which needs a credential that is not bound to a job.
+      </Empty>
+    </Page>
+  );
+}
+
+function Views() {
   const [palette, setPalette] = useState(false);
   const [help, setHelp] = useState(false);
   useTheme();
@@ -29,6 +80,7 @@ export function Shell() {
   );
   useKeys(does);
   const path = useRouterState({ select: (s) => s.location.pathname });
+  const job = useOnlyJob();
   const main = useRef<HTMLElement>(null);
   useEffect(() => {
     const view = VIEWS.find((v) => (v.to === "/" ? path === "/" : path.startsWith(v.to)));
@@ -47,7 +99,7 @@ export function Shell() {
             <Logo />
             <span className="hidden lg:inline">Strata</span>
           </Link>
-          {VIEWS.map((view) => (
+          {viewsFor(job).map((view) => (
             <Link
               key={view.to}
               to={view.to}
@@ -60,6 +112,7 @@ export function Shell() {
             </Link>
           ))}
           <div className="mt-auto flex flex-col gap-1 pt-3">
+            <Account />
             <button
               type="button"
               onClick={does.palette}
@@ -79,7 +132,7 @@ export function Shell() {
           </div>
         </nav>
         <main id="main" ref={main} tabIndex={-1} className="min-w-0 flex-1 overflow-y-auto focus:outline-none">
-          <Outlet />
+          <Content path={path} />
         </main>
       </div>
       <Palette open={palette} onClose={() => setPalette(false)} />
@@ -129,10 +182,9 @@ function DisconnectedBanner() {
     <div role="alert" className="flex flex-wrap items-center justify-center gap-x-3 gap-y-1 border-b bg-bad-soft px-4 py-1.5 text-sm">
       <WifiOff aria-hidden className="size-4 text-bad" />
       <span>
-        <strong className="font-semibold">Disconnected.</strong> {connection.reason} {connection.needsToken ? "" : connection.hint}
+        <strong className="font-semibold">Disconnected.</strong> {connection.reason} {connection.hint}
         {connection.updatedAtMs !== null && <> Data is {age((now - connection.updatedAtMs) / 1000)} old.</>}
       </span>
-      {connection.needsToken && <Link to="/settings" className="font-medium underline underline-offset-2">Enter token</Link>}
       <span aria-hidden className="text-muted">{inS === null || inS === 0 ? "Retrying …" : `Retrying in ${inS} s`}</span>
       <Button className="h-6 px-2" onClick={retryNow}>Retry now</Button>
     </div>

@@ -21,3 +21,10 @@ export const VIEWS: readonly ViewEntry[] = [
   { to: "/logs", label: "Logs", icon: ScrollText, key: "l" },
   { to: "/settings", label: "Settings", icon: Settings, key: "s" },
 ];
+
+const OF_A_JOB: readonly ViewEntry["to"][] = ["/tasks", "/logs", "/settings"];
+
+/** Those that a browser which may see one job only can show anything in. */
+export function viewsFor(job: string | null): readonly ViewEntry[] {
+  return job === null ? VIEWS : VIEWS.filter((view) => OF_A_JOB.includes(view.to));
+}

@@ -14,7 +14,10 @@ class Coordinator {
   snapshots = 0;
   lastIds: (string | undefined)[] = [];
   streams = true;
-  token = "";
+  signedIn = true;
+  job: string | null = null;
+  /** Every path that was asked for. */
+  asked: string[] = [];
   workers = [worker()];
   port = 0;
   private server: Server | null = null;
@@ -51,8 +54,11 @@ class Coordinator {
   }
 
   private answer(request: IncomingMessage, response: ServerResponse): void {
-    if (this.token && request.headers.authorization !== `Bearer ${this.token}`) {
-      response.writeHead(401, { "Content-Type": "application/json" }).end(JSON.stringify({ code: "unauthorized", message: "A token is required.", hint: "Send it in a header." }));
+    this.asked.push(request.url ?? "");
+    if (!this.signedIn) {
+      response.writeHead(401, { "Content-Type": "application/json" }).end(JSON.stringify({ code: "forbidden", message: "A token is required.", hint: "Send it in a header." }));
+    } else if (request.url === "/api/session") {
+      response.writeHead(200, { "Content-Type": "application/json" }).end(JSON.stringify({ name: "token ci (1)", role: "viewer", job_id: this.job, signed_in: true }));
     } else if (request.url === "/api/events" && this.streams) {
       this.lastIds.push(request.headers["last-event-id"] as string | undefined);
       response.writeHead(200, { "Content-Type": "text/event-stream" });
@@ -74,6 +80,10 @@ let stop: () => void;
 beforeEach(async () => {
   coordinator = new Coordinator();
   await coordinator.start();
+  await connect();
+});
+
+async function connect(): Promise<void> {
   vi.stubGlobal("document", { hidden: false });
   vi.stubEnv("VITE_API_URL", `http://127.0.0.1:${coordinator.port}/api`);
   vi.resetModules();
@@ -82,7 +92,7 @@ beforeEach(async () => {
   stop = live.start((action) => {
     state = reduce(state, action);
   });
-});
+}
 
 afterEach(async () => {
   stop();
@@ -135,17 +145,50 @@ it("says why it is disconnected and when it tries again, keeps the last values, 
   expect(state.coordinator?.server_time).toBe(NOW);
 });
 
-it("asks for a token, says when one is not accepted, and continues with one that is", async () => {
+it("shows nothing and asks nothing once nobody is signed in, and continues when somebody is", async () => {
   await isLive();
-  let token = "";
-  vi.stubGlobal("sessionStorage", { getItem: () => token || null });
-  vi.stubGlobal("localStorage", { getItem: () => null });
-  coordinator.token = "secret";
+  expect(state.session).toMatchObject({ name: "token ci (1)", role: "viewer" });
+  coordinator.signedIn = false;
   coordinator.cut();
-  await until(() => expect(state.connection).toMatchObject({ phase: "disconnected", needsToken: true, reason: "The coordinator requires a token." }));
-  token = "wrong";
-  await until(() => expect(state.connection.reason).toBe("The coordinator rejected this token."));
-  token = "secret";
+  await until(() => expect(state.connection).toMatchObject({ phase: "signed_out", reason: "Your sign-in has ended: it has expired, or its token was revoked." }));
+  expect([state.session, state.coordinator, state.workers.size]).toEqual([null, null, 0]);
+  const asked = coordinator.asked.length;
+  // Longer than the first pauses between two attempts.
+  await new Promise((resolve) => setTimeout(resolve, 1_500));
+  expect(coordinator.asked.length).toBe(asked);
+  coordinator.signedIn = true;
+  const { retryNow } = await import("./connection");
+  retryNow();
   await isLive();
-  expect(state.connection.needsToken).toBe(false);
+  expect(state.session?.role).toBe("viewer");
+});
+
+it("takes any refused call for a reason to ask who is signed in", async () => {
+  await isLive();
+  coordinator.signedIn = false;
+  const { get } = await import("../api/client");
+  await expect(get("/tasks")).rejects.toMatchObject({ status: 401 });
+  await until(() => expect(state.connection.phase).toBe("signed_out"));
+});
+
+it("says what the coordinator says where nobody was signed in", async () => {
+  stop();
+  coordinator.signedIn = false;
+  await connect();
+  await until(() => expect(state.connection).toMatchObject({ phase: "signed_out", reason: "A token is required." }));
+});
+
+it("asks for nothing that is about the whole cluster when bound to a job, and sees when the coordinator is lost", async () => {
+  await isLive();
+  stop();
+  coordinator.job = "task-1";
+  coordinator.asked = [];
+  await connect();
+  await until(() => expect(coordinator.asked.length).toBeGreaterThanOrEqual(2));
+  expect(new Set(coordinator.asked)).toEqual(new Set(["/api/session"]));
+  expect(state.connection).toMatchObject({ phase: "polling", reason: "Bound to job task-1: polling it every few seconds." });
+  await coordinator.stop();
+  await until(() => expect(state.connection.phase).toBe("disconnected"));
+  await coordinator.start();
+  await until(() => expect(state.connection.phase).toBe("polling"));
 });

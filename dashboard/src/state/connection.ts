@@ -5,12 +5,15 @@
  * (heartbeats, progress, who waits). After a break the stream is taken up where it ended; when the coordinator says
  * `resync`, a new snapshot is. Where streams do not get through, snapshots alone do. Nothing is ever thrown away
  * while the coordinator is out of reach: the state says so and when the next attempt comes.
+ *
+ * First of all it asks who is asking. A browser that nobody has signed in asks nothing more, until somebody has; one that is
+ * bound to a job asks for nothing that is about the whole cluster.
  */
 
-import { API_URL, ApiError, authorization, get, httpTransport, refusal, unreachable } from "../api/client";
+import { API_URL, ApiError, get, httpTransport, onUnauthorized, refusal, unreachable } from "../api/client";
 import { received, type FeedEvent } from "../api/events";
 import type { StreamEvent } from "../api/generated";
-import type { History, Recovery, Snapshot } from "../api/types";
+import type { History, Recovery, Session, Snapshot } from "../api/types";
 import type { Backend } from "./backend";
 import { fleetHistory } from "./series";
 import { EventParser } from "./sse";
@@ -29,7 +32,7 @@ const FLEET_SERIES = "coordinator_rps,active_workers,barrier_latency_p99,checkpo
 
 let wake: (() => void) | null = null;
 
-/** Retry now instead of at the time announced. */
+/** Retry now instead of at the time announced; or, where nobody was signed in, ask whether somebody is. */
 export function retryNow(): void {
   wake?.();
 }
@@ -38,6 +41,7 @@ export const live: Backend = {
   transport: httpTransport,
   start(dispatch) {
     const follower = new Follower(dispatch);
+    onUnauthorized(() => follower.askAgain());
     void follower.run();
     return () => follower.stop();
   },
@@ -50,6 +54,8 @@ class Follower {
   private since: FeedEvent[] | null = null;
   private pollTimer: ReturnType<typeof setTimeout> | undefined;
   private workers = 0;
+  /** What is followed now. */
+  private line = new AbortController();
 
   constructor(private readonly dispatch: (action: Action) => void) {}
 
@@ -58,12 +64,17 @@ class Follower {
     clearTimeout(this.pollTimer);
   }
 
+  /** A call was refused for want of a sign-in: who is asking is asked anew. */
+  askAgain(): void {
+    this.line.abort();
+  }
+
   async run(): Promise<void> {
     let failures = 0;
     while (!this.ended.signal.aborted) {
       let reason: unknown;
       try {
-        await this.follow(() => {
+        await this.connect(() => {
           failures = 0;
         });
         reason = unreachable("the event stream ended");
@@ -72,6 +83,13 @@ class Follower {
       }
       if (this.ended.signal.aborted) return;
       clearTimeout(this.pollTimer);
+      if (isUnknownCaller(reason)) {
+        failures = 0;
+        this.lastId = "";
+        this.dispatch({ type: "signedOut", reason: reason.message });
+        await this.sleep(null);
+        continue;
+      }
       if (failures > 0 && (await this.pollOnly())) continue;
       const waitMs = failures === 0 ? 250 : Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** (failures - 1));
       failures += 1;
@@ -81,16 +99,37 @@ class Follower {
     }
   }
 
+  private async connect(onOpen: () => void): Promise<void> {
+    this.line = new AbortController();
+    const session = await this.ask<Session>("/session");
+    this.dispatch({ type: "session", session });
+    if (session.job_id === null) await this.follow(onOpen);
+    else await this.stay(session, onOpen);
+  }
+
+  /** For a caller that is bound to a job: its views ask for what they show, and here is seen whether anybody answers. */
+  private async stay(session: Session, onOpen: () => void): Promise<void> {
+    onOpen();
+    for (let now = session; now.name === session.name; now = await this.ask<Session>("/session")) {
+      this.dispatch({
+        type: "connection",
+        connection: { phase: "polling", reason: `Bound to job ${session.job_id}: polling it every few seconds.`, hint: "", nextAttemptAtMs: null, updatedAtMs: Date.now() },
+      });
+      await this.sleep(POLL_MS);
+      if (this.ended.signal.aborted) return;
+    }
+  }
+
   /** Follows the stream until it breaks. */
   private async follow(onOpen: () => void): Promise<void> {
-    const line = new AbortController();
+    const { line } = this;
     const signal = AbortSignal.any([this.ended.signal, line.signal]);
     let silence = setTimeout(() => line.abort(), SILENCE_MS);
     try {
       let response: Response;
       try {
         response = await fetch(`${API_URL}/events`, {
-          headers: { Accept: "text/event-stream", ...(this.lastId ? { "Last-Event-ID": this.lastId } : {}), ...authorization() },
+          headers: { Accept: "text/event-stream", ...(this.lastId ? { "Last-Event-ID": this.lastId } : {}) },
           signal,
           cache: "no-store",
         });
@@ -104,7 +143,7 @@ class Follower {
       const resumed = this.lastId !== "";
       await Promise.all([this.snapshot(), resumed ? null : this.past()]);
       onOpen();
-      this.dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextAttemptAtMs: null, needsToken: false } });
+      this.dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextAttemptAtMs: null } });
       this.schedulePoll();
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       const parser = new EventParser(this.lastId);
@@ -139,16 +178,22 @@ class Follower {
 
   private async snapshot(): Promise<void> {
     const since: FeedEvent[] = (this.since = []);
-    const signal = AbortSignal.any([this.ended.signal, AbortSignal.timeout(SNAPSHOT_PATIENCE_MS)]);
     try {
-      const snapshot = await get<Snapshot>("/dashboard", undefined, signal);
+      const snapshot = await this.ask<Snapshot>("/dashboard");
       this.workers = snapshot.workers.length;
       this.dispatch({ type: "snapshot", snapshot, since: [...since], atMs: Date.now() });
+    } finally {
+      if (this.since === since) this.since = null;
+    }
+  }
+
+  private async ask<T>(path: string): Promise<T> {
+    const signal = AbortSignal.any([this.ended.signal, AbortSignal.timeout(SNAPSHOT_PATIENCE_MS)]);
+    try {
+      return await get<T>(path, undefined, signal);
     } catch (error) {
       if (error instanceof ApiError || this.ended.signal.aborted) throw error;
       throw unreachable(`no response within ${SNAPSHOT_PATIENCE_MS / 1000} s`);
-    } finally {
-      if (this.since === since) this.since = null;
     }
   }
 
@@ -185,7 +230,7 @@ class Follower {
       await this.snapshot();
       this.dispatch({
         type: "connection",
-        connection: { phase: "polling", reason: "The event stream is blocked; polling every 2 s instead.", hint: "A proxy in front of the coordinator may buffer streams.", nextAttemptAtMs: null, needsToken: false },
+        connection: { phase: "polling", reason: "The event stream is blocked; polling every 2 s instead.", hint: "A proxy in front of the coordinator may buffer streams.", nextAttemptAtMs: null },
       });
       while (Date.now() < untilMs && !this.ended.signal.aborted) {
         await this.sleep(POLL_MS);
@@ -198,7 +243,6 @@ class Follower {
   }
 
   private announce(error: unknown, waitMs: number): void {
-    const refused = error instanceof ApiError && (error.status === 401 || error.status === 403);
     this.dispatch({
       type: "connection",
       connection: {
@@ -206,20 +250,26 @@ class Follower {
         reason: error instanceof Error ? error.message : String(error),
         hint: error instanceof ApiError ? error.hint : "",
         nextAttemptAtMs: Date.now() + waitMs,
-        needsToken: refused,
       },
     });
   }
 
-  private async sleep(ms: number): Promise<void> {
+  /** For a while, or until `retryNow`; `null`: until `retryNow` alone. */
+  private async sleep(ms: number | null): Promise<void> {
     await new Promise<void>((resolve) => {
-      const timer = setTimeout(resolve, ms);
-      wake = () => {
+      const end = () => {
         clearTimeout(timer);
+        this.ended.signal.removeEventListener("abort", end);
         resolve();
       };
-      this.ended.signal.addEventListener("abort", () => wake?.(), { once: true });
+      const timer = ms === null ? undefined : setTimeout(end, ms);
+      this.ended.signal.addEventListener("abort", end);
+      wake = end;
     });
     wake = null;
   }
+}
+
+function isUnknownCaller(error: unknown): error is ApiError {
+  return error instanceof ApiError && error.status === 401;
 }

@@ -15,7 +15,8 @@ export const LIMITS = { logs: 5_000, eventLines: 500, generations: 2_000, checkp
 
 export function initialState(): State {
   return {
-    connection: { phase: "connecting", reason: "", hint: "", nextAttemptAtMs: null, updatedAtMs: null, needsToken: false },
+    connection: { phase: "connecting", reason: "", hint: "", nextAttemptAtMs: null, updatedAtMs: null },
+    session: null,
     skewS: 0,
     coordinator: null,
     workers: new Map(),
@@ -54,7 +55,18 @@ export function reduce(state: State, action: Action): State {
     }
     case "connection":
       return { ...state, connection: { ...state.connection, ...action.connection } };
+    case "session":
+      return { ...state, session: action.session };
+    case "signedOut":
+      return signedOut(state, action.reason);
   }
+}
+
+function signedOut(state: State, reason: string): State {
+  if (state.connection.phase === "signed_out") return state;
+  const { connection, ...empty } = initialState();
+  const why = state.session?.signed_in ? "Your sign-in has ended: it has expired, or its token was revoked." : reason;
+  return { ...empty, connection: { ...connection, phase: "signed_out", reason: why } };
 }
 
 // --- snapshot -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import type { FeedEvent } from "../api/events";
 import type {
-  Barrier, Checkpoint, CoordinatorStatus, Dataset, LogEntry, Metrics, Recovery, Snapshot, Task, Worker,
+  Barrier, Checkpoint, CoordinatorStatus, Dataset, LogEntry, Metrics, Recovery, Session, Snapshot, Task, Worker,
 } from "../api/types";
 
 /**
@@ -11,9 +11,10 @@ import type {
  * - live: the event stream is open
  * - polling: the stream does not work, but asking does
  * - disconnected: neither; the last values stay, dimmed
+ * - signed_out: the coordinator does not know who is asking; nothing is shown until somebody signs in
  */
 export interface Connection {
-  phase: "connecting" | "live" | "polling" | "disconnected";
+  phase: "connecting" | "live" | "polling" | "disconnected" | "signed_out";
   /** Why it is not live, for people; "" when it is. */
   reason: string;
   hint: string;
@@ -21,8 +22,6 @@ export interface Connection {
   nextAttemptAtMs: number | null;
   /** Browser clock, ms. When anything last arrived; null before the first time. */
   updatedAtMs: number | null;
-  /** A 401 or 403: trying again does not help, a token does. */
-  needsToken: boolean;
 }
 
 /** A fact from the stream, or from before this page was opened. */
@@ -72,6 +71,8 @@ export interface Generation {
 
 export interface State {
   connection: Connection;
+  /** Who is asking, and what they may do; null while that is not known, and in demo mode. */
+  session: Session | null;
   /** Server clock minus browser clock, seconds: ages are right even where clocks are not. */
   skewS: number;
   coordinator: CoordinatorStatus | null;
@@ -113,4 +114,7 @@ export type Action =
   /** Points from before this page was opened. */
   | { type: "history"; series: Partial<Series> & { times: number[] } }
   | { type: "runHistory"; jobId: string; series: RunSeries }
-  | { type: "connection"; connection: Partial<Connection> };
+  | { type: "connection"; connection: Partial<Connection> }
+  | { type: "session"; session: Session }
+  /** Nobody is signed in, or not any more: what was shown is forgotten. */
+  | { type: "signedOut"; reason: string };

@@ -14,6 +14,7 @@ import { Table, type Column } from "../components/Table";
 import { Ago, Name, Path, Time } from "../components/values";
 import { count, plural } from "../format";
 import { useFilters } from "../search";
+import { useRefusal } from "../session";
 import { shortName } from "../state/runs";
 import { useStore } from "../state/store";
 import { Register } from "./data/Register";
@@ -38,13 +39,14 @@ export function Data() {
   const ready = useStore((state) => state.coordinator !== null);
   const datasets = useMemo(() => [...known.values()], [known]);
   const chosen = known.get(search["dataset"] ?? "") ?? datasets[0] ?? null;
-  const registering = search["register"] === "1";
+  const refused = useRefusal("operator") !== undefined;
+  const registering = search["register"] === "1" && !refused;
 
   return (
     <Page
       title="Data"
       subtitle={ready && plural(datasets.length, "dataset")}
-      actions={<Button look="primary" onClick={() => setFilters({ register: "1" })}><Plus aria-hidden className="size-4" />Register dataset</Button>}
+      actions={<Button look="primary" needs="operator" onClick={() => setFilters({ register: "1" })}><Plus aria-hidden className="size-4" />Register dataset</Button>}
     >
       <section className="flex flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Datasets">
         {!ready ? (
@@ -61,7 +63,7 @@ export function Data() {
             selected={chosen?.id}
             onOpen={(dataset) => setFilters({ dataset: dataset.id, worker: undefined })}
             empty={
-              <Empty icon={Database} title="No datasets yet" action={<Button onClick={() => setFilters({ register: "1" })}>Register dataset</Button>}>
+              <Empty icon={Database} title="No datasets yet" action={<Button needs="operator" onClick={() => setFilters({ register: "1" })}>Register dataset</Button>}>
                 Training scripts register their datasets; you can also register one here.
               </Empty>
             }

@@ -19,18 +19,22 @@ import { lookOf, Status, TONE_TEXT } from "../components/Status";
 import { Name, Time, WorkerLink } from "../components/values";
 import { clockMs, count, cut, plural } from "../format";
 import { useFilters } from "../search";
+import { useOnlyJob } from "../session";
 import { useStore } from "../state/store";
 import { filterOf, merged, splitMatches, type LogFilter } from "./logs/filter";
 import { exportLogs } from "./logs/export";
 
 const ROW_PX = 24;
 const FETCHED = 2_000;
+const AGAIN_MS = 3_000;
 /** As many as there is room for. */
 const NAME_LETTERS = 25;
 
 export function Logs() {
   const [search, setFilters] = useFilters();
-  const filter = useMemo(() => filterOf(search), [search]);
+  const job = useOnlyJob();
+  // Whoever may see one job only asks for that one.
+  const filter = useMemo(() => ({ ...filterOf(search), ...(job === null ? {} : { task: job }) }), [search, job]);
   const wrap = search["wrap"] === "1";
   const live = useStore((state) => state.logs);
   const early = useQuery({
@@ -39,6 +43,8 @@ export function Logs() {
       get<LogEntry[]>("/logs", { level: filter.level, task_id: filter.task, worker_id: filter.worker, q: filter.text, limit: FETCHED }, signal),
     staleTime: Infinity,
     gcTime: 0,
+    // No stream brings what follows.
+    refetchInterval: job === null ? false : AGAIN_MS,
   });
   // New lines may come faster than they can be drawn: React draws what it can.
   const current = useDeferredValue(live);
@@ -48,6 +54,7 @@ export function Logs() {
   const shown = held ?? lines;
   const waiting = held ? newer(lines, held.at(-1)?.id) : 0;
   const [open, setOpen] = useState<LogEntry | null>(null);
+  const filtered = isFiltered(filter, job);
   const exporting = useMutation({ mutationFn: () => exportLogs(filter) });
 
   return (
@@ -67,15 +74,15 @@ export function Logs() {
         </>
       }
     >
-      <Filters filter={filter} onChange={setFilters} />
+      <Filters filter={filter} job={job} onChange={setFilters} />
       {early.isError && <ErrorNote error={early.error} onRetry={() => void early.refetch()} />}
       {exporting.isError && <ErrorNote error={exporting.error} onRetry={() => exporting.mutate()} />}
       <section className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Lines">
         {early.isPending && shown.length === 0 ? (
           <div className="p-4"><Loading rows={12} /></div>
         ) : shown.length === 0 ? (
-          <Empty icon={ScrollText} title={isFiltered(filter) ? "No matching lines" : "No log lines yet"}>
-            {isFiltered(filter) ? "Clear filters to see all lines. New matches appear as they arrive." : "Logs of workers, tasks and the coordinator appear here."}
+          <Empty icon={ScrollText} title={filtered ? "No matching lines" : "No log lines yet"}>
+            {filtered ? "Clear filters to see all lines. New matches appear as they arrive." : "Logs of workers, tasks and the coordinator appear here."}
           </Empty>
         ) : (
           <Lines key={wrap ? "wrapped" : "cut"} lines={shown} wrap={wrap} following={held === null} words={filter.text ?? ""} onHold={() => setHeld((before) => before ?? lines)} onFollow={() => setHeld(null)} onOpen={setOpen} />
@@ -92,12 +99,14 @@ function newer(lines: readonly LogEntry[], id: string | undefined): number {
   return found;
 }
 
-function isFiltered(filter: LogFilter): boolean {
-  return Object.values(filter).some((value) => value !== undefined);
+/** By choice: a task that is the only one there may be is none. */
+function isFiltered(filter: LogFilter, job: string | null): boolean {
+  return Object.entries(filter).some(([name, value]) => value !== undefined && !(name === "task" && job !== null));
 }
 
-function Filters(props: { filter: LogFilter; onChange: (change: Record<string, string | undefined>, how?: { replace?: boolean }) => void }) {
-  const { filter, onChange } = props;
+function Filters(props: { filter: LogFilter; job: string | null; onChange: (change: Record<string, string | undefined>, how?: { replace?: boolean }) => void }) {
+  const { filter, job, onChange } = props;
+  const filtered = isFiltered(filter, job);
   const tasks = useStore((state) => state.tasks);
   const workers = useStore((state) => state.workers);
   const names = useMemo(() => [...workers.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true })), [workers]);
@@ -118,11 +127,13 @@ function Filters(props: { filter: LogFilter; onChange: (change: Record<string, s
         <option value="warn">Warning and above</option>
         <option value="error">Error</option>
       </Select>
-      <Select aria-label="Task" className="max-w-56" value={filter.task ?? ""} onChange={(event) => onChange({ task: event.target.value || undefined })}>
-        <option value="">All tasks</option>
-        {filter.task && !tasks.some((task) => task.id === filter.task) && <option value={filter.task}>{filter.task}</option>}
-        {tasks.map((task) => <option key={task.id} value={task.id}>{task.name} ({task.id})</option>)}
-      </Select>
+      {job === null && (
+        <Select aria-label="Task" className="max-w-56" value={filter.task ?? ""} onChange={(event) => onChange({ task: event.target.value || undefined })}>
+          <option value="">All tasks</option>
+          {filter.task && !tasks.some((task) => task.id === filter.task) && <option value={filter.task}>{filter.task}</option>}
+          {tasks.map((task) => <option key={task.id} value={task.id}>{task.name} ({task.id})</option>)}
+        </Select>
+      )}
       <Input
         aria-label="Worker"
         placeholder="All workers"
@@ -132,7 +143,7 @@ function Filters(props: { filter: LogFilter; onChange: (change: Record<string, s
         onChange={(event) => onChange({ worker: event.target.value || undefined }, { replace: true })}
       />
       <datalist id="log-workers">{names.map((name) => <option key={name} value={name} />)}</datalist>
-      {isFiltered(filter) && <Button look="ghost" onClick={() => onChange({ q: undefined, level: undefined, task: undefined, worker: undefined })}>Clear filters</Button>}
+      {filtered && <Button look="ghost" onClick={() => onChange({ q: undefined, level: undefined, task: undefined, worker: undefined })}>Clear filters</Button>}
     </form>
   );
 }

@@ -13,6 +13,7 @@ import { Empty, Loading } from "../components/states";
 import { Status, TONE_SOFT, TONE_TEXT, type Tone } from "../components/Status";
 import { Ago, Name } from "../components/values";
 import { age, compact, count, millis, number, plural } from "../format";
+import { useRefusal } from "../session";
 import { assess, exposure, saveRhythm, type Finding, type Health, type Level } from "../state/health";
 import { runsOf, type Run } from "../state/runs";
 import { throughputOf } from "../state/series";
@@ -116,6 +117,7 @@ function Waiting({ health }: { health: Health }) {
 function HealthPanel({ health }: { health: Health }) {
   const { tone, icon: Icon } = LEVELS[health.level];
   const [, ...others] = health.findings;
+  const refused = useRefusal("operator") !== undefined;
   return (
     <section aria-label="Health" className="flex flex-col justify-center gap-3 rounded-lg border bg-surface px-5 py-4">
       <div className="flex items-start gap-4">
@@ -125,7 +127,7 @@ function HealthPanel({ health }: { health: Health }) {
           <p className="foreign mt-1 text-lg break-words text-muted">{health.reason}</p>
         </div>
         {health.findings[0] && <FindingLink finding={health.findings[0]} />}
-        {health.level === "idle" && <Link to="/tasks" search={{ start: "1" }} className="inline-flex h-8 shrink-0 items-center gap-1.5 rounded-md bg-accent px-3 font-medium text-on-accent hover:opacity-90"><Play aria-hidden className="size-3.5" />Start task</Link>}
+        {health.level === "idle" && !refused && <Link to="/tasks" search={{ start: "1" }} className="inline-flex h-8 shrink-0 items-center gap-1.5 rounded-md bg-accent px-3 font-medium text-on-accent hover:opacity-90"><Play aria-hidden className="size-3.5" />Start task</Link>}
       </div>
       {others.length > 0 && (
         <ul className="flex flex-col gap-1 border-t pt-3">

@@ -1,37 +1,48 @@
 /** Settings: connection, access, appearance and demo mode. */
 
-import { useState, type ReactNode } from "react";
+import { useMutation } from "@tanstack/react-query";
+import { Link } from "@tanstack/react-router";
+import { LogOut } from "lucide-react";
+import type { ReactNode } from "react";
 
-import { API_URL, getToken, setToken } from "../api/client";
+import { API_URL } from "../api/client";
 import { Card, Facts } from "../components/Card";
-import { Button, Field, Input, Kbd, Segmented } from "../components/controls";
+import { Button, Kbd, Segmented } from "../components/controls";
 import { Page } from "../components/Page";
+import { ErrorNote } from "../components/states";
 import { Ago, Time } from "../components/values";
 import { age, count } from "../format";
-import { DEMO_ONLY, setMode, setTheme, startBackend, useMode, useTheme, type Mode, type Theme } from "../mode";
+import { DEMO_ONLY, setMode, setTheme, useMode, useTheme, type Mode, type Theme } from "../mode";
+import { ABILITIES, signOut } from "../session";
 import { retryNow } from "../state/connection";
 import { useServerNow, useStore } from "../state/store";
 import { KEYS } from "../shell/keys";
+import { AuditLog } from "./settings/AuditLog";
+import { Tokens } from "./settings/Tokens";
 
 const PHASES = {
   connecting: "connecting",
   live: "live (event stream)",
   polling: "polling (event stream blocked)",
   disconnected: "disconnected",
+  signed_out: "signed out",
 };
 
 export function Settings() {
+  const isAdmin = useStore((s) => s.session?.role === "admin" && s.session.job_id === null);
   return (
     <Page title="Settings">
       <div className="grid max-w-5xl items-start gap-4 lg:grid-cols-2">
         <ConnectionCard />
         <div className="flex flex-col gap-4">
+          <AccessCard />
           <AppearanceCard />
           <ModeCard />
-          <TokenCard />
         </div>
-        <KeyboardCard />
       </div>
+      {isAdmin && <Tokens />}
+      {isAdmin && <AuditLog />}
+      <KeyboardCard />
     </Page>
   );
 }
@@ -63,32 +74,18 @@ function ConnectionCard() {
   );
 }
 
-function TokenCard() {
-  const [token, edit] = useState(getToken);
-  const [remember, setRemember] = useState(() => localStorage.getItem("strata.token") !== null);
-  const save = (value: string) => {
-    edit(value);
-    setToken(value, remember);
-    startBackend();
-  };
+function AccessCard() {
+  const session = useStore((s) => s.session);
+  const work = useMutation({ mutationFn: signOut });
+  if (session === null) return null;
   return (
-    <Card title="Access">
-      <form
-        className="flex flex-col gap-3"
-        onSubmit={(event) => {
-          event.preventDefault();
-          save(token.trim());
-        }}
-      >
-        <Field label="Token" hint="Required if the coordinator was started with one. A viewer token reads; changes need an operator token.">
-          {(ids) => <Input {...ids} type="password" value={token} onChange={(e) => edit(e.target.value)} placeholder="none" />}
-        </Field>
-        <label className="flex items-center gap-2"><input type="checkbox" className="size-4 accent-accent" checked={remember} onChange={(e) => setRemember(e.target.checked)} />Remember in this browser</label>
-        <div className="flex gap-2">
-          <Button type="submit" look="primary">Save token</Button>
-          {getToken() && <Button onClick={() => save("")}>Clear token</Button>}
-        </div>
-      </form>
+    <Card title="Access" actions={session.signed_in && <Button disabled={work.isPending} onClick={() => work.mutate()}><LogOut aria-hidden className="size-4" />Sign out</Button>}>
+      <div className="flex flex-col gap-3">
+        <Facts items={[["Name", session.name], ["Role", session.role], ["Job", session.job_id ?? "all"]]} />
+        <p className="text-muted">{session.role}: {ABILITIES[session.role]}.</p>
+        {!session.signed_in && <p className="text-muted">The coordinator knows you without a sign-in. <Link to="/sign-in" className="text-accent underline underline-offset-2">Sign in with a token</Link> to see what somebody else sees.</p>}
+        {work.isError && <ErrorNote error={work.error} />}
+      </div>
     </Card>
   );
 }
@@ -118,7 +115,7 @@ function ModeCard() {
 
 function KeyboardCard() {
   return (
-    <Card title="Keyboard shortcuts" className="lg:col-span-2">
+    <Card title="Keyboard shortcuts" className="max-w-5xl">
       <dl className="grid gap-x-8 gap-y-2 lg:grid-cols-2">
         {KEYS.map(([keys, meaning]) => (
           <div key={meaning} className="flex items-baseline gap-4">

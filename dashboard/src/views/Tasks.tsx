@@ -17,7 +17,9 @@ import { Table, type Column } from "../components/Table";
 import { Ago, Duration, Name, Time, WorkerLink } from "../components/values";
 import { count, number, percent, plural } from "../format";
 import { useFilters } from "../search";
+import { useOnlyJob, useRefusal } from "../session";
 import { useServerNow, useStore } from "../state/store";
+import { Job } from "./tasks/Job";
 import { hasEnded, ranFor, secondsLeft } from "./tasks/progress";
 import { Start } from "./tasks/Start";
 
@@ -35,7 +37,14 @@ const COLUMNS: readonly Column<Task>[] = [
   { id: "reason", header: "Reason", cell: (task) => <Name>{task.exit_cause?.message ?? task.reason}</Name>, width: "minmax(12rem, 2fr)" },
 ];
 
+/** All of them; or, for a browser that is bound to a job, the one of that job. */
 export function Tasks() {
+  const job = useOnlyJob();
+  return job === null ? <AllTasks /> : <Job key={job} id={job} />;
+}
+
+function AllTasks() {
+  const refused = useRefusal("operator") !== undefined;
   const [search, setFilters] = useFilters();
   const tasks = useStore((state) => state.tasks);
   const ready = useStore((state) => state.coordinator !== null);
@@ -57,7 +66,7 @@ export function Tasks() {
             <option value="">All statuses</option>
             {["pending", "running", "completed", "failed", "stopped"].map((word) => <option key={word} value={word}>{word}</option>)}
           </Select>
-          <Button look="primary" onClick={() => setFilters({ start: "1" })}><Play aria-hidden className="size-4" />Start task</Button>
+          <Button look="primary" needs="operator" onClick={() => setFilters({ start: "1" })}><Play aria-hidden className="size-4" />Start task</Button>
         </>
       }
     >
@@ -76,7 +85,7 @@ export function Tasks() {
             onOpen={(task) => setFilters({ task: task.id })}
             empty={
               tasks.length === 0 ? (
-                <Empty icon={ListChecks} title="No tasks yet" action={<Button onClick={() => setFilters({ start: "1" })}>Start task</Button>}>A task runs a recipe. Training started with torchrun is listed under Runs.</Empty>
+                <Empty icon={ListChecks} title="No tasks yet" action={<Button needs="operator" onClick={() => setFilters({ start: "1" })}>Start task</Button>}>A task runs a recipe. Training started with torchrun is listed under Runs.</Empty>
               ) : (
                 <Empty icon={ListChecks} title="No matching tasks">{plural(tasks.length, "task")} hidden. Clear filters to see them.</Empty>
               )
@@ -84,7 +93,7 @@ export function Tasks() {
           />
         )}
       </section>
-      <Start open={search["start"] === "1"} onClose={() => setFilters({ start: undefined })} onStarted={(id) => setFilters({ start: undefined, task: id })} />
+      <Start open={search["start"] === "1" && !refused} onClose={() => setFilters({ start: undefined })} onStarted={(id) => setFilters({ start: undefined, task: id })} />
       <TaskDrawer task={open} onClose={() => setFilters({ task: undefined })} />
     </Page>
   );
@@ -115,9 +124,10 @@ function TaskDrawer(props: { task: Task | null; onClose: () => void }) {
   );
 }
 
-function TaskDetails(props: { task: Task }) {
+export function TaskDetails(props: { task: Task }) {
   const { task } = props;
   const now = useServerNow();
+  const only = useOnlyJob();
   const settings = Object.entries(task.config);
   return (
     <div className="flex flex-col gap-5">
@@ -140,7 +150,7 @@ function TaskDetails(props: { task: Task }) {
         items={[
           ["ID", task.id],
           ["Recipe", task.type],
-          ["Dataset", task.dataset_id ? <Link key="dataset" to="/data" search={{ dataset: task.dataset_id } as never} className="text-accent hover:underline">{task.dataset_id}</Link> : "–"],
+          ["Dataset", task.dataset_id && only === null ? <Link key="dataset" to="/data" search={{ dataset: task.dataset_id } as never} className="text-accent hover:underline">{task.dataset_id}</Link> : (task.dataset_id ?? "–")],
           ["Workers", count(task.worker_count)],
           ["Attempts", `${count(task.attempts)} (max ${plural(task.max_retries, "retry", "retries")})`],
           ["Steps/s", task.steps_per_s ? number(task.steps_per_s) : "–"],
@@ -187,7 +197,7 @@ function Stop(props: { task: Task }) {
   const work = useMutation({ mutationFn: () => post(`/tasks/${encodeURIComponent(props.task.id)}/stop`), onSuccess: () => setAsking(false) });
   return (
     <>
-      <Button look="danger" disabled={props.task.stopping} onClick={() => setAsking(true)}><Square aria-hidden className="size-3.5" />{props.task.stopping ? "Stopping …" : "Stop"}</Button>
+      <Button look="danger" needs="operator" disabled={props.task.stopping} onClick={() => setAsking(true)}><Square aria-hidden className="size-3.5" />{props.task.stopping ? "Stopping …" : "Stop"}</Button>
       <Confirm open={asking} onClose={() => setAsking(false)} onConfirm={() => work.mutate()} busy={work.isPending} action="Stop task" title={`Stop ${props.task.name}?`} error={work.isError ? <ErrorNote error={work.error} /> : undefined}>
         <p>Its processes save a final checkpoint and exit. You can restart the task from that checkpoint.</p>
       </Confirm>
@@ -199,7 +209,7 @@ function Restart(props: { task: Task }) {
   const work = useMutation({ mutationFn: () => post(`/tasks/${encodeURIComponent(props.task.id)}/restart`) });
   return (
     <>
-      <Button disabled={work.isPending} onClick={() => work.mutate()}><RotateCcw aria-hidden className="size-4" />Restart</Button>
+      <Button needs="operator" disabled={work.isPending} onClick={() => work.mutate()}><RotateCcw aria-hidden className="size-4" />Restart</Button>
       {work.isError && <ErrorNote error={work.error} />}
     </>
   );

@@ -140,8 +140,7 @@ def _running(way: str, load: Load, device: str, folder: Path, *, warm: bool) -> 
             *(str(SCRIPT), way, name, str(folder), str(load.state_bytes), device),
             *([str(load.snapshot_every)] if way == "elastic" else []),
         ],
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint="",
         warm=warm,
         environment={
             "PYTHONPATH": os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH", "")]))

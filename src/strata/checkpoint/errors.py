@@ -119,6 +119,12 @@ class Damaged(CheckpointError):
         self.tensors = tuple(tensors)
 
 
+class Untrusted(Damaged):
+    """A manifest that none of the accepted keys has signed."""
+
+    code = "untrusted"
+
+
 class LoadFailed(CheckpointError):
     """No tier could give the checkpoint that was asked for; `reasons` tells what was tried."""
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from strata.checkpoint.catalog import leases
@@ -26,14 +26,15 @@ from strata.checkpoint.catalog.manifest import (
     no_collection,
 )
 from strata.checkpoint.catalog.naming import manifest_beside, step_of
-from strata.checkpoint.copying.digest import Digest
+from strata.checkpoint.copying.digest import KEY_VARIABLE, Digest
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, StateMismatch
 from strata.checkpoint.events import MEMORY, CheckpointInfo
 from strata.checkpoint.image.plain import load_plain, plain_files
 from strata.checkpoint.image.reading import Held, fetch_bytes, fetched, open_image, open_tensors
 from strata.core.lineage import fallback_order
+from strata.core.text import counted
 from strata.errors import StrataError
-from strata.stores.protocol import Blob, PartReader, StoreError
+from strata.stores.protocol import AccessDenied, Blob, PartReader, StoreError
 
 if TYPE_CHECKING:
     from strata.checkpoint.copying.staging import Snapshot, Staging
@@ -150,7 +151,7 @@ class StoreSource:
         listing = self._catalog.list(fresh=fresh)
         if self._adopt is None:
             return listing
-        return Listing(entries=(*listing.entries, *self._adopted(listing.entries)), problems=listing.problems)
+        return replace(listing, entries=(*listing.entries, *self._adopted(listing.entries)))
 
     def _adopted(self, entries: Sequence[Entry]) -> Sequence[Entry]:
         """The files, newest first, each with its place in the history: the highest step is the newest of them, as old as the
@@ -311,11 +312,23 @@ def look(sources: Iterable[Source], *, fresh: bool) -> tuple[list[Found], list[s
             unread.append(error)
             continue
         problems.extend(listing.problems)
+        if listing.untrusted and not listing.entries:
+            unread.append(_nothing_trusted(source, listing))
         for entry in listing.entries:
             copies.setdefault(entry.manifest.checkpoint_id, []).append((source, entry))
     manifests = fallback_order(held[0][1].manifest for held in copies.values())
     found = [Found(manifest=m, copies=tuple(copies[m.checkpoint_id])) for m in manifests]
     return found, problems, unread
+
+
+def _nothing_trusted(source: Source, listing: Listing) -> StoreError:
+    """To start from nothing where others have put unsigned checkpoints, or where the key has just been set, loses a run."""
+    return AccessDenied(
+        f"{source.place(None)} holds {counted(listing.untrusted, 'checkpoint')}, none signed with an accepted key.",
+        tier=source.tier,
+        key="",
+        hint=f"Is {KEY_VARIABLE} the key of this run? For a run that was not signed so far: {KEY_VARIABLE}=KEYFILE,unsigned.",
+    )
 
 
 def find_named(sources: Iterable[Source], name: str) -> tuple[list[Found], list[StrataError]]:

@@ -11,8 +11,6 @@ import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import xxhash
-
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.manifest import SHARDED, Manifest, Part
 from strata.checkpoint.copying.digest import WindowBuffer
@@ -142,7 +140,7 @@ def _verify_part(
         view = buffer.window(end_bytes - start_bytes)
         store.read_into(part.key, view, offset=start_bytes)
         number = start_bytes // chunk_bytes
-        if part.digest.chunks[number : number + 1] != (xxhash.xxh3_128_hexdigest(view),):
+        if not part.digest.fits(number, view):
             reason = f"bytes {start_bytes} to {end_bytes} changed since they were saved"
             yield _damage(path, reason, start_bytes, end_bytes, ranges)
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,8 +26,9 @@ from strata.api import get as get
 from strata.api import get_facts as get_facts
 from strata.api import get_rows as get_rows
 from strata.api import post as post
+from strata.api import post_facts as post_facts
 from strata.api import printable as printable
-from strata.config import environment
+from strata.config import environment, read_env_file
 from strata.errors import StrataError
 
 Api = Annotated[
@@ -44,11 +46,11 @@ console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 
-def adopt_dotenv() -> None:
-    """What a `.env` in the working directory says about Strata counts, below the environment."""
-    for name, value in environment().items():
-        if name.startswith(("STRATA_", "COORDINATOR_")):
-            os.environ.setdefault(name, value)
+def adopt_dotenv(env_file: Path | None = None) -> None:
+    """What a file that the user names says counts, below the environment; of a `.env` in the working directory what may be
+    anybody's to say."""
+    for name, value in (environment() if env_file is None else read_env_file(env_file)).items():
+        os.environ.setdefault(name, value)
 
 
 def print_json(value: object, *, in_one_line: bool = False) -> None:

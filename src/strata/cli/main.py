@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,6 +25,7 @@ from strata.cli import (
     demo,
     doctor,
     index,
+    links,
     listings,
     logs,
     replay,
@@ -68,6 +70,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     doctor.doctor,
     chaos.chaos,
     slurm.slurm,
+    links.dashboard_link,
     access.audit_log,
 )
 for command in COMMANDS:
@@ -100,8 +103,16 @@ def options(
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
     ] = False,
+    env_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of environment variables to read, tokens and addresses too. Of a .env in the working directory only "
+            "harmless settings are read."
+        ),
+    ] = None,
 ) -> None:
     """What can be asked of `strata` itself."""
+    adopt_dotenv(env_file)
 
 
 def main() -> None:
@@ -109,7 +120,6 @@ def main() -> None:
     # Asked to end by a supervisor, a command cleans up behind itself as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        adopt_dotenv()
         app()
     except Unreachable as error:
         say_error(error)

@@ -78,6 +78,13 @@ def submit(
     workers: Workers = None,
     gpus_per_worker: Gpus = None,
     max_retries: Retries = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY[=FILE]",
+            help="A secret setting, from a file, or asked for: never on the command line.",
+        ),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Show its log until it ends. Ctrl-C leaves it running.")
     ] = False,
@@ -91,6 +98,7 @@ def submit(
         request |= _read_request(Path(words[0]))
         words = words[1:]
     request["config"] = {**request["config"], **read_settings(words, request["config"])}
+    request["config"] |= dict(_read_secret(word) for word in secret or [])
     flags = {
         "type": type,
         "name": name,
@@ -108,6 +116,16 @@ def submit(
         console.print(Text.assemble("submitted ", (task_id, "bold cyan")))
     if follow:
         _report_end(_Following(client, task_id).to_the_end())
+
+
+def _read_secret(word: str) -> tuple[str, str]:
+    key, separator, file = word.partition("=")
+    if not separator:
+        return key, str(typer.prompt(key, hide_input=True, err=True))
+    try:
+        return key, Path(file).read_text().rstrip("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongCall(f"--secret {key}: {file} cannot be read: {error}.") from None
 
 
 def stop(
@@ -329,10 +347,14 @@ def _own_coordinator(
     from strata.launch.coordinator import CoordinatorProcess
     from strata.launch.recipes import script_recipe
 
-    data_dir.mkdir(parents=True, exist_ok=True)
+    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    data_dir.mkdir(mode=0o700, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="strata-recipes-") as folder:
         os.environ["STRATA_TASK_WORKERS"] = str(max(workers, os.cpu_count() or 1))
         os.environ["STRATA_LAUNCHER"] = "local"
+        os.environ.setdefault(
+            "STRATA_TASK_ENVIRONMENT", "*"
+        )  # Whoever types this is the operator, and the script is theirs.
         name = None
         if script is not None:
             name = re.sub(r"[^a-z0-9._-]", "-", script.stem.lower()).strip("-._") or "script"

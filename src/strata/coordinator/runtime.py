@@ -26,6 +26,7 @@ from strata.coordinator.metrics.collectors import JobCollector, LogCollector, St
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.watch import Watch
 from strata.coordinator.tasks.runner import TaskRunner
+from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
 from strata.core.messages import TaskId, TaskStatus
@@ -58,6 +59,8 @@ class Runtime:
     recipes: Recipes
     tasks: TaskRunner | None = None
     """Once it runs; none where tasks are only kept."""
+    task_secrets: TaskSecrets | None = None
+    """Where secret values of tasks are kept; none where there is no folder for them."""
     previews: Previews = field(default_factory=Previews)
     verifications: Verifications = field(default_factory=Verifications)
     address: str = ""

@@ -39,8 +39,10 @@ from strata.coordinator.settings import CoordinatorSettings
 from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, worker_address
 from strata.coordinator.tasks.plans import Planner
 from strata.coordinator.tasks.runner import TaskRunner
+from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core.logtext import Tidy
 from strata.errors import StrataError
+from strata.files import write_file
 from strata.launch.recipes import read_recipes
 from strata.launch.recipes_builtin import BUILT_IN
 from strata.rpc.methods import handlers
@@ -216,6 +218,7 @@ class Server:
     def _start_tasks(self) -> None:
         """Take up what an earlier coordinator left running, and whatever waits."""
         settings, runtime = self._settings, self.runtime
+        task_secrets = runtime.task_secrets = TaskSecrets(tasks_dir_of(settings))
         make_launcher = launcher_maker(settings)
         if make_launcher is None:
             return
@@ -225,6 +228,8 @@ class Server:
             coordinator=worker_address(settings, self.grpc_port),
             token=self._gatekeeper.task_tokens.of,
             stop_timeout_s=settings.task_stop_timeout,
+            secrets=task_secrets,
+            inherited=settings.inherited_by_tasks,
         )
         runtime.tasks = TaskRunner(
             runtime.engine,
@@ -283,7 +288,7 @@ class Server:
             }
         )
         with suppress(OSError):  # A convenience: a full disk is the journal's to complain about.
-            self.address_file.write_text(text)
+            write_file(self.address_file, text, durable=False)
 
 
 async def serve(settings: CoordinatorSettings, *, announce: bool = True) -> None:

@@ -143,6 +143,12 @@ class CoordinatorSettings:
         least=-1,
         most=1024,
     )
+    task_environment: str = setting(
+        "",
+        "Environment variables of the coordinator that tasks inherit beside the usual, with commas: AWS_*,WANDB_API_KEY; * alone "
+        "is all of them.",
+        env="STRATA_TASK_ENVIRONMENT",
+    )
     task_stop_timeout: float = setting(
         9.0,
         "Seconds a stopped task has to save and exit before its processes are killed.",
@@ -183,6 +189,10 @@ class CoordinatorSettings:
             ),
             barriers=BarrierLimits(timeout_s=self.barrier_timeout),
         )
+
+    @property
+    def inherited_by_tasks(self) -> tuple[str, ...]:
+        return tuple(filter(None, (name.strip() for name in self.task_environment.split(","))))
 
     @property
     def url_host(self) -> str:

@@ -161,7 +161,7 @@ def etcd(targets: Targets) -> Iterator[CheckResult]:
             name="etcd",
             verdict="fail" if targets.etcd else "skip",
             found=f"Failed to connect to etcd at {endpoint}: {_reason(error)}",
-            fix="Start one: ./scripts/start_etcd.sh start; or do without: --rdzv-backend=c10d or strata",
+            fix="Start one: ./scripts/start_etcd.sh start; or do without: --rdzv-backend=strata",
         )
         return
     healthy = str(health.get("health")).lower() == "true"

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from strata.rendezvous import LOOPBACK, TORCHRUN_ENVIRONMENT, rdzv_conf
+from strata.rendezvous import LOOPBACK, LOOPBACK_ONLY, TORCHRUN_ENVIRONMENT, rdzv_conf
 
 MAX_RESTARTS = 1000
 MONITOR_S = 0.1
@@ -35,6 +35,14 @@ VARIABLES = {**TORCHRUN_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
 COMMON_VARIABLES = ("NNODES", "NPROC_PER_NODE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID")
 """What job scripts set, each for the flag of its name."""
 WRONG_CALL = 2
+UNSAFE_BACKENDS = {
+    "c10d": "--rdzv-backend=c10d opens torch's rendezvous on every interface of this machine, without a password, and "
+    "unpickles what stands there: whoever reaches the port runs code as you. Leave it out on one machine; on several use "
+    "--rdzv-backend=strata or etcd.",
+    "static": "a static rendezvous (--master-addr) opens torch's key-value store on every interface of that machine, without "
+    "a password. Leave it out on one machine; on several use --rdzv-backend=strata or etcd.",
+}
+"""Torch's own, which the user may ask for: what that means."""
 _NEEDS_ENDPOINT = (
     "--nnodes={nnodes} lets several machines take part, and they need a rendezvous endpoint. Start a coordinator on one of them "
     "(`strata serve --host 0.0.0.0` with a token; see docs/operating/deploying.md) and give every machine --rdzv-endpoint=HOST:50051; "
@@ -104,6 +112,8 @@ def _fill(args: Namespace) -> None:
         names_master = args.master_addr is not None or args.master_port is not None
         is_static = max_nodes > 1 and not args.rdzv_endpoint and names_master
         args.rdzv_backend = "static" if is_static else "strata"
+    if args.rdzv_backend in UNSAFE_BACKENDS:
+        print(f"strata torchrun: warning: {UNSAFE_BACKENDS[args.rdzv_backend]}", file=sys.stderr)
     is_local = args.rdzv_backend == "strata" and not args.rdzv_endpoint
     if is_local and max_nodes > 1:
         raise _WrongCall(_NEEDS_ENDPOINT.format(nnodes=args.nnodes))
@@ -126,7 +136,8 @@ def _stay_on_this_machine(args: Namespace) -> None:
     if args.master_addr is not None:
         args.rdzv_conf += f",master_addr={args.master_addr}"
     else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for name, value in LOOPBACK_ONLY.items():
+            os.environ.setdefault(name, value)
     if args.master_port is not None:
         args.rdzv_conf += f",master_port={args.master_port}"
 

@@ -17,6 +17,8 @@ from strata.errors import StrataError
 from strata.files import write_file
 
 TASK_VARIABLE = "STRATA_TASK"
+SECRETS_FILE = "secrets.json"
+"""In a task's folder on the coordinator's machine; the values reach the task's processes in their environment alone."""
 
 
 class NotATask(StrataError):

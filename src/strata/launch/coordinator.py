@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from strata.files import make_file_private
 from strata.launch.protocol import LaunchFailed
 
 START_S = 90.0
@@ -31,6 +32,7 @@ class CoordinatorProcess:
         serving.unlink(missing_ok=True)
         command = [sys.executable, "-m", "strata.cli.main", "serve", "--data-dir", str(self.data_dir)]
         command += ["--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port)]
+        make_file_private(self.log)
         with open(self.log, "ab") as output:
             self.process = subprocess.Popen(
                 command,

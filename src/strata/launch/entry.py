@@ -22,9 +22,10 @@ from types import TracebackType
 from strata.core.restarts import WorkerError
 from strata.processes import end_with_parent, write_line_by_line
 from strata.rendezvous.frames import describe, report, script_frames
+from strata.sockets import connect_to_path
 
 SUPERVISOR_VARIABLE = "STRATA_KEEPER"  # As supervisors of earlier versions, whose runs may be live, have it.
-"""Name of a Unix socket in the abstract namespace: it goes with the process that listens."""
+"""Path of the supervisor's Unix socket. A name without a folder, from a supervisor of an earlier version, is an abstract one."""
 
 
 def main() -> None:
@@ -85,10 +86,19 @@ def _status(error: BaseException) -> int:
 
 
 def _connect(supervisor: str, header: dict[str, object]) -> socket.socket:
+    connection = connect_to_path(supervisor) if "/" in supervisor else _connect_abstract(supervisor)
+    try:
+        connection.sendall(json.dumps({"rank": int(os.environ.get("RANK", "0")), **header}).encode() + b"\n")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect_abstract(name: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect("\0" + supervisor)
-        connection.sendall(json.dumps({"rank": int(os.environ.get("RANK", "0")), **header}).encode() + b"\n")
+        connection.connect("\0" + name)
     except BaseException:
         connection.close()
         raise

@@ -133,6 +133,7 @@ class LocalLauncher:
             rdzv_endpoint="",
             max_restarts=plan.max_restarts,
             warm=plan.warm,
+            inherited=plan.inherited,
             environment={
                 **plan.environment,
                 RUN_VARIABLE: plan.run_id,

@@ -56,8 +56,12 @@ class LaunchPlan:
     worker_count: int
     """Worker processes altogether, over all machines."""
     gpus_per_worker: int = 0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Beside the launcher's own environment; `COORDINATOR_ADDR` and `STRATA_JOB_ID` are in it."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Beside what is inherited; `COORDINATOR_ADDR`, `STRATA_JOB_ID`, the task's own `STRATA_TOKEN` and its secrets are in it."""
+    inherited: tuple[str, ...] = ()
+    """Of the launcher's own environment, what is passed on beside the usual (`strata.launch.inherited`)."""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """Values that must not be in anything the run says."""
     task_dir: Path
     """The task's own folder: its configuration, checkpoints, runs and their output. The same for all attempts."""
     working_dir: Path | None = None

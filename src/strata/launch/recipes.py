@@ -11,6 +11,10 @@ The built-in ones train and prepare data. Further ones are TOML files in a folde
     type = "number"
     default = 0.001
     exclusiveMinimum = 0
+
+    [config.api_key]
+    type = "secret"                             # never on a command line, in the API, in logs or on disk in the clear of others
+    variable = "WANDB_API_KEY"                  # where the program finds it in its environment; API_KEY without this line
 """
 
 from __future__ import annotations
@@ -34,6 +38,10 @@ _OWN_PLACES = frozenset({"task_id", "task_dir", "checkpoints", "dataset_path"})
 
 
 PROBLEMS_SHOWN = 20
+SECRET_SHOWN = "(secret)"
+"""What stands for a secret wherever a config is shown."""
+SECRET_LIMIT = 32_768
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
 
 
 class InvalidConfig(InvalidArgument):
@@ -89,6 +97,40 @@ class Recipe:
                 f"is {worker_count}; '{self.name}' takes at most {self.max_workers}.",
                 hint="Ask for fewer.",
             )
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """By key of config: the environment variable in which the program finds a value that nobody else may see."""
+        return {
+            key: about.get("variable", key.upper())
+            for key, about in self.schema.get("properties", {}).items()
+            if about.get("type") == "secret"
+        }
+
+    def split_secrets(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """The config as everybody may see it, and the secrets in it. Raises `InvalidArgument`."""
+        kept = {key: str(config[key]) for key in self.secrets if key in config}
+        for key, value in kept.items():
+            problem = _secret_problem(value)
+            if problem:
+                raise InvalidArgument(f"config.{key}", problem, hint="Give the value itself.")
+        return {**config, **dict.fromkeys(kept, SECRET_SHOWN)}, kept
+
+    @property
+    def shown_schema(self) -> Schema:
+        """As plain JSON Schema: a secret is a text that is only ever written."""
+        shown = {
+            key: {
+                **{word: value for word, value in about.items() if word != "variable"},
+                "type": "string",
+                "format": "password",
+                "writeOnly": True,
+            }
+            if key in self.secrets
+            else about
+            for key, about in self.schema.get("properties", {}).items()
+        }
+        return {**self.schema, "properties": shown} if self.secrets else self.schema
 
     def gpus_for(self, config: Mapping[str, Any], *, worker_count: int, gpus: int) -> int:
         """How many each worker gets when nobody asks, on machines that have so many altogether."""
@@ -199,11 +241,17 @@ def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> R
         "additionalProperties": False,
     }
     problems += [f"{path}: {problem}" for problem in schema_problems(schema, "config")]
+    problems += [f"{path}: {problem}" for problem in _secret_problems(schema)]
     program = _program(path, declared, problems)
     arguments = tuple(map(str, declared.get("arguments", [])))
     for argument in arguments:
         for place in _PLACE.findall(argument):
-            if place not in schema["properties"] and place not in _OWN_PLACES:
+            if schema["properties"].get(place, {}).get("type") == "secret":
+                problems.append(
+                    f"{path}: arguments: {{{place}}} is a secret, and everybody on a machine can read its command lines; the "
+                    "program finds it in its environment"
+                )
+            elif place not in schema["properties"] and place not in _OWN_PLACES:
                 known = {**schema["properties"], **dict.fromkeys(_OWN_PLACES)}
                 problems.append(
                     f"{path}: arguments: {{{place}}} is not a key of config; {nearest(place, known)}"
@@ -224,6 +272,47 @@ def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> R
         environment=declared.get("environment", {}),
         warm=declared.get("warm", True),
     )
+
+
+def _secret_problems(schema: Schema) -> list[str]:
+    """Secrets are keys of config itself: deeper ones would have to be looked for everywhere that a config goes."""
+    problems = []
+    for key, about in schema["properties"].items():
+        if not isinstance(about, Mapping):
+            continue  # Which has been reported.
+        if about.get("type") != "secret":
+            if '"secret"' in json.dumps(
+                {k: v for k, v in about.items() if k in ("properties", "items")}, default=str
+            ):
+                problems.append(f"config.{key}: a secret must be a key of config itself")
+            if "variable" in about:
+                problems.append(
+                    f"config.{key}.variable is for secrets; this is a {about.get('type', 'value')}"
+                )
+            continue
+        variable = about.get("variable", key.upper())
+        if not _VARIABLE.fullmatch(str(variable)):
+            problems.append(
+                f"config.{key}.variable must be the name of an environment variable, not '{variable}'"
+            )
+        elif variable.startswith(("STRATA_", "LD_", "PYTHON")) or variable == "PATH":
+            problems.append(f"config.{key}.variable: {variable} has a meaning of its own; choose another")
+        if "default" in about or "examples" in about or "enum" in about:
+            problems.append(
+                f"config.{key}: a secret has no default, examples or enum, which everybody could read"
+            )
+    return problems
+
+
+def _secret_problem(value: str) -> str:
+    """What is wrong with a secret, without saying what it is."""
+    if value == SECRET_SHOWN:
+        return f"is '{SECRET_SHOWN}', which stands for a value that is not shown."
+    if "\0" in value:
+        return "holds a zero byte, which no environment variable can."
+    if len(value) > SECRET_LIMIT:
+        return f"is {len(value):,} characters long; at most {SECRET_LIMIT:,} are allowed."
+    return ""
 
 
 def _program(path: Path, declared: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:

@@ -3,8 +3,9 @@
     python -m strata.launch.supervisor RUN_DIR COMMAND...
 
 Files in RUN_DIR, each complete from the moment it exists: `keeper.json` (who keeps this run), `output-NNNNNN.jsonl` (what
-its processes wrote, in segments, the oldest of which go when there are too many), `ended.json` (how it ended, written
-when nothing of the run is left). SIGTERM is passed on to the agent, whose workers save and leave. Were the supervisor killed,
+its processes wrote, in segments, the oldest of which go when there are too many), `socket` (where workers send output and
+failures; only processes of this user and root are listened to), `ended.json` (how it ended, written when nothing of the run
+is left). SIGTERM is passed on to the agent, whose workers save and leave. Were the supervisor killed,
 the kernel would send the agent the same signal. A run whose workers fail the same way repeatedly is abandoned.
 """
 
@@ -29,11 +30,13 @@ from strata.launch.cleanup import RUN_VARIABLE, end_processes
 from strata.launch.entry import SUPERVISOR_VARIABLE
 from strata.launch.output import LINE_LIMIT_BYTES, OutputFile
 from strata.processes import end_with_parent, this_process
+from strata.sockets import is_own_peer, listen_privately
 
 DRAIN_S = 1.0
 SIGNAL_AGAIN_S = 3.0
 """A signal may be lost in whatever the agent does: one that still starts workers after this time is signalled again."""
 CHUNK_BYTES = 64 * 1024
+SOCKET_NAME = "socket"
 
 
 class Supervisor:
@@ -52,12 +55,12 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        address = f"strata-{this_process().token}"
-        server = await asyncio.start_unix_server(self._accept, path="\0" + address)
+        address = self._run_dir.absolute() / SOCKET_NAME
+        server = await asyncio.start_unix_server(self._accept, sock=listen_privately(address))
         write_atomically(self._run_dir / "keeper.json", {"process": this_process().token, "pid": os.getpid()})
         self._agent = agent = await asyncio.create_subprocess_exec(
             *self._command,
-            env={**os.environ, SUPERVISOR_VARIABLE: address},
+            env={**os.environ, SUPERVISOR_VARIABLE: str(address)},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -77,6 +80,7 @@ class Supervisor:
         end_processes(os.environ.get(RUN_VARIABLE, ""))
         await self._drain()
         server.close()
+        address.unlink(missing_ok=True)
         self._output.close()
         cause = self._failures.cause(code, asked_to_stop=self._asked_to_stop)
         write_atomically(
@@ -112,6 +116,8 @@ class Supervisor:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A worker: a line that says what this connection is, then what it writes."""
         try:
+            if not is_own_peer(writer.get_extra_info("socket")):
+                return
             header = json.loads(await reader.readline())
             if "failure" in header:
                 self._failures.reported(header["rank"], header["failure"])

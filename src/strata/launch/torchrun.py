@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 
 from strata.launch.cleanup import is_tracker
-from strata.rendezvous import LOOPBACK, PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, rdzv_conf
+from strata.launch.inherited import inherited
+from strata.rendezvous import LOOPBACK, LOOPBACK_ONLY, PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, rdzv_conf
 
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""
@@ -46,6 +47,8 @@ class TorchrunSpec:
     """Where other agents reach this one. None: the name of the machine it runs on."""
     max_restarts: int = 1000
     environment: Mapping[str, str] = field(default_factory=dict)
+    inherited: Sequence[str] = ("*",)
+    """Of this process's environment, what agents get beside the usual (`strata.launch.inherited`)."""
     warm: bool = True
     """Workers are forked with torch in place; without it, each is a process that starts from nothing."""
     agent: str = "strata.launch.agent"
@@ -72,11 +75,11 @@ class TorchrunSpec:
         ]
 
     def variables(self) -> dict[str, str]:
-        on_this_host = {"GLOO_SOCKET_IFNAME": "lo"} if self.local_addr == LOOPBACK else {}
+        on_this_host = LOOPBACK_ONLY if self.local_addr == LOOPBACK else {}
         defaults = {**TORCHRUN_ENVIRONMENT, **on_this_host, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         if self.arguments[0] == "-m":
             defaults[PRELOAD_VARIABLE] = self.arguments[1]
-        return {**os.environ, **defaults, **self.environment}
+        return {**inherited(os.environ, self.inherited), **defaults, **self.environment}
 
 
 class Agent:

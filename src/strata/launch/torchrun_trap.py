@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import os
 
+ROUND_STORES_VARIABLE = "STRATA_ROUND_STORES"
+"""Names the run whose agent makes a new store in every round: our own rendezvous, which knows no trap."""
+
 _separated = False
 
 
@@ -42,7 +45,9 @@ def warning() -> str | None:
 
 
 def _shares_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    is_fresh = run is not None and os.environ.get(ROUND_STORES_VARIABLE) == run
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_fresh
 
 
 def _attempt() -> int:

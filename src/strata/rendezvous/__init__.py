@@ -40,6 +40,11 @@ TORCHRUN_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
 
 LOOPBACK = "127.0.0.1"
 
+LOOPBACK_ONLY: Mapping[str, str] = MappingProxyType(
+    {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "TP_SOCKET_IFNAME": "lo"}
+)
+"""What keeps the connections of a run of one machine off its network: gloo, NCCL and torch's RPC know no passwords."""
+
 PRELOAD_VARIABLE = "STRATA_PRELOAD"
 """Further modules that warm workers (`strata.rendezvous.warm`) are to find imported, comma separated: the script's own heavy
 ones."""
@@ -91,6 +96,7 @@ def _create_strata_handler(parameters: RendezvousParameters) -> RendezvousHandle
 __all__ = [
     "FAST_RECOVERY",
     "LOOPBACK",
+    "LOOPBACK_ONLY",
     "PRELOAD_VARIABLE",
     "RENDEZVOUS_BACKENDS",
     "TORCHRUN_ENVIRONMENT",

@@ -2,7 +2,8 @@
 
 Guarantees beyond torch's own handler: an outage of the server does not disturb a running job and is waited for
 by one that is joining; a member that is lost before all know their ranks is not waited for; time-outs and closed
-runs say who was there, and what to do; restarts get a fresh store.
+runs say who was there, and what to do; the workers of each round meet at a store of its own, which the agent of rank 0 holds
+(`worker_store`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousError,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
@@ -29,8 +31,10 @@ from strata.rendezvous import FAST_RECOVERY, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasClient, CasStore
 from strata.rendezvous.warm import warm_up
+from strata.rendezvous.worker_store import announce_round_stores, interface_of, serve
 from strata.torch_compat.elastic import wrap_rendezvous
 from strata.torch_compat.rendezvous import DynamicHandler, Node
+from strata.torch_compat.stores import Store
 from strata.training.trace import forget_rendezvous, note_rendezvous
 
 logger = logging.getLogger(__name__)
@@ -52,13 +56,22 @@ class CasRendezvousHandler(DynamicHandler):
     _is_agreeing = False
     _round = 0
     _members: frozenset[Node] = frozenset()
+    _workers_store: Store | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers meet at the store of the agent of rank 0: it is there before the first of them and new in each round."""
+        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         began_s = time.monotonic()
         deadline_s = began_s + self.settings.timeout.join.total_seconds()
         while True:
             try:
+                self._workers_store = None
                 met = super().next_rendezvous()
+                if met.rank == 0 and met.bootstrap_store_info is not None:
+                    self._workers_store = self._serve(met.bootstrap_store_info)
                 note_rendezvous(self.settings.run_id, began_s, time.monotonic())
                 return met
             except RoundLost as lost:
@@ -76,6 +89,11 @@ class CasRendezvousHandler(DynamicHandler):
                 self._note_lost(error)
                 time.sleep(RETRY_S)
 
+    def _serve(self, place: RendezvousStoreInfo) -> Store:
+        alone = len({node.addr for node in self._members}) == 1
+        bind = interface_of(place.master_addr, alone=alone)
+        return serve(place.master_addr, place.master_port, bind=bind)[0]
+
     def num_nodes_waiting(self) -> int:
         """Zero while the server is away: a running job continues without it."""
         return self._tolerating_outage(super().num_nodes_waiting, meanwhile=0)
@@ -85,6 +103,7 @@ class CasRendezvousHandler(DynamicHandler):
 
     def shutdown(self) -> bool:
         closed = super().shutdown()
+        self._workers_store = None
         forget_rendezvous(self.settings.run_id)
         try:
             self.backend.leave(self.this_node)
@@ -178,6 +197,7 @@ def create_cas_handler(
     `unreachable` puts that into words."""
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    announce_round_stores(params.run_id)
     warm_up(params.run_id)
     wrap_rendezvous(_meet)
 

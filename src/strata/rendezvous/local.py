@@ -1,8 +1,7 @@
 """The `strata` rendezvous on one machine: an agent that needs nobody else to start, and nothing that runs beside it.
 
-`--rdzv-backend=strata` without an endpoint. Every round gets a store of its own, which the agent holds: what an earlier
-round left there is never read, no port can be taken between choosing and using it, and the store outlives the worker of
-rank 0. It listens on the loopback address alone, unless the user names another with `--master-addr`.
+`--rdzv-backend=strata` without an endpoint. Every round gets a store of its own, which the agent holds (`worker_store`). It
+listens on the loopback address alone, unless the user names another with `--master-addr`.
 
 Only for runs of one machine: several have to meet somewhere, which is what the back ends with an endpoint are for.
 """
@@ -10,10 +9,8 @@ Only for runs of one machine: several have to meet somewhere, which is what the 
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
-from datetime import timedelta
 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -27,12 +24,9 @@ from torch.distributed.elastic.rendezvous.api import (
 from strata.processes import LAUNCH_VARIABLE
 from strata.rendezvous import LOOPBACK, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.warm import warm_up
-from strata.torch_compat.stores import HashStore, PrefixStore, Store, TCPStore
+from strata.rendezvous.worker_store import announce_round_stores, serve
+from strata.torch_compat.stores import HashStore, PrefixStore, Store
 from strata.training.trace import forget_rendezvous, note_rendezvous
-
-STORE_TIMEOUT = timedelta(seconds=300)
-"""Of the agent's own calls; workers bring theirs."""
-BACKLOG = 1024
 
 
 class LocalRendezvous(RendezvousHandler):
@@ -61,7 +55,7 @@ class LocalRendezvous(RendezvousHandler):
         began_s = time.monotonic()
         self._round += 1
         self._workers_store = None  # Its port is free for the next one.
-        self._workers_store, port = _serve(self._address, self._port)
+        self._workers_store, port = serve(self._address, self._port)
         store = PrefixStore(f"round-{self._round}", self._agents_store)
         note_rendezvous(self._run_id, began_s, time.monotonic())
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(master_addr=self._address, master_port=port))
@@ -96,6 +90,7 @@ def create_local_handler(params: RendezvousParameters) -> LocalRendezvous:
         )
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    announce_round_stores(params.run_id)
     # Agents that meet somewhere are one launch if they have one id. This one meets nobody, whoever has its id as well.
     os.environ[LAUNCH_VARIABLE] = f"{params.run_id}:{uuid.uuid4().hex}"
     warm_up(params.run_id)
@@ -104,33 +99,3 @@ def create_local_handler(params: RendezvousParameters) -> LocalRendezvous:
         address=str(params.get("master_addr") or LOOPBACK),
         port=int(params.get("master_port") or 0),
     )
-
-
-def _serve(address: str, port: int) -> tuple[TCPStore, int]:
-    """A store at this address, on a port that is its own from the start."""
-    try:
-        (family, kind, protocol, _, place), *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-    except OSError as error:
-        raise RendezvousConnectionError(
-            f"Workers cannot rendezvous at {address}:{port}: {error}. Leave --master-port and --master-addr out and a free port "
-            "is picked, or name others."
-        ) from error
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        address,
-        port,
-        None,
-        is_master=True,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port

@@ -325,7 +325,10 @@ class FileStore:
             folder = folder.parent
         for each in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(each, self.dir_mode)
+                # A store that is made here is its user's alone. Below it, and in a folder that somebody has made for it, modes
+                # are as the umask and that folder say.
+                is_above = each == self.root or self.root.is_relative_to(each)
+                os.mkdir(each, 0o700 if is_above else self.dir_mode)
             if self.durable and (each == self.root or self.root.is_relative_to(each)):
                 sync_folder(each.parent)
 

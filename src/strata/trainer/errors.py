@@ -139,7 +139,7 @@ class DistributedSetupError(ElasticTrainingError, RuntimeError):
             suggestions=(
                 "Start one: ./scripts/start_etcd.sh start",
                 f"See that it is healthy: curl http://{endpoint}/health",
-                "Or do without: --rdzv-backend=c10d, or --rdzv-backend=strata with a running coordinator",
+                "Or do without: `strata torchrun` on one machine, --rdzv-backend=strata with a running coordinator on several",
             ),
         )
 

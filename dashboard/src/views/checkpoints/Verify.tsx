@@ -26,7 +26,7 @@ export function Verify(props: { id: string; size: number }) {
   return (
     <section aria-label="Verification" className="flex flex-col gap-3 border-t pt-4">
       <div className="flex items-center gap-3">
-        <Button look="primary" disabled={work.isPending} onClick={() => work.mutate()}>
+        <Button look="primary" needs="operator" disabled={work.isPending} onClick={() => work.mutate()}>
           <ShieldCheck aria-hidden className="size-4" />{work.isPending ? "Verifying …" : "Verify"}
         </Button>
         <p className="text-muted">Reads all {bytes(props.size)} and compares checksums with the manifest.</p>

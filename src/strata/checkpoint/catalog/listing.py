@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from strata.checkpoint.catalog import signing
 from strata.checkpoint.catalog.manifest import SUFFIX, CheckpointId, Manifest, decode
-from strata.checkpoint.errors import Damaged
+from strata.checkpoint.errors import Damaged, Untrusted
 from strata.stores.protocol import NotFound, Store
 
 
@@ -24,6 +25,8 @@ class Listing:
 
     entries: tuple[Entry, ...]
     problems: tuple[str, ...]
+    untrusted: int = 0
+    """How many of the problems are manifests that no accepted key has signed."""
 
 
 class Catalog:
@@ -37,6 +40,7 @@ class Catalog:
     def list(self, *, fresh: bool = False) -> Listing:
         known: dict[str, Manifest] = {}
         problems = []
+        untrusted = 0
         with self._lock:
             before = {} if fresh else self._known
             for blob in self.store.list():
@@ -48,10 +52,11 @@ class Catalog:
                     continue  # Deleted since it was listed.
                 except Damaged as error:
                     problems.append(str(error))
+                    untrusted += isinstance(error, Untrusted)
             self._known = known
         entries = [Entry(key=key, manifest=manifest) for key, manifest in known.items()]
         entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
-        return Listing(entries=tuple(entries), problems=tuple(problems))
+        return Listing(entries=tuple(entries), problems=tuple(problems), untrusted=untrusted)
 
     def known_ids(self) -> set[CheckpointId]:
         """As of the last listing, and what was added since."""
@@ -69,7 +74,7 @@ class Catalog:
             self._known.pop(entry.key, None)
 
     def read(self, key: str) -> Manifest:
-        return decode(self.store.read(key), path=where(self.store, key))
+        return decode(self.store.read(key), path=where(self.store, key), keys=signing.configured())
 
 
 def where(store: Store, key: str) -> str:

@@ -2,7 +2,8 @@
 
 Plain JSON, never pickle. It says what the payload must hash to, where each tensor lies in it, which data had been
 consumed, who wrote it and after which checkpoint. It ends with a digest of itself and is written in one exact
-form, so that any changed bit is noticed. Manifests are never changed, only published and deleted.
+form, so that any changed bit is noticed. Where keys are configured it is signed as well (`signing`). Manifests are never
+changed, only published and deleted.
 
 Order in time is `order`: the generation, then a sequence number that each author counts on from the highest it has
 seen. It is not the step, which goes back when training does, and not the clock alone, which machines disagree about.
@@ -22,14 +23,17 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 import xxhash
 
-from strata.checkpoint.copying.digest import Digest
-from strata.checkpoint.errors import Damaged
+from strata.checkpoint.catalog.signing import Keys, Signature, SigningError
+from strata.checkpoint.copying.digest import KEY_VARIABLE, SHA256, XXH3, Digest, new_hasher
+from strata.checkpoint.errors import Damaged, Untrusted
 from strata.core.types import CheckpointId as CheckpointId
 from strata.stores.keys import check_key
 
 SCHEMA = 2
-READABLE = (1, 2)
-"""Version 1 had neither runs nor lineages, and called the durable parent `lasting_parent`."""
+SCHEMA_WITH_ALGORITHM = 3
+READABLE = (1, 2, 3)
+"""Version 1 had neither runs nor lineages, and called the durable parent `lasting_parent`. Version 3 is 2 with digests by
+another algorithm than xxh3-128, which earlier versions would take for damage."""
 SUFFIX = ".manifest.json"
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -117,9 +121,17 @@ class Manifest:
             )
         ]
 
-    def encode(self) -> bytes:
+    def encode(self, keys: Keys | None = None) -> bytes:
+        """As it is stored; signed where there are keys to sign with. Raises `SigningError` where that is not possible."""
+        algorithms = {part.digest.algorithm for part in self.parts}
+        if keys is not None and algorithms != {SHA256}:
+            raise SigningError(
+                f"The checkpoint {self.checkpoint_id} was hashed with {', '.join(algorithms)}, which can be forged: it cannot "
+                "be signed.",
+                hint=f"Save it again: {KEY_VARIABLE} was set after it was made.",
+            )
         body = {
-            "schema": SCHEMA,
+            "schema": SCHEMA if algorithms <= {XXH3} else SCHEMA_WITH_ALGORITHM,
             "checkpoint_id": self.checkpoint_id,
             "step": self.step,
             "epoch": self.epoch,
@@ -132,6 +144,7 @@ class Manifest:
                     "digest": part.digest.whole,
                     "chunk_size": part.digest.chunk_bytes,
                     "chunks": part.digest.chunks,
+                    **({"algorithm": part.digest.algorithm} if part.digest.algorithm != XXH3 else {}),
                 }
                 for part in self.parts
             ],
@@ -149,7 +162,8 @@ class Manifest:
         }
         pieces = {name: _canonical(value) for name, value in body.items()} | {"tensors": _table(self.tensors)}
         text = "{" + ",".join(f'"{name}":{pieces[name]}' for name in sorted(pieces)) + "}"
-        return _seal(text.encode())
+        sealed = text.encode()
+        return _seal(sealed, keys.sign(sealed) if keys is not None else None)
 
 
 @contextlib.contextmanager
@@ -165,16 +179,19 @@ def no_collection() -> Iterator[None]:
 
 
 @no_collection()
-def decode(raw: bytes, *, path: str) -> Manifest:
-    """Read a manifest back. Raises `Damaged` unless every bit is as it was written."""
+def decode(raw: bytes, *, path: str, keys: Keys | None) -> Manifest:
+    """Read a manifest back. Raises `Damaged` unless every bit is as it was written, and `Untrusted` where `keys` do not accept
+    it."""
     try:
-        sealed = raw[len(_SEAL_HEAD) : -_SEAL_TAIL_BYTES]
-        if raw != _seal(sealed):
+        unsigned, signature = _split_signature(raw)
+        sealed = unsigned[len(_SEAL_HEAD) : -_SEAL_TAIL_BYTES]
+        if raw != _seal(sealed, signature):
             raise Damaged(path=path, reason="the manifest does not match its own digest")
+        if keys is not None and (problem := keys.problem(sealed, signature)) is not None:
+            raise Untrusted(path=path, reason=problem)
         body = json.loads(sealed.decode(), parse_constant=_refuse, parse_float=_finite)
-        if (
-            b"\\ud" in sealed.lower()
-        ):  # Half a character, written as an escape, is text that nobody can write down.
+        if b"\\ud" in sealed.lower():
+            # Half a character, written as an escape, is text that nobody can write down.
             json.dumps(body, ensure_ascii=False).encode()
         if body["schema"] not in READABLE:
             raise Damaged(
@@ -194,7 +211,10 @@ def decode(raw: bytes, *, path: str) -> Manifest:
                     key=part["key"],
                     size_bytes=part["size"],
                     digest=Digest(
-                        chunk_bytes=part["chunk_size"], chunks=tuple(part["chunks"]), whole=part["digest"]
+                        chunk_bytes=part["chunk_size"],
+                        chunks=tuple(part["chunks"]),
+                        whole=part["digest"],
+                        algorithm=part.get("algorithm", XXH3),
                     ),
                 )
                 for part in body["parts"]
@@ -216,6 +236,12 @@ def decode(raw: bytes, *, path: str) -> Manifest:
             durable_parent=body["durable_parent"],
         )
         _check(manifest)
+        if (
+            keys is not None
+            and signature is not None
+            and any(p.digest.algorithm != SHA256 for p in manifest.parts)
+        ):
+            raise Untrusted(path=path, reason="it is signed over digests that can be forged")
         return manifest
     except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise Damaged(path=path, reason=f"the manifest is not readable ({type(error).__name__})") from error
@@ -229,7 +255,7 @@ def _check(manifest: Manifest) -> None:
     texts += [parent for parent in (manifest.parent, manifest.durable_parent) if parent is not None]
     for part in manifest.parts:
         counts += [part.size_bytes, part.digest.chunk_bytes]
-        texts += [part.key, part.digest.whole, *part.digest.chunks]
+        texts += [part.key, part.digest.algorithm, part.digest.whole, *part.digest.chunks]
     if manifest.tensors:
         names, dtypes, shapes, offsets, sizes, kinds = zip(*manifest.tensors, strict=True)
         counts += [*offsets, *sizes, *chain.from_iterable(shapes)]
@@ -246,6 +272,7 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("too many parts")
     for part in manifest.parts:
         check_key(part.key, tier="")
+        new_hasher(part.digest.algorithm)
         if len(part.digest.chunks) != -(-part.size_bytes // part.digest.chunk_bytes):
             raise ValueError("chunks that do not cover their part")
 
@@ -301,5 +328,25 @@ _SEAL_HEAD = b'{"body":'
 _SEAL_TAIL_BYTES = len(b',"digest":""}\n') + 32
 
 
-def _seal(body: bytes) -> bytes:
-    return _SEAL_HEAD + body + b',"digest":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+_SIGNATURE_HEAD = b',"signature":'
+_MOST_SIGNATURE_BYTES = 1024
+
+
+def _seal(body: bytes, signature: Signature | None = None) -> bytes:
+    sealed = _SEAL_HEAD + body + b',"digest":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+    if signature is None:
+        return sealed
+    facts = {"key": signature.key_id, "algorithm": signature.algorithm, "value": signature.value}
+    return sealed.removesuffix(b"}\n") + _SIGNATURE_HEAD + _canonical(facts).encode() + b"}\n"
+
+
+def _split_signature(raw: bytes) -> tuple[bytes, Signature | None]:
+    """A manifest as it would be without its signature, and that."""
+    at = raw.rfind(_SIGNATURE_HEAD, max(0, len(raw) - _MOST_SIGNATURE_BYTES))
+    if at < 0 or not raw.endswith(b"}}\n"):
+        return raw, None
+    facts = json.loads(raw[at + len(_SIGNATURE_HEAD) : -2])
+    signature = Signature(key_id=facts["key"], algorithm=facts["algorithm"], value=facts["value"])
+    if {type(text) for text in (signature.key_id, signature.algorithm, signature.value)} != {str}:
+        raise ValueError("not a signature")
+    return raw[:at] + b"}\n", signature

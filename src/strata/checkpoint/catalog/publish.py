@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
+from strata.checkpoint.catalog import signing
 from strata.checkpoint.catalog.listing import Entry, where
 from strata.checkpoint.catalog.manifest import CheckpointId, Manifest, Part, decode
 from strata.checkpoint.catalog.naming import claim_key, manifest_beside, manifest_key, payload_key
@@ -130,7 +131,7 @@ def commit(
             manifest = write()
             if admit is not None:
                 admit(store)
-            store.put(at, manifest.encode(), if_absent=True)
+            store.put(at, manifest.encode(signing.configured()), if_absent=True)
             entry = Entry(key=at, manifest=manifest)
         except Exception as error:
             entry = _find_own_after(error, store, at, checkpoint_id)
@@ -180,7 +181,7 @@ def _find_own(store: Store, key: str, checkpoint_id: CheckpointId) -> Entry | No
     """The manifest that this very save has put at `key`; None where there is none. Raises `AlreadyExists` where another save's
     is there, and `Damaged` where its owner cannot be determined."""
     try:
-        found = decode(store.read(key), path=where(store, key))
+        found = decode(store.read(key), path=where(store, key), keys=signing.configured())
     except NotFound:
         return None
     if found.checkpoint_id != checkpoint_id:

@@ -18,10 +18,9 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-import xxhash
 
 from strata.checkpoint.copying import sweeping
-from strata.checkpoint.copying.digest import CHUNK_BYTES, Digest
+from strata.checkpoint.copying.digest import CHUNK_BYTES, Digest, new_hasher, payload_algorithm
 from strata.checkpoint.copying.sweeping import NUMBER_BYTES, Numbers, memmove
 
 WINDOW_BYTES = 1 << 20
@@ -72,6 +71,7 @@ class Filling:
     def __init__(self, windows: Windows, addresses: Sequence[int]) -> None:
         self._windows = windows
         self._sources = windows.sources(addresses)
+        self._algorithm = payload_algorithm()
         self._hashed = [b""] * -(-windows.size_bytes // CHUNK_BYTES)
         tables = (windows.offsets, self._sources, windows.sizes)
         self._tables = [int(table.ctypes.data) for table in tables]
@@ -85,14 +85,14 @@ class Filling:
         return min(chunks * CHUNK_BYTES, self._windows.size_bytes)
 
     def copy(self, chunk: int) -> None:
-        hasher = xxhash.xxh3_128()
+        hasher = new_hasher(self._algorithm)
         for start in range(chunk * CHUNK_BYTES, self.end_of(chunk + 1), WINDOW_BYTES):
             hasher.update(self._copy_window(start))
         self._hashed[chunk] = hasher.digest()
 
     def digest(self) -> Digest:
         """When all chunks have been copied."""
-        return Digest.of_chunks(self._hashed)
+        return Digest.of_chunks(self._hashed, algorithm=self._algorithm)
 
     def _copy_window(self, start: int) -> Buffer:
         """Copy one window; its bytes, to be hashed."""

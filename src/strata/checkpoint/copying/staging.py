@@ -601,9 +601,7 @@ class Staging:
             make_private(folder, inside=images_folder(root))
         except PermissionError as error:
             if error.filename and Path(error.filename).exists():
-                raise CheckpointError(
-                    f"{error.filename} belongs to another user.", hint=_ANOTHER_FOLDER
-                ) from None
+                raise CheckpointError(f"{error.filename}: {error.strerror}.", hint=_ANOTHER_FOLDER) from None
             raise self._unusable(root, error) from None
         except OSError as error:
             raise self._unusable(root, error) from None
@@ -845,7 +843,7 @@ def read_snapshot(folder: Path) -> Snapshot | None:
     """The snapshot in one image's folder, if its mark is there and readable. Bytes are not verified here."""
     mark = folder / MARK_NAME
     try:
-        manifest = decode(mark.read_bytes(), path=str(mark))
+        manifest = decode(mark.read_bytes(), path=str(mark), keys=None)  # The folder is this user's alone.
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (Damaged, OSError) as error:

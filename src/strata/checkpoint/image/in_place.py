@@ -25,7 +25,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import xxhash
 
 from strata.checkpoint.catalog.manifest import Manifest, Part, TensorEntry, no_collection
 from strata.checkpoint.copying.cuda import SpareMemory, any_on_cuda, on_this_device
@@ -252,7 +251,7 @@ class Intake:
 
     def take(self, number: int, chunk: memoryview, *, check: bool = True) -> None:
         """Copy one chunk to the targets, and hash it on the way."""
-        hasher = xxhash.xxh3_128()
+        hasher = self._part.digest.hasher()
         start_bytes = number * self._part.digest.chunk_bytes
         address = int(np.frombuffer(chunk, np.uint8).ctypes.data) if len(chunk) else 0
         for within in range(0, len(chunk), WINDOW_BYTES):
@@ -337,7 +336,7 @@ def check_head(read: Callable[[int, int], memoryview | bytes], manifest: Manifes
     for number in range(-(-size_bytes // part.digest.chunk_bytes)):
         start = number * part.digest.chunk_bytes
         chunk = read(start, min(start + part.digest.chunk_bytes, part.size_bytes))
-        if xxhash.xxh3_128_hexdigest(chunk) != part.digest.chunks[number]:
+        if not part.digest.fits(number, chunk):
             raise damage(part, manifest, [number], path=path)
 
 

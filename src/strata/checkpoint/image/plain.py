@@ -13,9 +13,10 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
+from strata.checkpoint.catalog import signing
 from strata.checkpoint.catalog.listing import where
 from strata.checkpoint.catalog.naming import claim_key, manifest_key
-from strata.checkpoint.errors import Damaged, LoadFailed
+from strata.checkpoint.errors import Damaged, LoadFailed, Untrusted
 from strata.checkpoint.image.reading import Held, open_image
 from strata.stores.protocol import Blob, NotFound, Store
 
@@ -43,6 +44,11 @@ def load_plain(
     """The state in such a file. Raises `Damaged`, `LoadFailed` or the store's error. With `refuse_images`, a file of the
     engine's own is refused: its manifest is missing, and with it all that could verify it."""
     path = where(store, key)
+    keys = signing.configured()
+    if keys is not None and not (keys.accepts_unsigned or trusted_source):
+        raise Untrusted(
+            path=path, reason=f"it has no manifest that could be signed, and {signing.KEY_VARIABLE} is set"
+        )
     with _held(store, key) as held:
         is_checked = check_records(held.path, path=path)
         if refuse_images and _is_image(held.path):

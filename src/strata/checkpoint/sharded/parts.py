@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import xxhash
-
 from strata.checkpoint.catalog.listing import Catalog, where
 from strata.checkpoint.catalog.manifest import Part
 from strata.checkpoint.catalog.naming import new_id, writer_of
@@ -135,7 +133,7 @@ class PartReader:
         for number in range(first, end):
             begin = (number - first) * digest.chunk_bytes
             chunk = view[begin : begin + digest.chunk_bytes]
-            if digest.chunks[number : number + 1] != (xxhash.xxh3_128_hexdigest(chunk),):
+            if not digest.fits(number, chunk):
                 raise Damaged(
                     path=self._path,
                     reason=f"bytes changed since they were saved, chunk {number} of {len(digest.chunks)}",

@@ -89,10 +89,9 @@ class CreatedTokenView(TokenView):
 
 
 @router.get("/session")
-async def session(request: Request, principal: ThePrincipal) -> SessionView:
-    return _session(
-        principal, signed_in=bool(session_cookie(request.headers.get("cookie", ""), request.scope))
-    )
+async def session(request: Request, gatekeeper: TheGatekeeper, principal: ThePrincipal) -> SessionView:
+    cookie = session_cookie(request.headers.get("cookie", ""), request.scope)
+    return _session(principal, signed_in=gatekeeper.signed_in(cookie) is not None)
 
 
 @router.post("/session")

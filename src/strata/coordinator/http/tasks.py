@@ -34,6 +34,8 @@ from strata.core.messages import (
     DatasetId,
     InvalidArgument,
     JobId,
+    Overloaded,
+    Refused,
     RestartTask,
     StopTask,
     TaskId,
@@ -104,9 +106,10 @@ async def tasks(runtime: TheRuntime, request: Request) -> Response:
 
 @router.post("/tasks", status_code=201, responses={**NOT_FOUND, **_CONFLICT})
 async def create_task(runtime: TheRuntime, body: CreateTaskBody) -> TaskCreatedBody:
-    config_json = _as_json(body.config)
+    _as_json(body.config)  # Before anybody looks into it.
     recipe = runtime.recipes.get(body.type)
     recipe.check(body.config, worker_count=body.worker_count, dataset_id=body.dataset_id)
+    shown, kept = recipe.split_secrets(body.config)
     gpus = body.gpus_per_worker
     if gpus is None:
         here = runtime.tasks.capacity().gpus if runtime.tasks is not None else 0
@@ -117,11 +120,17 @@ async def create_task(runtime: TheRuntime, body: CreateTaskBody) -> TaskCreatedB
         type=body.type,
         dataset_id=DatasetId(body.dataset_id) if body.dataset_id is not None else None,
         worker_count=body.worker_count,
-        config_json=config_json,
+        config_json=_as_json(shown),
         gpus_per_worker=gpus,
         max_retries=body.max_retries,
     )
-    await runtime.engine.submit(CreateTask(spec=spec))
+    await _keep_secrets(runtime, spec.task_id, kept)
+    try:
+        await runtime.engine.submit(CreateTask(spec=spec))
+    except Refused:
+        if runtime.task_secrets is not None:
+            runtime.task_secrets.forget(spec.task_id)
+        raise
     return TaskCreatedBody(task_id=spec.task_id)
 
 
@@ -168,6 +177,19 @@ async def task_goodput(runtime: TheRuntime, task_id: NameInPath) -> Response:
     return json_response(goodput_view(runtime, JobId(task_id), task))
 
 
+async def _keep_secrets(runtime: Runtime, task_id: str, kept: dict[str, str]) -> None:
+    """Before the task is known: it must not start without."""
+    if not kept:
+        return
+    hint = "Look at the data directory: is the disk full?"
+    if runtime.task_secrets is None:
+        raise Overloaded("This coordinator has no folder to keep secrets in.", hint=hint)
+    try:
+        await runtime.task_secrets.keep(task_id, kept)
+    except OSError as error:
+        raise Overloaded(f"The task's secrets cannot be kept: {error.strerror}.", hint=hint) from None
+
+
 async def _answer(runtime: Runtime, task_id: str, wait_s: float) -> TaskAnswer:
     task = (await runtime.engine.settled()).tasks.get(TaskId(task_id))
     if wait_s and runtime.tasks is not None and task.status not in ENDED:
@@ -189,7 +211,7 @@ def _recipe(recipe: Recipe) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "description": recipe.description,
-        "schema": recipe.schema,
+        "schema": recipe.shown_schema,
         "needs_dataset": recipe.needs_dataset,
         "max_workers": recipe.max_workers,
         "gpus_per_worker": recipe.gpus_per_worker,

@@ -15,8 +15,10 @@ calls; the engine makes one call at a time.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sqlite3
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -30,7 +32,11 @@ from strata.coordinator.journal import codec
 from strata.coordinator.journal.space import RESERVE_BYTES, Space
 from strata.core.messages import Event, ValueSwapped
 from strata.errors import StrataError
+from strata.files import make_file_private
 
+log = logging.getLogger("strata.coordinator")
+
+JOURNAL_NAME = "journal.sqlite"
 SCHEMA_VERSION = 1
 STORY_EVENTS_KEPT = 200_000
 STORY_BYTES_KEPT = 128 << 20
@@ -98,10 +104,11 @@ class Journal(Protocol):
 
 class SqliteJournal:
     def __init__(self, data_dir: Path, *, reserve_bytes: int = RESERVE_BYTES) -> None:
-        self.path = data_dir / "journal.sqlite"
+        self.path = data_dir / JOURNAL_NAME
         self._lock = _lock_directory(data_dir)
         try:
             self.space = Space(data_dir, reserve_bytes=reserve_bytes)
+            open_privately(self.path)
             try:
                 self._open()
             except sqlite3.OperationalError as error:
@@ -109,7 +116,7 @@ class SqliteJournal:
                     raise
                 self._db.close()
                 self._open()
-        except (sqlite3.DatabaseError, ValueError) as error:
+        except (sqlite3.DatabaseError, ValueError, OSError) as error:
             os.close(self._lock)
             raise _damaged(self.path, f"cannot be opened: {error}") from error
         except JournalError:
@@ -248,7 +255,7 @@ class SqliteJournal:
 
 def read_story(data_dir: Path) -> Iterator[Entry]:
     """Every event still kept, oldest first, without disturbing a coordinator that is running."""
-    path = data_dir / "journal.sqlite"
+    path = data_dir / JOURNAL_NAME
     if not path.exists():
         raise JournalError(
             f"There is no journal in {data_dir}.", hint="Pass the --data-dir that `strata serve` was given."
@@ -281,9 +288,39 @@ def _decode(path: Path, kind: str, body: bytes) -> Event:
         ) from error
 
 
+def open_privately(path: Path) -> None:
+    """Before SQLite opens a database: nobody else may read it, nor what SQLite puts beside it, which gets the same mode."""
+    make_file_private(path)
+    for suffix in ("-wal", "-shm"):
+        beside = path.with_name(path.name + suffix)
+        if beside.exists():
+            make_file_private(beside)
+
+
+def _make_private(data_dir: Path) -> None:
+    """A folder that is made here is its user's alone, and so is one that a journal is in already. Any other is left as its
+    user made it; what is put into it is private all the same."""
+    with suppress(FileExistsError):
+        data_dir.parent.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(mode=0o700)
+        return
+    mode = stat.S_IMODE(data_dir.stat().st_mode)
+    if not mode & 0o077:
+        return
+    if (data_dir / JOURNAL_NAME).exists():
+        with suppress(PermissionError):
+            data_dir.chmod(0o700)
+            log.info("the data directory %s was open to others (mode %o); it is closed now", data_dir, mode)
+            return
+    log.warning(
+        "the data directory %s is open to other users (mode %o); close it with: chmod 700 %s",
+        *(data_dir, mode, data_dir),
+    )
+
+
 def _lock_directory(data_dir: Path) -> int:
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        _make_private(data_dir)
         lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise JournalError(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from strata.coordinator.journal.sqlite import open_privately
 from strata.core.logtext import LEVELS
 from strata.core.views import LogView
 from strata.errors import StrataError
@@ -311,6 +312,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    open_privately(path)
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode=WAL")

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core.cluster import Cluster
 from strata.core.messages import DatasetSpec
 from strata.core.tasks import Task
 from strata.launch.context import TASK_VARIABLE, TaskContext, TaskDataset
 from strata.launch.protocol import LaunchFailed, LaunchPlan
-from strata.launch.recipes import Recipes
+from strata.launch.recipes import SECRET_SHOWN, Recipes
 
 SAVE_SHARE = 0.7
 """Of the time a task has to stop, what its workers may use to save; the rest is for processes to end."""
@@ -28,12 +29,16 @@ class Planner:
     token: Callable[[str], str]
     """By task, what its workers present to the coordinator."""
     stop_timeout_s: float
+    secrets: TaskSecrets
+    inherited: tuple[str, ...] = ()
+    """Environment variables of the coordinator that tasks get beside the usual."""
 
     def run_id(self, task: Task) -> str:
         return f"{task.spec.task_id}-{task.attempt}"
 
     def plan(self, cluster: Cluster, task: Task) -> LaunchPlan:
-        """The present attempt. Raises `Unknown` where the recipe or the dataset is no longer known."""
+        """The present attempt. Raises `Unknown` where the recipe or the dataset is no longer known, `LaunchFailed` where its
+        secrets are not there."""
         spec = task.spec
         recipe = self.recipes.get(spec.type)
         task_dir = self.tasks_dir / spec.task_id
@@ -43,6 +48,12 @@ class Planner:
         places = {"task_id": spec.task_id, "task_dir": str(task_dir), "checkpoints": checkpoints}
         if dataset is not None:
             places["dataset_path"] = dataset.path
+        kept = self.secrets.read(spec.task_id) if recipe.secrets else {}
+        if missing := [key for key in recipe.secrets if config.get(key) == SECRET_SHOWN and key not in kept]:
+            raise LaunchFailed(
+                f"The secrets {', '.join(missing)} of task '{spec.task_id}' are no longer there.",
+                hint="Submit the task again.",
+            )
         return LaunchPlan(
             task_id=spec.task_id,
             attempt=task.attempt,
@@ -51,6 +62,7 @@ class Planner:
             gpus_per_worker=spec.gpus_per_worker,
             environment={
                 **recipe.environment,
+                **{recipe.secrets[key]: value for key, value in kept.items() if key in recipe.secrets},
                 "COORDINATOR_ADDR": self.coordinator,
                 "COORDINATOR_URL": "",
                 "STRATA_TOKEN": self.token(spec.task_id),
@@ -60,6 +72,8 @@ class Planner:
                 "STRATA_CHECKPOINT_DIR": checkpoints,
                 TASK_VARIABLE: str(task_dir / "task.json"),
             },
+            inherited=self.inherited,
+            secrets=tuple(kept.values()),
             task_dir=task_dir,
             working_dir=recipe.working_dir,
             coordinator=self.coordinator,

@@ -17,6 +17,7 @@ from strata.coordinator.engine import Engine, StorageFull, Unavailable
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.tasks.plans import Planner
+from strata.coordinator.tasks.secrets import Concealer
 from strata.core.cluster import Cluster
 from strata.core.loglines import LineAssembler, LogLine
 from strata.core.logtext import Tidy
@@ -88,6 +89,8 @@ class TaskRunner:
         self._assemblers: dict[str, dict[tuple[int | None, str], LineAssembler]] = {}
         self._known: dict[str, dict[tuple[str | None, str], float]] = {}
         """By adopted run: the moment of each stream's newest line in the log."""
+        self._conceal: dict[str, Concealer] = {}
+        """By run: what hides its secrets."""
         self._endings: set[asyncio.Task[None]] = set()
         self._progress_mono_s = 0.0
         engine.listeners.append(self._committed)
@@ -159,7 +162,8 @@ class TaskRunner:
         plans = []
         for task in running:
             try:
-                plans.append(self._planner.plan(cluster, task))
+                plans.append(plan := self._planner.plan(cluster, task))
+                self._conceal[plan.run_id] = Concealer(plan.secrets)
             except StrataError as error:
                 self._end(task.spec.task_id, task.attempt, _cannot_launch(error))
         for plan in plans:
@@ -192,6 +196,9 @@ class TaskRunner:
         for task_id in self._unended - alive:
             self._retry_mono_s.pop(task_id, None)
             await self._launcher.forget(task_id)
+            task = cluster.tasks.tasks.get(task_id)
+            if task is None or task.status == "completed":  # Others may be run again.
+                self._planner.secrets.forget(task_id)
         self._unended = alive
         self._changed.set()
 
@@ -240,6 +247,7 @@ class TaskRunner:
         task = cluster.tasks.get(task_id)
         try:
             plan = self._planner.plan(cluster, task)
+            self._conceal[plan.run_id] = Concealer(plan.secrets)
             self._planner.prepare(plan, cluster, task)
             await self._launcher.start(plan)
         except StrataError as error:
@@ -263,7 +271,8 @@ class TaskRunner:
 
     def _end(self, task_id: TaskId, attempt: int, cause: ExitCause | None) -> None:
         task = self._engine.cluster.tasks.tasks.get(task_id)
-        cause = _tidied(cause) if cause is not None else None
+        conceal = self._conceal.pop(f"{task_id}-{attempt}", _conceal_nothing)
+        cause = _tidied(cause, conceal) if cause is not None else None
         if cause is not None and task is not None:
             wait_s = min(RETRY_MOST_S, RETRY_FIRST_S * 2**task.failures)
             self._retry_mono_s[task_id] = time.monotonic() + wait_s
@@ -322,6 +331,7 @@ class TaskRunner:
         streams = self._assemblers.setdefault(output.run_id, {})
         done: dict[int | None, list[LogLine]] = {}
         known = self._known.get(output.run_id, {})
+        conceal = self._conceal.get(output.run_id, _conceal_nothing)
         for line in output.lines:
             if known and line.at_s <= known.get((_worker(output.task_id, line.rank), line.stream), 0.0):
                 continue
@@ -329,7 +339,7 @@ class TaskRunner:
             if assembler is None:
                 assembler = LineAssembler(source=line.stream, task_id=output.task_id)
                 streams[line.rank, line.stream] = assembler
-            text = line.text.encode(errors="replace") + b"\n"
+            text = conceal(line.text).encode(errors="replace") + b"\n"
             done.setdefault(line.rank, []).extend(assembler.feed(text, line.at_s))
         for rank, entries in done.items():
             self._add(output.task_id, rank, entries)
@@ -391,13 +401,13 @@ def _has(free: Capacity) -> str:
     )
 
 
-def _tidied(cause: ExitCause) -> ExitCause:
+def _tidied(cause: ExitCause, conceal: Concealer) -> ExitCause:
     """Texts from programs, such that they can be written down."""
     return replace(
         cause,
-        message=_tidy(cause.message)[:CAUSE_CHARACTERS],
+        message=_tidy(conceal(cause.message))[:CAUSE_CHARACTERS],
         signal=_tidy(cause.signal)[:32],
-        traceback=_tidy(cause.traceback),
+        traceback=_tidy(conceal(cause.traceback)),
     )
 
 
@@ -406,3 +416,4 @@ def _cannot_launch(error: StrataError) -> ExitCause:
 
 
 _tidy = Tidy()
+_conceal_nothing = Concealer(())

@@ -61,7 +61,9 @@ def write_note(
         "text_key": meta.text_key,
         "sightings": [asdict(sighting) for sighting in sightings],
     }
-    write_file(note_path(index), json.dumps(note, indent=2, ensure_ascii=False) + "\n", durable=True)
+    write_file(
+        note_path(index), json.dumps(note, indent=2, ensure_ascii=False) + "\n", durable=True, mode=0o666
+    )
 
 
 def is_note(path: Path) -> bool:

@@ -48,7 +48,7 @@ class RayAgent:
         self._reader = OutputReader(self._folder, Place())
         self._reading = threading.Lock()
         self._report = AgentReport(incarnation=self._incarnation, node=self._node)
-        agent.plan.task_dir.mkdir(parents=True, exist_ok=True)
+        agent.plan.task_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path, content in agent.files.items():
             _carry(Path(path), content)
         spec = torchrun_spec(agent, local_addr=self._node)
@@ -137,6 +137,7 @@ def torchrun_spec(agent: AgentPlan, *, local_addr: str) -> TorchrunSpec:
         local_addr=local_addr,
         max_restarts=plan.max_restarts,
         warm=plan.warm,
+        inherited=plan.inherited,
         environment=plan.environment,
     )
 

@@ -103,7 +103,9 @@ class RayLauncher:
     async def start(self, plan: LaunchPlan) -> None:
         """Hands the plan to the cluster, which may first have to make capacity for it."""
         try:
-            plan.run_dir.mkdir(parents=True, exist_ok=True)  # The trace of an attempt, for `forget`.
+            plan.run_dir.mkdir(
+                parents=True, exist_ok=True, mode=0o700
+            )  # The trace of an attempt, for `forget`.
         except OSError as error:
             raise LaunchFailed(
                 f"Task '{plan.task_id}' cannot be started: {error}.", hint=f"Look at {plan.task_dir}."

@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import (
 
 from strata.core.messages import ExitCause
 from strata.core.text import counted
+from strata.launch.context import SECRETS_FILE
 from strata.launch.protocol import (
     Exited,
     LaunchFailed,
@@ -339,7 +340,7 @@ def task_files(folder: Path) -> dict[str, bytes]:
     return {
         str(path): path.read_bytes()
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.stat().st_size <= FILE_LIMIT_BYTES
+        if path.name != SECRETS_FILE and path.is_file() and path.stat().st_size <= FILE_LIMIT_BYTES
     }
 
 

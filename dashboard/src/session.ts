@@ -1,0 +1,69 @@
+/**
+ * Who is signed in, what they may do, and signing in and out.
+ *
+ * A token or a link's code is sent once and forgotten here; what stays is a cookie that only the browser can read. The
+ * coordinator decides what is allowed: what is offered here follows it, so that nobody is sent into a refusal.
+ */
+
+import { ApiError, httpTransport } from "./api/client";
+import type { Role, Session } from "./api/types";
+import { restart } from "./mode";
+import { useStore } from "./state/store";
+
+export const ROLES: readonly Role[] = ["viewer", "worker", "operator", "admin"];
+
+/** Each may do what the one before it may. */
+export const ABILITIES: Record<Role, string> = {
+  viewer: "sees everything, changes nothing",
+  worker: "sees everything; reports as a worker of a job",
+  operator: "starts, stops and restarts tasks, registers datasets, verifies checkpoints",
+  admin: "everything, including tokens and the audit log",
+};
+
+export function may(session: Session | null, need: Role): boolean {
+  // Unknown: in a demo everything may be done, and a coordinator says itself what may not.
+  return session === null || ROLES.indexOf(session.role) >= ROLES.indexOf(need);
+}
+
+/** Why something cannot be done, in a sentence; undefined where it can. */
+export function refusalOf(session: Session | null, need: Role): string | undefined {
+  return session === null || may(session, need) ? undefined : `Needs ${need}: you are signed in as ${session.role}.`;
+}
+
+export function useRefusal(need: Role | undefined): string | undefined {
+  return useStore((state) => (need === undefined ? undefined : refusalOf(state.session, need)));
+}
+
+/** The only job this browser may see; null: all of them. */
+export function useOnlyJob(): string | null {
+  return useStore((state) => state.session?.job_id ?? null);
+}
+
+export async function signIn(credential: { token: string } | { code: string }): Promise<void> {
+  const session = (await httpTransport("/session", { method: "POST", body: credential })) as Session;
+  const known = await (httpTransport("/session", {}) as Promise<Session>).catch((error: unknown) => {
+    if (error instanceof ApiError && error.status === 401) return null;
+    throw error;
+  });
+  if (known?.name !== session.name) {
+    throw new ApiError("Signed in, but this browser did not keep the cookie.", { status: 401, code: "no_cookie", hint: "Allow cookies for this address and sign in again." });
+  }
+  restart();
+}
+
+export async function signOut(): Promise<void> {
+  try {
+    await httpTransport("/session", { method: "DELETE" });
+  } catch (error) {
+    // Whoever is not known any more is signed out.
+    if (!(error instanceof ApiError && error.status === 401)) throw error;
+  }
+  restart();
+}
+
+/** The code of the link that was opened. It leaves the address bar and the history, and is found once. */
+export function takeCode(): string | null {
+  const code = new URLSearchParams(location.hash.slice(1)).get("code");
+  if (code !== null) history.replaceState(history.state, "", location.pathname + location.search);
+  return code;
+}

@@ -270,6 +270,23 @@ def test_streams_end_with_the_token_they_were_opened_with(shared: Coordinator) -
         assert session.ended.wait(10), "the stream of a revoked token is open"
 
 
+def test_a_sign_in_ends_with_the_token_it_came_from_by_link_too(tmp_path: Path) -> None:
+    keeper = gatekeeper(tmp_path)
+    here = from_address("192.0.2.1")
+    secret, token = keeper.tokens.create(name="t", role="operator")
+    maker = keeper.identify(here, authorization=f"Bearer {secret}")
+    by_token = keeper.sign_in(secret, here)
+    by_link = keeper.sign_ins.redeem(keeper.sign_ins.create_link(maker))
+    visitor = keeper.identify(here, cookie=by_link)
+    assert visitor.role == "operator"
+    with pytest.raises(Forbidden, match="no further"):
+        keeper.sign_ins.create_link(visitor)
+    keeper.tokens.revoke(token.id)
+    for cookie in (by_token, by_link):
+        with pytest.raises(Forbidden):
+            keeper.identify(here, cookie=cookie)
+
+
 def test_audit_log_on_the_command_line(shared: Coordinator) -> None:
     shared.post("/api/tasks", {"name": "unfit", "type": "nothing"})
     ran = strata("audit-log", "--api", shared.url, "--grep", "POST /api/tasks")

@@ -165,7 +165,7 @@ class Gatekeeper:
                 status=401,
                 hint="Ask an admin for one: `strata token create --role viewer`. It may have expired or been revoked.",
             )
-        return self.sign_ins.start(found, still_counts=lambda: self.still_counts(found))
+        return self.sign_ins.start(found)
 
     def still_counts(self, principal: Principal) -> bool:
         """Whether what let a caller in has not been taken away meanwhile: for streams, which outlive their first call."""
@@ -175,7 +175,11 @@ class Gatekeeper:
         return kind != "token" or self.tokens.counts(name)
 
     def signed_in(self, cookie: str) -> Principal | None:
-        return self.sign_ins.find(cookie)
+        found = self.sign_ins.find(cookie)
+        if found is None or self.still_counts(found):
+            return found
+        self.sign_ins.end(cookie)
+        return None
 
     def _of_token(self, token: str, digest: str) -> Principal | None:
         configured: Role | None = None

@@ -36,6 +36,8 @@ class Principal:
     """The only job it acts for and sees; none: all of them."""
     credential: str = ""
     """What can be taken away from it: `token ID` or `task ID`."""
+    by_link: bool = False
+    """Whether it signed in with a link that somebody else made."""
 
     @property
     def client(self) -> str:

@@ -1,7 +1,8 @@
 """Sign-ins of browsers: a cookie for a token, or for a link that an admin made and that works once.
 
 The cookie is random, held by the browser where no script can read it, and known here alone: a restart of the coordinator
-signs everybody out. A sign-in ends with its time, with a sign-out, and with the token it was made from.
+signs everybody out. A sign-in ends with its time and with a sign-out; that it ends with the token it was made from, by way of a
+link or not, is the gatekeeper's work.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.core.messages import Overloaded
@@ -24,7 +25,6 @@ LINKS_LIMIT = 1_000
 class _Entry:
     principal: Principal
     expires_s: float
-    still_counts: Callable[[], bool]
 
 
 class SignIns:
@@ -33,13 +33,13 @@ class SignIns:
         self._signed_in: dict[str, _Entry] = {}
         self._links: dict[str, _Entry] = {}
 
-    def start(self, principal: Principal, *, still_counts: Callable[[], bool] = lambda: True) -> str:
+    def start(self, principal: Principal) -> str:
         """The cookie's value."""
-        return self._add(self._signed_in, principal, SIGN_IN_S, SIGN_INS_LIMIT, still_counts)
+        return self._add(self._signed_in, principal, SIGN_IN_S, SIGN_INS_LIMIT)
 
     def find(self, cookie: str) -> Principal | None:
         entry = self._signed_in.get(_digest(cookie))
-        if entry is None or self._clock() >= entry.expires_s or not entry.still_counts():
+        if entry is None or self._clock() >= entry.expires_s:
             self.end(cookie)
             return None
         return entry.principal
@@ -49,7 +49,13 @@ class SignIns:
 
     def create_link(self, principal: Principal) -> str:
         """A code that signs in once, as `principal`, within ten minutes."""
-        return self._add(self._links, principal, LINK_S, LINKS_LIMIT, lambda: True)
+        if principal.by_link:
+            raise Forbidden(
+                "Whoever signed in with a link makes no further ones.",
+                status=403,
+                hint="Ask the admin who made yours, or sign in with a token.",
+            )
+        return self._add(self._links, replace(principal, by_link=True), LINK_S, LINKS_LIMIT)
 
     def redeem(self, code: str) -> str:
         """The cookie's value for a link's code."""
@@ -68,7 +74,6 @@ class SignIns:
         principal: Principal,
         lasts_s: float,
         limit: int,
-        still_counts: Callable[[], bool],
     ) -> str:
         now_s = self._clock()
         if len(entries) >= limit:
@@ -79,7 +84,7 @@ class SignIns:
                 f"{limit:,} sign-ins are open already, which is the limit.", hint="Sign some out."
             )
         value = secrets.token_urlsafe(24)
-        entries[_digest(value)] = _Entry(principal, now_s + lasts_s, still_counts)
+        entries[_digest(value)] = _Entry(principal, now_s + lasts_s)
         return value
 
 

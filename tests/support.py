@@ -29,7 +29,13 @@ class Coordinator:
     def __init__(self, data_dir: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.data_dir = data_dir
         self._arguments = arguments
-        self._env = {**os.environ, "STRATA_TOKEN": "", "STRATA_LAUNCHER": "none", **(env or {})}
+        self._env = {
+            **os.environ,
+            "STRATA_TOKEN": "",
+            "STRATA_LAUNCHER": "none",
+            "STRATA_DISK_RESERVE_MB": "1",
+            **(env or {}),
+        }
         self.grpc_port = 0
         self.http_port = 0
         self.process: subprocess.Popen[str] | None = None

@@ -162,7 +162,10 @@ def _read_section(file: Path, section: str, problems: list[str]) -> dict[str, An
         problems.append(f"{file} does not exist")
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{file} cannot be read: {error}")
-    except tomllib.TOMLDecodeError as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # Of numbers with thousands of digits it is not a TOMLDecodeError.
         problems.append(f"{file} is not valid TOML: {error}")
     else:
         part = document.get(section, {})

@@ -23,6 +23,7 @@ from strata.checkpoint.image.plain import load_plain
 from strata.checkpoint.verify import verify_store
 from strata.stores.local import LocalStore
 from tests.cli.running import strata
+from tests.support_programs import program
 
 Use = Callable[..., None]
 
@@ -247,7 +248,7 @@ def test_a_file_without_a_manifest_is_refused_unless_its_source_is_trusted(tmp_p
 def test_keys_of_openssl_are_read(tmp_path: Path, use: Use) -> None:
     private = tmp_path / "key.pem"
     made = subprocess.run(
-        ["openssl", "genpkey", "-algorithm", "ed25519", "-out", str(private)],
+        [program("openssl"), "genpkey", "-algorithm", "ed25519", "-out", str(private)],
         check=False,
         capture_output=True,
     )

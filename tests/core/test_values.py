@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from strata.coordinator.journal import codec
 from strata.core.messages import (
     Instant,
+    Overloaded,
     Swapped,
     SwapValue,
     Tick,
@@ -87,6 +88,18 @@ def test_a_soft_swap_counts_and_fences_and_a_restart_forgets_it() -> None:
             assert (lost.made, lost.body) == (False, b"durable")
             assert lost.version > second.version, "a version is given out once, also over a restart"
         assert swap(again, "k", expected=lost.version, body=b"on").made
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_version_from_before_two_restarts_is_not_given_out_again(compacted: bool) -> None:
+    """Whoever read the first version must not swap: the value was replaced, softly, before the first restart."""
+    fleet = Fleet()
+    first = swap(fleet, "b").version
+    assert swap(fleet, "b", expected=first, soft=True).made
+    fleet = fleet.compacted() if compacted else fleet.replayed()
+    assert swap(fleet, "a").made
+    fleet = fleet.compacted() if compacted else fleet.replayed()
+    assert not swap(fleet, "b", expected=first).made
 
 
 def test_a_value_that_was_only_ever_soft_is_absent_after_a_restart() -> None:
@@ -180,3 +193,49 @@ class SoftAndDurable(RuleBasedStateMachine):
 
 SoftAndDurable.TestCase.settings = settings(stateful_step_count=30)
 TestSoftAndDurable = SoftAndDurable.TestCase
+
+
+# --- shares -------------------------------------------------------------------------------------------------
+
+
+def test_one_job_keeps_only_so_much_and_leaves_the_rest_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strata.core.values.OWNER_BYTES", 1_000)
+    monkeypatch.setattr("strata.core.values.MAX_BYTES", 1_600)
+    fleet = Fleet()
+    big = swap(fleet, "job/greedy/a", body=b"x" * 900)
+    with pytest.raises(Overloaded, match="by job 'greedy' would be larger"):
+        swap(fleet, "job/greedy/b", body=b"x" * 100, soft=True)
+    with pytest.raises(Overloaded, match="would be larger"):
+        swap(fleet, "job/greedy/a", expected=big.version, body=b"x" * 1_100)
+    assert swap(fleet, "job/modest/b", body=b"x" * 400).made
+    with pytest.raises(Overloaded, match="The values that are kept would be larger"):
+        swap(fleet, "shared", body=b"x" * 400)
+    small = swap(fleet, "job/greedy/a", expected=big.version, body=b"x")
+    assert small.made, "what is no larger may always take its place"
+    assert swap(fleet, "job/greedy/b", body=b"x" * 500).made
+
+
+def test_one_job_keeps_only_so_many_values_and_dropped_ones_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("strata.core.values.OWNER_VALUES", 3)
+    fleet = Fleet()
+    for number in range(3):
+        swap(fleet, f"job/greedy/{number}", soft=number == 1)
+    with pytest.raises(Overloaded, match="3 values are kept by job 'greedy'"):
+        swap(fleet, "job/greedy/3")
+    assert swap(fleet, "job/modest/0").made
+    fleet.tick(DROP_AFTER_S + 1)
+    assert swap(fleet, "job/greedy/3").made
+
+
+def test_a_restart_counts_what_the_journal_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strata.core.values.OWNER_BYTES", 1_000)
+    fleet = Fleet()
+    for number in range(9):
+        swap(fleet, f"k{number}", body=b"x" * 90)
+    again = Fleet()
+    for event in fleet.cluster.compact():
+        again.cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
+    with pytest.raises(Overloaded, match="bound to no job"):
+        swap(again, "k10", body=b"x" * 200)

@@ -6,7 +6,7 @@ import os
 import sqlite3
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -21,13 +21,13 @@ from strata.core.messages import (
     DatasetSpec,
     Event,
     JobId,
+    ValueSwapped,
     WorkerFailed,
     WorkerId,
 )
 from strata.rpc import coordinator_pb2 as pb
 from tests.cli.running import Ran, strata
 from tests.service.clients import refusal, stub
-from tests.stores.mounts import small_tmpfs
 from tests.support import Coordinator
 
 
@@ -191,58 +191,48 @@ def test_directory_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.err + done.out
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of two megabytes."""
-    with small_tmpfs(tmp_path / "tiny", size_bytes=2 << 20) as place:
-        yield place
+def value(number: int, size_bytes: int) -> ValueSwapped:
+    body = number.to_bytes(4, "big") * (size_bytes // 4)
+    return ValueSwapped(key="k", body=body, version=number + 1, reason="swapped", at_s=0.0)
 
 
-def test_full_disk_stops_the_coordinator_with_everything_acknowledged_intact(tiny_disk: Path) -> None:
-    coordinator = Coordinator(tiny_disk / "data").start()
-    acknowledged = []
-    ballast = tiny_disk / "ballast"
-    with stub(coordinator.address) as calls:
-        calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="w"))
-        ballast.write_bytes(b"\0" * 1_000_000)
+def test_overwrites_of_one_value_do_not_grow_the_file_beyond_what_is_between_two_snapshots(
+    tmp_path: Path,
+) -> None:
+    journal = SqliteJournal(tmp_path, reserve_bytes=1 << 20)
+    largest = 0
+    for number in range(400):  # 100 MB of values
+        journal.append([value(number, 256 * 1024)])
+        if number % 40 == 39:
+            journal.snapshot([value(number, 256 * 1024)])
+        largest = max(largest, sum(file.stat().st_size for file in tmp_path.iterdir()))
+    assert largest < 40e6
+    assert list(journal.load()) == [value(399, 256 * 1024)]
+    journal.close()
+    story = [entry.event for entry in read_story(tmp_path)]
+    assert [event.version for event in story if isinstance(event, ValueSwapped)] == list(range(1, 401))
+    assert {event.body for event in story if isinstance(event, ValueSwapped)} == {b""}
 
-        def notify(number: int) -> None:
-            name = f"c{number}"
-            calls.NotifyCheckpoint(
-                pb.NotifyCheckpointRequest(
-                    worker_id="w", checkpoint_id=name, step=number, path="/c" + "x" * 3_000
-                ),
-                timeout=30,
-            )
-            acknowledged.append(name)
 
-        def until_full() -> None:
-            for number in range(10_000):
-                notify(number)
-
-        status, *_ = refusal(until_full)
-        assert status.name in ("UNAVAILABLE", "CANCELLED", "UNKNOWN")
-    assert coordinator.ended() == 1
-    output = "".join(coordinator.output)
-    assert "cannot be written" in output
-    assert "full" in output
-    assert "Free some disk space" in output
-    assert "Traceback" not in output
-    assert len(acknowledged) > 10
-
-    ballast.unlink()
-    coordinator.start()
-    try:
-        found = {c["id"] for c in coordinator.get("/api/checkpoints")}
-        assert set(acknowledged) <= found
-        with stub(coordinator.address) as calls:
-            calls.NotifyCheckpoint(
-                pb.NotifyCheckpointRequest(worker_id="w", checkpoint_id="after", step=1, path="/c"),
-                timeout=30,
-                wait_for_ready=True,
-            )
-    finally:
-        coordinator.stop()
+def test_story_is_bounded_in_bytes_and_what_follows_the_snapshot_is_never_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strata.coordinator.journal.sqlite.STORY_BYTES_KEPT", 10_000)
+    journal = SqliteJournal(tmp_path, reserve_bytes=1 << 20)
+    journal.append([event(n) for n in range(1_000)])
+    journal.snapshot([event(5_000)])
+    journal.append([event(n) for n in range(1_000, 1_500)])
+    journal.close()
+    kept = [entry.event.at_s for entry in read_story(tmp_path)]
+    assert kept[-500:] == [float(n) for n in range(1_000, 1_500)]
+    assert 520 < len(kept) < 700, "the newest of the story before the snapshot"
+    journal = SqliteJournal(tmp_path)  # It counts what is there.
+    journal.snapshot([event(6_000)])
+    assert len(list(read_story(tmp_path))) < 200
+    assert list(journal.load()) == [event(6_000)]
+    journal.append([event(7)])
+    assert list(journal.load()) == [event(6_000), event(7)]
+    journal.close()
 
 
 def test_failed_fsync_stops_the_coordinator_before_it_acknowledges(

@@ -1,7 +1,8 @@
 """A coordinator around the real core: a queue, a journal with group commit, and crashes at any point.
 
 It keeps the order of the real engine: decide and apply a batch, make its facts durable, and only then answer.
-What is on disk are encoded events; a restart decodes them and replays.
+What is on disk are encoded events; a restart decodes them and replays. The disk may be full for a while: then the real
+engine's rule says which commands are decided, wait or are refused, and a commit that fails is made with the reserve.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from strata.coordinator.engine import when_full
 from strata.coordinator.journal import codec
 from strata.core.cluster import Cluster, Limits
 from strata.core.messages import (
@@ -87,6 +89,8 @@ class SimCoordinator:
         self._queue: list[Request] = []
         self._waiting: dict[Round, list[Request]] = {}
         self._unwritten: list[Event] | None = None
+        self._is_full = self._has_reserve = False
+        self._for_space: list[Request] = []
         self.start()
 
     # --- up and down ----------------------------------------------------------------------------------------
@@ -121,7 +125,20 @@ class SimCoordinator:
         self.world.tell(f"coordinator crashes{fate}")
         self.cluster, self._unwritten = None, None
         self._queue.clear()
+        self._for_space.clear()
         self._waiting.clear()
+
+    def fill_disk(self) -> None:
+        self.world.tell("the disk is full")
+        self._is_full = self._has_reserve = True
+
+    def free_disk(self) -> None:
+        if self._is_full:
+            self.world.tell("there is space on the disk again")
+        self._is_full = False
+        waited, self._for_space = self._for_space, []
+        for request in waited:
+            self.receive(request)
 
     def _replayed(self) -> Cluster:
         cluster = Cluster(self._limits)
@@ -183,6 +200,11 @@ class SimCoordinator:
             if callable(request.what):
                 answers.append(partial(self._answer_query, request))
                 continue
+            if self._is_full and (fate := when_full(request.what)) != "decide":
+                self.oracle.storage_refusals += 1
+                if fate == "wait":
+                    self._for_space.append(request)
+                continue  # Refused, and asked again later.
             events += self._decide(request, request.what, now, answers)
         if tick:
             events += self._apply(cluster, Tick(), now)
@@ -228,16 +250,24 @@ class SimCoordinator:
     def _committed(self, answers: list[Callable[[], None]]) -> None:
         assert self.cluster is not None
         assert self._unwritten is not None
+        if self._is_full and self._has_reserve:
+            self.world.tell("a commit fails for lack of space, and is made with the reserve")
+            self._has_reserve = False
+            self._commit_failed(answers)
+            return
         self._disk.append(self._unwritten)
         for event in self._unwritten:
             self.world.tell(f"durable: {type(event).__name__} {_brief(event)}")
-        if self.world.chance(SNAPSHOT_CHANCE):
+        if not self._is_full and self.world.chance(SNAPSHOT_CHANCE):
             self._disk.snapshot(self.cluster.compact())
             self.world.tell("snapshot")
         self._unwritten = None
         self._answer(answers)
         if self._queue:
             self._later(0.0, self._process)
+
+    def _commit_failed(self, answers: list[Callable[[], None]]) -> None:
+        self._later(self.world.between(0.0005, 0.02), lambda: self._committed(answers))
 
     def _answer(self, answers: list[Callable[[], None]]) -> None:
         if answers and self.world.chance(CRASH_WHILE_ANSWERING_CHANCE):

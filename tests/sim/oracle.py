@@ -116,6 +116,7 @@ class Oracle:
         self.releases = 0
         self.breaks = 0
         self.stale = 0
+        self.storage_refusals = 0
 
     # --- decisions ------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class Result:
     releases: int
     breaks: int
     stale: int
+    storage_refusals: int
     incarnations: int
     fingerprint: str
     """Of the whole story: two runs of one seed are the same run."""
@@ -105,6 +106,7 @@ class Scenario:
             releases=self.oracle.releases,
             breaks=self.oracle.breaks,
             stale=self.oracle.stale,
+            storage_refusals=self.oracle.storage_refusals,
             incarnations=self.oracle.account.registered,
             fingerprint=hashlib.sha256(story).hexdigest(),
         )
@@ -160,6 +162,7 @@ class Scenario:
             self._new_worker,
             self._scale_down,
             self._set_wall_clock,
+            self._fill_disk,
         ]
         self.world.random.choice(faults)()
 
@@ -167,6 +170,7 @@ class Scenario:
         self.world.tell("the faults end")
         self.network.loss = self.network.doubling = 0.0
         self.network.cut_off.clear()
+        self.coordinator.free_disk()
         self.coordinator.start()
         for process in (*self.zombies, *self.processes.values()):
             process.wake()
@@ -230,6 +234,10 @@ class Scenario:
         if process is not None:
             self.world.tell(f"{process.worker_id} is asked to leave")
             process.leaving = True
+
+    def _fill_disk(self) -> None:
+        self.coordinator.fill_disk()
+        self.world.after(self.world.between(0.2, 4.0), self.coordinator.free_disk)
 
     def _set_wall_clock(self) -> None:
         jump_s = self.world.random.choice([-1e6, -100.0, 100.0, 1e6])

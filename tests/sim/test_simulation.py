@@ -62,6 +62,7 @@ def assert_interesting(results: list[Result]) -> None:
     assert sum(result.breaks for result in results) > 50
     assert sum(result.stale for result in results) > 50
     assert sum(result.releases for result in results) > 200
+    assert sum(result.storage_refusals for result in results) > 10
 
 
 def test_one_seed_is_one_story() -> None:
@@ -187,7 +188,16 @@ def reconciliations_count_however_late(patch: Patch) -> None:
     patch(Cluster, "handle", late)
 
 
+def what_found_no_space_is_answered_all_the_same(patch: Patch) -> None:
+    def careless(self: SimCoordinator, answers: list[Callable[[], None]]) -> None:
+        self._unwritten = None
+        self._answer(answers)
+
+    patch(SimCoordinator, "_commit_failed", careless)
+
+
 MISTAKES = [
+    what_found_no_space_is_answered_all_the_same,
     no_incarnation_is_checked,
     no_generation_is_checked,
     barriers_open_one_short,

@@ -627,6 +627,14 @@ export interface StatusView {
   started_at: number;
   server_time: number;
   jobs: Record<string, number>;
+  storage: StorageView | null;
+}
+
+/** The disk of the coordinator's journal. */
+export interface StorageView {
+  is_full: boolean;
+  free_bytes: number;
+  needed_bytes: number;
 }
 
 /** One event; `event` names its kind, which says what `data` holds. */

@@ -113,6 +113,7 @@ export class Simulation {
         started_at: this.startedAt,
         server_time: this.now,
         jobs: { [JOB]: this.numbers.generation },
+        storage: null,
       },
       workers: [...this.workers.values()].map((worker) => ({ ...worker })),
       datasets: [...this.datasets.values()],

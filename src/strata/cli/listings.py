@@ -54,6 +54,10 @@ def status(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         ("shard assignment", _measured(metrics["shard_assignment_time"], "ms")),
         ("checkpoint throughput", _measured(metrics["checkpoint_throughput"], "MB/s")),
     ]
+    storage = state.get("storage")
+    if storage is not None:
+        full = ", FULL: changes are refused until there is space" if storage["is_full"] else ""
+        rows.append(("disk", f"{size(storage['free_bytes'])} free{full}"))
     present = [spent for spent in times if spent["job_id"] in state["jobs"]][-JOBS_SHOWN:]
     rows += [(f"job {spent['job_id']}", goodput_bar(spent)) for spent in present]
     print_table(("", ""), rows, empty="")

@@ -6,6 +6,11 @@ Commands wait in one bounded queue. A batch is decided and applied (`Cluster.han
 and only after that are its callers answered and its listeners notified. While a commit is under way `settled` holds
 readers back, so nobody ever sees an event that a crash could take back. A failed commit ends the process: the journal is
 the truth, and a restart replays it. Observations (`Cluster.observe`) count at once and are journaled nowhere.
+
+On a full disk (`journal.space`) commands that would need space are refused with `StorageFull`, arrivals at barriers wait, and
+all that makes the state smaller is still recorded: goodbyes, stops, ends of attempts, and what time brings about. Soft values,
+observations and reading need no disk. When there is space, everything is accepted again. A client that writes more than its
+share is refused (`quotas`).
 """
 
 from __future__ import annotations
@@ -16,14 +21,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from strata.coordinator.journal.sqlite import Journal, JournalError
+from strata.coordinator.journal import codec
+from strata.coordinator.journal.space import Space, megabytes
+from strata.coordinator.journal.sqlite import Journal, JournalError, JournalFull
+from strata.coordinator.quotas import Quotas
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     SOFT_EVENTS,
+    ArriveAtBarrier,
     ClockResumed,
     Command,
+    DeregisterWorker,
+    EndAttempt,
     Event,
     Instant,
     LoopStalled,
@@ -31,6 +43,8 @@ from strata.core.messages import (
     Rebalance,
     Refused,
     Reply,
+    StopTask,
+    SwapValue,
     Tick,
 )
 from strata.errors import StrataError
@@ -41,6 +55,11 @@ MAX_QUEUED = 50_000
 MAX_BATCH = 2_000
 TICK_S = 0.1
 SNAPSHOT_EVERY = 20_000
+SNAPSHOT_BYTES = 16 << 20
+"""A snapshot follows so many bytes of events, or as many as the last one had."""
+BATCH_BYTES = 4 << 20
+"""A batch ends with the command that brings it to this: a full disk must be noticed before it is written."""
+LOOK_S = 1.0
 
 
 class Clock(Protocol):
@@ -64,6 +83,33 @@ class Unavailable(StrataError):
     code = "unavailable"
 
 
+class StorageFull(Unavailable):
+    """The disk of the journal is full. The command changed nothing, and may be retried when there is space."""
+
+    code = "storage_full"
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(
+            f"The coordinator's disk is full: {megabytes(space.free_bytes)} are free in {space.folder}, and changes need "
+            f"{megabytes(space.low_bytes)}.",
+            hint="Free some space there; changes are accepted again by themselves. Reading, heartbeats and running "
+            "training continue.",
+        )
+
+
+def when_full(command: Command) -> Literal["decide", "wait", "refuse"]:
+    """What becomes of a command on a full disk."""
+    match command:
+        case SwapValue(soft=True) | Tick() | Rebalance():
+            return "decide"
+        case DeregisterWorker() | StopTask() | EndAttempt():
+            return "decide"  # At most once for each of what there is: there is an end to them.
+        case ArriveAtBarrier():
+            return "wait"
+        case _:
+            return "refuse"
+
+
 class InternalError(StrataError):
     """A bug in Strata. The command changed nothing."""
 
@@ -72,6 +118,14 @@ class InternalError(StrataError):
 
 OnReply = Callable[[Reply | StrataError], None]
 """Called with the durable reply to one command, before any listener is notified of the batch's events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    command: Command
+    answered: OnReply
+    client: str
+    """Whose budget it is charged to; the coordinator's own commands are charged to none."""
 
 
 class Engine:
@@ -84,48 +138,67 @@ class Engine:
         self.on_plan: Callable[[float], None] = lambda seconds: None
         self.on_events: Callable[[int], None] = lambda count: None
         """Called with how many a batch had, soft ones among them."""
+        self.space = journal.space
+        self.refused_full_total = 0
+        """Commands that were refused for lack of space."""
         self._journal = journal
-        self._queue: deque[tuple[Command, OnReply]] = deque()
+        self._quotas = Quotas()
+        self._queue: deque[Posted] = deque()
+        self._waiting: list[Posted] = []
+        """Arrivals at barriers, while the disk is full."""
+        self._looked_s = 0.0
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
         self._disk = ThreadPoolExecutor(1, "journal")
         self._since_snapshot = 0
+        self._since_snapshot_bytes = 0
+        self._snapshot_bytes = 0
         self._at_disk_s = 0.0
         """Of the time since the last tick."""
         self._stopping = False
 
     def replay(self) -> int:
         """Rebuild the state from the journal. Returns how many events there were."""
-        count = 0
+        count = size_bytes = 0
         epoch = Instant(mono_s=0.0, wall_s=0.0)
         for event in self._journal.load():
             try:
                 self.cluster.apply(event, epoch)
-            except (LookupError, ValueError, AssertionError) as error:
+            except (
+                LookupError,
+                ValueError,
+                AssertionError,
+                ArithmeticError,  # Numbers that no decision has made: a shard size of zero,
+                MemoryError,  # or as many shards as there are numbers.
+            ) as error:
                 raise JournalError(
                     f"The journal {self._journal} has a {type(event).__name__} that does not follow from "
                     f"what came before it ({error!r}).",
                     hint="Restore it from a copy, or start with another --data-dir.",
                 ) from error
             count += 1
+            size_bytes += codec.size_bytes(event)
         self.observe(ClockResumed())
         self._since_snapshot = count
+        self._since_snapshot_bytes = size_bytes
         return count
 
     def observe(self, observation: Observation) -> None:
         """Take soft state in, now. A refusal may rest on state that is not durable yet: wait for `settled` before answering it."""
         self.cluster.observe(observation, self.clock.now())
 
-    def post(self, command: Command, answered: OnReply) -> None:
+    def post(self, command: Command, answered: OnReply, *, client: str = "") -> None:
         """Take a command in, without waiting for its answer."""
         if len(self._queue) >= MAX_QUEUED or self._stopping:
             what = "is stopping" if self._stopping else "is overloaded"
             raise Unavailable(f"The coordinator {what}.", hint="Retry in a second.")
-        self._queue.append((command, answered))
+        self._queue.append(Posted(command, answered, client))
         self._wake.set()
 
-    async def submit(self, command: Command, *, then: Callable[[Reply], None] | None = None) -> Reply:
+    async def submit(
+        self, command: Command, *, client: str = "", then: Callable[[Reply], None] | None = None
+    ) -> Reply:
         """The durable reply. `then` runs with it before any listener is notified of the batch's events."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
@@ -139,7 +212,7 @@ class Engine:
             if not future.done():
                 future.set_result(answer)
 
-        self.post(command, answered)
+        self.post(command, answered, client=client)
         return await future
 
     @property
@@ -163,6 +236,7 @@ class Engine:
             except TimeoutError:
                 pass
             self._wake.clear()
+            await self._look_at_space()
             batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
             if self._queue:
                 self._wake.set()
@@ -177,8 +251,9 @@ class Engine:
                 next_tick_s = time.monotonic() + TICK_S
             if batch or tick:
                 await self._commit(batch, tick=tick)
+        self._waiting.clear()  # They arrive again where the coordinator is started again.
         if self._since_snapshot:
-            await self._in_background(self._journal.snapshot, self.cluster.compact())
+            await self._snapshot()
 
     def stop(self) -> None:
         self._stopping = True
@@ -190,28 +265,63 @@ class Engine:
 
     # --- one batch ------------------------------------------------------------------------------------------
 
-    async def _commit(self, batch: list[tuple[Command, OnReply]], *, tick: bool) -> None:
+    async def _look_at_space(self) -> None:
+        if self._stopping or time.monotonic() - self._looked_s < LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        await self._in_background(self.space.look)
+        if not self.space.is_full and self._waiting:
+            self._queue.extendleft(reversed(self._waiting))
+            self._waiting.clear()
+            self._wake.set()
+
+    def _may_proceed(self, posted: Posted, now: Instant) -> bool:
+        """Whether a command may be decided now; if not, it waits for space. Raises `StorageFull` and `Overloaded`."""
+        if self.space.is_full:
+            fate = when_full(posted.command)
+            if fate == "wait" and len(self._waiting) < MAX_QUEUED and not self._stopping:
+                self._waiting.append(posted)
+                return False
+            if fate != "decide":
+                self.refused_full_total += 1
+                raise StorageFull(self.space)
+        if posted.client:
+            self._quotas.check(posted.client, now.mono_s)
+        return True
+
+    async def _commit(self, batch: list[Posted], *, tick: bool) -> None:
         now = self.clock.now()
         events: list[Event] = []
         answers: list[tuple[OnReply, Reply | StrataError]] = []
-        for command, answered in batch:
+        batch_bytes = 0
+        for number, posted in enumerate(batch):
+            if batch_bytes >= BATCH_BYTES:
+                self._queue.extendleft(reversed(batch[number:]))
+                self._wake.set()
+                break
             try:
-                decision = self.cluster.handle(command, now)
-            except Refused as refusal:
-                answers.append((answered, refusal))
+                if not self._may_proceed(posted, now):
+                    continue
+                decision = self.cluster.handle(posted.command, now)
+            except (Refused, StorageFull) as refusal:
+                answers.append((posted.answered, refusal))
             except RecursionError:
-                answers.append((answered, InternalError("The request is nested too deeply.")))
+                answers.append((posted.answered, InternalError("The request is nested too deeply.")))
             else:
                 events.extend(decision.events)
-                answers.append((answered, decision.reply))
+                answers.append((posted.answered, decision.reply))
+                batch_bytes += self._charge(posted.client, decision.events, now)
+        own: list[Event] = []
         if tick:
-            events.extend(self.cluster.handle(Tick(), now).events)
+            own.extend(self.cluster.handle(Tick(), now).events)
         if self.cluster.plans_are_stale:
             started_s = time.perf_counter()
             moved = self.cluster.handle(Rebalance(), now).events
             if moved:
                 self.on_plan(time.perf_counter() - started_s)
-            events.extend(moved)
+            own.extend(moved)
+        self._charge("", own, now)
+        events.extend(own)
         hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
         await self._make_durable(hard)
         if events:
@@ -226,6 +336,15 @@ class Engine:
                 0
             )  # Who waited for `settled` has a turn before the next commit, however many follow.
 
+    def _charge(self, client: str, events: Sequence[Event], now: Instant) -> int:
+        """How many bytes these are in the journal."""
+        hard = [event for event in events if not isinstance(event, SOFT_EVENTS)]
+        size_bytes = sum(map(codec.size_bytes, hard))
+        if client and hard:
+            self._quotas.charge(client, events=len(hard), size_bytes=size_bytes, now_s=now.mono_s)
+        self._since_snapshot_bytes += size_bytes
+        return size_bytes
+
     async def _make_durable(self, events: list[Event]) -> None:
         if not events:
             return
@@ -233,15 +352,26 @@ class Engine:
         try:
             await self._in_background(self._journal.append, events)
             self._since_snapshot += len(events)
-            if self._since_snapshot >= SNAPSHOT_EVERY:
-                await self._in_background(self._journal.snapshot, self.cluster.compact())
-                self._since_snapshot = 0
+            most_bytes = max(SNAPSHOT_BYTES, self._snapshot_bytes)
+            is_due = self._since_snapshot >= SNAPSHOT_EVERY or self._since_snapshot_bytes >= most_bytes
+            if is_due and not self.space.is_full:
+                await self._snapshot()
         except JournalError:
             log.critical("the journal cannot be written; stopping before anything is acknowledged")
             raise
         self._settled.set()
 
-    async def _in_background(self, work: Callable[..., None], argument: Sequence[Event]) -> None:
+    async def _snapshot(self) -> None:
+        history = self.cluster.compact()
+        try:
+            await self._in_background(self._journal.snapshot, history)
+        except JournalFull as error:
+            log.warning("%s Nothing is lost: it holds every event.", error)
+        else:
+            self._snapshot_bytes = sum(map(codec.size_bytes, history))
+        self._since_snapshot = self._since_snapshot_bytes = 0
+
+    async def _in_background(self, work: Callable[..., None], *arguments: object) -> None:
         started_s = time.monotonic()
-        await asyncio.get_running_loop().run_in_executor(self._disk, work, argument)
+        await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
         self._at_disk_s += time.monotonic() - started_s

@@ -25,7 +25,7 @@ from strata.coordinator.inspection.processes import VERIFYING_VARIABLES, Inspect
 from strata.coordinator.journal.sqlite import Journal
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
-from strata.coordinator.metrics.collectors import JobCollector, LogCollector
+from strata.coordinator.metrics.collectors import JobCollector, LogCollector, StorageCollector
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.watch import Watch
 from strata.coordinator.tasks.runner import TaskRunner
@@ -115,6 +115,7 @@ class Runtime:
             runtime.feed.committed,
         ]
         metrics.registry.register(LogCollector(logs))
+        metrics.registry.register(StorageCollector(engine))
         metrics.registry.register(JobCollector(runtime.watch, cluster.checkpoints))
         engine.on_plan = runtime.metrics.planned
         engine.on_events = runtime.metrics.decided
@@ -200,6 +201,11 @@ class Runtime:
             started_at=self.started_at_s,
             server_time=now_s,
             jobs={str(job): number for job, number in cluster.membership.job_generations.items()},
+            storage=views.StorageView(
+                is_full=self.engine.space.is_full,
+                free_bytes=self.engine.space.free_bytes,
+                needed_bytes=self.engine.space.low_bytes,
+            ),
         )
 
     def _datasets(self, cluster: Cluster) -> list[views.DatasetView]:

@@ -76,10 +76,13 @@ class Server:
         """`private`: further files that are read for nobody, such as the configuration."""
         self._settings = settings
         recipes = [*BUILT_IN, *read_recipes(settings.recipes_dir or settings.data_dir / "recipes")]
-        self._journal = SqliteJournal(settings.data_dir)
+        self._journal = SqliteJournal(settings.data_dir, reserve_bytes=settings.disk_reserve_mb << 20)
         self.runtime = Runtime.create(
             self._journal, settings.limits, _open_logs(settings), recipes, _read_rules(settings, private)
         )
+        if self.runtime.logs.archive is not None:
+            space = self._journal.space
+            self.runtime.logs.archive.is_paused = lambda: space.is_full
         self._otel = _otel_export(settings, self.runtime)
         self._gatekeeper = Gatekeeper(
             _access_rules(settings),

@@ -42,6 +42,14 @@ class CoordinatorSettings:
     data_dir: Path = setting(
         lambda: Path.home() / ".strata", "Directory of the journal.", env="STRATA_DATA_DIR"
     )
+    disk_reserve_mb: int = setting(
+        16,
+        "Megabytes of disk kept for what must be recorded when it is full; with less than as many free besides, "
+        "changes are refused.",
+        env="STRATA_DISK_RESERVE_MB",
+        least=1,
+        most=100_000,
+    )
     heartbeat_interval: float = setting(
         1.0, "Seconds between a worker's heartbeats.", env="STRATA_HEARTBEAT_INTERVAL", least=0.05, most=3600
     )

@@ -303,7 +303,7 @@ class Cluster:
                     self.datasets.forget(job)
             case CountersRestored():
                 self.membership.apply(event, now)
-                self.values.restore(event.value_version)
+                self.values.restore(event.value_version, event.soft_value_version)
                 self.checkpoints.revision = event.checkpoint_revision
                 self.datasets.dirty_jobs.update(event.jobs)
             case DatasetRegistered():
@@ -348,6 +348,7 @@ class Cluster:
             incarnation=self.membership.incarnation,
             jobs=dict(self.membership.job_generations),
             value_version=self.values.reserved,
+            soft_value_version=self.values.soft_reserved,
             checkpoint_revision=self.checkpoints.revision,
             runs=self.membership.runs.compact(),
             reason="compacted history",

@@ -293,6 +293,7 @@ class CountersRestored:
     incarnation: int
     jobs: Mapping[JobId, int]  # the present generation of each
     value_version: int
+    soft_value_version: int = 0
     reason: str
     at_s: float
     runs: tuple[tuple[JobId, str, int], ...] = ()  # job, run id, and the newest generation known

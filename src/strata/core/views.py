@@ -203,6 +203,17 @@ class LogView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StorageView:
+    """The disk of the coordinator's journal."""
+
+    is_full: bool
+    """Changes are refused until there is space."""
+    free_bytes: int
+    needed_bytes: int
+    """With less than this free, it counts as full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatusView:
     connected: bool
     address: str
@@ -214,6 +225,7 @@ class StatusView:
     server_time: float
     jobs: dict[str, int]
     """The present generation of every job."""
+    storage: StorageView | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

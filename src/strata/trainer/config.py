@@ -125,8 +125,17 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         document = OmegaConf.to_container(merged, resolve=True)
     except FileNotFoundError:
         raise ConfigurationError(f"There is no file '{path}'") from None
-    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
-        reason = _syntax_error(path) if isinstance(error, YAMLError) else str(error)
+    except (
+        YAMLError,
+        OmegaConfBaseException,
+        OSError,
+        ValueError,
+        TypeError,  # OmegaConf's own, and the next, for a document that is no mapping.
+        AssertionError,
+        RecursionError,
+    ) as error:
+        known = isinstance(error, YAMLError)
+        reason = _syntax_error(path) if known else str(error) or "it must be a mapping of sections"
         raise ConfigurationError(
             f"'{path}' cannot be read: {reason}", suggestions=[f"Look at it with: strata validate {path}"]
         ) from error

@@ -30,6 +30,14 @@ class CoordinatorUnavailable(StrataError):
         self.address = address
 
 
+class CoordinatorStorageFull(CoordinatorUnavailable):
+    """It answers, and can record nothing until there is space on its disk. Worth waiting for, as for one that is away."""
+
+    def __init__(self, address: str, why: str, *, hint: str) -> None:
+        StrataError.__init__(self, why, hint=hint)
+        self.address = address
+
+
 class CoordinatorRefused(StrataError):
     """The coordinator understood and said no; `reason_code` is its stable code."""
 
@@ -92,6 +100,8 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> StrataError:
         return BarrierBroken(text, missing=tuple(filter(None, names.split("\n"))))
     if code == "unavailable":
         return CoordinatorUnavailable(address, text.rstrip("."))
+    if code == "storage_full":
+        return CoordinatorStorageFull(address, text, hint=hint)
     cause = str(trailers.get("strata-cause", ""))
     if code == "stale" or cause == "unknown":
         return StaleWorker(code, text, hint=hint, cause=cause)

@@ -189,7 +189,10 @@ def decode(raw: bytes, *, path: str, keys: Keys | None) -> Manifest:
             raise Damaged(path=path, reason="the manifest does not match its own digest")
         if keys is not None and (problem := keys.problem(sealed, signature)) is not None:
             raise Untrusted(path=path, reason=problem)
-        body = json.loads(sealed, parse_constant=_refuse)
+        body = json.loads(sealed.decode(), parse_constant=_refuse, parse_float=_finite)
+        if b"\\ud" in sealed.lower():
+            # Half a character, written as an escape, is text that nobody can write down.
+            json.dumps(body, ensure_ascii=False).encode()
         if body["schema"] not in READABLE:
             raise Damaged(
                 path=path,
@@ -309,6 +312,12 @@ _recent_tables: deque[tuple[tuple[TensorEntry, ...], str]] = deque(maxlen=2)
 
 def _canonical(body: object) -> str:
     return json.dumps(body, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _finite(text: str) -> float:
+    """A number that is too large for a float would come back as infinity, which JSON cannot write."""
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -81,10 +81,10 @@ def _is_image(file: str) -> bool:
 
 def check_records(file: str, *, path: str) -> bool:
     """Whether the records' checksums were there and right. Raises `Damaged` where one is wrong."""
-    if not zipfile.is_zipfile(file):
-        return False
     checked = False
     try:
+        if not zipfile.is_zipfile(file):  # Which raises for some that claim to be one.
+            return False
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED:

@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from strata.coordinator.auth.peers import Address, PeerOwners, is_loopback
 from strata.coordinator.auth.principals import ROLES, Forbidden, Principal, Role
@@ -245,7 +245,7 @@ class Gatekeeper:
 
     def check_host(self, host: str, connection: Connection) -> None:
         """For every call: a page of another name, which that name's owner pointed here, sees nothing."""
-        name = urlsplit(f"//{host}").hostname or ""
+        name = _split(f"//{host}").hostname or ""
         if name in self._rules.hosts:
             return
         # Whoever is trusted for being on this machine must mean this machine.
@@ -262,12 +262,20 @@ class Gatekeeper:
     @staticmethod
     def check_origin(host: str, origin: str) -> None:
         """For calls that change something: no foreign page may make them through a visitor's browser."""
-        if origin and urlsplit(origin).netloc != host:  # 'null' too: that is what a sandboxed page says.
+        if origin and _split(origin).netloc != host:  # 'null' too: that is what a sandboxed page says.
             raise Forbidden(
                 "Calls that change something must come from this coordinator's own pages.",
                 status=403,
                 hint="Open the dashboard at the coordinator's address, or call without an Origin header.",
             )
+
+
+def _split(address: str) -> SplitResult:
+    """The parts of an address; of one that is none, nothing."""
+    try:
+        return urlsplit(address)
+    except ValueError:  # Such as a bracket that is not closed.
+        return SplitResult("", "", "", "", "")
 
 
 class _Failures:

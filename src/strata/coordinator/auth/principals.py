@@ -39,6 +39,11 @@ class Principal:
     by_link: bool = False
     """Whether it signed in with a link that somebody else made."""
 
+    @property
+    def client(self) -> str:
+        """Who shares a budget: all that is done for one job, or with one credential that is bound to none."""
+        return f"job {self.job}" if self.job is not None else self.name
+
     def may(self, need: Role) -> bool:
         return ROLES.index(self.role) >= ROLES.index(need)
 

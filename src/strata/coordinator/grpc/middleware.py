@@ -16,7 +16,7 @@ from strata.coordinator.auth.audit_log import AuditLog
 from strata.coordinator.auth.gatekeeper import Connection, Gatekeeper, parse_subject
 from strata.coordinator.auth.peers import Address, parse_grpc_peer
 from strata.coordinator.auth.principals import Forbidden, Principal
-from strata.coordinator.engine import InternalError, Unavailable
+from strata.coordinator.engine import InternalError, StorageFull, Unavailable
 from strata.core.messages import Conflict, InvalidArgument, Overloaded, Refused, Stale, Unknown
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
@@ -30,6 +30,7 @@ _STATUSES: dict[type[StrataError], grpc.StatusCode] = {
     Conflict: grpc.StatusCode.ALREADY_EXISTS,
     Stale: grpc.StatusCode.FAILED_PRECONDITION,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StorageFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     InternalError: grpc.StatusCode.INTERNAL,
 }

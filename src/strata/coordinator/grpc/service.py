@@ -120,7 +120,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         known = (await self.engine.settled()).membership.members.get(WorkerId(request.worker_id))
         if known is not None:
             self._check_owner(known, caller)
-        reply = cast(Registered, await self.engine.submit(wire.register_worker(request)))
+        reply = cast(
+            Registered, await self.engine.submit(wire.register_worker(request), client=caller.client)
+        )
         membership = (await self.engine.settled()).membership
         roster = membership.roster(job)
         return pb.RegisterWorkerResponse(
@@ -161,7 +163,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: pb.DeregisterWorkerRequest, context: Context, caller: Principal
     ) -> pb.DeregisterWorkerResponse:
         self._check_worker(request.worker_id, request.incarnation, caller)
-        await self.engine.submit(wire.deregister_worker(request))
+        await self.engine.submit(wire.deregister_worker(request), client=caller.client)
         return pb.DeregisterWorkerResponse(acknowledged=True)
 
     # --- data -----------------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             request.path, request.format, request.total_samples or None, caller
         )
         command = RegisterDataset(spec=wire.dataset_spec(request, files, total, job=caller.job))
-        reply = cast(DatasetAccepted, await self.engine.submit(command))
+        reply = cast(DatasetAccepted, await self.engine.submit(command, client=caller.client))
         return pb.RegisterDatasetResponse(
             dataset_id=reply.spec.dataset_id,
             total_shards=reply.spec.shard_count,
@@ -216,7 +218,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                     generation=request.generation,
                     dataset_id=dataset_id,
                     epoch=int(request.epoch),
-                )
+                ),
+                client=caller.client,
             )
             cluster = await self.engine.settled()
         datasets = cluster.datasets
@@ -282,7 +285,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         if request.job_id:
             caller.require_job(JobId(request.job_id))
         command = wire.notify_checkpoint(request)
-        await self.engine.submit(command)
+        await self.engine.submit(command, client=caller.client)
         return pb.CheckpointAck(
             acknowledged=True,
             checkpoint_id=request.checkpoint_id,
@@ -296,7 +299,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._check_worker(request.worker_id, request.incarnation, caller)
         if request.job_id:
             caller.require_job(JobId(request.job_id))
-        reply = cast(Reconciled, await self.engine.submit(wire.reconcile_checkpoints(request)))
+        reply = cast(
+            Reconciled, await self.engine.submit(wire.reconcile_checkpoints(request), client=caller.client)
+        )
         return pb.ReconcileCheckpointsResponse(
             made=reply.made, revision=reply.revision, removed=reply.removed, unknown=reply.unknown
         )
@@ -343,7 +348,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: pb.ReportRecoveryRequest, context: Context, caller: Principal
     ) -> pb.ReportRecoveryResponse:
         self._check_worker(request.worker_id, request.incarnation, caller)
-        await self.engine.submit(wire.report_recovery(request))
+        await self.engine.submit(wire.report_recovery(request), client=caller.client)
         return pb.ReportRecoveryResponse(acknowledged=True)
 
     # --- values ---------------------------------------------------------------------------------------------
@@ -367,7 +372,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             expected_version=request.expected_version,
             soft=request.soft,
         )
-        reply = cast(Swapped, await self.engine.submit(command))
+        reply = cast(Swapped, await self.engine.submit(command, client=caller.client))
         return pb.ValueResponse(swapped=reply.made, value=reply.body, version=reply.version)
 
     # --- session --------------------------------------------------------------------------------------------
@@ -395,7 +400,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 def _own_key(key: str, caller: Principal) -> str:
-    """The values of a caller that is bound to a job are that job's own."""
+    """The values of a caller that is bound to a job are that job's own, whatever the job is called."""
     return key if caller.job is None else f"job/{quote(caller.job, safe='')}/{key}"
 
 

@@ -59,6 +59,7 @@ _ERRORS: Responses = {
         413: "The body is too large",
         422: "A value is invalid",
         503: "Overloaded; try again",
+        507: "The coordinator's disk is full; nothing was changed",
     }.items()
 }
 

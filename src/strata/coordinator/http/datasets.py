@@ -64,8 +64,9 @@ async def datasets(runtime: TheRuntime, request: Request) -> Response:
 
 @router.post("", response_model=views.DatasetView, status_code=201, responses=_REGISTERED)
 async def register_dataset(
-    runtime: TheRuntime, principal: ThePrincipal, body: RegisterDatasetBody
+    runtime: TheRuntime, principal: ThePrincipal, request: Request, body: RegisterDatasetBody
 ) -> Response:
+    request.state.created = {"dataset_id": body.dataset_id}
     checks.identifier("dataset_id", body.dataset_id)
     total, files = await runtime.inspection.count(body.path, body.format, body.total_samples, principal)
     spec = DatasetSpec(
@@ -79,7 +80,9 @@ async def register_dataset(
         metadata=body.metadata,
         files=files,
     )
-    reply = cast(DatasetAccepted, await runtime.engine.submit(RegisterDataset(spec=spec)))
+    reply = cast(
+        DatasetAccepted, await runtime.engine.submit(RegisterDataset(spec=spec), client=principal.client)
+    )
     cluster = await runtime.engine.settled()
     return json_response(views.dataset(cluster, reply.spec), status=201 if reply.created else 200)
 
@@ -88,7 +91,7 @@ async def register_dataset(
 async def remove_dataset(runtime: TheRuntime, principal: ThePrincipal, dataset_id: NameInPath) -> Response:
     """It is no longer known, and neither are its plans. Files are not touched."""
     command = RemoveDataset(dataset_id=DatasetId(dataset_id), reason=f"removed by {principal.name}")
-    await runtime.engine.submit(command)
+    await runtime.engine.submit(command, client=principal.client)
     return Response(status_code=204)
 
 

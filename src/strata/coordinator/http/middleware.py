@@ -37,6 +37,7 @@ _STATUSES = {
     "stale": 409,
     "overloaded": 503,
     "unavailable": 503,
+    "storage_full": 507,
     "missing_dependency": 501,
     "data_error": 422,
 }

@@ -20,6 +20,7 @@ from strata.coordinator.http.dependencies import (
     Limit,
     NameInPath,
     Responses,
+    ThePrincipal,
     TheRuntime,
     page_response,
 )
@@ -35,13 +36,13 @@ from strata.core.messages import (
     InvalidArgument,
     JobId,
     Overloaded,
-    Refused,
     RestartTask,
     StopTask,
     TaskId,
     TaskSpec,
 )
 from strata.core.tasks import ENDED, MAX_GPUS_PER_WORKER, MAX_RETRIES, MAX_WORKERS
+from strata.errors import StrataError
 from strata.launch.recipes import Recipe
 
 router = APIRouter(prefix="/api", tags=["tasks"])
@@ -105,7 +106,9 @@ async def tasks(runtime: TheRuntime, request: Request) -> Response:
 
 
 @router.post("/tasks", status_code=201, responses={**NOT_FOUND, **_CONFLICT})
-async def create_task(runtime: TheRuntime, body: CreateTaskBody) -> TaskCreatedBody:
+async def create_task(
+    runtime: TheRuntime, principal: ThePrincipal, request: Request, body: CreateTaskBody
+) -> TaskCreatedBody:
     _as_json(body.config)  # Before anybody looks into it.
     recipe = runtime.recipes.get(body.type)
     recipe.check(body.config, worker_count=body.worker_count, dataset_id=body.dataset_id)
@@ -126,11 +129,12 @@ async def create_task(runtime: TheRuntime, body: CreateTaskBody) -> TaskCreatedB
     )
     await _keep_secrets(runtime, spec.task_id, kept)
     try:
-        await runtime.engine.submit(CreateTask(spec=spec))
-    except Refused:
+        await runtime.engine.submit(CreateTask(spec=spec), client=principal.client)
+    except StrataError:
         if runtime.task_secrets is not None:
             runtime.task_secrets.forget(spec.task_id)
         raise
+    request.state.created = {"task_id": spec.task_id}
     return TaskCreatedBody(task_id=spec.task_id)
 
 

@@ -21,6 +21,10 @@ def encode(event: Event) -> bytes:
     return _ENCODER.encode(event)
 
 
+def size_bytes(event: Event) -> int:
+    return len(_ENCODER.encode(event))
+
+
 def decode(kind: str, body: bytes) -> Event:
     """Raises `KeyError` for a kind this version does not know, `msgspec.MsgspecError` for bytes that are not it."""
     return _DECODERS[kind].decode(body)

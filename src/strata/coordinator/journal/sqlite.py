@@ -2,7 +2,11 @@
 
 `append` returns only when the events are on disk (SQLite in WAL mode, `synchronous=FULL`, one transaction per
 batch). A snapshot is a shorter history that leads to the same state; loading yields the newest snapshot and
-then every event after it. Older events are kept for the story (`strata replay`) up to a bound.
+then every event after it. Older events are kept for the story (`strata replay`) up to a bound in number and in bytes,
+values without their bodies: however often a value is overwritten, the file stays as large as the state and the story are.
+
+A write that fails for lack of space is repeated once with the reserve (`space`) released. Nothing else is ever repeated: after
+a failed fsync nobody knows what the disk holds.
 
 One writer at a time: a lock on the data directory refuses a second coordinator. Not safe for concurrent
 calls; the engine makes one call at a time.
@@ -15,9 +19,9 @@ import logging
 import os
 import sqlite3
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
@@ -25,7 +29,8 @@ from urllib.parse import quote
 import msgspec
 
 from strata.coordinator.journal import codec
-from strata.core.messages import Event
+from strata.coordinator.journal.space import RESERVE_BYTES, Space
+from strata.core.messages import Event, ValueSwapped
 from strata.errors import StrataError
 from strata.files import make_file_private
 
@@ -34,6 +39,19 @@ log = logging.getLogger("strata.coordinator")
 JOURNAL_NAME = "journal.sqlite"
 SCHEMA_VERSION = 1
 STORY_EVENTS_KEPT = 200_000
+STORY_BYTES_KEPT = 128 << 20
+BODY_KEPT_BYTES = 512
+"""A longer record of a swapped value is kept in the story without what the value was."""
+WAL_LIMIT_BYTES = 4 << 20
+"""What SQLite keeps of its log after a large transaction."""
+NO_SPACE = frozenset(
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR_WRITE,  # What a quota of the file system looks like.
+        sqlite3.SQLITE_IOERR_SHMSIZE,
+        sqlite3.SQLITE_IOERR_TRUNCATE,
+    }
+)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -48,6 +66,12 @@ class JournalError(StrataError):
     code = "journal"
 
 
+class JournalFull(JournalError):
+    """There is no space left, not in the reserve either."""
+
+    code = "journal_full"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     seq: int
@@ -56,6 +80,8 @@ class Entry:
 
 class Journal(Protocol):
     """Where the engine keeps its history. SQLite here; anything that appends in order and survives will do."""
+
+    space: Space
 
     def __str__(self) -> str:
         """Where it is, for messages."""
@@ -77,24 +103,36 @@ class Journal(Protocol):
 
 
 class SqliteJournal:
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, *, reserve_bytes: int = RESERVE_BYTES) -> None:
         self.path = data_dir / JOURNAL_NAME
         self._lock = _lock_directory(data_dir)
         try:
+            self.space = Space(data_dir, reserve_bytes=reserve_bytes)
             open_privately(self.path)
-            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
-            self._check_schema()
-            row = self._db.execute("SELECT max(seq) FROM events").fetchone()
-            self._seq = max(row[0] or 0, self._snapshot_seq())
+            try:
+                self._open()
+            except sqlite3.OperationalError as error:
+                if not _lacks_space(error) or not self.space.release():
+                    raise
+                self._db.close()
+                self._open()
         except (sqlite3.DatabaseError, ValueError, OSError) as error:
             os.close(self._lock)
             raise _damaged(self.path, f"cannot be opened: {error}") from error
         except JournalError:
             os.close(self._lock)
             raise
+
+    def _open(self) -> None:
+        self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute(f"PRAGMA journal_size_limit={WAL_LIMIT_BYTES}")
+        self._db.executescript(_SCHEMA)
+        self._check_schema()
+        row = self._db.execute("SELECT max(seq), total(length(body)) FROM events").fetchone()
+        self._seq = max(row[0] or 0, self._snapshot_seq())
+        self._story_bytes = int(row[1])
 
     def __str__(self) -> str:
         return str(self.path)
@@ -118,29 +156,82 @@ class SqliteJournal:
             (seq, event.at_s, codec.kind_of(event), codec.encode(event))
             for seq, event in enumerate(events, self._seq + 1)
         ]
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+
+        def insert() -> None:
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", rows)
-            self._db.execute("COMMIT")
+
+        try:
+            try:
+                self._attempt(insert)
+            except sqlite3.DatabaseError as error:
+                if not _lacks_space(error) or not self.space.release():
+                    raise
+                self._attempt(insert)
         except sqlite3.DatabaseError as error:
-            raise JournalError(
+            kind = JournalFull if _lacks_space(error) else JournalError
+            raise kind(
                 f"The journal {self.path} cannot be written: {error}.",
                 hint="Free some disk space or check the disk; then start the coordinator again. "
                 "Everything it acknowledged is in the journal.",
             ) from error
         self._seq += len(rows)
+        self._story_bytes += sum(len(body) for *_, body in rows)
 
     def snapshot(self, events: Iterable[Event]) -> None:
         rows = [(i, codec.kind_of(event), codec.encode(event)) for i, event in enumerate(events)]
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        story_bytes = 0
+
+        def replace_snapshot() -> None:
+            nonlocal story_bytes
+            before = self._snapshot_seq()
             self._db.execute("DELETE FROM snapshot")
             self._db.executemany("INSERT INTO snapshot VALUES (?, ?, ?)", rows)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('snapshot_seq', ?)", (str(self._seq),))
-            self._db.execute("DELETE FROM events WHERE seq <= ?", (self._seq - STORY_EVENTS_KEPT,))
-            self._db.execute("COMMIT")
+            story_bytes = self._story_bytes - self._drop_bodies(after=before)
+            story_bytes -= self._drop_oldest(story_bytes - STORY_BYTES_KEPT)
+
+        try:
+            self._attempt(replace_snapshot)  # The reserve is for what must be recorded.
         except sqlite3.DatabaseError as error:
-            raise JournalError(f"The journal {self.path} cannot be compacted: {error}.") from error
+            kind = JournalFull if _lacks_space(error) else JournalError
+            raise kind(f"The journal {self.path} cannot be compacted: {error}.") from error
+        self._story_bytes = story_bytes
+
+    def _drop_bodies(self, *, after: int) -> int:
+        """What values were is in the snapshot, where they still are that: the story keeps only that they changed.
+        Returns how many bytes it was."""
+        query = "SELECT seq, body FROM events WHERE seq > ? AND kind = ? AND length(body) > ?"
+        dropped = 0
+        for seq, body in self._db.execute(query, (after, ValueSwapped.__name__, BODY_KEPT_BYTES)).fetchall():
+            event = _decode(self.path, ValueSwapped.__name__, body)
+            assert isinstance(event, ValueSwapped)
+            short = codec.encode(replace(event, body=b""))
+            self._db.execute("UPDATE events SET body = ? WHERE seq = ?", (short, seq))
+            dropped += len(body) - len(short)
+        return dropped
+
+    def _drop_oldest(self, excess_bytes: int) -> int:
+        """The oldest events go: those beyond the number that is kept, and beyond the bytes. Returns how many bytes."""
+        last, found_bytes = self._seq - STORY_EVENTS_KEPT, 0
+        for seq, size_bytes in self._db.execute("SELECT seq, length(body) FROM events ORDER BY seq"):
+            if seq > last and found_bytes >= excess_bytes:
+                break
+            last = max(last, seq)
+            found_bytes += size_bytes
+        self._db.execute("DELETE FROM events WHERE seq <= ?", (last,))
+        return found_bytes
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """All of it, durable, or nothing."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            work()
+            self._db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+            raise
 
     def close(self) -> None:
         self._db.close()
@@ -177,6 +268,10 @@ def read_story(data_dir: Path) -> Iterator[Entry]:
         raise _damaged(path, f"cannot be read: {error}") from error
 
 
+def _lacks_space(error: sqlite3.DatabaseError) -> bool:
+    return getattr(error, "sqlite_errorcode", None) in NO_SPACE
+
+
 def _damaged(path: Path, what: str) -> JournalError:
     return JournalError(
         f"The journal {path} {what}.", hint="Restore it from a copy, or start with another --data-dir."
@@ -186,7 +281,7 @@ def _damaged(path: Path, what: str) -> JournalError:
 def _decode(path: Path, kind: str, body: bytes) -> Event:
     try:
         return codec.decode(kind, body)
-    except (KeyError, msgspec.MsgspecError) as error:
+    except (KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise JournalError(
             f"The journal {path} holds a {kind} that this version cannot read: {error}.",
             hint="Use the version of Strata that wrote it.",

@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +110,8 @@ class LogArchive:
         self.path = path
         self.refused_total = 0
         """Entries that are not on disk, because it was too slow or failed."""
+        self.is_paused: Callable[[], bool] = lambda: False
+        """While it says so nothing is written: what space there is belongs to others."""
         self._limit_bytes = limit_bytes
         self._keep_s = keep_s
         self._pending: list[LogView] = []
@@ -227,6 +229,8 @@ class LogArchive:
 
     def _store(self, entries: list[LogView], notes: dict[str, bytes]) -> None:
         try:
+            if self.is_paused():
+                raise sqlite3.OperationalError("the disk is full")
             if entries or notes:
                 with self._db:
                     self._db.execute("BEGIN")

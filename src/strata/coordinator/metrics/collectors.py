@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from strata.coordinator.engine import Engine
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.watch import JobMetrics, Watch
 from strata.core.checkpoints import Checkpoints
@@ -35,6 +36,25 @@ class LogCollector(Collector):
         dropped.add_metric(["disk"], logs.archive.refused_total if logs.archive is not None else 0)
         yield dropped
         yield GaugeMetricFamily("strata_log_followers", "Readers that follow the log", value=logs.followers)
+
+
+class StorageCollector(Collector):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        space = self._engine.space
+        yield GaugeMetricFamily(
+            "strata_storage_full", "Whether changes are refused for lack of disk space", value=space.is_full
+        )
+        yield GaugeMetricFamily(
+            "strata_storage_free_bytes", "Free on the disk of the journal", value=space.free_bytes
+        )
+        yield CounterMetricFamily(
+            "strata_storage_refused",
+            "Commands refused for lack of disk space",
+            value=self._engine.refused_full_total,
+        )
 
 
 class JobCollector(Collector):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from strata.coordinator.engine import Engine, Unavailable
+from strata.coordinator.engine import Engine, StorageFull, Unavailable
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.tasks.plans import Planner
@@ -241,8 +241,8 @@ class TaskRunner:
                     task_id=task_id, reason=f"attempt {task.attempt + 1} on '{self._launcher.name}', {begins}"
                 )
             )
-        except Refused:
-            return  # Somebody stopped it in between.
+        except (Refused, StorageFull):
+            return  # Somebody stopped it in between, or it begins when there is space.
         cluster = await self._engine.settled()
         task = cluster.tasks.get(task_id)
         try:
@@ -314,7 +314,9 @@ class TaskRunner:
 
     def _post(self, command: QueueTask | EndAttempt | NoteProgress) -> None:
         def answered(answer: Reply | StrataError) -> None:
-            if isinstance(answer, StrataError):
+            if isinstance(answer, StrataError) and not isinstance(
+                answer, StorageFull
+            ):  # Which is logged once.
                 log.warning("task %s: %s", command.task_id, answer)
 
         try:

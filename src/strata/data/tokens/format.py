@@ -21,6 +21,7 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
+import msgspec
 import xxhash
 
 from strata.data.tokens.errors import InvalidIndex
@@ -97,6 +98,10 @@ class IndexHeader:
             meta_bytes,
             identity,
         ) = cls._FIELDS.unpack_from(data)
+        if token_bytes not in (2, 4) or not entry_interval:
+            raise InvalidIndex(
+                "Token index header is damaged: its numbers cannot be.", hint="Build it again."
+            )
         return cls(
             version=version,
             token_bytes=token_bytes,
@@ -198,10 +203,8 @@ class IndexMeta:
     @classmethod
     def from_bytes(cls, data: bytes) -> IndexMeta:
         try:
-            fields = json.loads(data)
-            files = tuple(IndexedFile(**file) for file in fields.pop("files"))
-            return cls(files=files, **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return msgspec.json.decode(data, type=cls)
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise InvalidIndex(
                 f"Token index metadata is damaged: {error}.", hint="Build it again."
             ) from error

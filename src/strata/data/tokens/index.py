@@ -94,12 +94,21 @@ class TokenIndex:
         if token >= self.total_tokens:
             raise ValueError(f"Token position {token} exceeds total tokens ({self.total_tokens})")
         interval = token // self.header.entry_interval
+        if interval >= self.header.num_entries:
+            raise self._damaged("landmarks are missing")
         lo = self.entry(interval).record
         last = interval + 1 >= self.header.num_entries
         hi = self.header.num_records if last else self.entry(interval + 1).record + 1
+        if not lo < hi <= self.header.num_records:
+            raise self._damaged("a landmark is not where it can be")
         record = bisect_right(self._starts, token, lo, hi) - 1
         file_index = bisect_right(self.meta.files, record, key=lambda file: file.first_record) - 1
+        if record < lo or file_index < 0:
+            raise self._damaged("a record does not begin where it can")
         return file_index, int(self._places[record]), token - int(self._starts[record])
+
+    def _damaged(self, what: str) -> InvalidIndex:
+        return InvalidIndex(f"{self.path}: is damaged: {what}.", hint="Build it again.")
 
     @cached_property
     def _starts(self) -> NDArray[np.uint64]:

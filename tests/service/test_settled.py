@@ -92,7 +92,7 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
         runtime.sessions,
         runtime.logs,
         runtime.metrics,
-        GrpcAccess(gatekeeper, audit_log, ours=lambda: ("127.0.0.1", port)),
+        GrpcAccess(gatekeeper, audit_log, ours=lambda: ("127.0.0.1", port), mutual_tls=False),
         runtime.inspection,
         heartbeat_interval_s=1.0,
         worker_config={},

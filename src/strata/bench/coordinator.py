@@ -218,10 +218,14 @@ async def _unary_rows(load: Load) -> list[Row]:
             for method, request in calls:
                 await worker.connection.unary(method, request)  # A refusal would be counted as an answer.
                 before = coordinator.cost()
-                rates = [
-                    await calls_per_second(coordinator.grpc_port, method, request, calls=load.unary_calls)
-                    for _ in range(load.repeats)
-                ]
+                rates = []
+                for _ in range(load.repeats):
+                    for each in fleet.workers:  # Or they are failed while the calls are made.
+                        each.say(pb.WorkerMessage(heartbeat=heartbeat(1)))
+                    rate = await calls_per_second(
+                        coordinator.grpc_port, method, request, calls=load.unary_calls
+                    )
+                    rates.append(rate)
                 cpu_us = coordinator.cost().cpu_since_s(before) / load.unary_calls / load.repeats * 1e6
                 rows.append(
                     Row(

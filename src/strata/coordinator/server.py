@@ -195,7 +195,12 @@ class Server:
             ],
             maximum_concurrent_rpcs=2 * settings.max_workers + 1_000,
         )
-        access = GrpcAccess(self._gatekeeper, self._audit_log, ours=lambda: (settings.host, self.grpc_port))
+        access = GrpcAccess(
+            self._gatekeeper,
+            self._audit_log,
+            ours=lambda: (settings.host, self.grpc_port),
+            mutual_tls=settings.tls_client_ca is not None,
+        )
         service = CoordinatorService(
             runtime.engine,
             runtime.sessions,

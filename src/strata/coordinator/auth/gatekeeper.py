@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from urllib.parse import SplitResult, urlsplit
 
 from strata.coordinator.auth.peers import Address, PeerOwners, is_loopback
@@ -337,6 +338,7 @@ def parse_subject(subject: str) -> Certificate:
     return Certificate(common_name=common, units=tuple(value for key, value in fields if key == "OU"))
 
 
+@lru_cache(maxsize=1_024)
 def _user_name(uid: int) -> str:
     try:
         return f"user {pwd.getpwuid(uid).pw_name} (uid {uid})"

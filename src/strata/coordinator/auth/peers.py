@@ -33,6 +33,7 @@ _OWNER_AT = _IDENTITY_AT + _SOCKET_ID.size + _INTERFACE_AND_COOKIE.size + 12
 Address = tuple[str, int]
 
 
+@lru_cache(maxsize=1_024)
 def is_loopback(host: str) -> bool:
     try:
         return _parsed(host).is_loopback
@@ -40,6 +41,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+@lru_cache(maxsize=4_096)
 def parse_grpc_peer(peer: str) -> Address | None:
     """gRPC's `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`."""
     kind, _, rest = unquote(peer).partition(":")

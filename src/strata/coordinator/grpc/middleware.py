@@ -68,17 +68,20 @@ def barrier_text(request: pb.WaitBarrierRequest, reason: str) -> str:
 class GrpcAccess:
     """Who makes a gRPC call. What one may do in which job is for each method to say."""
 
-    def __init__(self, gatekeeper: Gatekeeper, audit_log: AuditLog, *, ours: Callable[[], Address]) -> None:
-        """`ours` is the address the server listens on, once it does."""
+    def __init__(
+        self, gatekeeper: Gatekeeper, audit_log: AuditLog, *, ours: Callable[[], Address], mutual_tls: bool
+    ) -> None:
+        """`ours` is the address the server listens on, once it does; `mutual_tls`: whether clients have certificates."""
         self._gatekeeper = gatekeeper
         self._audit_log = audit_log
         self._ours = ours
+        self._mutual_tls = mutual_tls
 
     def identify(self, context: Context) -> Principal:
-        metadata = dict(context.invocation_metadata() or ())
-        principal = self._gatekeeper.identify(
-            self._connection(context), authorization=str(metadata.get("authorization", ""))
+        authorization = next(
+            (str(value) for key, value in context.invocation_metadata() or () if key == "authorization"), ""
         )
+        principal = self._gatekeeper.identify(self._connection(context), authorization=authorization)
         principal.require("worker")
         return principal
 
@@ -106,6 +109,9 @@ class GrpcAccess:
         ours = self._ours()
         if peer is not None and ours[0] in WILDCARDS:
             ours = ("::1" if ":" in peer[0] else "127.0.0.1", ours[1])
-        subject = next(iter(context.auth_context().get("x509_subject", ())), None)
-        certificate = parse_subject(subject.decode(errors="replace")) if subject is not None else None
-        return Connection(peer, ours, self._gatekeeper.owners, certificate)
+        connection = Connection(peer, ours, self._gatekeeper.owners)
+        if self._mutual_tls:
+            subject = next(iter(context.auth_context().get("x509_subject", ())), None)
+            if subject is not None:
+                connection.certificate = parse_subject(subject.decode(errors="replace"))
+        return connection

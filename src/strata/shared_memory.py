@@ -117,25 +117,23 @@ def _own_folder(root: Path, name: str) -> Path:
     for path in others:
         if _is_own(path):
             return path
-    if _is_free(usual):
+    if _is_own(usual, or_absent=True):
         return usual
     others = others or [root / f"{name}-{suffix}" for suffix in _suffixes(_make_key(), name)]
     return next(
-        (path for path in others if _is_free(path)), usual
+        (path for path in others if _is_own(path, or_absent=True)), usual
     )  # Who makes the usual one is told whose it is.
 
 
-def _is_own(path: Path) -> bool:
-    """A folder of this user. A link is nobody's folder."""
+def _is_own(path: Path, *, or_absent: bool = False) -> bool:
+    """A folder of this user. A link is nobody's folder. Asked once: jobs of this user make and remove it meanwhile."""
     try:
         found = os.lstat(path)
+    except FileNotFoundError:
+        return or_absent
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-
-
-def _is_free(path: Path) -> bool:
-    return _is_own(path) or not os.path.lexists(path)
 
 
 def _suffixes(key: bytes | None, name: str) -> list[str]:

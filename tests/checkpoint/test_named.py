@@ -143,7 +143,7 @@ def test_an_image_without_its_manifest_is_loaded_by_name_only(
     manager.drop_snapshots()
     (folder / "checkpoint_step_00000002.manifest.json").unlink()
     assert_is_step(manager.load(), 1)
-    assert "did not load step 2 in NVME" in caplog.text
+    assert "could not load step 2 in NVME" in caplog.text
     assert_is_step(manager.load(name="checkpoint_step_00000002.pt"), 2)
 
 

@@ -14,7 +14,7 @@ PAGE_AGE_S = 0.3
 def state(coordinator: Coordinator) -> dict[str, Any]:
     time.sleep(PAGE_AGE_S)
     found: dict[str, Any] = coordinator.get("/api/dashboard")
-    for key in ("uptime", "server_time"):
+    for key in ("uptime", "server_time", "storage"):
         del found["coordinator"][key]
     for worker in found["workers"]:
         del worker["last_heartbeat"]

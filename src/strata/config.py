@@ -181,6 +181,8 @@ def _read_section(file: Path, section: str, problems: list[str]) -> dict[str, An
 
 def _convert(value: Any, hint: Any, about: Field[Any]) -> Any:
     """The value as the setting's type has it; texts of the environment are read as what they stand for."""
+    if any("\0" in part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)):
+        raise ValueError("must not contain a NUL character")
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(arm for arm in get_args(hint) if arm is not type(None))
     if hint is Path:

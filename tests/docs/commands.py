@@ -82,6 +82,11 @@ def _command_line() -> Any:
 
 def _strata(words: list[str]) -> None:
     command = _command_line()
+    options = {name for option in command.params for name in option.opts}
+    while words and words[0] in options:  # Those of `strata` itself, each with a value.
+        words = words[2:]
+        if words in ([], ["…"]):
+            return
     while hasattr(command, "commands"):
         if not words or words[0] not in command.commands:
             raise Refused(f"strata has no command '{' '.join(words[:1])}'")

@@ -27,7 +27,7 @@ def parts(account: TimeAccount) -> dict[str, float]:
 
 
 def test_parts_add_up_to_the_time_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(account_module, "_accounts_made", itertools.count())
+    monkeypatch.setattr(account_module, "_accounts_created", itertools.count())
     account, began_s = TimeAccount(None), time.monotonic() - process_start_mono_s()
     for step in range(3):
         account.enter_step(step)

@@ -423,7 +423,7 @@ def test_defaults_are_seconds_and_every_backend_has_a_name(run_id: str) -> None:
     settings = handler.settings
     assert settings.keep_alive_interval * settings.keep_alive_max_attempt == timedelta(seconds=3)
     assert settings.timeout.last_call == timedelta(seconds=1)
-    assert handler.use_agent_store is False
+    assert handler.use_agent_store, "each round has a store that its agent holds"
     assert rdzv_conf({"last_call_timeout": 5}).endswith("last_call_timeout=5,close_timeout=10")
     assert {"etcd", "strata"} < set(RENDEZVOUS_BACKENDS)
     with pytest.raises(ValueError, match="must be positive"):

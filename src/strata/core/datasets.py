@@ -204,7 +204,9 @@ class Datasets:
     def decide_remove(self, command: RemoveDataset, now: Instant) -> DatasetRemoved:
         checks.text("reason", command.reason)
         self.get(command.dataset_id)
-        return DatasetRemoved(dataset_id=command.dataset_id, reason=command.reason, at_s=now.wall_s)
+        return DatasetRemoved(
+            dataset_id=command.dataset_id, reason=command.reason or "removed", at_s=now.wall_s
+        )
 
     def decide_rebalance(self, membership: Membership, now: Instant) -> Iterator[ShardsMoved]:
         """New versions of every plan whose members or datasets changed."""

@@ -181,3 +181,15 @@ def test_rebinding_does_not_reach_a_coordinator_on_every_address(tmp_path: Path)
         assert ask(server.http_port, "/api/workers", headers={"Host": "localhost"})[0] == 200
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/api/workers", "/api/health", "/docs", "/metrics", "/nowhere", "/openapi.json"]
+)
+def test_browsers_do_not_guess_what_an_answer_is(shared: Coordinator, path: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", shared.http_port, timeout=30)
+    try:
+        connection.request("GET", path)
+        assert connection.getresponse().getheader("X-Content-Type-Options") == "nosniff"
+    finally:
+        connection.close()

@@ -131,8 +131,8 @@ class HttpConnection(HttpToolsProtocol):
             return
         body = orjson.dumps({"code": code, "message": message, "hint": hint, "details": []})
         self.transport.write(
-            b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-            % (STATUS_LINE[status], len(body), body)
+            b"%scontent-type: application/json\r\nx-content-type-options: nosniff\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (STATUS_LINE[status], len(body), body)
         )
         self.transport.close()
 

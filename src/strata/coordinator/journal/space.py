@@ -70,8 +70,9 @@ class Space:
         self.is_full = full
 
     def _measure(self) -> None:
-        found = os.statvfs(self.folder)
-        self.free_bytes = found.f_bavail * found.f_frsize
+        with suppress(OSError):  # A disk that does not answer for a moment: what was known last counts.
+            found = os.statvfs(self.folder)
+            self.free_bytes = found.f_bavail * found.f_frsize
 
     def _is_allocated(self) -> bool:
         """Whether an earlier coordinator left the reserve, with all of its blocks."""

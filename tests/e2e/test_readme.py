@@ -64,7 +64,12 @@ def test_two_kills_cost_two_restarts_and_the_job_ends_well(tmp_path: Path, comma
             reached(STEP, len(STEP.findall(text())) + 1)
             pids = dict(START.findall(text())[-2:])
             os.kill(int(pids[str(kill % 2)]), signal.SIGKILL)
-        assert run.wait(WAIT_S) == 0, text()
+        eventually(
+            lambda: run.poll() is not None,
+            within_s=WAIT_S,
+            what=lambda: f"its end; printed so far:\n{text()}",
+        )
+        assert run.returncode == 0, text()
         reading.join(60)
     finally:
         if run.poll() is None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from strata import CheckpointManager, TrainingOrchestrator
+from strata.stores.keys import RESERVED
 from tests.support import Coordinator
 
 
@@ -49,6 +50,17 @@ def test_what_is_stored_is_compared_byte_by_byte(
     status, answer = coordinator.post(f"/api/checkpoints/{name}/verify", {})
     assert (status, answer["status"]) == (200, "damaged")
     assert "manifest is missing" in answer["damages"][0]["reason"]
+
+
+def test_verifying_removes_nothing_from_a_folder_that_others_named(
+    coordinator: Coordinator, worker: TrainingOrchestrator, tmp_path: Path
+) -> None:
+    name, path = saved(worker, tmp_path / "checkpoints", 5)
+    unfinished = path.parent / RESERVED / "tmp" / "of-a-writer-that-has-ended"
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.write_bytes(b"left")
+    assert coordinator.post(f"/api/checkpoints/{name}/verify", {})[1]["status"] == "whole"
+    assert unfinished.exists()
 
 
 def test_what_cannot_be_verified_is_refused_with_a_reason(

@@ -214,7 +214,7 @@ def _store(folder: str, scope: ReadScope) -> Any:
                 scope.check_opened(fd, shown=str(self.path_of(key)))
                 yield fd, size_bytes
 
-        def remove_leftovers(self) -> int:
+        def clean_up(self) -> int:
             return 0
 
     path = folder.removeprefix("file://")

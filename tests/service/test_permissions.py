@@ -143,6 +143,8 @@ def test_log_and_history_can_be_asked_for_one_job(
         f"/api/logs?task_id={FOREIGN}",
         f"/api/logs?task_id={OWN}&task_id={FOREIGN}",
         "/api/logs",
+        f"/api/logs?task_id={OWN}&task_id=",
+        f"/api/logs?task_id=&task_id={OWN}",
         f"/api/metrics/history?job_id={FOREIGN}",
         f"/api/tasks/{FOREIGN}/logs",
         f"/api/tasks/{OWN.replace('-', '%252D')}",

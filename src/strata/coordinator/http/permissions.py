@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import parse_qs
+
+from starlette.datastructures import QueryParams
 
 from strata.coordinator.auth.principals import Principal, Role
 from strata.core.messages import JobId
@@ -57,7 +58,7 @@ def need_of(method: str, path: str, query: str) -> Need:
     if found is not None:
         return Need(role=role, job=JobId(found[1]))
     if path in _FILTERED:
-        named = parse_qs(query, max_num_fields=50).get(_FILTERED[path], []) if query.count("&") < 50 else []
+        named = QueryParams(query).getlist(_FILTERED[path])  # As the route reads it.
         if len(named) == 1:
             return Need(role=role, job=JobId(named[0]))
     return Need(role=role)

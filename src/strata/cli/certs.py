@@ -16,7 +16,6 @@ import typer
 
 from strata.cli.common import LiteralGroup, console
 from strata.cli.extras import need
-from strata.coordinator.auth.tokens import as_role, parse_expiry
 from strata.core.messages import InvalidArgument
 from strata.errors import StrataError
 
@@ -68,6 +67,7 @@ def init(
     for line in (
         f"  strata serve --host 0.0.0.0  with STRATA_TLS_CERT={folder}/coordinator.pem",
         f"    STRATA_TLS_KEY={folder}/coordinator.key STRATA_TLS_CLIENT_CA={folder}/ca.pem",
+        f"    STRATA_TASK_TLS_CERT={folder}/worker.pem STRATA_TASK_TLS_KEY={folder}/worker.key",
         "Workers, and people with admin.pem and admin.key:",
         f"  STRATA_TLS_CA={folder}/ca.pem STRATA_TLS_CERT={folder}/worker.pem STRATA_TLS_KEY={folder}/worker.key",
         f"Keep {folder}/ca.key where nobody else can read it: it makes certificates of any role.",
@@ -93,6 +93,8 @@ def issue(
             "name", f"'{name[:40]}' is not one.", hint="Use letters, digits, '-', '_' and '.'."
         )
     _fresh(folder, name)
+    from strata.coordinator.auth.tokens import as_role
+
     authority = _Authority.open(folder)
     if hosts:
         authority.issue(name, expires=expires, hosts=hosts)
@@ -147,6 +149,8 @@ class _Authority:
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID
+
+        from strata.coordinator.auth.tokens import parse_expiry
 
         lasts_s = parse_expiry(expires)
         if lasts_s is None:

@@ -37,7 +37,7 @@ from strata.coordinator.logs.store import LogStore, LogStoreHandler
 from strata.coordinator.metrics.otel import OtelExport
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.settings import CoordinatorSettings
-from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, worker_address
+from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, worker_address, worker_tls
 from strata.coordinator.tasks.plans import Planner
 from strata.coordinator.tasks.runner import TaskRunner
 from strata.coordinator.tasks.secrets import TaskSecrets
@@ -126,7 +126,7 @@ class Server:
         await _until(lambda: all(server.started for server in self._http), self._tasks)
         self._start_tasks()
         self._write_address()
-        self._warn_about_exposure()
+        self._warn_about_settings()
         log.info(
             "serving: gRPC on port %d, API and dashboard on port %d of %s (%d events replayed)",
             self.grpc_port,
@@ -238,6 +238,7 @@ class Server:
             tasks_dir=tasks_dir_of(settings),
             coordinator=worker_address(settings, self.grpc_port),
             token=self._gatekeeper.task_tokens.of,
+            tls=worker_tls(settings),
             stop_timeout_s=settings.task_stop_timeout,
             secrets=task_secrets,
             inherited=settings.inherited_by_tasks,
@@ -272,13 +273,22 @@ class Server:
                 log.exception("measuring failed")
             await asyncio.sleep(1.0)
 
-    def _warn_about_exposure(self) -> None:
+    def _warn_about_settings(self) -> None:
         settings = self._settings
         if not is_loopback(settings.host) and settings.tls_cert is None:
             log.warning(
                 "listening on %s without TLS: tokens and data can be read on the way. `strata certs init` makes "
                 "certificates for tls_cert and tls_key.",
                 settings.host,
+            )
+        if (
+            settings.tls_client_ca is not None
+            and settings.task_tls_cert is None
+            and settings.launcher != "none"
+        ):
+            log.warning(
+                "tasks cannot reach this coordinator: it asks for client certificates, and task_tls_cert and task_tls_key "
+                "are not set"
             )
         if settings.trust_loopback:
             log.warning("every user of this machine is an admin here (trust_loopback)")
@@ -447,7 +457,7 @@ class _Certificates:
 
     def for_grpc(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(
-            self._configuration(), lambda: self._configuration(), self._authority is not None
+            self._configuration(), self._configuration, self._authority is not None
         )
 
     def for_http(self, context: ssl.SSLContext) -> None:
@@ -513,9 +523,12 @@ def _access_rules(settings: CoordinatorSettings) -> AccessRules:
 
 
 def _read_rules(settings: CoordinatorSettings, private: Sequence[Path]) -> ReadRules:
+    signing_keys = [
+        Path(name).expanduser() for name in os.environ.get("STRATA_SIGNING_KEY", "").split(",") if name
+    ]
     return ReadRules(
         roots=settings.data_roots,
-        private=(*settings.private_files, *(path.absolute() for path in private)),
+        private=(*settings.private_files, *(path.absolute() for path in (*private, *signing_keys))),
         tasks=tasks_dir_of(settings),
         previews=settings.previews,
     )

@@ -189,6 +189,16 @@ class CoordinatorSettings:
         None, "Authority that client certificates must come from: mutual TLS.", env="STRATA_TLS_CLIENT_CA"
     )
 
+    task_tls_ca: Path | None = setting(
+        None,
+        "Authority by which workers of tasks know the coordinator; tls_client_ca when not given.",
+        env="STRATA_TASK_TLS_CA",
+    )
+    task_tls_cert: Path | None = setting(
+        None, "Client certificate (PEM) of the workers of tasks, for mutual TLS.", env="STRATA_TASK_TLS_CERT"
+    )
+    task_tls_key: Path | None = setting(None, "Key of that certificate (PEM).", env="STRATA_TASK_TLS_KEY")
+
     @property
     def limits(self) -> Limits:
         return Limits(
@@ -223,7 +233,8 @@ class CoordinatorSettings:
     @property
     def private_files(self) -> tuple[Path, ...]:
         """The coordinator's own, which it reads for nobody."""
-        return (self.data_dir.absolute(), *(key.absolute() for key in (self.tls_key,) if key is not None))
+        keys = [key for key in (self.tls_key, self.task_tls_key) if key is not None]
+        return tuple(path.absolute() for path in (self.data_dir, *keys))
 
     @property
     def connections_per_client(self) -> int:
@@ -295,6 +306,8 @@ def _contradictions(s: CoordinatorSettings) -> list[str]:
         for one, other in combinations([*s.tokens, *(["token"] if s.token else [])], 2)
         if s.tokens[one] and s.tokens[one] == s.tokens.get(other, s.token)
     ]
+    if (s.task_tls_cert is None) != (s.task_tls_key is None):
+        problems.append("task_tls_cert and task_tls_key belong together; set both or neither")
     if (s.tls_cert is None) != (s.tls_key is None):
         problems.append("tls_cert and tls_key belong together; set both or neither")
     if s.tls_client_ca is not None and s.tls_cert is None:

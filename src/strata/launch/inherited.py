@@ -32,10 +32,10 @@ USUAL = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_ENDPOINT_URL*"),
     *("STRATA_MEMORY_ROOT", "STRATA_CACHE_DIR", "STRATA_LOG", "STRATA_PRELOAD", "STRATA_SEEN_IMPORTS"),
-    *("STRATA_CHECKPOINTS", "STRATA_SIGNING_KEY", "STRATA_TLS_CA", "STRATA_TLS_CERT", "STRATA_TLS_KEY"),
+    *("STRATA_CHECKPOINTS", "STRATA_SIGNING_KEY", "STRATA_TLS_CA"),
     *("CHECKPOINT_BUCKET", "CHECKPOINT_DIR", "STORAGE_BACKEND", "LOGLEVEL", "LOG_FORMAT"),
 )
-"""Credentials are not among them: AWS_ACCESS_KEY_ID, HF_TOKEN, WANDB_API_KEY and the like are the operator's to name. Files in
+"""Credentials are not among them: the coordinator's certificate and key are its own, and AWS_ACCESS_KEY_ID, HF_TOKEN, WANDB_API_KEY and the like are the operator's to name. Files in
 the user's home are found all the same."""
 
 

@@ -48,6 +48,13 @@ def machine_capacity(settings: CoordinatorSettings) -> Capacity:
     return Capacity(workers=workers, gpus=gpus)
 
 
+def worker_tls(settings: CoordinatorSettings) -> dict[str, str]:
+    """What tasks' workers need to speak TLS: the coordinator's own certificate and key are not for them."""
+    authority = settings.task_tls_ca or settings.tls_client_ca
+    files = {"CA": authority, "CERT": settings.task_tls_cert, "KEY": settings.task_tls_key}
+    return {f"STRATA_TLS_{name}": str(file.absolute()) for name, file in files.items() if file is not None}
+
+
 def worker_address(settings: CoordinatorSettings, grpc_port: int) -> str:
     """Where workers reach this coordinator: an address to listen on everywhere is none to call."""
     host = settings.url_host

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from strata.coordinator.tasks.secrets import TaskSecrets
@@ -30,6 +30,8 @@ class Planner:
     """By task, what its workers present to the coordinator."""
     stop_timeout_s: float
     secrets: TaskSecrets
+    tls: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables with which workers speak TLS."""
     inherited: tuple[str, ...] = ()
     """Environment variables of the coordinator that tasks get beside the usual."""
 
@@ -66,6 +68,7 @@ class Planner:
                 "COORDINATOR_ADDR": self.coordinator,
                 "COORDINATOR_URL": "",
                 "STRATA_TOKEN": self.token(spec.task_id),
+                **self.tls,
                 "STRATA_JOB_ID": spec.task_id,
                 "STRATA_TASK_ID": spec.task_id,
                 "STRATA_SHIP_LOGS": "0",  # What it prints is taken here by its launcher.

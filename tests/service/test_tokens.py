@@ -298,6 +298,51 @@ def test_audit_log_on_the_command_line(shared: Coordinator) -> None:
     assert any(entry["action"] == "POST /api/tasks" and entry["outcome"] == "failed" for entry in entries)
 
 
+def test_a_damaged_file_of_tokens_costs_those_tokens_and_nothing_else(tmp_path: Path) -> None:
+    server = Coordinator(tmp_path / "data", env={"STRATA_TOKEN": "the-admins-own-token"}).start()
+    try:
+        _, made = server.post("/api/tokens", {"role": "viewer"}, token="the-admins-own-token")
+        assert server.call("GET", "/api/workers", token=made["token"])[0] == 200
+        (tmp_path / "data" / "tokens.json").write_text('{"tokens": [{"id": 3}]}')
+        status, answer = server.call("GET", "/api/workers", token=made["token"])
+        assert (status, answer["code"]) == (401, "forbidden")
+        assert "tokens.json" not in json.dumps(answer), "not for strangers"
+        with stub(server.address) as calls, pytest.raises(grpc.RpcError) as refused:
+            calls.ListDatasets(
+                pb.ListDatasetsRequest(), metadata=(("authorization", f"Bearer {made['token']}"),), timeout=30
+            )
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert server.call("GET", "/api/workers", token="the-admins-own-token")[0] == 200
+        status, answer = server.call("GET", "/api/tokens", token="the-admins-own-token")
+        assert (status, answer["code"]) == (503, "tokens")
+        assert "Restore the file" in answer["hint"]
+    finally:
+        server.stop()
+    output = "".join(server.output)
+    assert "Traceback" not in output
+    assert output.count("cannot be read") == 1, "logged once"
+
+
+def test_foreign_names_and_paths_that_are_not_read_are_in_the_audit_log(
+    shared: Coordinator, tmp_path: Path
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", shared.http_port, timeout=30)
+    connection.request("GET", "/api/workers", headers={"Host": "rebound.example"})
+    assert connection.getresponse().read()
+    connection.close()
+    body = {"dataset_id": "passwords", "path": "/etc/passwd", "format": "text", "total_samples": 1}
+    assert shared.post("/api/datasets", body)[0] == 201
+    assert shared.call("GET", "/api/datasets/passwords/preview")[0] == 403
+    assert shared.post("/api/session", {"token": "wrong"})[0] == 401
+    refused = [e for e in shared.get("/api/audit-log?limit=200") if e["outcome"] == "refused"]
+    for action, reason in (
+        ("GET /api/workers", "rebound.example"),
+        ("GET /api/datasets/passwords/preview", "/etc/passwd"),
+        ("POST /api/session", "not a token"),
+    ):
+        assert any(e["action"] == action and reason in e["reason"] for e in refused), action
+
+
 # --- certificates ---------------------------------------------------------------------------------------------
 
 

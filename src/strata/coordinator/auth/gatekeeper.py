@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import hmac
+import logging
 import os
 import pwd
 import re
@@ -22,13 +23,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from strata.coordinator.auth.peers import Address, PeerOwners, is_loopback
 from strata.coordinator.auth.principals import ROLES, Forbidden, Principal, Role
 from strata.coordinator.auth.signing_in import SignIns
-from strata.coordinator.auth.tokens import TaskTokens, TokenStore, digest_of
+from strata.coordinator.auth.tokens import TaskTokens, TokenFileError, TokenStore, digest_of
 from strata.core.messages import JobId
+from strata.logs import OutageLog
+
+log = logging.getLogger("strata.coordinator.auth")
+
+T = TypeVar("T")
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 FAILURES_AT_ONCE = 100
@@ -55,13 +62,15 @@ class Connection:
     ours: Address | None
     owners: PeerOwners
     certificate: Certificate | None = None
-    _owner: int | str | None = field(default="not asked", repr=False)
+    _owner: int | None = None
+    _was_asked: bool = False
 
     @property
     def owner(self) -> int | None:
-        if isinstance(self._owner, str):
-            known = self.peer is not None and self.ours is not None
-            self._owner = self.owners.owner_of(self.peer, self.ours) if known else None  # type: ignore[arg-type]
+        """The user at the other end; None where that is not certain."""
+        if not self._was_asked and self.peer is not None and self.ours is not None:
+            self._owner = self.owners.owner_of(self.peer, self.ours)
+        self._was_asked = True
         return self._owner
 
     @property
@@ -120,6 +129,7 @@ class Gatekeeper:
         self._is_live = is_live
         self._on_failure = on_failure
         self._failures = _Failures(clock)
+        self._outage = OutageLog(log, over="tokens can be read again")
         self._uid = os.geteuid()
 
     # --- who ------------------------------------------------------------------------------------------------
@@ -173,7 +183,7 @@ class Gatekeeper:
         kind, _, name = principal.credential.partition(" ")
         if kind == "task":
             return self._is_live(name)
-        return kind != "token" or self.tokens.counts(name)
+        return kind != "token" or self._ask_tokens(lambda: self.tokens.counts(name)) is True
 
     def signed_in(self, cookie: str) -> Principal | None:
         found = self.sign_ins.find(cookie)
@@ -196,8 +206,18 @@ class Gatekeeper:
                 if self._is_live(task)
                 else None
             )
-        created = self.tokens.find(token)
+        created = self._ask_tokens(lambda: self.tokens.find(token))
         return created.principal if created is not None else None
+
+    def _ask_tokens(self, ask: Callable[[], T]) -> T | None:
+        """None where their file cannot be read: then none of them counts, and everybody else is let in as before."""
+        try:
+            answer = ask()
+        except TokenFileError as error:
+            self._outage.met(str(error), level=logging.ERROR)
+            return None
+        self._outage.ended()
+        return answer
 
     def _of_certificate(self, certificate: Certificate) -> Principal:
         role, job = role_of(certificate, self._rules.certificate_roles)

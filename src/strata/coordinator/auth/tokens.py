@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from strata.coordinator.auth.principals import ROLES, Principal, Role
 from strata.core import checks
 from strata.core.messages import InvalidArgument, JobId, Overloaded, Unknown
@@ -218,8 +220,9 @@ class TokenStore:
             return
         try:
             found = json.loads(self.path.read_bytes())
-            self._by_digest = {row["digest"]: _token(row) for row in found["tokens"]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            tokens = msgspec.convert(found["tokens"], list[Token])
+            self._by_digest = {token.digest: token for token in tokens}
+        except (OSError, ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
             raise TokenFileError(
                 f"The tokens in {self.path} cannot be read: {error}.",
                 hint="Restore the file, or remove it and create the tokens again.",
@@ -235,13 +238,6 @@ def _exclusively(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _token(row: dict[str, Any]) -> Token:
-    token = Token(**row)
-    if token.role not in ROLES:
-        raise ValueError(f"'{token.role}' is not a role")
-    return token
 
 
 class TaskTokens:

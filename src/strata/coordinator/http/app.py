@@ -80,7 +80,8 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper, audit_log: AuditLog) ->
         app.include_router(router)
     install_error_handlers(app)
     _document_units(app)
-    return EdgeMiddleware(Dashboard(AccessMiddleware(app, gatekeeper, audit_log)), gatekeeper)
+    api = AccessMiddleware(app, gatekeeper, audit_log)
+    return EdgeMiddleware(Dashboard(api), gatekeeper, audit_log)
 
 
 def _document_units(app: FastAPI) -> None:

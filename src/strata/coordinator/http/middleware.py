@@ -38,6 +38,7 @@ _STATUSES = {
     "overloaded": 503,
     "unavailable": 503,
     "storage_full": 507,
+    "tokens": 503,
     "missing_dependency": 501,
     "data_error": 422,
 }
@@ -55,14 +56,16 @@ class ErrorBody(BaseModel):
 class EdgeMiddleware:
     """Around everything, files of the dashboard too: the name a call used, and what browsers must not make of an answer."""
 
-    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper) -> None:
+    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper, audit_log: AuditLog) -> None:
         self._app = app
         self._gatekeeper = gatekeeper
+        self._audit_log = audit_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        connection = connection_of(scope, self._gatekeeper)
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -72,8 +75,9 @@ class EdgeMiddleware:
             await send(message)
 
         try:
-            self._gatekeeper.check_host(_header(scope, b"host"), connection_of(scope, self._gatekeeper))
+            self._gatekeeper.check_host(_header(scope, b"host"), connection)
         except Forbidden as refusal:
+            _audit_refusal(self._audit_log, scope, connection, None, refusal)
             await _refusal(refusal)(scope, receive, guarded)
             return
         await self._app(scope, receive, guarded)
@@ -110,14 +114,7 @@ class AccessMiddleware:
             if changes:
                 self._gatekeeper.check_origin(headers.get("host", ""), headers.get("origin", ""))
         except Forbidden as refusal:
-            self._audit_log.add(
-                who=principal.name if principal is not None else "unknown",
-                role=principal.role if principal is not None else "",
-                action=f"{method} {path[:100]}",
-                outcome="refused",
-                reason=refusal.message,
-                client=connection.client,
-            )
+            _audit_refusal(self._audit_log, scope, connection, principal, refusal)
             await _refusal(refusal)(scope, receive, send)
             return
         if changes and principal is not None:
@@ -150,10 +147,11 @@ class AccessMiddleware:
         await self._app(scope, limited, send)
 
     def _audited(self, scope: Scope, send: Send, principal: Principal, connection: Connection) -> Send:
-        """Every call that was let through and changes something is written down when it is answered."""
+        """Every call that was let through and changes something is written down when it is answered; one that is refused
+        after all by `_audit_refusal`."""
 
         async def audited(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and message["status"] not in (401, 403):
                 status = message["status"]
                 route = scope.get("route")
                 names = scope.get("path_params") or scope["state"].get("created") or {}
@@ -187,6 +185,23 @@ class MetricsOnly:
             await json_response(body.model_dump(), status=404)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def _audit_refusal(
+    audit_log: AuditLog,
+    scope: Scope,
+    connection: Connection,
+    principal: Principal | None,
+    refusal: Forbidden,
+) -> None:
+    audit_log.add(
+        who=principal.name if principal is not None else "unknown",
+        role=principal.role if principal is not None else "",
+        action=f"{scope['method']} {scope['path'][:100]}",
+        outcome="refused",
+        reason=refusal.message,
+        client=connection.client,
+    )
 
 
 def connection_of(scope: Scope, gatekeeper: Gatekeeper) -> Connection:
@@ -240,6 +255,9 @@ def install_error_handlers(app: FastAPI) -> None:
     async def strata_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, StrataError)
         if isinstance(error, Forbidden):
+            principal = getattr(request.state, "principal", None)
+            audit_log, connection = request.app.state.audit_log, request.state.connection
+            _audit_refusal(audit_log, request.scope, connection, principal, error)
             return _refusal(error)
         return json_response(_error_body(error), status=_STATUSES.get(error.code, 500))
 

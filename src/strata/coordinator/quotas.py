@@ -26,9 +26,9 @@ class Budget:
     at_s: float
 
     def fill(self, now_s: float) -> None:
-        gone_s = max(0.0, now_s - self.at_s)
-        self.events = min(EVENTS_AT_ONCE, self.events + gone_s * EVENTS_PER_S)
-        self.bytes = min(BYTES_AT_ONCE, self.bytes + gone_s * BYTES_PER_S)
+        elapsed_s = max(0.0, now_s - self.at_s)
+        self.events = min(EVENTS_AT_ONCE, self.events + elapsed_s * EVENTS_PER_S)
+        self.bytes = min(BYTES_AT_ONCE, self.bytes + elapsed_s * BYTES_PER_S)
         self.at_s = now_s
 
     @property

@@ -23,7 +23,7 @@ from strata.core.messages import DatasetSpec, FileSpan, InvalidArgument, WorkerI
 from strata.core.order import EpochOrder
 
 POSITION = "data_position"
-"""The figure by which a worker that reads in global order says where it is."""
+"""The metric by which a worker that reads in global order says where it is."""
 LIMITS = ChildLimits()
 COUNT_HINT = "Give total_samples when only the workers can see the files, or when counting takes long."
 PREVIEW_HINT = "A preview needs a path that the coordinator can see."

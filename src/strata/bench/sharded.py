@@ -266,9 +266,7 @@ def _rank(
 ) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=world
-    )
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=world)
     try:
         taken = task(rank, load, place)
         if rank == 0:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
 from strata.checkpoint.dcp import StrataStorageReader, StrataStorageWriter
+from strata.checkpoint.sharded import reader as reader_module
 from tests.checkpoint.dcp_actor import run_world
 from tests.checkpoint.dcp_meshes import (
     LAYOUTS,
@@ -250,6 +251,20 @@ def test_targets_of_any_arrangement_in_memory_are_filled(tmp_path: Path) -> None
         assert state["x"] is target
         assert_same(target.contiguous(), value)
     both.load({"x": torch.zeros(6, 8, 10, requires_grad=True)})
+
+
+def test_a_large_tensor_arranged_otherwise_is_filled_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = torch.randn(7, 3, 5)
+    Both(tmp_path, {"x": value, "y": torch.ones(3)})
+    for limit_bytes in (1, 130, 200):
+        monkeypatch.setattr(reader_module, "_BATCH_BYTES", limit_bytes)
+        for target in (torch.zeros(7, 3, 5, dtype=torch.float64), torch.zeros(5, 3, 7).permute(2, 1, 0)):
+            state = {"x": target, "y": torch.zeros(3)}
+            dcp.load(state, storage_reader=StrataStorageReader(tmp_path / "strata"), no_dist=True)
+            assert_same(target.float().contiguous(), value)
+            assert state["y"].all()
 
 
 def test_modules_and_optimizers_are_loaded_through_their_own_methods(tmp_path: Path) -> None:

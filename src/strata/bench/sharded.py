@@ -46,7 +46,7 @@ class Load:
     layers: int = 7
     savers: int = 2
     loaders: int = 3
-    rounds: int = 7
+    rounds: int = 5
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

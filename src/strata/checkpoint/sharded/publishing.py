@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
-from strata.checkpoint.catalog.manifest import SHARDED, Manifest, TensorEntry
+from strata.checkpoint.catalog.manifest import SHARDED, CheckpointId, Manifest, TensorEntry
 from strata.checkpoint.catalog.publish import Admit, commit
 from strata.checkpoint.copying.digest import Digest
-from strata.checkpoint.errors import CheckpointError, Damaged
+from strata.checkpoint.errors import Damaged, PeerFailed
 from strata.checkpoint.sharded.layout import Span
 from strata.checkpoint.sharded.listing import key_of
 from strata.checkpoint.sharded.parts import PartWriter, WrittenPart, clean_up_own_parts, forget
@@ -31,12 +31,6 @@ from strata.stores.protocol import Store
 from strata.torch_compat.dtensors import group_store
 
 WAIT = timedelta(days=7)
-
-
-class PeerFailed(CheckpointError):
-    """Another rank could not do its part of a save: trying again here changes nothing."""
-
-    code = "peer_failed"
 
 
 class Board(Protocol):
@@ -133,11 +127,26 @@ class _Report:
         return cls(part=part, objects=objects, error=found["error"])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """What one rank saves of a sharded state, and what the others do."""
+
+    plan: ShardPlan
+    state: Mapping[str, Any]
+    """With what this rank holds in the place of distributed tensors."""
+
+
 class ShardPublisher:
     """One sharded save on its way into the stores, as one rank sees it."""
 
-    def __init__(self, plan: ShardPlan, state: Mapping[str, Any], board: Board) -> None:
-        """`state` is this rank's; its objects are looked at now."""
+    def __init__(
+        self, checkpoint_id: CheckpointId, shards: Shards, stores: Sequence[Store], board: Board
+    ) -> None:
+        """`stores` are those that every rank writes it to."""
+        plan, state = shards.plan, shards.state
+        self._id = checkpoint_id
+        self._open = {store.url for store in stores}
+        """Where others may still wait for this rank."""
         self._plan = plan
         self._board = board
         self._objects = {
@@ -149,7 +158,8 @@ class ShardPublisher:
         """By the store's URL: what an earlier attempt has achieved."""
 
     @property
-    def _is_first(self) -> bool:
+    def is_first(self) -> bool:
+        """Whether this rank puts the manifest."""
         return self._plan.rank == 0
 
     def publish(
@@ -170,13 +180,14 @@ class ShardPublisher:
             clean_up_own_parts(Catalog(store))
             report = self._write(store, draft, image)
             self._written[store.url] = report
-            self._board.post(self._key(store, draft, self._plan.rank), report.encode())
+            self._board.post(self._key(store.url, self._plan.rank), report.encode())
         assert report.part is not None
-        if self._is_first:
+        if self.is_first:
             entry = self._complete(store, draft, check, again, admit)
-            self._board.post(self._key(store, draft, "outcome"), b"{}")
+            self._board.post(self._key(store.url, "outcome"), b"{}")
+            self._open.discard(store.url)
         else:
-            outcome = json.loads(self._board.read(self._key(store, draft, "outcome")))
+            outcome = json.loads(self._board.read(self._key(store.url, "outcome")))
             check()
             if error := outcome.get("error"):
                 raise PeerFailed(str(error))
@@ -184,19 +195,17 @@ class ShardPublisher:
         forget(store, [report.part.key])
         return entry
 
-    def fail(self, store: Store, draft: Manifest, reason: str) -> None:
-        """This rank gives up: tell those who wait for it."""
-        if self._is_first:
-            self._board.post(self._key(store, draft, "outcome"), json.dumps({"error": reason}).encode())
-        elif store.url not in self._written:
-            self._board.post(self._key(store, draft, self._plan.rank), _Report(error=reason).encode())
+    def end(self, reason: str) -> None:
+        """This rank's part in the save is over: tell those who wait for something that will not come."""
+        for url in self._open:
+            if self.is_first:
+                self._board.post(self._key(url, "outcome"), json.dumps({"error": reason}).encode())
+            elif url not in self._written:
+                self._board.post(self._key(url, self._plan.rank), _Report(error=reason).encode())
+        self._open = set()
 
-    def forget(self, store: Store, draft: Manifest) -> None:
-        """On the first rank, when all ranks are known to have seen the outcome."""
-        self._board.remove(self._key(store, draft, "outcome"))
-
-    def _key(self, store: Store, draft: Manifest, what: int | str) -> str:
-        return f"{draft.checkpoint_id}/{store.url}/{what}"
+    def _key(self, url: str, what: int | str) -> str:
+        return f"{self._id}/{url}/{what}"
 
     def _write(self, store: Store, draft: Manifest, image: Image) -> _Report:
         places = {entry.name: entry for entry in image.tensors}
@@ -227,7 +236,7 @@ class ShardPublisher:
     ) -> Entry:
         reports: dict[int, _Report] = {}
         for rank in range(len(self._plan.tables)):
-            key = self._key(store, draft, rank)
+            key = self._key(store.url, rank)
             reports[rank] = _Report.decode(self._board.read(key))
             check()
             if error := reports[rank].error:
@@ -260,7 +269,7 @@ class ShardPublisher:
 
         entry = commit(store, draft.checkpoint_id, complete, at=key_of(draft), again=again, admit=admit)
         for rank in reports:
-            self._board.remove(self._key(store, draft, rank))
+            self._board.remove(self._key(store.url, rank))
         return entry
 
 

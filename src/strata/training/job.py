@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from strata.backoff import Backoff
 from strata.checkpoint import Author, CheckpointManager, Memory, Policy, SaveHandle
@@ -75,6 +76,7 @@ from strata.shared_memory import folder_name, memory_root, note_run
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.training import rng
 from strata.training.account import TimeAccount
+from strata.training.data_world import DataWorld
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
 from strata.training.link import CoordinatorLink, open_link
 from strata.training.preemption import EXIT_AGAIN, Preemption
@@ -182,6 +184,7 @@ class ElasticJob:
         options: ElasticOptions | None = None,
         epochs: int | None = None,
         max_steps: int | None = None,
+        mesh: DeviceMesh | None = None,
         job: str | None = None,
         coordinator: str | None = None,
         stem: Stem = unique_stem,
@@ -227,7 +230,8 @@ class ElasticJob:
         self._memory_root = Path(root) if (root := self.options.memory_root) else None
         self._tracer = tracer or Tracer.begin(self.name, root=self._memory_root)
         self._account = TimeAccount(self._tracer.before)
-        self._ledger = DataLedger(data, gather=gather)
+        self._data_world = DataWorld(mesh)
+        self._ledger = DataLedger(data, gather=self._data_world.gather)
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._coordinator = coordinator
         self._launch = launch_key()
@@ -274,7 +278,7 @@ class ElasticJob:
         self._tracer.mark("ready")
         self._tracer.mark("joined")
         self._data.check_trainable()
-        self._data.set_world(self.rank, self.world_size)
+        self._data_world.join(self._data)
         self._data.commit_explicitly()
         self._preemption = Preemption(deadline_s=self.options.preemption_deadline_s)
         try:

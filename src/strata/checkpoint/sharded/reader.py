@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from strata.checkpoint.catalog.listing import Catalog, where
+from strata.checkpoint.catalog.manifest import Part
 from strata.checkpoint.copying.digest import WindowBuffer
 from strata.checkpoint.destinations import Destination
 from strata.checkpoint.errors import CheckpointNotFound, LoadFailed
@@ -26,7 +27,7 @@ from strata.checkpoint.sharded.blocks import Block, copy_blocks
 from strata.checkpoint.sharded.layout import Stored, decode
 from strata.checkpoint.sharded.listing import info_of, opened, sharded
 from strata.checkpoint.sharded.parts import PartReader, check_parts
-from strata.stores.protocol import StoreError
+from strata.stores.protocol import Store, StoreError
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -98,55 +99,14 @@ class StrataStorageReader(StorageReader):
                 objects.setdefault(stored.span.part, []).append((item, stored))
             else:
                 tensors.append((item, stored))
-        needed = {stored.span.part for _, stored in tensors if stored.span.size_bytes}
         try:
-            check_parts(self._store, [self._manifest.parts[number] for number in sorted(needed)])
-            for batch in _batches(tensors):
-                self._read_tensors(batch, planner)
+            read_tensors(self._store, self._manifest.parts, tensors, planner)
             self._read_objects(objects, planner)
         except StoreError as error:
             raise LoadFailed(error.message, hint=error.hint) from None
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _read_tensors(self, batch: list[tuple[ReadItem, Stored]], planner: LoadPlanner) -> None:
-        filled: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
-        wanted: dict[int, list[Block]] = {}
-        for item, stored in batch:
-            target = planner.resolve_tensor(item).detach()
-            _check_fits(target, item, stored)
-            if _is_plain(target, stored):
-                memory = target
-            elif target.numel() * target.itemsize > _BATCH_BYTES:
-                self._read_in_bands(target, item, stored)
-                planner.commit_tensor(item, target)
-                continue
-            else:
-                memory = torch.empty(tuple(item.lengths), dtype=stored.dtype)
-            if memory.numel():
-                block = _block(stored, item.storage_offsets, memory)
-                wanted.setdefault(stored.span.part, []).append(block)
-            filled.append((item, target, memory))
-        self._copy(wanted)
-        for item, target, memory in filled:
-            if memory is not target:
-                target.copy_(memory)
-            planner.commit_tensor(item, target)
-
-    def _read_in_bands(self, target: torch.Tensor, item: ReadItem, stored: Stored) -> None:
-        """Some rows at a time, of a tensor whose memory is arranged otherwise and that is large."""
-        rows = max(1, _BATCH_BYTES * len(target) // (target.numel() * target.itemsize))
-        for first in range(0, len(target), rows):
-            band = target[first : first + rows]
-            memory = torch.empty(band.shape, dtype=stored.dtype)
-            offsets = (item.storage_offsets[0] + first, *item.storage_offsets[1:])
-            self._copy({stored.span.part: [_block(stored, offsets, memory)]})
-            band.copy_(memory)
-
-    def _copy(self, wanted: dict[int, list[Block]]) -> None:
-        parts = self._manifest.parts
-        copy_blocks(self._store, [(parts[number], blocks) for number, blocks in wanted.items()])
 
     def _read_objects(self, objects: dict[int, list[tuple[ReadItem, Stored]]], planner: LoadPlanner) -> None:
         buffer = WindowBuffer()
@@ -197,7 +157,67 @@ def load_object(raw: bytes, *, name: str) -> Any:
         ) from None
 
 
-def _batches(tensors: list[tuple[ReadItem, Stored]]) -> Iterator[list[tuple[ReadItem, Stored]]]:
+def read_tensors(
+    store: Store,
+    parts: Sequence[Part],
+    tensors: Sequence[tuple[ReadItem, Stored]],
+    planner: LoadPlanner,
+) -> None:
+    """Read slices of chunks into the planner's tensors. Raises `Damaged` and the store's errors."""
+    needed = {stored.span.part for _, stored in tensors if stored.span.size_bytes}
+    check_parts(store, [parts[number] for number in sorted(needed)])
+    for batch in _batches(tensors):
+        _read_batch(store, parts, batch, planner)
+
+
+def read_slice(store: Store, part: Part, item: ReadItem, stored: Stored) -> torch.Tensor:
+    """One slice of a chunk, in memory of its own. Raises `Damaged` and the store's errors."""
+    found = torch.empty(tuple(item.lengths), dtype=stored.dtype)
+    if found.numel():
+        check_parts(store, [part])
+        copy_blocks(store, [(part, [_block(stored, item.storage_offsets, found)])])
+    return found
+
+
+def _read_batch(
+    store: Store, parts: Sequence[Part], batch: list[tuple[ReadItem, Stored]], planner: LoadPlanner
+) -> None:
+    filled: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+    wanted: dict[int, list[Block]] = {}
+    for item, stored in batch:
+        target = planner.resolve_tensor(item).detach()
+        _check_fits(target, item, stored)
+        if _is_plain(target, stored):
+            memory = target
+        elif target.numel() * target.itemsize > _BATCH_BYTES:
+            _read_in_bands(store, parts[stored.span.part], target, item, stored)
+            planner.commit_tensor(item, target)
+            continue
+        else:
+            memory = torch.empty(tuple(item.lengths), dtype=stored.dtype)
+        if memory.numel():
+            block = _block(stored, item.storage_offsets, memory)
+            wanted.setdefault(stored.span.part, []).append(block)
+        filled.append((item, target, memory))
+    copy_blocks(store, [(parts[number], blocks) for number, blocks in wanted.items()])
+    for item, target, memory in filled:
+        if memory is not target:
+            target.copy_(memory)
+        planner.commit_tensor(item, target)
+
+
+def _read_in_bands(store: Store, part: Part, target: torch.Tensor, item: ReadItem, stored: Stored) -> None:
+    """Some rows at a time, for a large tensor whose memory is arranged otherwise."""
+    rows = max(1, _BATCH_BYTES * len(target) // (target.numel() * target.itemsize))
+    for first in range(0, len(target), rows):
+        band = target[first : first + rows]
+        memory = torch.empty(band.shape, dtype=stored.dtype)
+        offsets = (item.storage_offsets[0] + first, *item.storage_offsets[1:])
+        copy_blocks(store, [(part, [_block(stored, offsets, memory)])])
+        band.copy_(memory)
+
+
+def _batches(tensors: Sequence[tuple[ReadItem, Stored]]) -> Iterator[list[tuple[ReadItem, Stored]]]:
     """In the order of the parts, so many that threads have enough to do, so few that a planner or a device that needs memory
     of its own for each does not need it for all."""
     batch: list[tuple[ReadItem, Stored]] = []

@@ -266,6 +266,7 @@ def _rank(
 ) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)  # As under torchrun.
     distributed.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=world)
     try:
         taken = task(rank, load, place)

@@ -789,6 +789,8 @@ class ShardedLife(Life):
                 f"rank {rank} of {self} restored a part of its state",
             )
         self.resumed = read[0].checkpoint_id
+        for machine, units in zip(self.machines, self.state, strict=True):
+            self.sim.check_nearest(self, machine, units)
         self.sim.counts["filled"] += len({bool(copy.part) for copy in read}) == 2
         return read[0].copy(looked=max(copy.looked for copy in read), part="")
 
@@ -1249,6 +1251,19 @@ class Simulation:
             return
         there = frozenset[int]().union(*(units_of(source.offer.part) for source in load.sources))
         must(there == UNITS, f"{life} loads {load.offer.checkpoint_id}, which is not all there")
+
+    def check_nearest(self, life: Life, machine: Machine, read: dict[int, Checkpoint]) -> None:
+        """What this machine's memory has is read from there, then what that of others has."""
+        distances = {id(c): 1 for m in life.machines for c in life.truth[m.name]}
+        distances |= {id(c): 0 for c in life.truth[machine.name]}
+        images = [c for m in dict.fromkeys(life.machines) for c in life.truth[m.name]]
+        for unit, copy in read.items():
+            same = [c for c in images if c.checkpoint_id == copy.checkpoint_id]
+            nearest = min((distances[id(c)] for c in same if unit in c.units(intact=True)), default=2)
+            must(
+                distances.get(id(copy), 2) <= nearest,
+                f"{life} reads {unit} of {copy.checkpoint_id} from afar, although memory has it",
+            )
 
     def overwrite(self, life: ShardedLife, image: Image) -> None:
         """The mark of an image is removed. From here on, a crash must not cost more than what is being made."""

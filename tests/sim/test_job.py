@@ -431,6 +431,13 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapping(JobProtocol, "loaded", loaded)(monkeypatch)
 
 
+@mistake("slices are read from destinations although memory has them", sharded=True)
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapping(
+        LoadShards, "seen_from", lambda original, self, machine: list(reversed(original(self, machine)))
+    )(monkeypatch)
+
+
 @mistake("images of two steps are mixed", sharded=True)
 def _(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_shards(original: Any, self: JobProtocol, copies: Any, *, may_tear: bool) -> Any:

@@ -152,6 +152,7 @@ def test_a_damaged_image_is_read_from_a_destination_and_everything_again() -> No
     resumed = job.loaded([FINE, FINE])
     assert isinstance(resumed, Resume)
     assert resumed.load == again
+    assert resumed.reasons == ("step 20, read by rank 0: unreadable",)
 
 
 def test_an_image_that_two_ranks_have_found_is_struck_once_for_both() -> None:

@@ -754,7 +754,8 @@ class ShardedLife(Life):
         if source.machine:
             machine = next(m for m in self.machines if m.name == source.machine)
             image = self._images_of(machine)[int(source.offer.where.removeprefix("image "))].content
-            assert image is not None
+            if image is None:
+                return LoadReport(error="deleted", fault="copy", struck=(source.name,))
             if unit not in units_of(image.part):
                 return None
             if not image.intact:
@@ -1090,7 +1091,7 @@ class Simulation:
                 "damage",
                 "damage memory",
                 *(["damage all"] if self.chance(0.2) else []),
-                *(["damage part"] if self.is_sharded else []),
+                *(["damage part", "delete images"] if self.is_sharded else []),
                 "down",
                 "memory",
                 "leave",
@@ -1130,6 +1131,12 @@ class Simulation:
                 self._damage(self.random.choice(images), "memory")
         elif kind == "damage part":
             self._damage_part_everywhere()
+        elif kind == "delete images":
+            machine = self.random.choice(self.machines)
+            self.tell(f"the images of {machine.name} are deleted")
+            for image in [i for slots in machine.slots.values() for slot in slots for i in slot]:
+                if image.content is not None:  # Somebody may be about to read it.
+                    image.content.intact, image.content = False, None
         elif kind == "down":
             destination = self.random.choice(self.destinations)
             destination.is_down = not destination.is_down

@@ -409,13 +409,13 @@ class JobProtocol:
         broken.sort(key=lambda rank: reports[rank].fault != "away")  # What is away is not given up.
         if broken:
             for rank in broken:
+                error = reports[rank].error
                 if isinstance(load, LoadShards):
                     self._strike_sources(load, reports[rank])
+                    self._note(f"step {load.offer.step}, read by rank {rank}: {error}")
                 else:
                     self._strike(rank, load, self._away if reports[rank].fault == "away" else self._struck)
-                self._note(
-                    f"step {load.offer.step} in {load.offer.tier} of rank {rank}: {reports[rank].error}"
-                )
+                    self._note(f"step {load.offer.step} in {load.offer.tier} of rank {rank}: {error}")
             return self._choose()
         chosen = load.offer
         copies = {c: o for c, o in self._offers.items() if o.checkpoint_id == chosen.checkpoint_id}

@@ -604,9 +604,7 @@ class JobProtocol:
                 failed.append(ended.checkpoint_id)
             if self._newest is not None and self._newest[0] == ended.checkpoint_id:
                 named = {name for name in left_out for text in ended.missing if text.startswith(f"{name}:")}
-                busy = tuple(
-                    f"{name}: an earlier save was on its way" for name in left_out if name not in named
-                )
+                busy = tuple(f"{name}: busy with an earlier save" for name in left_out if name not in named)
                 self._outcome = replace(ended, missing=(*ended.missing, *busy))
         return Learned(confirmed=tuple(confirmed), failed=tuple(failed))
 

@@ -58,7 +58,7 @@ def find(
 ) -> tuple[Store, Entry | str]:
     """The checkpoint that is meant: an entry, or the key of a file without a manifest. `place` is a folder or URL with
     checkpoints (the newest, or the one asked for), or one `.pt` file."""
-    if place.endswith(SUFFIX):
+    if place.endswith(SUFFIX) and not os.path.isdir(place):
         folder, _, name = place.rpartition("/")
         store = open_store(folder or ("/" if place.startswith("/") else "."))
         catalog = Catalog(store)

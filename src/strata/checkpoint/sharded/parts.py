@@ -69,6 +69,15 @@ class PartWriter:
                 self._blob.write(piece)
         return offset_bytes, len(data)
 
+    def extend(self, data: memoryview) -> None:
+        """More bytes of what was added last."""
+        self._digest.update(data)
+        self._blob.write(data)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._digest.size_bytes
+
     def finish(self) -> WrittenPart:
         self._blob.commit()
         return WrittenPart(key=self.key, size_bytes=self._digest.size_bytes, digest=self._digest.finish())

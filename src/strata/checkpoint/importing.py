@@ -273,8 +273,8 @@ class _Recognised:
                     break
         if OPTIMIZER not in found.state:
             found.notes.append("It has no optimizer: training starts with a fresh one.")
-        for name, keys in (("step", _STEPS), ("epoch", ("epoch",))):
-            for key in keys:
+        for name, counts in (("step", _STEPS), ("epoch", ("epoch",))):
+            for key in counts:
                 if _is_count(state.get(key)):
                     found.state.setdefault(name, state[key])
                     used.add(key)

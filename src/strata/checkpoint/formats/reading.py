@@ -20,7 +20,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -178,7 +178,7 @@ def open_image(file: Bytes, manifest: Manifest, *, memory: Memory, trusted_sourc
     entries = manifest.tensors
     head = read_bytes(file, 0, head_bytes(entries, file.size_bytes), tensor="its structure")
     try:
-        outline = read_outline(head)
+        outline = read_outline(memoryview(head))
     except Exception:  # A pickle with more words than Strata's own; torch knows them.
         return open_pt(file, memory=memory, trusted_source=trusted_source, verified=True)
 
@@ -206,7 +206,7 @@ def open_image(file: Bytes, manifest: Manifest, *, memory: Memory, trusted_sourc
         raise Damaged(path=file.name, reason="its structure does not fit its manifest") from error
 
 
-def _copy_outline(file: Bytes, stream: io.BufferedReader, fd: int) -> None:
+def _copy_outline(file: Bytes, stream: IO[bytes], fd: int) -> None:
     """Everything of a zip but the tensors' bytes, at its place."""
 
     def copy(start_bytes: int, size_bytes: int) -> bytearray:
@@ -299,7 +299,7 @@ def is_safetensors(file: Bytes) -> bool:
     if file.size_bytes < 10:
         return False
     length, brace = struct.unpack("<Qc", read_bytes(file, 0, 9))
-    return 2 <= length <= _MOST_HEADER_BYTES and brace == b"{"
+    return bool(2 <= length <= _MOST_HEADER_BYTES and brace == b"{")
 
 
 def open_safetensors(file: Bytes, *, memory: Memory) -> dict[str, Any]:

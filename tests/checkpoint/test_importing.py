@@ -372,6 +372,16 @@ def test_a_folder_with_one_file_and_one_of_pickles_are_adopted_too(tmp_path: Pat
             assert same_bits(found[f"model_state_dict.{key}"], tensor), name
 
 
+def test_dotted_names_of_a_training_state_are_taken_apart_as_far_as_they_can_be(tmp_path: Path) -> None:
+    save_file(
+        {"model_state_dict.a.weight": torch.ones(2), "optimizer_state_dict.state.0.exp_avg": torch.ones(2)},
+        tmp_path / "m.safetensors",
+    )
+    made = adopt(str(tmp_path / "m.safetensors"), str(tmp_path / "run"))
+    assert made.left_out == ("optimizer_state_dict",)
+    assert "model_state_dict.a.weight" in imported(tmp_path / "run")
+
+
 def test_a_folder_of_pytorchs_own_writer_is_adopted(tmp_path: Path) -> None:
     model = weights() | {"columns": torch.randn(4, 5)}
     dcp.save({"model": model, "step": 9}, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
@@ -473,6 +483,23 @@ def _without_model(folder: Path) -> None:
         path.unlink()
 
 
+def _claims_to_be_huge(path: Path) -> None:
+    """The zip's directory gives its first record far more bytes than the file has."""
+    raw = bytearray(path.read_bytes())
+    entry = raw.index(b"PK\1\2")
+    raw[entry + 16 : entry + 28] = bytes(4) + (0xFFFFFF0).to_bytes(4, "little") * 2  # Without a checksum.
+    path.write_bytes(raw)
+
+
+def _header(path: Path, header: dict[str, Any]) -> None:
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(4))
+
+
+def _one(name: str, *shape: int) -> dict[str, Any]:
+    return {name: {"dtype": "U8", "shape": shape, "data_offsets": [0, 0 if 0 in shape else 4]}}
+
+
 BAD: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], type[Exception]]] = {
     "pt cut short": (_pt, cut, Damaged),
     "pt with a flipped bit": (_pt, flipped, Damaged),
@@ -484,6 +511,9 @@ BAD: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], type[Exce
     "safetensors cut short": (_safetensors, cut, Damaged),
     "safetensors with a damaged header": (_safetensors, lambda path: flipped(path, 0.02), Damaged),
     "safetensors of nothing": (_safetensors, lambda path: path.write_bytes(b""), Damaged),
+    "a name that is not text": (_safetensors, lambda path: _header(path, _one("\ud800", 4)), InvalidImport),
+    "a shape that cannot be": (_safetensors, lambda path: _header(path, _one("w", 0, 2**61, 2**61)), Damaged),
+    "a pickle that claims to be huge": (_pt, _claims_to_be_huge, Damaged),
     "an index that names no file": (_hf, lambda path: _reindexed(path, "model-9.safetensors"), Damaged),
     "an index that leaves the folder": (_hf, lambda path: _reindexed(path, "../m.safetensors"), Damaged),
     "an index that is absolute": (_hf, lambda path: _reindexed(path, "/etc/hostname"), Damaged),

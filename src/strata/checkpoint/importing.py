@@ -20,7 +20,7 @@ import importlib.util
 import io
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from strata.checkpoint.catalog.manifest import SHARDED, SUFFIX, Manifest
 from strata.checkpoint.catalog.naming import new_id
 from strata.checkpoint.catalog.publish import commit
 from strata.checkpoint.catalog.runs import read_record
-from strata.checkpoint.errors import CheckpointError, LoadFailed, SaveFailed
+from strata.checkpoint.errors import CheckpointError, Damaged, LoadFailed, SaveFailed
 from strata.core.lineage import Lineage
 from strata.errors import MissingDependency
 from strata.stores import open_store
@@ -111,11 +111,16 @@ def adopt(
     catalog = Catalog(store)
     _check_free(catalog)
     memory = Memory(limit_bytes=memory_bytes or MEMORY_BYTES)
-    state, format = _opened(path, memory)
+    try:
+        state, format = _opened(path, memory)
+    except Damaged as error:
+        error.hint = "Nothing was imported. Copy it again from where it came."
+        raise
     found = _Recognised.of(state, path)
     step = found.step(step)
     found.state |= {"step": step, "epoch": found.epoch()}
     values, paths = flatten(found.state)
+    _check_names(values, path)
     found.left_out += _encode_objects(values)
     manifest = _publish(catalog, values, paths, step=step, epoch=found.epoch(), format=format)
     return Imported(
@@ -129,6 +134,15 @@ def adopt(
         notes=tuple(found.notes),
         left_out=tuple(found.left_out),
     )
+
+
+def _check_names(names: Iterable[str], path: str) -> None:
+    """Half a character can be in a file, but not in a manifest."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidImport(f"'{path}' has a name that is not text: {name!a}.") from None
 
 
 def _encode_objects(values: dict[str, Any]) -> list[str]:
@@ -240,6 +254,8 @@ class _Recognised:
             found = cls(dict(state))
             if OPTIMIZER not in state:
                 found.notes.append("It has no optimizer: training starts with a fresh one.")
+        elif _is_weights(state) and any(name.startswith(f"{MODEL}.") for name in state):
+            found = cls._of_flat(state)
         elif _is_weights(state):
             found = cls(
                 {MODEL: dict(state)}, ["It holds weights alone: training starts with a fresh optimizer."]
@@ -248,6 +264,18 @@ class _Recognised:
             found = cls._of_foreign(state, path)
         found.state[MODEL] = found._plain_names(found.state[MODEL])
         found._name_optimizer()
+        return found
+
+    @classmethod
+    def _of_flat(cls, state: Mapping[str, Any]) -> _Recognised:
+        """Tensors of a training state under their dotted names: where keys end is known of the model's alone."""
+        found = cls({MODEL: {}}, ["It has no optimizer that can be read: training starts with a fresh one."])
+        for name, value in state.items():
+            key, _, rest = name.partition(".")
+            if key == MODEL:
+                found.state[MODEL][rest] = value
+            elif key not in found.left_out:
+                found.left_out.append(key)
         return found
 
     @classmethod
@@ -400,6 +428,8 @@ def _names_of(
     model: Mapping[str, Any],
 ) -> dict[int | str, str]:
     """The name of each parameter of the groups."""
+    from strata.checkpoint.formats.lazy import LazyTensor
+
     names: dict[int | str, str] = {}
     for group, params in zip(groups, members, strict=True):
         keys = [_key(each) for each in params]
@@ -409,7 +439,7 @@ def _names_of(
             chosen = [str(_key(name)) for name in group["param_names"]]
         else:
             chosen = _in_order([_shape_of(entries.get(key)) for key in keys], model, sum(map(len, members)))
-        if missing := [name for name in chosen if name not in model]:
+        if missing := [name for name in chosen if not isinstance(model.get(name), LazyTensor)]:
             raise _Unknown(f"the model has no '{missing[0]}'")
         for key, name in zip(keys, chosen, strict=True):
             shape = _shape_of(entries.get(key))

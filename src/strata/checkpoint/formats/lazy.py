@@ -70,6 +70,7 @@ class Bytes(Protocol):
 
 def read_bytes(source: Bytes, start_bytes: int, size_bytes: int, *, tensor: str = "") -> bytearray:
     """A range, all at once."""
+    _check_range(source, start_bytes, size_bytes, tensor)  # Before memory is taken for it.
     found = bytearray(size_bytes)
     at = 0
     for piece in source.pieces(start_bytes, size_bytes, tensor=tensor):
@@ -418,7 +419,8 @@ def row_blocks(shape: Sequence[int], most_elements: int) -> Iterator[tuple[tuple
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(torch.empty(tuple(shape), device="meta").stride())
+    """The strides of a tensor in rows, as torch has them."""
+    return tuple(math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape)))
 
 
 def in_file(

@@ -339,7 +339,10 @@ def read_safetensors(file: Bytes, *, memory: Memory) -> tuple[dict[str, Any], di
                 raise LoadFailed(f"{file.name}: '{name}' is of {facts['dtype']!r}, which is not supported.")
             start, end = facts["data_offsets"]
             counts = [start, end, *facts["shape"]]
-            if any(type(count) is not int or not 0 <= count < 2**62 for count in counts):
+            if (
+                any(type(count) is not int or count < 0 for count in counts)
+                or _elements(facts["shape"]) >= 2**60
+            ):
                 raise ValueError(f"'{name}' has no possible place")
             if math.prod(facts["shape"]) * dtype.itemsize != end - start:
                 raise ValueError(f"'{name}' has {end - start} bytes, which is not its shape")
@@ -352,6 +355,11 @@ def read_safetensors(file: Bytes, *, memory: Memory) -> tuple[dict[str, Any], di
         return tensors, metadata
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(path=file.name, reason=f"it is not an intact safetensors file ({error})") from error
+
+
+def _elements(shape: list[int]) -> int:
+    """Of a tensor with these dimensions, where those of size 0 count as 1: what torch computes strides of."""
+    return math.prod(max(size, 1) for size in shape)
 
 
 def open_hf(folder: Folder, *, memory: Memory) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,30 @@ def test_a_training_state_goes_through_every_format_that_holds_one(tmp_path: Pat
             assert list(value) == second[name], name  # JSON has no tuples.
         else:
             assert value == second[name], name
+
+
+@pytest.mark.parametrize("format", ["pt", "dcp"])
+def test_numbers_as_keys_stay_numbers(tmp_path: Path, format: str) -> None:
+    """A scheduler's milestones, and an optimizer's state that is no model's."""
+    moments = {0: {"exp_avg": torch.randn(4)}, 1: {"exp_avg": torch.randn(2)}}
+    state = {
+        "model_state_dict": {"w": torch.ones(3)},
+        "lr_scheduler_state_dict": {"milestones": Counter({30: 1, 80: 1})},
+        "extra": {"second": {"state": moments}},
+    }
+    torch.save(state, tmp_path / "m.pt")
+    adopt(str(tmp_path / "m.pt"), str(tmp_path / "first"))
+    export(str(tmp_path / "first"), str(tmp_path / "out"), format=format)
+    if format == "pt":
+        adopt(str(tmp_path / "out"), str(tmp_path / "second"))
+        state = imported(tmp_path / "second")
+        found = state["extra.second.state"]
+        assert all(same_bits(found[n]["exp_avg"], moments[n]["exp_avg"]) for n in moments)
+    else:
+        state = {"lr_scheduler_state_dict.milestones": None, "extra.second.state.1.exp_avg": torch.zeros(2)}
+        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
+        assert same_bits(state["extra.second.state.1.exp_avg"], moments[1]["exp_avg"])
+    assert state["lr_scheduler_state_dict.milestones"] == Counter({30: 1, 80: 1})
 
 
 def test_a_checkpoint_of_a_replicated_job_can_be_the_beginning_of_another_run(

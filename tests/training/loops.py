@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import TensorDataset
 
 import strata
@@ -33,6 +34,7 @@ class Loop:
         loader: dict[str, Any] | None = None,
         on_step: Callable[[], None] | None = None,
         coordinator: str | None = None,
+        mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(1)
@@ -52,6 +54,7 @@ class Loop:
             checkpoints=checkpoints,
             epochs=epochs,
             max_steps=max_steps,
+            mesh=mesh,
             job=job,
             coordinator=coordinator,
             options=ElasticOptions(**settings),

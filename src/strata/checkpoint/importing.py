@@ -119,7 +119,7 @@ def adopt(
     found = _Recognised.of(state, path)
     step = found.step(step)
     found.state |= {"step": step, "epoch": found.epoch()}
-    values, paths = flatten(found.state)
+    values, paths = flatten(found.state, keep_keys=True)
     _check_names(values, path)
     found.left_out += _encode_objects(values)
     manifest = _publish(catalog, values, paths, step=step, epoch=found.epoch(), format=format)
@@ -149,7 +149,7 @@ def _encode_objects(values: dict[str, Any]) -> list[str]:
     """Turn what is no tensor into bytes that a safe load reads. Removes and returns what has none."""
     import torch
 
-    from strata.checkpoint.formats.lazy import LazyTensor
+    from strata.checkpoint.formats.lazy import LazyTensor, loaded
     from strata.checkpoint.sharded.reader import load_object
 
     left_out = []
@@ -157,7 +157,7 @@ def _encode_objects(values: dict[str, Any]) -> list[str]:
         if isinstance(value, LazyTensor):
             continue
         raw = io.BytesIO()
-        torch.save(value, raw)
+        torch.save(loaded(value), raw)
         try:
             load_object(raw.getvalue(), name=name)
         except LoadFailed:
@@ -523,9 +523,9 @@ def _publish(
         record = read_record(store)
         remove_orphans(catalog)
         with _Writer(store, step) as writer:
-            for name, value in values.items():
-                writer.add(name, value)
-            parts = writer.finish()
+            for group in _grouped(values):
+                writer.write_part(group)
+            parts = writer.parts
             keys = [part.key for part in parts]
             draft = Manifest(
                 checkpoint_id=new_id(step),
@@ -564,7 +564,7 @@ class _Writer:
         self._store = store
         self._step = step
         self._part: PartWriter | None = None
-        self._written: list[Any] = []
+        self.parts: list[Any] = []
         self._known: dict[Any, Any] = {}
         self._is_kept = False
 
@@ -578,19 +578,25 @@ class _Writer:
             self._part.abort()
         if self._is_kept:
             return
-        forget(self._store, [part.key for part in self._written])
-        for part in self._written:
+        forget(self._store, [part.key for part in self.parts])
+        for part in self.parts:
             with contextlib.suppress(StoreError):
                 self._store.delete(part.key)
 
     def keep(self) -> None:
         self._is_kept = True
 
-    def add(self, name: str, value: Any) -> None:
-        if isinstance(value, memoryview):
-            self._add_object(name, value)
-        else:
-            self._add_tensor(name, value)
+    def write_part(self, values: Mapping[str, Any]) -> None:
+        from strata.checkpoint.sharded.parts import PartWriter
+
+        self._part = PartWriter(self._store, self._step, size_hint_bytes=sum(map(_size_of, values.values())))
+        for name, value in values.items():
+            if isinstance(value, memoryview):
+                self._add_object(name, value)
+            else:
+                self._add_tensor(name, value)
+        part, self._part = self._part, None
+        self.parts.append(part.finish())
 
     def _add_tensor(self, name: str, tensor: LazyTensor) -> None:
         import torch
@@ -620,26 +626,31 @@ class _Writer:
 
     def _store_pieces(self, pieces: Iterator[memoryview]) -> Any:
         from strata.checkpoint.sharded.layout import Span
-        from strata.checkpoint.sharded.parts import PartWriter
 
-        if self._part is not None and self._part.size_bytes >= _PART_BYTES:
-            self._end_part()
-        if self._part is None:
-            self._part = PartWriter(self._store, self._step)
+        assert self._part is not None
         offset_bytes, size_bytes = self._part.add(next(pieces, memoryview(b"")))
         for piece in pieces:
             self._part.extend(piece)
             size_bytes += len(piece)
-        return Span(part=len(self._written), offset_bytes=offset_bytes, size_bytes=size_bytes)
+        return Span(part=len(self.parts), offset_bytes=offset_bytes, size_bytes=size_bytes)
 
-    def finish(self) -> list[Any]:
-        self._end_part()
-        return self._written
 
-    def _end_part(self) -> None:
-        if self._part is not None:
-            part, self._part = self._part, None
-            self._written.append(part.finish())
+def _grouped(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """By the parts they go to, which are read in parallel."""
+    group: dict[str, Any] = {}
+    filled_bytes = 0
+    for name, value in values.items():
+        if group and filled_bytes + _size_of(value) > _PART_BYTES:
+            yield group
+            group, filled_bytes = {}, 0
+        group[name] = value
+        filled_bytes += _size_of(value)
+    yield group
+
+
+def _size_of(value: Any) -> int:
+    size_bytes = len(value) if isinstance(value, memoryview) else value.size_bytes
+    return int(-(-size_bytes // 64) * 64)
 
 
 @contextlib.contextmanager

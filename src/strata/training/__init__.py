@@ -10,6 +10,7 @@ from strata.errors import require_linux
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from strata.checkpoint.destinations import Destination
     from strata.data.loader import ElasticLoader
@@ -41,6 +42,7 @@ def elastic(
     extra: Mapping[str, Stateful] | None = None,
     epochs: int | None = None,
     max_steps: int | None = None,
+    mesh: DeviceMesh | None = None,
     options: ElasticOptions | None = None,
     job: str | None = None,
     coordinator: str | None = None,
@@ -67,6 +69,8 @@ def elastic(
     data: the `ElasticLoader` that training reads; the job keeps its position and its ledger.
     checkpoints: destinations, near to far: a folder, `s3://bucket/prefix`, or a list of them. `[]` keeps the state in
         memory only. The run's identity lives there: the same destination continues the same run.
+    mesh: the dimensions of a device mesh along which data differs, such as `mesh["dp"]`; by default all ranks read different
+        data. Ranks that differ along others (a tensor-parallel group) read the same batches, which count once.
     extra: further objects to save with the state, by name.
     options: `ElasticOptions`: how often to save, how many to keep, what to do when a save fails, deadlines.
     job: a name for people. A destination remembers it, and refuses a job with another one.
@@ -89,6 +93,7 @@ def elastic(
         extra=extra,
         epochs=epochs,
         max_steps=max_steps,
+        mesh=mesh,
         options=options,
         job=job,
         coordinator=coordinator,

@@ -458,6 +458,18 @@ class Staging:
             raise
         return buffer
 
+    def preview(self, plan: Plan) -> tuple[bool, frozenset[CheckpointId], frozenset[CheckpointId]]:
+        """Whether there is an image for a save of this plan now, the snapshots there are, and those that it would leave."""
+        self.open()
+        with self._changed:
+            chosen = self._choose(plan)
+            marked = [buffer for buffer in self._buffers if buffer.marked is not None]
+            held = frozenset(b.marked.checkpoint_id for b in marked if b.marked is not None)
+            kept = frozenset(
+                b.marked.checkpoint_id for b in marked if b.marked is not None and b is not chosen
+            )
+            return chosen is not None, held, kept
+
     def _await(
         self, choose: Callable[[], ImageBuffer | None], deadline_s: float | None
     ) -> ImageBuffer | None:
@@ -857,13 +869,13 @@ def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float
     removed = []
     for job in _folders_in(images_folder(root)):
         with contextlib.suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
-            if job.name != keep and _job_is_dead(job, grace_s) and _remove_job(job):
+            if job.name != keep and _job_is_dead(job, grace_s) and remove_job(job):
                 removed.append(job.name)
                 log.info("removed the memory images of job %s, which has ended", job.name)
     return removed
 
 
-def _remove_job(job: Path) -> bool:
+def remove_job(job: Path) -> bool:
     """Remove a dead job's folder; False where it has come back to life meanwhile."""
     for folder in _folders_in(job):
         lock = locks.take(folder)

@@ -19,9 +19,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from strata.checkpoint.catalog.listing import where
-from strata.checkpoint.catalog.manifest import Manifest
+from strata.checkpoint.catalog.manifest import Manifest, Part
 from strata.checkpoint.copying.digest import WindowBuffer
-from strata.checkpoint.errors import CheckpointError, Damaged
+from strata.checkpoint.errors import CheckpointError, Damaged, UnsupportedState
+from strata.checkpoint.image.nested import PLAIN, dotted, leaves, replaced
 from strata.checkpoint.sharded.layout import Span
 from strata.checkpoint.sharded.parts import PartReader
 from strata.stores.protocol import Store
@@ -141,8 +142,7 @@ class Parts:
     def __init__(self, store: Store, manifest: Manifest, memory: Memory) -> None:
         self._store = store
         self._manifest = manifest
-        largest = max(part.digest.chunk_bytes for part in manifest.parts)
-        self._most = memory.readers(min(largest, max(part.size_bytes for part in manifest.parts)))
+        self._most = memory.readers(max(map(_window_bytes, manifest.parts)))
         self._readers: OrderedDict[int, PartReader] = OrderedDict()
         self._parts = [
             VerifiedPart(parts=self, number=number, name=where(store, part.key), size_bytes=part.size_bytes)
@@ -158,10 +158,15 @@ class Parts:
             while len(self._readers) >= self._most:
                 self._readers.popitem(last=False)
             part = self._manifest.parts[number]
-            window = WindowBuffer(max(1, min(part.digest.chunk_bytes, part.size_bytes)))
+            window = WindowBuffer(_window_bytes(part))
             found = self._readers[number] = PartReader(self._store, part, window)
         self._readers.move_to_end(number)
         return found
+
+
+def _window_bytes(part: Part) -> int:
+    """What is read of a part at once: as many of its chunks as make a good read."""
+    return max(1, min(part.size_bytes, max(part.digest.chunk_bytes, _WINDOW_BYTES)))
 
 
 @dataclass(eq=False, frozen=True, slots=True, kw_only=True)
@@ -453,6 +458,45 @@ class InMemory:
         yield memoryview(self._raw.numpy().data)[start_bytes : start_bytes + size_bytes]
 
 
+def held(value: Any, *, name: str, memory: Memory) -> Any:
+    """A value that is in memory, with its tensors as lazy ones. Raises `UnsupportedState` for those that are not plain."""
+    if type(value) in PLAIN:
+        return value
+    names = {
+        id(leaf): dotted((name, *path) if name else path) for path, leaf in leaves(value, leaf=torch.Tensor)
+    }
+
+    def made(_: int, tensor: torch.Tensor) -> LazyTensor:
+        check_plain(names[id(tensor)], tensor)
+        found = in_file(names[id(tensor)], InMemory(name, tensor), 0, tensor.dtype, tensor.shape, memory)
+        found.requires_grad = tensor.requires_grad
+        found.is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return found
+
+    return replaced(value, made, leaf=torch.Tensor)
+
+
+def loaded(value: Any) -> Any:
+    """A value with its lazy tensors in memory."""
+
+    def made(_: int, lazy: LazyTensor) -> torch.Tensor:
+        tensor = lazy.block((0,) * len(lazy.shape), lazy.shape)
+        if lazy.is_parameter:
+            return torch.nn.Parameter(tensor, lazy.requires_grad)
+        return tensor.requires_grad_() if lazy.requires_grad else tensor
+
+    return value if type(value) in PLAIN else replaced(value, made, leaf=LazyTensor)
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raises `UnsupportedState` for a tensor that is more than numbers in memory."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise UnsupportedState(name=name, kind=type(tensor).__name__)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        kind = f"{tensor.layout} {tensor.device.type} tensor of {tensor.dtype}".replace("torch.", "")
+        raise UnsupportedState(name=name, kind=kind, hint="Save it as ordinary dense tensors.")
+
+
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -469,14 +513,17 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 Path: TypeAlias = tuple["str | int", ...]
 
 
-def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Names and paths of what is in a state, as DCP makes them: dictionaries are entered, sequences only where tensors or
-    dictionaries are in them. Keys of dictionaries become text; numbers in a path are places in sequences."""
+def flatten(state: Mapping[Any, Any], *, keep_keys: bool = False) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Names and paths of what is in a state, by the rules of DCP: dictionaries are entered, sequences only where tensors or
+    dictionaries are in them. Numbers in a path are places in sequences. A dictionary with other keys than text is one value
+    where there are no tensors in it; where there are, its keys become text, unless they are to be kept."""
     values: dict[str, Any] = {}
     paths: dict[str, Path] = {}
 
     def visit(path: Path, node: Any) -> None:
-        if isinstance(node, Mapping):
+        if isinstance(node, Mapping) and (
+            all(isinstance(key, str) for key in node) or (not keep_keys and _has_tensors(node))
+        ):
             for key, value in node.items():
                 visit((*path, str(key)), value)
         elif isinstance(node, list | tuple) and any(map(_is_entered, node)):
@@ -496,6 +543,10 @@ def _is_entered(node: Any) -> bool:
     if isinstance(node, list | tuple):
         return any(map(_is_entered, node))
     return isinstance(node, LazyTensor | Mapping)
+
+
+def _has_tensors(node: Any) -> bool:
+    return any(isinstance(leaf, LazyTensor) for _, leaf in leaves(node, leaf=LazyTensor))
 
 
 def nest(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from strata.checkpoint.errors import Damaged, LoadFailed, UnsupportedState
 from strata.checkpoint.formats.lazy import (
     Bytes,
     Chunk,
-    InMemory,
     LazyTensor,
     LocalFile,
     Memory,
@@ -40,6 +39,8 @@ from strata.checkpoint.formats.lazy import (
     Region,
     StoredFile,
     Stretch,
+    check_plain,
+    held,
     in_file,
     nest,
     read_bytes,
@@ -142,7 +143,7 @@ def open_pt(file: Bytes, *, memory: Memory, trusted_source: bool = False, verifi
 
     def made(_: int, tensor: torch.Tensor) -> LazyTensor:
         name = names[id(tensor)]
-        _check_plain(name, tensor)
+        check_plain(name, tensor)
         storage = tensor.untyped_storage()
         # Without bytes it is nowhere.
         start_bytes = storage.data_ptr() - base if storage.nbytes() and tensor.numel() else 0
@@ -270,25 +271,7 @@ def _open_old(file: Bytes, memory: Memory, trusted_source: bool) -> Any:
         state = open_in_memory(f"/proc/self/fd/{fd}", trusted_source=trusted_source, name=file.name)
     finally:
         os.close(fd)
-    names = {id(leaf): dotted(path) for path, leaf in leaves(state, leaf=torch.Tensor)}
-
-    def made(_: int, tensor: torch.Tensor) -> LazyTensor:
-        name = names[id(tensor)]
-        _check_plain(name, tensor)
-        lazy = in_file(name, InMemory(file.name, tensor), 0, tensor.dtype, tensor.shape, memory)
-        lazy.requires_grad = tensor.requires_grad
-        lazy.is_parameter = isinstance(tensor, torch.nn.Parameter)
-        return lazy
-
-    return rebuild(state, made)
-
-
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise UnsupportedState(name=name, kind=type(tensor).__name__)
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-        kind = f"{tensor.layout} {tensor.device.type} tensor of {tensor.dtype}".replace("torch.", "")
-        raise UnsupportedState(name=name, kind=kind, hint="Save it as ordinary dense tensors.")
+    return held(state, name="", memory=memory)
 
 
 # --- safetensors and Hugging Face -----------------------------------------------------------------------------
@@ -453,7 +436,8 @@ def _dcp_values(folder: Folder, metadata: Metadata, memory: Memory) -> Iterator[
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             at = stretch(MetadataIndex(name))
-            yield name, load_object(bytes(read_bytes(at, 0, at.size_bytes, tensor=name)), name=name)
+            value = load_object(bytes(read_bytes(at, 0, at.size_bytes, tensor=name)), name=name)
+            yield name, held(value, name=name, memory=memory)
             continue
         dtype = entry.properties.dtype
         chunks = []

@@ -15,6 +15,7 @@ from strata.checkpoint.formats.lazy import (
     Parts,
     Region,
     contiguous_stride,
+    held,
     nest,
     read_bytes,
 )
@@ -39,7 +40,8 @@ def open_sharded(store: Store, manifest: Manifest, *, path: str, memory: Memory)
     for stored in sorted(objects, key=lambda each: (each.span.part, each.span.offset_bytes)):
         span = stored.span
         raw = read_bytes(parts[span.part], span.offset_bytes, span.size_bytes, tensor=stored.name)
-        values[stored.name] = load_object(bytes(raw), name=stored.name)
+        value = load_object(bytes(raw), name=stored.name)
+        values[stored.name] = held(value, name=stored.name, memory=memory)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             values[name] = LazyTensor(

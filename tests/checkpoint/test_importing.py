@@ -256,14 +256,14 @@ def test_numbers_as_keys_stay_numbers(tmp_path: Path, format: str) -> None:
     export(str(tmp_path / "first"), str(tmp_path / "out"), format=format)
     if format == "pt":
         adopt(str(tmp_path / "out"), str(tmp_path / "second"))
-        state = imported(tmp_path / "second")
-        found = state["extra.second.state"]
+        loaded = imported(tmp_path / "second")
+        found = loaded["extra.second.state"]
         assert all(same_bits(found[n]["exp_avg"], moments[n]["exp_avg"]) for n in moments)
     else:
-        state = {"lr_scheduler_state_dict.milestones": None, "extra.second.state.1.exp_avg": torch.zeros(2)}
-        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
-        assert same_bits(state["extra.second.state.1.exp_avg"], moments[1]["exp_avg"])
-    assert state["lr_scheduler_state_dict.milestones"] == Counter({30: 1, 80: 1})
+        loaded = {"lr_scheduler_state_dict.milestones": None, "extra.second.state.1.exp_avg": torch.zeros(2)}
+        dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
+        assert same_bits(loaded["extra.second.state.1.exp_avg"], moments[1]["exp_avg"])
+    assert loaded["lr_scheduler_state_dict.milestones"] == Counter({30: 1, 80: 1})
 
 
 def test_a_checkpoint_of_a_replicated_job_can_be_the_beginning_of_another_run(

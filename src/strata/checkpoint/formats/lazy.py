@@ -29,6 +29,7 @@ from strata.stores.protocol import Store
 
 MEMORY_BYTES = 512 << 20
 _WINDOW_BYTES = 16 << 20
+_READ_AHEAD_BYTES = 16 << 10
 
 Piece: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -64,6 +65,11 @@ class Bytes(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
+    @property
+    def read_ahead_bytes(self) -> int:
+        """How much is worth reading where little is wanted."""
+        ...
+
     def pieces(self, start_bytes: int, size_bytes: int, *, tensor: str) -> Iterator[memoryview]:
         """A range, front to back. A piece is valid until the next is asked for."""
         ...
@@ -85,6 +91,7 @@ class LocalFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
+        self.read_ahead_bytes = _READ_AHEAD_BYTES
         self.size_bytes = os.stat(path).st_size
 
     def pieces(self, start_bytes: int, size_bytes: int, *, tensor: str) -> Iterator[memoryview]:
@@ -107,6 +114,7 @@ class StoredFile:
     def __init__(self, store: Store, key: str, *, size_bytes: int) -> None:
         self.name = where(store, key)
         self.size_bytes = size_bytes
+        self.read_ahead_bytes = 1 << 20  # Every read may be a request.
         self._store = store
         self._key = key
 
@@ -130,6 +138,10 @@ class Stretch:
     @property
     def name(self) -> str:
         return self.file.name
+
+    @property
+    def read_ahead_bytes(self) -> int:
+        return self.file.read_ahead_bytes
 
     def pieces(self, start_bytes: int, size_bytes: int, *, tensor: str) -> Iterator[memoryview]:
         _check_range(self, start_bytes, size_bytes, tensor)
@@ -175,6 +187,7 @@ class VerifiedPart:
     number: int
     name: str
     size_bytes: int
+    read_ahead_bytes: int = _READ_AHEAD_BYTES
 
     def pieces(self, start_bytes: int, size_bytes: int, *, tensor: str) -> Iterator[memoryview]:
         _check_range(self, start_bytes, size_bytes, tensor)
@@ -452,6 +465,7 @@ class InMemory:
         self.name = name
         self._raw = _raw(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
         self.size_bytes = self._raw.numel()
+        self.read_ahead_bytes = _READ_AHEAD_BYTES
 
     def pieces(self, start_bytes: int, size_bytes: int, *, tensor: str) -> Iterator[memoryview]:
         _check_range(self, start_bytes, size_bytes, tensor)

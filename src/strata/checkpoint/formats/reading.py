@@ -31,6 +31,7 @@ from strata.checkpoint.errors import Damaged, LoadFailed, UnsupportedState
 from strata.checkpoint.formats.lazy import (
     Bytes,
     Chunk,
+    InMemory,
     LazyTensor,
     LocalFile,
     Memory,
@@ -68,6 +69,7 @@ HF_INDEX = "model.safetensors.index.json"
 HF_INDEXES = (HF_INDEX, "pytorch_model.bin.index.json")
 HF_FILES = ("model.safetensors", "pytorch_model.bin")
 _MOST_HEADER_BYTES = 100_000_000  # As the safetensors library has it.
+_SMALL_BYTES = 1 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _DATA = re.compile(r"[^/]+/data/\d+")
 _UNSAFE = "If it is your own and holds more than tensors, load it with trusted_source=True."
@@ -125,16 +127,17 @@ def named_file(folder: Folder, name: object) -> Bytes:
 
 def open_pt(file: Bytes, *, memory: Memory, trusted_source: bool = False, verified: bool = False) -> Any:
     """The state in a `.pt` file. Its checksums are compared first, unless the bytes are `verified` already."""
-    stream = io.BufferedReader(RangeIO(file), buffer_size=1 << 20)
-    if bytes(read_bytes(file, 0, min(4, file.size_bytes))) != b"PK\3\4":
+    looked_at = _in_memory_if_small(file)
+    stream = io.BufferedReader(RangeIO(looked_at), buffer_size=file.read_ahead_bytes)
+    if bytes(read_bytes(looked_at, 0, min(4, file.size_bytes))) != b"PK\3\4":
         return _open_old(file, memory, trusted_source)
     if not verified:
         check_records(stream, path=file.name)
     fd = os.memfd_create("strata-outline", os.MFD_CLOEXEC)
     try:
-        _copy_outline(file, stream, fd)
+        records = _copy_outline(looked_at, stream, fd)
         state = _load_mapped(fd, file.name, trusted_source)
-        base = _mapped_at(fd)
+        base = _mapped_at(fd) if len(records) > 1 else None
     finally:
         os.close(fd)
     names: dict[int, str] = {}
@@ -145,8 +148,9 @@ def open_pt(file: Bytes, *, memory: Memory, trusted_source: bool = False, verifi
         name = names[id(tensor)]
         check_plain(name, tensor)
         storage = tensor.untyped_storage()
-        # Without bytes it is nowhere.
-        start_bytes = storage.data_ptr() - base if storage.nbytes() and tensor.numel() else 0
+        start_bytes = 0  # Without bytes it is nowhere.
+        if storage.nbytes() and tensor.numel():
+            start_bytes = records[0] if base is None else storage.data_ptr() - base
         region = Region(
             file=file,
             start_bytes=start_bytes + int(tensor.storage_offset()) * tensor.itemsize,
@@ -207,14 +211,22 @@ def open_image(file: Bytes, manifest: Manifest, *, memory: Memory, trusted_sourc
         raise Damaged(path=file.name, reason="its structure does not fit its manifest") from error
 
 
-def _copy_outline(file: Bytes, stream: IO[bytes], fd: int) -> None:
-    """Everything of a zip but the tensors' bytes, at its place."""
+def _in_memory_if_small(file: Bytes) -> Bytes:
+    """A DCP folder may have a hundred thousand small ones, which are looked at in many places."""
+    if not 0 < file.size_bytes <= _SMALL_BYTES:
+        return file
+    return InMemory(file.name, torch.frombuffer(read_bytes(file, 0, file.size_bytes), dtype=torch.uint8))
+
+
+def _copy_outline(file: Bytes, stream: IO[bytes], fd: int) -> list[int]:
+    """Everything of a zip but the tensors' bytes, at its place. Returns where those are."""
 
     def copy(start_bytes: int, size_bytes: int) -> bytearray:
         raw = read_bytes(file, start_bytes, size_bytes, tensor="its structure")
         os.pwrite(fd, raw, start_bytes)
         return raw
 
+    records = []
     os.ftruncate(fd, file.size_bytes)
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -228,6 +240,8 @@ def _copy_outline(file: Bytes, stream: IO[bytes], fd: int) -> None:
                     raise LoadFailed(
                         f"{file.name}: '{info.filename}' is compressed, which torch.save never does."
                     )
+                else:
+                    records.append(info.header_offset + header_bytes)
                 record = copy(info.header_offset, size_bytes)
                 if info.filename.endswith("/byteorder") and record[header_bytes:] != b"little":
                     raise LoadFailed(f"{file.name} was written on a machine of another byte order.")
@@ -242,6 +256,7 @@ def _copy_outline(file: Bytes, stream: IO[bytes], fd: int) -> None:
         struct.error,
     ) as error:
         raise Damaged(path=file.name, reason=f"the file is not intact ({error})") from error
+    return records
 
 
 def _load_mapped(fd: int, name: str, trusted_source: bool) -> Any:

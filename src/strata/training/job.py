@@ -87,6 +87,7 @@ from strata.training.link import CoordinatorLink, open_link
 from strata.training.preemption import EXIT_AGAIN, Preemption
 from strata.training.sharded_job import (
     ShardedJob,
+    drop_left_over,
     left_over_images,
     local_world_size,
     new_board,
@@ -270,6 +271,8 @@ class ElasticJob:
         self._shards: ShardedJob | None = None
         self._has_left_over = False
         """There may be images in memory that no process here takes over."""
+        self._made: set[CheckpointId] = set()
+        """The sharded checkpoints that this process has begun."""
         self._batches: weakref.ref[Generator[Batch]] | None = None
         self._is_closed = False
         self._saving: dict[CheckpointId, SaveHandle] = {}
@@ -378,6 +381,8 @@ class ElasticJob:
         if self._preemption is not None:
             self._preemption.close()
         if not failed and (not left or self._everyone_leaves) and self._local_rank == 0:
+            if self._has_left_over:
+                self._drop_left_over()
             for run in {self.name, self._memory_name, os.environ.get("TORCHELASTIC_RUN_ID", self.name)}:
                 clear_run(run, root=self._memory_root)
 
@@ -975,6 +980,8 @@ class ElasticJob:
             )
         )
         self._learn([ended for _, _, news, _, _ in everyone for ended in news])
+        if self._has_left_over and self._made & frozenset.intersection(*(each[1].held for each in everyone)):
+            self._drop_left_over()
         if any(needs_plan for needs_plan, *_ in everyone):
             self._sharded.make_plan(prepared)
         return prepared, [each[1] for each in everyone], everyone[0][3], everyone[0][4]
@@ -983,7 +990,11 @@ class ElasticJob:
         assert self._manager is not None
         position = self._ledger.commit(save.placement.checkpoint_id, durable=save.durable)
         self._snapshot_step = self.step
+        if not save.durable and not self._fits(prepared.plan.tensor_bytes):
+            return
         self._report("checkpointing")
+        if self._has_left_over:
+            self._made.add(save.placement.checkpoint_id)
         handle = self._manager.save(
             prepared,
             self.step,
@@ -996,6 +1007,10 @@ class ElasticJob:
             destinations=save.destinations,
         )
         self._begun(save, handle)
+
+    def _drop_left_over(self) -> None:
+        self._has_left_over = False
+        drop_left_over(self._memory_name, root=self._memory_root, local_world_size=local_world_size())
 
     def _settle_shards(self) -> None:
         """Return when no rank has a save under way."""
@@ -1020,7 +1035,7 @@ class ElasticJob:
         state = self._state.capture(
             step=self.step, epoch=self._data.epoch, rng_states=rng_states, world_size=self.world_size
         )
-        if not save.durable and not self._fits(state):
+        if not save.durable and not self._fits(tensor_bytes(state)):
             return
         handle = self._manager.save(
             state,
@@ -1061,11 +1076,10 @@ class ElasticJob:
         self._has_finished = True
         self._report("idle")
 
-    def _fits(self, state: Mapping[str, Any]) -> bool:
+    def _fits(self, needed_bytes: int) -> bool:
         limit_bytes = self.options.snapshot_limit_bytes
         if limit_bytes is None:
             return True
-        needed_bytes = tensor_bytes(state)
         if needed_bytes > limit_bytes:
             log.warning(
                 "Cannot save snapshot: %.1fMB required, but only %.1fMB available; only durable checkpoints are written",

@@ -248,7 +248,7 @@ def test_damage_in_one_tier_after_the_other(tmp_path: Path, undisturbed: Callabl
     assert {manifest.step for manifest in newest.values()} == {8}
 
     def damaged(name: str, *, memory: bool, near: bool, far: bool, lost: bool = False) -> Ended:
-        folder = tmp_path / name
+        folder = tmp_path / f"damaged-{name}"
         shutil.copytree(base, folder)
         # A run that has moved would be another one: only its memory's folder is looked at by path.
         if lost:

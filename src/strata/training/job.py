@@ -65,6 +65,7 @@ from strata.core.job import (
     Resume,
     Save,
     SaveEnded,
+    Skip,
     StartAnew,
     Stop,
     Survey,
@@ -271,8 +272,7 @@ class ElasticJob:
         self._shards: ShardedJob | None = None
         self._has_left_over = False
         """There may be images in memory that no process here takes over."""
-        self._made: set[CheckpointId] = set()
-        """The sharded checkpoints that this process has begun."""
+        self._resumed_from: CheckpointId | None = None
         self._batches: weakref.ref[Generator[Batch]] | None = None
         self._is_closed = False
         self._saving: dict[CheckpointId, SaveHandle] = {}
@@ -686,6 +686,7 @@ class ElasticJob:
             self._manager.lock_ahead()
         self.step = int(state["step"])
         self.restored = True
+        self._resumed_from = offer.checkpoint_id
         self._describe_start(
             resumed=self.step,
             tier=offer.tier,
@@ -973,15 +974,13 @@ class ElasticJob:
         everyone = gather(
             (
                 self._sharded.needs_plan(prepared),
-                self._manager.ready(prepared.plan),
+                self._manager.ready(prepared.plan, part=self._sharded.part),
                 self._news(),
                 new_id(self.step),
                 int(time.time() * 1000),
             )
         )
         self._learn([ended for _, _, news, _, _ in everyone for ended in news])
-        if self._has_left_over and self._made & frozenset.intersection(*(each[1].held for each in everyone)):
-            self._drop_left_over()
         if any(needs_plan for needs_plan, *_ in everyone):
             self._sharded.make_plan(prepared)
         return prepared, [each[1] for each in everyone], everyone[0][3], everyone[0][4]
@@ -993,8 +992,8 @@ class ElasticJob:
         if not save.durable and not self._fits(prepared.plan.tensor_bytes):
             return
         self._report("checkpointing")
-        if self._has_left_over:
-            self._made.add(save.placement.checkpoint_id)
+        if self._has_left_over and save.keep not in (None, self._resumed_from):
+            self._drop_left_over()  # The ranks of now have a complete snapshot of their own.
         handle = self._manager.save(
             prepared,
             self.step,
@@ -1005,6 +1004,7 @@ class ElasticJob:
             must_arrive=save.final,
             shards=self._sharded.shards(),
             destinations=save.destinations,
+            keep=save.keep,
         )
         self._begun(save, handle)
 
@@ -1057,17 +1057,24 @@ class ElasticJob:
         if self._watchdog is not None:
             self._watchdog.suspend()  # A slow destination is no hang.
         while True:
+            prepared: Prepared | None = None
+            ready: list[Ready] | None = None
+            rng_states: Mapping[str, Any] = {}
             if self._is_sharded:
-                self._settle_shards()
-            checkpoint_id, now_ms, rng_states = self._exchange_news()
-            instruction = self._protocol.finish(self.step, checkpoint_id, now_ms=now_ms)
-            if isinstance(instruction, Save) and self._is_sharded:
-                self._carry_out_shards(instruction, self._look_at_shards()[0])
+                prepared, ready, checkpoint_id, now_ms = self._look_at_shards()
+            else:
+                checkpoint_id, now_ms, rng_states = self._exchange_news()
+            instruction = self._protocol.finish(self.step, checkpoint_id, now_ms=now_ms, ready=ready)
+            if isinstance(instruction, Save) and prepared is not None:
+                self._carry_out_shards(instruction, prepared)
             elif isinstance(instruction, Save):
                 self._carry_out(instruction, rng_states)
             elif isinstance(instruction, AwaitSave):
                 if (handle := self._saving.get(instruction.checkpoint_id)) is not None:
                     handle.wait(AWAIT_S)
+            elif isinstance(instruction, Skip):
+                assert self._manager is not None
+                self._manager.wait_idle(AWAIT_S)
             elif isinstance(instruction, Stop):
                 raise _error_of(instruction, step=self.step)
             else:

@@ -36,7 +36,7 @@ from strata.core.job import LoadReport, LoadShards
 from strata.shared_memory import folder_name, images_folder, memory_roots
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
-from strata.training.exchange import exchange_device, gather, is_distributed
+from strata.training.exchange import exchange_device, gather, is_distributed, rank_and_world
 from strata.training.shards import RNG, ShardedState, local_state
 from strata.training.state import TrainingState
 
@@ -54,9 +54,14 @@ class _Described:
     struck: tuple[str, ...] = ()
 
 
-def slot_name(run: str, local_rank: int) -> str:
+def own_slot() -> int:
+    """This rank's place on its machine."""
+    return int(os.environ.get("LOCAL_RANK", rank_and_world()[0]))
+
+
+def slot_name(run: str, slot: int) -> str:
     """What a rank's images are called in its machine's memory: the next process in the same place finds them, whatever its rank."""
-    return folder_name(f"s{local_rank}-{run}")
+    return folder_name(f"s{slot}-{run}")
 
 
 def new_board(name: str) -> Board:
@@ -345,5 +350,5 @@ def _left_over_slots(run: str, *, root: Path | None, local_world_size: int) -> s
 
 
 def local_world_size() -> int:
-    """How many ranks this machine has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """How many ranks this machine has; where nobody has said so, as many as there are."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", rank_and_world()[1]))

@@ -61,6 +61,12 @@ class SaveFailed(CheckpointError):
         return failed
 
 
+class PeerFailed(CheckpointError):
+    """Another rank could not do its part of a save: another attempt here changes nothing."""
+
+    code = "peer_failed"
+
+
 class SaveSkipped(CheckpointError):
     """A save was not started because the pipeline was full and its policy is to skip."""
 

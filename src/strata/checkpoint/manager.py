@@ -49,6 +49,7 @@ from strata.checkpoint.restore import (
     look,
     restore,
 )
+from strata.core.job import Ready
 from strata.core.lineage import Lineage, Placement
 from strata.errors import MissingDependency
 from strata.stores.protocol import Store, StoreError
@@ -57,7 +58,8 @@ if TYPE_CHECKING:
     import torch
 
     from strata.checkpoint.copying.staging import Holder, Staging
-    from strata.checkpoint.image.layout import Plan
+    from strata.checkpoint.image.layout import Plan, Prepared
+    from strata.checkpoint.sharded.publishing import Board, ShardPublisher, Shards
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -161,11 +163,13 @@ class CheckpointManager:
         observer: Observer | None = None,
         admit: Callable[[Store], None] | None = None,
         adopt: Callable[[str], int | None] | None = None,
+        board: Board | None = None,
     ) -> None:
         """`path` is a folder, a URL, a store, or a list of them from near to far; by default what the environment
         names (`STORAGE_BACKEND` and so on, or `CHECKPOINT_DIR`). An empty list keeps checkpoints in memory only. `admit` is asked before a
         manifest is put into a store, and raises where this process may not publish any more. `adopt` gives the step of a `.pt` file without
-        a manifest, by its name, and None for one that is no checkpoint: such files can be restored too."""
+        a manifest, by its name, and None for one that is no checkpoint: such files can be restored too. `board` is how the ranks that
+        save a sharded state report to each other."""
         if keep_count < 1:
             raise ValueError(f"keep_count ({keep_count}) must be at least 1")
         stores = open_stores(path)
@@ -175,6 +179,7 @@ class CheckpointManager:
         self._policy = policy or Policy()
         self._stem = stem
         self._adopt = adopt
+        self._board = board
         self._catalogs = [Catalog(store) for store in stores]
         self._lock = threading.RLock()
         self._pending: dict[CheckpointId, SaveHandle] = {}
@@ -210,6 +215,8 @@ class CheckpointManager:
         placement: Placement | None = None,
         must_arrive: bool = False,
         name: str | None = None,
+        shards: Shards | None = None,
+        destinations: Sequence[str] | None = None,
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
 
@@ -219,6 +226,9 @@ class CheckpointManager:
         their tiers' names; `["MEMORY"]` is for none of them and makes a snapshot that outlives the process but not the
         machine. A save that `must_arrive` waits for an image whatever the policy says, and no newer one overtakes it on its
         way. With `on_error='fail'`, a failure of an earlier save is raised here.
+
+        With `shards`, `data` is what this rank holds of a sharded state, as `prepared` has returned it, and every rank makes the
+        same save, for the same stores; `destinations` are their URLs. It needs a `placement`, and a manager with a `board`.
 
         `name` is what the payload is to be called; what has that name is replaced. Such a checkpoint stands for itself: it
         continues no other, and retention leaves it alone.
@@ -238,6 +248,11 @@ class CheckpointManager:
         if placement is not None:
             draft = placed(draft, placement)
         stores = self._stores_for(tiers)
+        if destinations is not None:
+            stores = tuple(store for store in stores if store.url in destinations)
+        publisher = self._publisher(draft.checkpoint_id, shards, stores)
+        if shards is not None:
+            draft = replace(draft, layout=shards.plan.mark())
         stem = self._free_stem(draft, stores) if name is None else name
         save = Save(
             draft=draft,
@@ -249,6 +264,7 @@ class CheckpointManager:
             started_s=started_s,
             must_arrive=must_arrive,
             replaces=name is not None,
+            publisher=publisher,
         )
         save.handle.path = save.started.path
         if staged.format == BYTES and not save.stores:
@@ -264,11 +280,15 @@ class CheckpointManager:
             save.payload, fill = staged.make(save)
         except SaveSkipped as skipped:
             log.warning("step %d: %s", step, skipped)
+            if publisher is not None:
+                publisher.end(str(skipped))
             self._ended(save, None)
             save.handle.future.set_exception(skipped)
         except Exception as error:
             self._pipeline.give_up(save, error)
         except BaseException as error:  # Interrupted while it waited for an image.
+            if publisher is not None:
+                publisher.end("it was interrupted")
             self._ended(save, None)
             save.handle.future.set_exception(error)
             raise
@@ -563,16 +583,40 @@ class CheckpointManager:
 
         return _Staged(format=BYTES, size_bytes=size_bytes, make=make)
 
+    def prepared(self, state: object) -> Prepared:
+        """A state, looked at but not copied: `plan` is the same object as long as states have the same structure. It can be
+        saved in the place of the state."""
+        from strata.checkpoint.image.layout import prepare
+
+        found = prepare(state, self._plan)
+        self._plan = found.plan
+        return found
+
+    def ready(self, plan: Plan) -> Ready:
+        """What this rank says before a sharded save of this plan."""
+        has_image, held, kept = self._images().preview(plan)
+        return Ready(has_image=has_image, held=held, kept=kept, busy=self._pipeline.busy())
+
+    def _publisher(
+        self, checkpoint_id: CheckpointId, shards: Shards | None, stores: Sequence[Store]
+    ) -> ShardPublisher | None:
+        if shards is None:
+            return None
+        from strata.checkpoint.sharded.publishing import ShardPublisher
+
+        assert self._board is not None
+        return ShardPublisher(checkpoint_id, shards, stores, self._board)
+
     def _stage(self, state: object) -> _Staged:
         try:
             from strata.checkpoint.copying.staging import ImagePayload
-            from strata.checkpoint.image.layout import prepare
+            from strata.checkpoint.image.layout import Prepared
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
             raise MissingDependency("torch", extra="torch", feature="Saving a state") from error
-        prepared = prepare(state, self._plan)
-        self._plan = plan = prepared.plan
+        prepared = state if isinstance(state, Prepared) else self.prepared(state)
+        plan = prepared.plan
 
         def make(save: Save) -> tuple[Payload, Callable[[], None]]:
             staging, patience_s, must_keep = self._images(), self._patience_s(save), not save.stores

@@ -34,9 +34,9 @@ from typing import Literal, Protocol
 
 from strata.checkpoint.catalog.listing import Entry, where
 from strata.checkpoint.catalog.manifest import Manifest, Part, TensorEntry
-from strata.checkpoint.catalog.publish import publish, replace_at
+from strata.checkpoint.catalog.publish import Admit, publish, replace_at
 from strata.checkpoint.copying.digest import Digest, digest_of
-from strata.checkpoint.errors import SaveFailed, SaveSkipped
+from strata.checkpoint.errors import PeerFailed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle, Started
 from strata.stores.protocol import NoSpace, Store, StoreError
 
@@ -175,6 +175,26 @@ class Payload(Protocol):
         ...
 
 
+class Publisher(Protocol):
+    """How a save that many ranks make together gets into a store (`strata.checkpoint.sharded.publishing`)."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def publish(
+        self,
+        store: Store,
+        draft: Manifest,
+        image: Payload,
+        *,
+        check: Callable[[], None],
+        again: bool,
+        admit: Admit | None,
+    ) -> Entry: ...
+
+    def end(self, reason: str) -> None: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Save:
     """One checkpoint on its way through the tiers."""
@@ -192,6 +212,8 @@ class Save:
     """No newer save may overtake it."""
     replaces: bool = False
     """Its key is the caller's choice, and what is there makes way."""
+    publisher: Publisher | None = None
+    """Of a sharded save: the payload is this rank's part."""
     payload: Payload | None = None
     hashed: Future[Digest] = field(default_factory=Future)
     copies: list[tuple[str, str]] = field(default_factory=list)
@@ -332,6 +354,13 @@ class Pipeline:
             self._saves.append(save)
         self._hashing.submit(lambda: self._hash(save))
         self._continue(save)
+
+    def busy(self) -> frozenset[str]:
+        """The URLs of the stores that a save is on its way to."""
+        with self._changed:
+            return frozenset(
+                store.url for save in self._saves if not save.is_over for store in save.stores[save.stage :]
+            )
 
     def overtake(self, newer: Save) -> bool:
         """Skip the oldest save that waits for a store and keeps an image, to make way for a newer one that found none. False
@@ -506,7 +535,16 @@ class Pipeline:
         for attempt in range(retries + 1):
             try:
                 self._check_wanted(save)
-                if save.replaces:
+                if save.publisher is not None:
+                    entry = save.publisher.publish(
+                        store,
+                        save.draft,
+                        payload,
+                        check=lambda: self._check_wanted(save),
+                        again=attempt > 0,
+                        admit=self._admit,
+                    )
+                elif save.replaces:
                     entry = replace_at(store, save.draft, payload, digest, key=save.key, admit=self._admit)
                 else:
                     entry = publish(
@@ -523,7 +561,7 @@ class Pipeline:
             except BaseException as error:
                 cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 failure = save.failed(cause, store)
-                if attempt == retries or self._stopping.is_set():
+                if attempt == retries or self._stopping.is_set() or isinstance(error, PeerFailed):
                     save.failures.append(failure)
                     log.warning("%s", failure)
                     return
@@ -533,8 +571,10 @@ class Pipeline:
                 break
         path = where(store, entry.manifest.parts[0].key)
         self._arrived(save, store.tier, path)
-        if store is not save.stores[-1]:
+        if store is not save.stores[-1] and save.publisher is None:
             self._hand_over(save, path)
+        if save.publisher is not None and not save.publisher.is_first:
+            return
         try:
             self._on_published(store, entry)
         except Exception:
@@ -560,6 +600,8 @@ class Pipeline:
         seconds = time.monotonic() - save.started_s
         if save.payload is not None:
             save.payload.release()
+        if save.publisher is not None:
+            save.publisher.end(str(save.failures[0]) if save.failures else "; ".join(save.skipped))
         with self._changed:
             if save.is_over:
                 return

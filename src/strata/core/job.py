@@ -12,6 +12,11 @@ Generations. Each start of a run is a generation, claimed at its destinations be
 earlier one that is still alive (a zombie) is refused when it publishes. What it published nevertheless, between looking
 and writing, is identified by its fence: the newest checkpoint that the later generation had seen when it took over.
 
+Sharded state. Every rank keeps its own part of a checkpoint in its machine's memory; a snapshot exists where the parts in
+all memories together make it up. A load names every copy there is, nearest first, and each rank reads the slices it needs
+from the nearest that has them; what proves to be damaged is struck out, part by part, and all of it is read again: never
+a mixture of steps. A save begins on all ranks or on none, and never takes the last complete snapshot's place.
+
 Saving. A save has its place in the lineage before a byte of it is copied. It is confirmed or failed when that is known,
 which is when the ranks next exchange news: a failed one was never an ancestor of anything that says so.
 
@@ -22,8 +27,8 @@ Pure: no clock, no I/O, no collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from strata.core.lineage import Lineage, Placement, fallback_order
@@ -58,6 +63,11 @@ class Offer:
     """The destination, or the file of an image in memory."""
     distance: int
     """0 is this machine's memory; destinations count from 1, near to far."""
+    is_sharded: bool = False
+    part: str = ""
+    """Of a sharded checkpoint in memory: what of it this image holds. Images of one name hold the same."""
+    parts: tuple[str, ...] = ()
+    """What all of such a checkpoint consists of. Empty for a complete copy."""
 
     @property
     def order(self) -> Order:
@@ -106,6 +116,9 @@ class LoadReport:
     fault: Literal["none", "copy", "away", "state"] = "none"
     """`copy`: these bytes cannot be used, others may. `away`: the destination does not answer now; an older checkpoint is
     no replacement for what it has. `state`: they are intact and do not fit; older ones will not either."""
+    struck: tuple[str, ...] = ()
+    """Of a sharded checkpoint: the sources (`Source.name`), or the parts of destinations, that cannot be used. With none,
+    nothing is left to read some slice from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +132,20 @@ class SaveEnded:
     """Destinations it did not reach, each with the reason."""
     superseded: str = ""
     """It was refused because a newer generation has taken over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What one rank says before a sharded save."""
+
+    has_image: bool
+    """There is an image to copy to."""
+    held: frozenset[CheckpointId] = frozenset()
+    """The snapshots in its memory."""
+    kept: frozenset[CheckpointId] = frozenset()
+    """Those that would be left while a new one is made."""
+    busy: frozenset[str] = frozenset()
+    """Destinations that an earlier save is still on its way to."""
 
 
 # --- instructions -----------------------------------------------------------------------------------------------
@@ -152,8 +179,43 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A copy that slices of a sharded checkpoint can be read from."""
+
+    rank: int
+    """Who has found it, and reads it for those who cannot."""
+    machine: str
+    """Whose memory it is in; empty for a destination."""
+    offer: Offer
+
+    @property
+    def name(self) -> str:
+        return f"{self.machine}:{self.offer.where}" if self.machine else self.offer.where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadShards:
+    """Every rank reads the slices it needs, each from the nearest source that has it."""
+
+    offer: Offer
+    """The nearest copy."""
+    sources: tuple[Source, ...]
+    """Memory, then destinations, near to far."""
+    struck: tuple[str, ...]
+    """Parts of destinations that are not to be read."""
+    may_tear: bool
+    """As in `Load`."""
+
+    def seen_from(self, machine: str) -> list[Source]:
+        """The sources, nearest first: this machine's memory, that of others, destinations."""
+        return sorted(
+            self.sources, key=lambda s: (s.offer.distance, bool(s.machine) and s.machine != machine)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    load: Load
+    load: Load | LoadShards
     is_durable: bool
     """The checkpoint is in a destination, wherever it was loaded from."""
     reasons: tuple[str, ...]
@@ -167,6 +229,15 @@ class Save:
     durable: bool
     """Meant for the destinations; otherwise a snapshot in memory."""
     final: bool
+    destinations: tuple[str, ...] | None = None
+    """The only ones it is for: the others are busy. None for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """No save now: the reason. A durable one that was due is made up for at the next occasion."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,12 +305,14 @@ class JobProtocol:
         self._struck: set[_Copy] = set()
         self._away: set[_Copy] = set()
         self._reasons: list[str] = []
-        self._load: Load | None = None
+        self._struck_parts: dict[CheckpointId, set[str]] = {}
+        self._load: Load | LoadShards | None = None
         self._seen: Order = (0, 0)
         self._newest: tuple[CheckpointId, int] | None = (
             None  # Of the durable saves: which, and at which step.
         )
         self._outcome: SaveEnded | None = None  # Of that one.
+        self._is_owed = False  # One was due and could not begin.
         self._final_attempts_left = final_attempts
 
     @property
@@ -253,7 +326,7 @@ class JobProtocol:
 
     # --- starting -------------------------------------------------------------------------------------------
 
-    def surveyed(self, surveys: Sequence[Survey]) -> LookAgain | Load | StartAnew | Stop:
+    def surveyed(self, surveys: Sequence[Survey]) -> LookAgain | Load | LoadShards | StartAnew | Stop:
         """Every rank has looked, in rank order."""
         if unreachable := tuple(reason for survey in surveys for reason in survey.unreachable):
             return self._wait_for(unreachable)
@@ -282,12 +355,25 @@ class JobProtocol:
         if claimed and seen > claimed:
             reason = f"generation {seen} of this run has saved already; this start is generation {claimed}"
             return Stop(kind="superseded", reasons=(reason,))
+        self._leave_out_incomplete()
         self.lineage.generation = claimed or seen + 1
         self.lineage.sequence = max((offer.sequence for offer in everything), default=0)
         published = [offer.order for offer in self._offers.values() if offer.is_durable]
         self._seen = max(published, default=(0, 0))
         self._order = [offer.checkpoint_id for offer in fallback_order(self._offers.values())]
         return self._choose()
+
+    def _leave_out_incomplete(self) -> None:
+        """A sharded checkpoint that memory has in part, and no destination has, is none."""
+        for checkpoint_id in {offer.checkpoint_id for offer in self._offers.values()}:
+            copies = {c: o for c, o in self._offers.items() if o.checkpoint_id == checkpoint_id}
+            if missing := _missing_parts(copies.values()):
+                some = next(iter(copies.values()))
+                self._note(
+                    f"step {some.step} in {some.tier}: {missing} of its {len(some.parts)} parts are not there"
+                )
+                for copy in copies:
+                    del self._offers[copy]
 
     def _wait_for(self, unreachable: tuple[str, ...]) -> LookAgain | Stop:
         if self._waited_s >= self._patience_s:
@@ -296,8 +382,10 @@ class JobProtocol:
         self._waited_s += delay_s
         return LookAgain(after_s=delay_s, reason="; ".join(unreachable))
 
-    def loaded(self, reports: Sequence[LoadReport]) -> LookAgain | Load | Resume | StartAnew | Stop:
-        """Every rank has carried out its part of the last `Load`, in rank order."""
+    def loaded(
+        self, reports: Sequence[LoadReport]
+    ) -> LookAgain | Load | LoadShards | Resume | StartAnew | Stop:
+        """Every rank has carried out its part of the last load, in rank order."""
         load = self._load
         assert load is not None
         misfits = tuple(report.error for report in reports if report.fault == "state")
@@ -306,7 +394,11 @@ class JobProtocol:
         broken = [rank for rank, report in enumerate(reports) if report.fault in ("copy", "away")]
         if broken:
             for rank in broken:
-                self._strike(rank, load, self._away if reports[rank].fault == "away" else self._struck)
+                struck = self._away if reports[rank].fault == "away" else self._struck
+                if isinstance(load, LoadShards):
+                    self._strike_sources(load, reports[rank].struck, struck)
+                else:
+                    self._strike(rank, load, struck)
                 self._note(
                     f"step {load.offer.step} in {load.offer.tier} of rank {rank}: {reports[rank].error}"
                 )
@@ -323,18 +415,29 @@ class JobProtocol:
             self._outcome = SaveEnded(checkpoint_id=chosen.checkpoint_id, is_durable=True, missing=missing)
         return Resume(load=load, is_durable=bool(in_destinations), reasons=tuple(self._reasons))
 
-    def _choose(self) -> LookAgain | Load | StartAnew | Stop:
+    def _choose(self) -> LookAgain | Load | LoadShards | StartAnew | Stop:
         left = {copy: offer for copy, offer in self._offers.items() if copy not in self._struck}
         has_durable = bool(self._unreadable) or any(offer.is_durable for offer in self._offers.values())
         if not left:
             if has_durable:
                 return Stop(kind="unloadable", reasons=tuple(self._reasons))
             return StartAnew(reason=self._nothing_there(), reasons=tuple(self._reasons))
-        offered = {offer.checkpoint_id for offer in left.values()}
+        offered = {
+            checkpoint_id
+            for checkpoint_id in {offer.checkpoint_id for offer in left.values()}
+            if not _missing_parts(offer for offer in left.values() if offer.checkpoint_id == checkpoint_id)
+        }
+        if not offered:
+            self._struck.update(left)
+            return self._choose()
         best = next(checkpoint_id for checkpoint_id in self._order if checkpoint_id in offered)
         copies = {c: o for c, o in left.items() if o.checkpoint_id == best and c not in self._away}
         if not copies:
             return self._wait_for(tuple(self._reasons[-1:]))
+        if next(iter(copies.values())).is_sharded:
+            if _missing_parts(copies.values()):
+                return self._wait_for(tuple(self._reasons[-1:]))
+            return self._load_shards(copies, may_tear=has_durable)
         (source, _, _), chosen = min(copies.items(), key=lambda item: (item[1].distance, item[0][0]))
         images: dict[str, str] = {}
         for (rank, _, where), offer in copies.items():
@@ -351,6 +454,34 @@ class JobProtocol:
             may_tear=has_durable,
         )
         return self._load
+
+    def _load_shards(self, copies: Mapping[_Copy, Offer], *, may_tear: bool) -> LoadShards:
+        sources = [
+            Source(rank=rank, machine="" if offer.is_durable else self._machines[rank], offer=offer)
+            for (rank, _, _), offer in copies.items()
+        ]
+        sources.sort(key=lambda source: (source.offer.distance, source.rank))
+        chosen = sources[0].offer
+        self._load = load = LoadShards(
+            offer=chosen,
+            sources=tuple(sources),
+            struck=tuple(sorted(self._struck_parts.get(chosen.checkpoint_id, ()))),
+            may_tear=may_tear,
+        )
+        return load
+
+    def _strike_sources(self, load: LoadShards, names: Sequence[str], struck: set[_Copy]) -> None:
+        """Leave out what a rank has named; where it has named nothing, all of the checkpoint."""
+        known = {
+            source.name: (source.rank, source.offer.checkpoint_id, source.offer.where)
+            for source in load.sources
+        }
+        struck.update(known[name] for name in names if name in known)
+        parts = {name for name in names if name not in known}
+        before = self._struck_parts.setdefault(load.offer.checkpoint_id, set())
+        if not names or (parts and parts <= set(load.struck)):
+            struck.update(known.values())
+        before |= parts
 
     def _strike(self, rank: int, load: Load, struck: set[_Copy]) -> None:
         """The copy that a rank could not load: its own, or the one of its machine's memory."""
@@ -381,7 +512,7 @@ class JobProtocol:
         every = self.snapshot_every or (0 if self.destinations else self.save_every)
         if not every or step % every:
             return None
-        is_owed = self._outcome is not None and not self._outcome.is_durable
+        is_owed = self._is_owed or (self._outcome is not None and not self._outcome.is_durable)
         return "durable" if is_owed else "snapshot"
 
     def save(
@@ -391,8 +522,29 @@ class JobProtocol:
         durable = durable and bool(self.destinations)
         placement = self.lineage.place(checkpoint_id, now_ms=now_ms, durable=durable)
         if durable:
-            self._newest, self._outcome = (checkpoint_id, step), None
+            self._newest, self._outcome, self._is_owed = (checkpoint_id, step), None, False
         return Save(placement=placement, step=step, durable=durable, final=final)
+
+    def save_shards(
+        self,
+        checkpoint_id: CheckpointId,
+        ready: Sequence[Ready],
+        *,
+        step: int,
+        now_ms: int,
+        durable: bool,
+        final: bool = False,
+    ) -> Save | Skip:
+        """Begin a sharded save on all ranks, or on none. It is for the destinations that no rank is busy with."""
+        busy = frozenset().union(*(rank.busy for rank in ready))
+        free = tuple(name for name in self.destinations if name not in busy)
+        is_durable = durable and bool(free)
+        self._is_owed = self._is_owed or (durable and not is_durable and bool(self.destinations))
+        if reason := _not_ready(ready):
+            self._is_owed = self._is_owed or (durable and bool(self.destinations))
+            return Skip(reason=reason)
+        save = self.save(checkpoint_id, step=step, now_ms=now_ms, durable=is_durable, final=final)
+        return replace(save, destinations=free) if busy else save
 
     def learn(self, news: Sequence[SaveEnded]) -> Learned:
         """Saves have ended, one way or the other."""
@@ -427,3 +579,23 @@ class JobProtocol:
                 return Stop(kind="final", reasons=self._outcome.missing)
         self._final_attempts_left -= 1
         return self.save(checkpoint_id, step=step, now_ms=now_ms, durable=True, final=True)
+
+
+def _missing_parts(copies: Iterable[Offer]) -> int:
+    """How many parts of a checkpoint none of these copies has."""
+    copies = list(copies)
+    if any(not offer.parts for offer in copies):
+        return 0
+    return len({part for offer in copies for part in offer.parts} - {offer.part for offer in copies})
+
+
+def _not_ready(ready: Sequence[Ready]) -> str:
+    """Why a sharded save cannot begin. The last complete snapshot stays until there is another."""
+    without = [rank for rank, each in enumerate(ready) if not each.has_image]
+    if without:
+        ranks = ", ".join(map(str, without[:8])) + (" and others" if len(without) > 8 else "")
+        return f"the images of earlier saves are still in use (rank {ranks})"
+    complete = frozenset.intersection(*(each.held for each in ready))
+    if complete and not frozenset.intersection(*(each.kept for each in ready)):
+        return "the snapshot before is not complete on every rank yet"
+    return ""

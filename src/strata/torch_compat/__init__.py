@@ -6,6 +6,7 @@
     images.py        the parts of `torch.save` and `torch.load` that lay out and check a `.pt` file
     modules.py       whether a module or optimizer loads its state in torch's own way
     loaders.py       the processes of a `DataLoader`
+    dtensors.py      what a rank holds of a distributed tensor, and the store of its process group
     lazy_dynamo.py   the compiler, imported when it is used
 
 A module here calls `require` when it is imported, so a torch that has renamed something gives one error that says what is
@@ -76,6 +77,10 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *(f"torch.optim:Optimizer._optimizer{name}" for name in _HOOKS[:2]),
         "torch.optim:Optimizer._optimizer_state_dict_pre_hooks",
         "torch.optim:Optimizer._optimizer_state_dict_post_hooks",
+    ),
+    "dtensors": (
+        "torch.distributed.distributed_c10d:_get_default_store",
+        "torch._C._distributed_c10d:PrefixStore.underlying_store",
     ),
     "lazy_dynamo": ("torch._C:_set_deterministic_algorithms",),
     "loaders": ("torch.utils.data._utils.worker:_worker_loop",),

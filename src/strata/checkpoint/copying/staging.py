@@ -458,6 +458,18 @@ class Staging:
             raise
         return buffer
 
+    def preview(self, plan: Plan) -> tuple[bool, frozenset[CheckpointId], frozenset[CheckpointId]]:
+        """Whether there is an image for a save of this plan now, the snapshots there are, and those that it would leave."""
+        self.open()
+        with self._changed:
+            chosen = self._choose(plan)
+            marked = [buffer for buffer in self._buffers if buffer.marked is not None]
+            held = frozenset(b.marked.checkpoint_id for b in marked if b.marked is not None)
+            kept = frozenset(
+                b.marked.checkpoint_id for b in marked if b.marked is not None and b is not chosen
+            )
+            return chosen is not None, held, kept
+
     def _await(
         self, choose: Callable[[], ImageBuffer | None], deadline_s: float | None
     ) -> ImageBuffer | None:

@@ -41,7 +41,7 @@ def read_whole(store: Store, manifest: Manifest, *, path: str) -> dict[str, Any]
                 block = torch.frombuffer(raw, dtype=torch.uint8).view(stored.dtype).reshape(stored.shape)
                 _place(values[stored.name], index.offset or (), block)
     try:
-        return _nested(values, metadata.planner_data or {})
+        return nested(values, metadata.planner_data or {})
     except (TypeError, AttributeError, LookupError, AssertionError) as error:
         raise Damaged(path=path, reason="the names in its layout contradict each other") from error
 
@@ -58,7 +58,7 @@ def _place(target: torch.Tensor, offsets: Sequence[int], block: torch.Tensor) ->
     target.copy_(block)
 
 
-def _nested(values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[str, Any]:
+def nested(values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[str, Any]:
     """Undo the flattening: text keys are entries of dictionaries, numbers places in lists."""
     root: dict[str, Any] = {}
     for name, value in values.items():

@@ -97,7 +97,7 @@ class StrataStorageReader(StorageReader):
                     if item.type == LoadItemType.BYTE_IO:
                         planner.load_bytes(item, self._made_safe(part, stored))
                     else:
-                        _read_tensor(part, item, stored, planner)
+                        read_tensor(part, item, stored, planner)
         except StoreError as error:
             raise LoadFailed(error.message, hint=error.hint) from None
         future: Future[None] = Future()
@@ -146,7 +146,7 @@ def load_object(raw: bytes, *, name: str) -> Any:
         ) from None
 
 
-def _read_tensor(part: PartReader, item: ReadItem, stored: Stored, planner: LoadPlanner) -> None:
+def read_tensor(part: PartReader, item: ReadItem, stored: Stored, planner: LoadPlanner) -> None:
     target = planner.resolve_tensor(item).detach()
     if target.size() != item.lengths or stored.dtype is None:
         found = f"{tuple(item.lengths)}" if stored.dtype else "no tensor"

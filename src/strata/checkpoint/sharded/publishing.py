@@ -1,0 +1,279 @@
+"""How the parts of many ranks become one checkpoint in a store.
+
+Every rank writes its part and reports it (`Board`); the first rank waits for all reports, puts the manifest, and reports
+the outcome, which the others wait for: a save has ended alike on every rank. A rank that cannot write its part reports that,
+and the save fails everywhere with its reason. Nothing here is a collective, so training goes on meanwhile, and a rank that
+dies keeps nobody waiting for longer than its processes live.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from strata.checkpoint.catalog.listing import Catalog, Entry, where
+from strata.checkpoint.catalog.manifest import SHARDED, CheckpointId, Manifest, TensorEntry
+from strata.checkpoint.catalog.publish import Admit, commit
+from strata.checkpoint.copying.digest import Digest
+from strata.checkpoint.errors import Damaged, PeerFailed
+from strata.checkpoint.sharded.layout import Span
+from strata.checkpoint.sharded.listing import key_of
+from strata.checkpoint.sharded.parts import PartWriter, WrittenPart, clean_up_own_parts, forget
+from strata.checkpoint.sharded.plan import ShardPlan, flattened
+from strata.stores.protocol import Store
+from strata.torch_compat.dtensors import group_store
+
+WAIT = timedelta(days=7)
+
+
+class Board(Protocol):
+    """Small messages between the ranks of one generation, each under a key of its own."""
+
+    def post(self, key: str, message: bytes) -> None: ...
+
+    def read(self, key: str) -> bytes:
+        """Wait for a message, and leave it to others."""
+        ...
+
+    def remove(self, key: str) -> None: ...
+
+
+class GroupBoard:
+    """In the store of the default process group. A thread that waits has a connection of its own, and nobody minds when it waits
+    for ever: a rank that will not answer has died, and then this process ends too."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._connections = threading.local()
+
+    @property
+    def _store(self) -> Any:
+        from torch.distributed import PrefixStore
+
+        if not hasattr(self._connections, "store"):
+            self._connections.store = PrefixStore(f"strata/{self._name}", group_store())
+        return self._connections.store
+
+    def post(self, key: str, message: bytes) -> None:
+        self._store.set(key, message)
+
+    def read(self, key: str) -> bytes:
+        self._store.wait([key], WAIT)
+        return bytes(self._store.get(key))
+
+    def remove(self, key: str) -> None:
+        self._store.delete_key(key)
+
+
+class OwnBoard:
+    """For a rank that is alone."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, bytes] = {}
+
+    def post(self, key: str, message: bytes) -> None:
+        self._messages[key] = message
+
+    def read(self, key: str) -> bytes:
+        return self._messages[key]
+
+    def remove(self, key: str) -> None:
+        self._messages.pop(key, None)
+
+
+class Image(Protocol):
+    """The filled image of a rank."""
+
+    @property
+    def view(self) -> memoryview: ...
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]: ...
+
+    def wait(self, upto_bytes: int | None = None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """What a rank has written, or why it has not."""
+
+    part: WrittenPart | None = None
+    objects: Mapping[str, tuple[int, int]] | None = None
+    """Where in the part each object is."""
+    error: str = ""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> _Report:
+        found = json.loads(message)
+        part = found["part"]
+        if part is not None:
+            digest = part["digest"]
+            part = WrittenPart(
+                key=part["key"],
+                size_bytes=part["size_bytes"],
+                digest=Digest(**{**digest, "chunks": tuple(digest["chunks"])}),
+            )
+        objects = {name: (start, size) for name, (start, size) in (found["objects"] or {}).items()}
+        return cls(part=part, objects=objects, error=found["error"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """What one rank saves of a sharded state, and what the others do."""
+
+    plan: ShardPlan
+    state: Mapping[str, Any]
+    """With what this rank holds in the place of distributed tensors."""
+
+
+class ShardPublisher:
+    """One sharded save on its way into the stores, as one rank sees it."""
+
+    def __init__(
+        self, checkpoint_id: CheckpointId, shards: Shards, stores: Sequence[Store], board: Board
+    ) -> None:
+        """`stores` are those that every rank writes it to."""
+        plan, state = shards.plan, shards.state
+        self._id = checkpoint_id
+        self._open = {store.url for store in stores}
+        """Where others may still wait for this rank."""
+        self._plan = plan
+        self._board = board
+        self._objects = {
+            ".".join(map(str, path)): value
+            for path, value in flattened(state)
+            if not isinstance(value, torch.Tensor)
+        }
+        self._written: dict[str, _Report] = {}
+        """By the store's URL: what an earlier attempt has achieved."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank puts the manifest."""
+        return self._plan.rank == 0
+
+    def publish(
+        self,
+        store: Store,
+        draft: Manifest,
+        image: Image,
+        *,
+        check: Callable[[], None],
+        again: bool,
+        admit: Admit | None,
+    ) -> Entry:
+        """Write this rank's part, and return when the checkpoint exists. `check` raises when nobody wants it any more. Raises
+        `PeerFailed` where another rank has failed, and the
+        store's errors."""
+        report = self._written.get(store.url)
+        if report is None:
+            clean_up_own_parts(Catalog(store))
+            report = self._write(store, draft, image)
+            self._written[store.url] = report
+            self._board.post(self._key(store.url, self._plan.rank), report.encode())
+        assert report.part is not None
+        if self.is_first:
+            entry = self._complete(store, draft, check, again, admit)
+            self._board.post(self._key(store.url, "outcome"), b"{}")
+            self._open.discard(store.url)
+        else:
+            outcome = json.loads(self._board.read(self._key(store.url, "outcome")))
+            check()
+            if error := outcome.get("error"):
+                raise PeerFailed(str(error))
+            entry = Entry(key=key_of(draft), manifest=replace(draft, parts=(report.part.part,)))
+        forget(store, [report.part.key])
+        return entry
+
+    def end(self, reason: str) -> None:
+        """This rank's part in the save is over: tell those who wait for something that will not come."""
+        for url in self._open:
+            if self.is_first:
+                self._board.post(self._key(url, "outcome"), json.dumps({"error": reason}).encode())
+            elif url not in self._written:
+                self._board.post(self._key(url, self._plan.rank), _Report(error=reason).encode())
+        self._open = set()
+
+    def _key(self, url: str, what: int | str) -> str:
+        return f"{self._id}/{url}/{what}"
+
+    def _write(self, store: Store, draft: Manifest, image: Image) -> _Report:
+        places = {entry.name: entry for entry in image.tensors}
+        writer = PartWriter(store, draft.step)
+        objects: dict[str, tuple[int, int]] = {}
+        try:
+            for chunk in self._plan.written_by(self._plan.rank):
+                if chunk.dtype:
+                    entry = places[chunk.name]
+                    end_bytes = entry.offset_bytes + entry.size_bytes
+                    image.wait(end_bytes)
+                    writer.add(image.view[entry.offset_bytes : end_bytes])
+                else:
+                    objects[chunk.name] = writer.add(_pickled(self._objects[chunk.name]))
+            part = writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        return _Report(part=part, objects=objects)
+
+    def _complete(
+        self,
+        store: Store,
+        draft: Manifest,
+        check: Callable[[], None],
+        again: bool,
+        admit: Admit | None,
+    ) -> Entry:
+        reports: dict[int, _Report] = {}
+        for rank in range(len(self._plan.tables)):
+            key = self._key(store.url, rank)
+            reports[rank] = _Report.decode(self._board.read(key))
+            check()
+            if error := reports[rank].error:
+                raise PeerFailed(f"Rank {rank} could not write its part: {error}")
+        parts = [report.part for report in reports.values() if report.part is not None]
+        spans = {
+            name: Span(part=number, offset_bytes=start, size_bytes=size)
+            for number, report in enumerate(reports.values())
+            for name, (start, size) in (report.objects or {}).items()
+        }
+        manifest = replace(
+            draft,
+            format=SHARDED,
+            tensors=(),
+            parts=tuple(part.part for part in parts),
+            layout=self._plan.layout({rank: rank for rank in reports}, spans),
+            world_size=len(reports),
+        )
+
+        def complete() -> Manifest:
+            for part in parts:
+                blob = store.stat(part.key)
+                if blob is None or blob.size_bytes != part.size_bytes:
+                    found = "is missing" if blob is None else f"has {blob.size_bytes} bytes"
+                    raise Damaged(
+                        path=where(store, part.key),
+                        reason=f"the part {found}, {part.size_bytes} bytes were written",
+                    )
+            return manifest
+
+        entry = commit(store, draft.checkpoint_id, complete, at=key_of(draft), again=again, admit=admit)
+        for rank in reports:
+            self._board.remove(self._key(store.url, rank))
+        return entry
+
+
+def _pickled(value: Any) -> memoryview:
+    made = io.BytesIO()
+    torch.save(value, made)
+    return memoryview(made.getbuffer())

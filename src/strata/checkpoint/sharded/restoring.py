@@ -1,0 +1,253 @@
+"""Reading one sharded checkpoint from wherever its pieces are: images of this machine, of others, parts in destinations.
+
+A `ShardedSource` collects what there is, nearest first: of several copies of a chunk the first that was added is read. PyTorch's
+planner decides which slices of which chunks a rank needs; every byte is verified before it is used. What is in another
+machine's memory cannot be read from here: it is left to the caller (`elsewhere`), who has it sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from strata.checkpoint.catalog.listing import where
+from strata.checkpoint.catalog.manifest import Manifest, Part
+from strata.checkpoint.copying.digest import WindowBuffer
+from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
+from strata.checkpoint.image.layout import FILE_NAME
+from strata.checkpoint.image.reading import open_tensors
+from strata.checkpoint.sharded.gathered import nested
+from strata.checkpoint.sharded.layout import DTYPES, Stored, decode
+from strata.checkpoint.sharded.parts import PartReader
+from strata.checkpoint.sharded.plan import Chunk, Marked, Path, flattened
+from strata.checkpoint.sharded.reader import load_object, read_tensor
+from strata.stores.local import LocalStore
+from strata.stores.protocol import Store, StoreError
+
+
+class Unusable(CheckpointError):
+    """Something that a checkpoint was to be read from cannot be: `names` says what."""
+
+    code = "unusable_source"
+
+    def __init__(self, error: CheckpointError | StoreError | str, *, names: Collection[str]) -> None:
+        super().__init__(getattr(error, "message", str(error)))
+        self.names = tuple(names)
+        self.is_away = isinstance(error, StoreError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A file that chunks are read from."""
+
+    name: str
+    """What to strike out when it is damaged."""
+    store: Store | None
+    """None for one that is in the memory of another machine."""
+    part: Part
+    rank: int = -1
+    """Who can read it there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFound:
+    """What a rank tells the others about an image in its machine's memory."""
+
+    name: str
+    rank: int
+    machine: str
+    path: str
+    manifest: Manifest
+    objects: Mapping[Path, Any]
+
+
+def describe_image(path: str, manifest: Manifest, *, name: str, rank: int, machine: str) -> ImageFound:
+    """Look at an image of this machine. Raises `Unusable`."""
+    try:
+        state = open_tensors(path, manifest)
+        objects = {at: value for at, value in flattened(state) if not isinstance(value, torch.Tensor)}
+    except (CheckpointError, OSError) as error:
+        raise Unusable(str(error), names=[name]) from error
+    return ImageFound(name=name, rank=rank, machine=machine, path=path, manifest=manifest, objects=objects)
+
+
+class ShardedSource:
+    """Everything that can be read of one checkpoint."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self.paths: dict[str, Path] = {}
+        self._places: list[Place] = []
+        self._stored: dict[MetadataIndex, Stored] = {}
+        self._objects: dict[Path, Any] = {}
+        self._stored_objects: dict[str, Stored] = {}
+
+    def add_image(self, found: ImageFound, *, is_here: bool) -> None:
+        part = replace(found.manifest.parts[0], key=FILE_NAME)
+        store = LocalStore(FilePath(found.path).parent) if is_here else None
+        number = len(self._places)
+        self._places.append(Place(name=found.name, store=store, part=part, rank=found.rank))
+        marked = Marked.of(found.manifest.layout)
+        assert marked is not None
+        for chunk, span in marked.spans(found.manifest.tensors, part=number):
+            stored = Stored(name=chunk.name, span=span, dtype=DTYPES[chunk.dtype], shape=chunk.sizes)
+            self._add(chunk, stored)
+        for path, value in found.objects.items():
+            self._objects.setdefault(path, value)
+
+    def add_destination(self, store: Store, manifest: Manifest, *, struck: Collection[str]) -> None:
+        """`struck` are the names of parts that are not to be read. Raises `Damaged`."""
+        metadata = decode(manifest, path=store.url)
+        first = len(self._places)
+        self._places += [
+            Place(name=where(store, part.key), store=store, part=part) for part in manifest.parts
+        ]
+        paths = metadata.planner_data or {}
+        for index, stored in metadata.storage_data.items():
+            if self._places[first + stored.span.part].name in struck:
+                continue
+            span = replace(stored.span, part=first + stored.span.part)
+            path = tuple(paths.get(stored.name, (stored.name,)))
+            if stored.dtype is None:
+                self.paths[stored.name] = path
+                self._stored_objects.setdefault(stored.name, replace(stored, span=span))
+                continue
+            size = tuple(metadata.state_dict_metadata[stored.name].size)
+            dtype = str(stored.dtype).removeprefix("torch.")
+            chunk = Chunk(path, dtype, size, tuple(index.offset or ()), stored.shape)
+            self._add(chunk, replace(stored, span=span))
+
+    def _add(self, chunk: Chunk, stored: Stored) -> None:
+        index = MetadataIndex(chunk.name, torch.Size(chunk.offsets))
+        if index in self._stored:
+            return
+        self._stored[index] = stored
+        self.paths[chunk.name] = chunk.path
+        entry = self.tensors.get(chunk.name)
+        if entry is None:
+            entry = self.tensors[chunk.name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=DTYPES[chunk.dtype]), size=torch.Size(chunk.size), chunks=[]
+            )
+        entry.chunks.append(
+            ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+        )
+
+    def objects(self, *, leave_out: Callable[[Path], bool]) -> dict[Path, Any]:
+        """What is no tensor, by path. Raises `Unusable`."""
+        found = {path: value for path, value in self._objects.items() if not leave_out(path)}
+        wanted = [
+            stored
+            for name, stored in self._stored_objects.items()
+            if self.paths[name] not in found and not leave_out(self.paths[name])
+        ]
+        buffer = WindowBuffer()
+        for stored in wanted:
+            place = self._places[stored.span.part]
+            raw = self._reading(place, lambda reader, s=stored: bytes(reader.read(s.span, name=s.name)), buffer)
+            found[self.paths[stored.name]] = load_object(raw, name=stored.name)
+        return found
+
+    def plan(self, targets: Mapping[str, torch.Tensor]) -> Reading:
+        """What is to be read for these targets, distributed tensors or not. Raises `StateMismatch`, and `Unusable` where a slice is
+        nowhere."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        metadata = Metadata(
+            state_dict_metadata={
+                **self.tensors,
+                **{name: BytesStorageMetadata() for name in self._stored_objects},
+            },
+            planner_data={},
+            storage_data=self._stored,
+        )
+        for name, target in targets.items():
+            if name not in self.tensors:
+                raise StateMismatch(f"'{name}' is not in the checkpoint.")
+            if self.tensors[name].size != target.size():
+                raise StateMismatch(
+                    f"'{name}' is {tuple(self.tensors[name].size)} in the checkpoint, but {tuple(target.size())} here."
+                )
+        planner.set_up_planner(dict(targets), metadata, is_coordinator=False)
+        items = planner.create_local_plan().items
+        self._check_covered(targets, items)
+        return Reading(self, planner, items)
+
+    def _check_covered(self, targets: Mapping[str, torch.Tensor], items: Iterable[ReadItem]) -> None:
+        from strata.torch_compat.dtensors import local_of
+
+        found = dict.fromkeys(targets, 0)
+        for item in items:
+            found[item.dest_index.fqn] += math.prod(item.lengths)
+        for name, target in targets.items():
+            if found[name] < local_of(target).numel():
+                raise Unusable(f"parts of '{name}' are in no copy of the checkpoint that can be read", names=[])
+
+    def _reading(
+        self, place: Place, read: Callable[[PartReader], Any], buffer: WindowBuffer
+    ) -> Any:
+        assert place.store is not None
+        try:
+            return read(PartReader(place.store, place.part, buffer))
+        except (Damaged, StoreError) as error:
+            raise Unusable(error, names=[place.name]) from error
+
+
+class Reading:
+    """The slices that one rank reads."""
+
+    def __init__(self, source: ShardedSource, planner: DefaultLoadPlanner, items: list[ReadItem]) -> None:
+        self._source = source
+        self._planner = planner
+        self._items = items
+
+    def read(self) -> None:
+        """Read what can be read from here. Raises `Unusable`."""
+        by_place: dict[int, list[tuple[ReadItem, Stored]]] = {}
+        for item in self._items:
+            stored = self._source._stored[item.storage_index]
+            by_place.setdefault(stored.span.part, []).append((item, stored))
+        buffer = WindowBuffer()
+        for number, wanted in sorted(by_place.items()):
+            place = self._source._places[number]
+            if place.store is None:
+                continue
+            ordered = sorted(wanted, key=lambda pair: pair[1].span.offset_bytes)
+
+            def read(reader: PartReader, ordered: list[tuple[ReadItem, Stored]] = ordered) -> None:
+                for item, stored in ordered:
+                    read_tensor(reader, item, stored, self._planner)
+
+            self._source._reading(place, read, buffer)
+
+    def elsewhere(self) -> Iterator[tuple[Place, ReadItem, Stored]]:
+        """What is in the memory of other machines."""
+        for item in self._items:
+            stored = self._source._stored[item.storage_index]
+            place = self._source._places[stored.span.part]
+            if place.store is None:
+                yield place, item, stored
+
+    def target(self, item: ReadItem) -> torch.Tensor:
+        return self._planner.resolve_tensor(item).detach()
+
+
+def nested_state(values: Mapping[Path, Any]) -> dict[str, Any]:
+    """A state from its leaves."""
+    return nested(
+        {".".join(map(str, path)): value for path, value in values.items()},
+        {".".join(map(str, path)): path for path in values},
+    )

@@ -188,7 +188,7 @@ def test_every_type_of_number_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_a_tensor_of_many_chunks_is_loaded_whole_by_rows_and_by_columns(tmp_path: Path) -> None:
     state = {"large": torch.arange(3 << 22, dtype=torch.float64).reshape(-1, 8), "small": torch.ones(3)}
     save(tmp_path, state)
-    assert len(only_manifest(tmp_path).parts[0].digest.chunks) == 7
+    assert len(only_manifest(tmp_path).parts[0].digest.chunks) == 385
     assert_same(load(tmp_path, {"large": torch.zeros_like(state["large"]), "small": torch.zeros(3)}), state)
     transposed = torch.zeros(8, 3 << 19, dtype=torch.float64).t()  # A target that is not contiguous.
     assert torch.equal(load(tmp_path, {"large": transposed})["large"], state["large"])

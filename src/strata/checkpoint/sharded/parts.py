@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from strata.checkpoint.catalog.listing import Catalog, where
 from strata.checkpoint.catalog.manifest import Part
 from strata.checkpoint.catalog.naming import new_id, writer_of
-from strata.checkpoint.copying.digest import Digest, StreamingDigest, WindowBuffer
+from strata.checkpoint.copying.digest import CHUNK_BYTES, Digest, StreamingDigest, WindowBuffer
 from strata.checkpoint.errors import Damaged
 from strata.checkpoint.sharded.layout import Span
 from strata.processes import this_process
@@ -29,6 +30,10 @@ FOLDER = "parts"
 SUFFIX = ".part"
 ALIGNMENT_BYTES = 64
 _FOREIGN_ORPHAN_AGE_S = 24 * 3600.0
+_MOST_CHUNKS = 1024
+_MOST_REQUESTS = 16
+_SMALLEST_CHUNK_BYTES = 256 << 10
+_SMALLEST_HASHED_BESIDE_BYTES = 1 << 20
 
 _lock = threading.Lock()
 _unnamed: dict[str, set[str]] = {}
@@ -50,32 +55,59 @@ class WrittenPart:
         return Part(key=self.key, size_bytes=self.size_bytes, digest=self.digest)
 
 
+def chunk_bytes_for(size_bytes: int | None) -> int:
+    """How much of a part of this size has one digest, and so is the least that can be read and verified. Slices of small
+    tensors want small chunks; a manifest wants few of them."""
+    if size_bytes is None:
+        return CHUNK_BYTES
+    least = -(-size_bytes // _MOST_CHUNKS)
+    return min(CHUNK_BYTES, max(_SMALLEST_CHUNK_BYTES, 1 << max(0, least - 1).bit_length()))
+
+
 class PartWriter:
-    def __init__(self, store: Store, step: int) -> None:
+    """A part on its way to a store. Large pieces are hashed by a second thread while they are written."""
+
+    def __init__(self, store: Store, step: int, *, size_hint_bytes: int | None = None) -> None:
+        """`size_hint_bytes` is what will be added, about: space for it is checked first, and chunks are as small as that
+        permits."""
         self._store = store
         self.key = f"{FOLDER}/{new_id(step)}{SUFFIX}"
-        self._digest = StreamingDigest()
+        self._digest = StreamingDigest(chunk_bytes=chunk_bytes_for(size_hint_bytes))
+        self._hashing = ThreadPoolExecutor(
+            1, thread_name_prefix="strata-digest"
+        )  # Starts with its first work.
         with _lock:
             _unnamed.setdefault(store.url, set()).add(self.key)
-        self._blob = store.open_write(self.key)
+        self._blob = store.open_write(self.key, size_hint_bytes=size_hint_bytes)
 
     def add(self, data: memoryview) -> tuple[int, int]:
-        """Where the bytes have got: offset and length."""
+        """Where the bytes have got: offset and length. They are no longer needed when it returns."""
         offset_bytes = -(-self._digest.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        padding_bytes = offset_bytes - self._digest.size_bytes
-        for piece in (memoryview(bytes(padding_bytes)), data):
-            if len(piece):
-                self._digest.update(piece)
-                self._blob.write(piece)
+        self._put(memoryview(bytes(offset_bytes - self._digest.size_bytes)))
+        self._put(data)
         return offset_bytes, len(data)
 
     def finish(self) -> WrittenPart:
+        self._hashing.shutdown()
         self._blob.commit()
         return WrittenPart(key=self.key, size_bytes=self._digest.size_bytes, digest=self._digest.finish())
 
     def abort(self) -> None:
+        self._hashing.shutdown()
         self._blob.abort()
         forget(self._store, [self.key])
+
+    def _put(self, piece: memoryview) -> None:
+        if len(piece) < _SMALLEST_HASHED_BESIDE_BYTES:
+            if len(piece):
+                self._digest.update(piece)
+                self._blob.write(piece)
+            return
+        hashed = self._hashing.submit(self._digest.update, piece)
+        try:
+            self._blob.write(piece)
+        finally:
+            hashed.result()
 
 
 class PartReader:
@@ -85,17 +117,9 @@ class PartReader:
         self._store = store
         self._part = part
         self._buffer = buffer
-        self._path = where(store, part.key)
         self._first = self._end = 0
         """The chunks in the buffer."""
-        blob = store.stat(part.key)
-        if blob is None:
-            raise Damaged(path=self._path, reason="the part is missing")
-        if blob.size_bytes != part.size_bytes:
-            raise Damaged(
-                path=self._path,
-                reason=f"the part has {blob.size_bytes} bytes, its manifest says {part.size_bytes}",
-            )
+        check_part(store, part)
 
     def pieces(self, span: Span, *, name: str) -> Iterator[tuple[int, memoryview]]:
         """The bytes of a span, front to back: how far into it each piece begins, and the piece. A piece is valid until
@@ -130,16 +154,49 @@ class PartReader:
         size_bytes = min(end * digest.chunk_bytes, self._part.size_bytes) - start_bytes
         view = self._buffer.window(size_bytes)
         self._store.read_into(self._part.key, view, offset=start_bytes)
-        for number in range(first, end):
-            begin = (number - first) * digest.chunk_bytes
-            chunk = view[begin : begin + digest.chunk_bytes]
-            if not digest.fits(number, chunk):
-                raise Damaged(
-                    path=self._path,
-                    reason=f"bytes changed since they were saved, chunk {number} of {len(digest.chunks)}",
-                    tensors=(name,),
-                )
+        check_chunks(self._store, self._part, first, end, view, lambda *_: (name,))
         self._end = end
+
+
+def check_parts(store: Store, parts: Sequence[Part]) -> None:
+    """Raises `Damaged` for a part that is missing or has another size."""
+    with ThreadPoolExecutor(_MOST_REQUESTS, thread_name_prefix="strata-parts") as pool:
+        for _ in pool.map(lambda part: check_part(store, part), parts):
+            pass
+
+
+def check_part(store: Store, part: Part) -> None:
+    """Raises `Damaged` for a part that is missing or has another size."""
+    blob = store.stat(part.key)
+    if blob is None:
+        raise Damaged(path=where(store, part.key), reason="the part is missing")
+    if blob.size_bytes != part.size_bytes:
+        raise Damaged(
+            path=where(store, part.key),
+            reason=f"the part has {blob.size_bytes} bytes, its manifest says {part.size_bytes}",
+        )
+
+
+def check_chunks(
+    store: Store,
+    part: Part,
+    first: int,
+    end: int,
+    view: memoryview,
+    names: Callable[[int, int], tuple[str, ...]],
+) -> None:
+    """Raises `Damaged` unless `view` has the bytes of these chunks. `names` tells which tensors have bytes in a range of the
+    part."""
+    digest = part.digest
+    for number in range(first, end):
+        begin = (number - first) * digest.chunk_bytes
+        if not digest.fits(number, view[begin : begin + digest.chunk_bytes]):
+            start_bytes = number * digest.chunk_bytes
+            raise Damaged(
+                path=where(store, part.key),
+                reason=f"bytes changed since they were saved, chunk {number} of {len(digest.chunks)}",
+                tensors=names(start_bytes, start_bytes + digest.chunk_bytes),
+            )
 
 
 def forget(store: Store, keys: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +17,22 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from strata.checkpoint.catalog.listing import Catalog, where
+from strata.checkpoint.catalog.manifest import Part
 from strata.checkpoint.copying.digest import WindowBuffer
 from strata.checkpoint.destinations import Destination
 from strata.checkpoint.errors import CheckpointNotFound, LoadFailed
 from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.image.reading import SECURITY_WARNING
-from strata.checkpoint.sharded.layout import Span, Stored, decode
+from strata.checkpoint.sharded.blocks import Block, copy_blocks
+from strata.checkpoint.sharded.layout import Stored, decode
 from strata.checkpoint.sharded.listing import info_of, opened, sharded
-from strata.checkpoint.sharded.parts import PartReader
-from strata.stores.protocol import StoreError
+from strata.checkpoint.sharded.parts import PartReader, check_parts
+from strata.stores.protocol import Store, StoreError
 
 log = logging.getLogger("strata.checkpoint")
+
+_BATCH_BYTES = 256 << 20
+_SMALLEST_RUN_BYTES = 64
 
 
 class StrataStorageReader(StorageReader):
@@ -85,24 +91,29 @@ class StrataStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_part: dict[int, list[tuple[ReadItem, Stored]]] = {}
+        objects: dict[int, list[tuple[ReadItem, Stored]]] = {}
+        tensors: list[tuple[ReadItem, Stored]] = []
         for item in plan.items:
             stored = self._metadata.storage_data[item.storage_index]
-            by_part.setdefault(stored.span.part, []).append((item, stored))
-        buffer = WindowBuffer()
+            if item.type == LoadItemType.BYTE_IO:
+                objects.setdefault(stored.span.part, []).append((item, stored))
+            else:
+                tensors.append((item, stored))
         try:
-            for number, wanted in sorted(by_part.items()):
-                part = PartReader(self._store, self._manifest.parts[number], buffer)
-                for item, stored in sorted(wanted, key=lambda pair: pair[1].span.offset_bytes):
-                    if item.type == LoadItemType.BYTE_IO:
-                        planner.load_bytes(item, self._made_safe(part, stored))
-                    else:
-                        read_tensor(part, item, stored, planner)
+            read_tensors(self._store, self._manifest.parts, tensors, planner)
+            self._read_objects(objects, planner)
         except StoreError as error:
             raise LoadFailed(error.message, hint=error.hint) from None
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_objects(self, objects: dict[int, list[tuple[ReadItem, Stored]]], planner: LoadPlanner) -> None:
+        buffer = WindowBuffer()
+        for number, held in sorted(objects.items()):
+            part = PartReader(self._store, self._manifest.parts[number], buffer)
+            for item, stored in sorted(held, key=lambda pair: pair[1].span.offset_bytes):
+                planner.load_bytes(item, self._made_safe(part, stored))
 
     def _made_safe(self, part: PartReader, stored: Stored) -> io.BytesIO:
         """The pickle for the planner, which will unpickle without any care: so it gets one made here, of what a safe
@@ -146,47 +157,104 @@ def load_object(raw: bytes, *, name: str) -> Any:
         ) from None
 
 
-def read_tensor(part: PartReader, item: ReadItem, stored: Stored, planner: LoadPlanner) -> None:
-    target = planner.resolve_tensor(item).detach()
+def read_tensors(
+    store: Store,
+    parts: Sequence[Part],
+    tensors: Sequence[tuple[ReadItem, Stored]],
+    planner: LoadPlanner,
+) -> None:
+    """Read slices of chunks into the planner's tensors. Raises `Damaged` and the store's errors."""
+    needed = {stored.span.part for _, stored in tensors if stored.span.size_bytes}
+    check_parts(store, [parts[number] for number in sorted(needed)])
+    for batch in _batches(tensors):
+        filled: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        wanted: dict[int, list[Block]] = {}
+        for item, stored in batch:
+            target = planner.resolve_tensor(item).detach()
+            memory = _memory_for(target, item, stored)
+            if memory.numel():
+                wanted.setdefault(stored.span.part, []).append(_block(item, stored, memory))
+            filled.append((item, target, memory))
+        copy_blocks(store, [(parts[number], blocks) for number, blocks in wanted.items()])
+        for item, target, memory in filled:
+            if memory is not target:
+                target.copy_(memory)
+            planner.commit_tensor(item, target)
+
+
+def read_slice(store: Store, part: Part, item: ReadItem, stored: Stored) -> torch.Tensor:
+    """One slice of a chunk, in memory of its own. Raises `Damaged` and the store's errors."""
+    found = torch.empty(tuple(item.lengths), dtype=stored.dtype)
+    if found.numel():
+        check_parts(store, [part])
+        copy_blocks(store, [(part, [_block(item, stored, found)])])
+    return found
+
+
+def _batches(tensors: Sequence[tuple[ReadItem, Stored]]) -> Iterator[list[tuple[ReadItem, Stored]]]:
+    """In the order of the parts, so many that threads have enough to do, so few that a planner or a device that needs memory
+    of its own for each does not need it for all."""
+    batch: list[tuple[ReadItem, Stored]] = []
+    size_bytes = 0
+    for item, stored in sorted(tensors, key=lambda pair: (pair[1].span.part, pair[1].span.offset_bytes)):
+        batch.append((item, stored))
+        size_bytes += math.prod(item.lengths) * (stored.dtype.itemsize if stored.dtype else 0)
+        if size_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _memory_for(target: torch.Tensor, item: ReadItem, stored: Stored) -> torch.Tensor:
+    """Where the bytes of the block go: the target itself, or where its memory is arranged otherwise (another device, another
+    type of number) a tensor to copy from."""
     if target.size() != item.lengths or stored.dtype is None:
         found = f"{tuple(item.lengths)}" if stored.dtype else "no tensor"
         raise LoadFailed(
             f"'{stored.name}' is {found} in the checkpoint, but {tuple(target.size())} in the state."
         )
-    rows = _rows(item, stored)
-    if rows is not None and target.is_cpu and target.is_contiguous() and target.dtype == stored.dtype:
-        flat = target.reshape(-1).view(torch.uint8)
-        for start, piece in part.pieces(rows, name=stored.name):
-            flat[start : start + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
-    else:
-        target.copy_(_block(part, item, stored, stored.dtype, rows))
-    planner.commit_tensor(item, target)
+    is_ordinary = type(target) is torch.Tensor and target.is_cpu and target.layout == torch.strided
+    is_plain = target.dtype == stored.dtype and not target.is_conj() and not target.is_neg()
+    if is_ordinary and is_plain and _has_runs(target):
+        return target
+    return torch.empty(tuple(item.lengths), dtype=stored.dtype)
 
 
-def _rows(item: ReadItem, stored: Stored) -> Span | None:
-    """The bytes of the block that is wanted, where they lie in one run: whole rows of the chunk."""
-    if tuple(item.lengths[1:]) != stored.shape[1:]:
-        return None
-    if not stored.shape:
-        return stored.span
-    row_bytes = math.prod(stored.shape[1:]) * (stored.dtype.itemsize if stored.dtype else 0)
-    return Span(
-        part=stored.span.part,
-        offset_bytes=stored.span.offset_bytes + item.storage_offsets[0] * row_bytes,
-        size_bytes=item.lengths[0] * row_bytes,
+def _has_runs(target: torch.Tensor) -> bool:
+    """Whether rows of it lie in memory as those of a contiguous tensor do, in runs that are worth a copy of their own."""
+    expected = 1
+    for length, stride in zip(reversed(target.shape), reversed(target.stride()), strict=True):
+        if length != 1 and stride != expected:
+            return expected * target.itemsize >= _SMALLEST_RUN_BYTES
+        expected *= length
+    return True
+
+
+def _block(item: ReadItem, stored: Stored, memory: torch.Tensor) -> Block:
+    """The block that is wanted. Dimensions that lie in one run on both sides are taken together."""
+    assert stored.dtype is not None
+    itemsize = stored.dtype.itemsize
+    strides, to_strides = [], [stride * itemsize for stride in memory.stride()]
+    row_bytes = itemsize
+    for length in reversed(stored.shape):
+        strides.insert(0, row_bytes)
+        row_bytes *= length
+    start_bytes = stored.span.offset_bytes + sum(
+        offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True)
     )
-
-
-def _block(
-    part: PartReader, item: ReadItem, stored: Stored, dtype: torch.dtype, rows: Span | None
-) -> torch.Tensor:
-    """The block that is wanted, as a tensor."""
-    if math.prod(item.lengths) == 0:
-        return torch.empty(item.lengths, dtype=dtype)
-    raw = torch.frombuffer(part.read(rows or stored.span, name=stored.name), dtype=torch.uint8).view(dtype)
-    if rows is not None:
-        return raw.reshape(item.lengths)
-    block = raw.reshape(stored.shape)
-    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        block = block.narrow(dimension, start, length)
-    return block
+    run_bytes, inner = itemsize, len(stored.shape)
+    while inner:
+        if item.lengths[inner - 1] != 1 and not strides[inner - 1] == to_strides[inner - 1] == run_bytes:
+            break
+        run_bytes *= item.lengths[inner - 1]
+        inner -= 1
+    return Block(
+        name=stored.name,
+        start_bytes=start_bytes,
+        run_bytes=run_bytes,
+        address=memory.data_ptr(),
+        counts=tuple(item.lengths[:inner]),
+        strides=tuple(strides[:inner]),
+        to_strides=tuple(to_strides[:inner]),
+    )

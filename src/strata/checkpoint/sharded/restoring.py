@@ -158,7 +158,9 @@ class ShardedSource:
         buffer = WindowBuffer()
         for stored in wanted:
             place = self._places[stored.span.part]
-            raw = self._reading(place, lambda reader, s=stored: bytes(reader.read(s.span, name=s.name)), buffer)
+            raw = self._reading(
+                place, lambda reader, s=stored: bytes(reader.read(s.span, name=s.name)), buffer
+            )
             found[self.paths[stored.name]] = load_object(raw, name=stored.name)
         return found
 
@@ -194,11 +196,11 @@ class ShardedSource:
             found[item.dest_index.fqn] += math.prod(item.lengths)
         for name, target in targets.items():
             if found[name] < local_of(target).numel():
-                raise Unusable(f"parts of '{name}' are in no copy of the checkpoint that can be read", names=[])
+                raise Unusable(
+                    f"parts of '{name}' are in no copy of the checkpoint that can be read", names=[]
+                )
 
-    def _reading(
-        self, place: Place, read: Callable[[PartReader], Any], buffer: WindowBuffer
-    ) -> Any:
+    def _reading(self, place: Place, read: Callable[[PartReader], Any], buffer: WindowBuffer) -> Any:
         assert place.store is not None
         try:
             return read(PartReader(place.store, place.part, buffer))

@@ -37,6 +37,7 @@ from strata.checkpoint.events import CheckpointInfo
 from strata.checkpoint.sharded.layout import Span, encode
 from strata.checkpoint.sharded.listing import info_of, key_of, opened
 from strata.checkpoint.sharded.parts import (
+    ALIGNMENT_BYTES,
     PartWriter,
     WrittenPart,
     clean_up_own_parts,
@@ -199,7 +200,7 @@ class StrataStorageWriter(StorageWriter):
             self._clean(self.keep_count)
 
     def _write_part(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        writer = PartWriter(self._store, self.step)
+        writer = PartWriter(self._store, self.step, size_hint_bytes=sum(map(_size_bytes, items)))
         try:
             # Tensors first: they need alignment, objects do not.
             ordered = sorted(items, key=lambda item: item.type == WriteItemType.BYTE_IO)
@@ -258,6 +259,12 @@ class StrataStorageWriter(StorageWriter):
             raise SaveFailed.because(
                 error, tier=self._store.tier, path=path, checkpoint_id="", step=self.step
             ) from None
+
+
+def _size_bytes(item: WriteItem) -> int:
+    """What it will need in its part, about: the size of an object is not known yet, and it is small."""
+    size_bytes = item.tensor_storage_size() or 0
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _bytes_of(item: WriteItem, planner: SavePlanner) -> memoryview:

@@ -1,0 +1,379 @@
+"""How an elastic job saves and restores a state that is spread over its ranks. Carries out what `strata.core.job` decides."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.planner import ReadItem
+
+from strata.checkpoint.catalog.manifest import CheckpointId, Manifest
+from strata.checkpoint.copying.digest import WindowBuffer
+from strata.checkpoint.copying.staging import find_snapshots, job_folder, read_snapshot, remove_job
+from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
+from strata.checkpoint.image.in_place import verify_image
+from strata.checkpoint.image.layout import FILE_NAME, Plan, Prepared
+from strata.checkpoint.manager import CheckpointManager
+from strata.checkpoint.sharded.layout import Stored
+from strata.checkpoint.sharded.parts import PartReader
+from strata.checkpoint.sharded.plan import Marked, ShardPlan, chunks_of, flattened
+from strata.checkpoint.sharded.plan import Path as StatePath
+from strata.checkpoint.sharded.publishing import Board, GroupBoard, OwnBoard, Shards
+from strata.checkpoint.sharded.reader import read_block
+from strata.checkpoint.sharded.restoring import (
+    ImageFound,
+    Reading,
+    ShardedSource,
+    Unusable,
+    describe_image,
+    nested_state,
+)
+from strata.core.job import LoadReport, LoadShards, Offer
+from strata.shared_memory import folder_name, memory_roots
+from strata.stores.local import LocalStore
+from strata.stores.protocol import Store, StoreError
+from strata.torch_compat.dtensors import local_of
+from strata.training.exchange import exchange_device, gather, is_distributed
+from strata.training.shards import RNG, ShardedState, local_state
+from strata.training.state import TrainingState
+
+log = logging.getLogger("strata.training")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Described:
+    """What a rank tells the others before they read."""
+
+    images: tuple[ImageFound, ...] = ()
+    manifests: Mapping[str, Manifest] | None = None
+    """Of the checkpoint, by the destination's URL."""
+    error: str = ""
+    struck: tuple[str, ...] = ()
+
+
+def slot_name(run: str, local_rank: int) -> str:
+    """What a rank's images are called in its machine's memory: the next process in the same place finds them, whatever its rank."""
+    return folder_name(f"{run}-{local_rank}")
+
+
+def new_board(name: str) -> Board:
+    return GroupBoard(name) if is_distributed() else OwnBoard()
+
+
+class ShardedJob:
+    """One rank's part in saving and restoring."""
+
+    def __init__(self, state: TrainingState, *, rank: int, world_size: int, machine: str) -> None:
+        self._state = ShardedState(state)
+        self._rank = rank
+        self._world_size = world_size
+        self._machine = machine
+        self._plan: ShardPlan | None = None
+        self._planned_for: Plan | None = None
+        self._local: dict[str, Any] = {}
+        self._captured: dict[str, Any] = {}
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def capture(self, manager: CheckpointManager, *, step: int, epoch: int) -> Prepared:
+        """Look at the state as it is now."""
+        self._captured = self._state.capture(
+            step=step, epoch=epoch, rank=self._rank, world_size=self._world_size
+        )
+        self._local = local_state(self._captured)
+        return manager.prepared(self._local)
+
+    def needs_plan(self, prepared: Prepared) -> bool:
+        """Whether the structure of the state is not that of the save before. Once one rank says so, all make a plan."""
+        return self._plan is None or prepared.plan is not self._planned_for
+
+    def make_plan(self, prepared: Prepared) -> None:
+        """Collective. Raises `UnsupportedState` on every rank where one cannot be made on any."""
+        mine: Any
+        try:
+            mine = chunks_of(self._captured)
+        except CheckpointError as error:
+            mine = error
+        tables = gather(mine)
+        for table in tables:
+            if isinstance(table, CheckpointError):
+                raise table
+        self._plan = ShardPlan(tables=tuple(tables), rank=self._rank)
+        self._planned_for = prepared.plan
+
+    def shards(self) -> Shards:
+        """What is to be saved; lets go of the state."""
+        assert self._plan is not None
+        shards = Shards(plan=self._plan, state=self._local)
+        self._local, self._captured = {}, {}
+        return shards
+
+    # --- restoring ------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        load: LoadShards,
+        *,
+        manager: CheckpointManager | None,
+        stores: Sequence[Store],
+        manifests: Mapping[str, Manifest],
+    ) -> tuple[Any, LoadReport]:
+        """Collective: every rank reads what it needs. `manifests` are those that this rank has found, by destination."""
+        described = gather(self._describe(load, manifests))
+        if any(each.error for each in described):
+            mine = described[self._rank]
+            if not mine.error:
+                return None, LoadReport()
+            return None, LoadReport(error=mine.error, fault="copy", struck=mine.struck)
+        images = {image.name: image for each in described for image in each.images}
+        reading: Reading | None = None
+        values: dict[StatePath, Any] = {}
+        report = LoadReport()
+        try:
+            reading, values = self._read(load, images, described[0].manifests or {}, manager, stores)
+        except StateMismatch as error:
+            report = LoadReport(error=error.message, fault="state")
+        except Unusable as error:
+            fault = "away" if error.is_away else "copy"
+            report = LoadReport(error=error.message, fault=fault, struck=error.names)
+        except (StoreError, CheckpointError, OSError) as error:
+            report = LoadReport(error=getattr(error, "message", str(error)), fault="copy")
+        lost = self._have_sent(reading, images)
+        if lost and report.fault == "none":
+            report = LoadReport(error="it could not be read there", fault="copy", struck=lost)
+        if report.fault != "none":
+            return None, report
+        position = next(
+            manifest.data
+            for manifest in (*(i.manifest for i in images.values()), *(described[0].manifests or {}).values())
+        )
+        return {**nested_state(values), "position": position}, report
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        self._state.adopt(state, rank=self._rank)
+
+    def _describe(self, load: LoadShards, manifests: Mapping[str, Manifest]) -> _Described:
+        """The images of this machine that this rank has offered, and where nothing may be torn, whether they are intact."""
+        found: list[ImageFound] = []
+        errors: list[str] = []
+        struck: list[str] = []
+        for source in load.sources:
+            if source.rank != self._rank or not source.machine:
+                continue
+            path = source.offer.where
+            snapshot = read_snapshot(Path(path).parent)
+            try:
+                if snapshot is None or snapshot.manifest.checkpoint_id != load.offer.checkpoint_id:
+                    raise Damaged(path=path, reason="the image no longer exists")
+                if not load.may_tear:
+                    verify_image(snapshot.path, snapshot.manifest)
+                found.append(
+                    describe_image(
+                        path, snapshot.manifest, name=source.name, rank=self._rank, machine=source.machine
+                    )
+                )
+            except (CheckpointError, OSError) as error:
+                errors.append(getattr(error, "message", str(error)))
+                struck.append(source.name)
+        mine = {
+            url: manifest
+            for url, manifest in manifests.items()
+            if any(not source.machine and source.offer.where == url for source in load.sources)
+        }
+        return _Described(
+            images=tuple(found), manifests=mine, error="; ".join(errors), struck=tuple(struck)
+        )
+
+    def _read(
+        self,
+        load: LoadShards,
+        images: Mapping[str, ImageFound],
+        manifests: Mapping[str, Manifest],
+        manager: CheckpointManager | None,
+        stores: Sequence[Store],
+    ) -> tuple[Reading | None, dict[StatePath, Any]]:
+        """The leaves of the state: tensors, which are the live ones, and objects. Reads all that can be read from here."""
+        source = ShardedSource()
+        by_url = {store.url: store for store in stores}
+        for each in load.seen_from(self._machine):
+            if each.machine:
+                source.add_image(images[each.name], is_here=each.machine == self._machine)
+            else:
+                url = each.offer.where
+                source.add_destination(by_url[url], manifests[url], struck=load.struck)
+        tensors = {
+            source.paths[name]: (entry.properties.dtype, entry.size) for name, entry in source.tensors.items()
+        }
+        mine = (RNG, str(self._rank))
+        objects = source.objects(
+            leave_out=lambda path: path[0] == RNG and path[:2] not in (mine, (RNG, "0"))
+        )
+        targets = self._state.targets(tensors, objects)
+        own = self._own_image(load, images)
+        if own is not None and manager is not None and _is_same(own, targets):
+            self._map_own(own, targets, manager, load)
+            return None, {**objects, **targets}
+        named = {".".join(map(str, path)): target for path, target in targets.items()}
+        reading = source.plan(named)
+        with torch.no_grad():
+            reading.read()
+        return reading, {**objects, **targets}
+
+    def _own_image(self, load: LoadShards, images: Mapping[str, ImageFound]) -> ImageFound | None:
+        return next((i for i in images.values() if i.rank == self._rank and i.machine == self._machine), None)
+
+    def _map_own(
+        self,
+        own: ImageFound,
+        targets: Mapping[StatePath, torch.Tensor],
+        manager: CheckpointManager,
+        load: LoadShards,
+    ) -> None:
+        try:
+            manager.restore_copy(
+                own.manifest.checkpoint_id,
+                where=own.path,
+                into=_Bound({path: local_of(target).detach() for path, target in targets.items()}),
+                tear_ok=load.may_tear,
+            )
+        except CheckpointError as error:
+            raise Unusable(error, names=[own.name]) from error
+
+    # --- between machines -----------------------------------------------------------------------------------
+
+    def _have_sent(self, reading: Reading | None, images: Mapping[str, ImageFound]) -> tuple[str, ...]:
+        """Collective: slices in the memory of one machine go to the ranks of others that need them, one after the other. The names of
+        images that some could not be read from."""
+        if not images or self._world_size == 1:
+            return ()
+        wanted = [] if reading is None else list(reading.elsewhere())
+        everyone = gather(
+            [
+                (place.name, stored, tuple(item.storage_offsets), tuple(item.lengths))
+                for place, item, stored in wanted
+            ]
+        )
+        lost: set[str] = set()
+        buffer = WindowBuffer()
+        for rank, slices in enumerate(everyone):
+            for number, (name, stored, offsets, lengths) in enumerate(slices):
+                owner = images[name].rank
+                if owner == self._rank:
+                    self._send(images[name], stored, offsets, lengths, to=rank, buffer=buffer)
+                elif rank == self._rank:
+                    assert reading is not None
+                    if not self._receive(reading, wanted[number][1], stored, lengths, owner):
+                        lost.add(name)
+        return tuple(sorted(lost))
+
+    def _send(
+        self,
+        image: ImageFound,
+        stored: Stored,
+        offsets: tuple[int, ...],
+        lengths: tuple[int, ...],
+        *,
+        to: int,
+        buffer: WindowBuffer,
+    ) -> None:
+        device = exchange_device()
+        part = image.manifest.parts[0]
+        assert stored.dtype is not None
+        try:
+            store = LocalStore(Path(image.path).parent)
+            reader = PartReader(store, type(part)(key=FILE_NAME, size_bytes=part.size_bytes, digest=part.digest), buffer)
+            block = read_block(reader, stored, stored.dtype, offsets, lengths)
+        except (Damaged, StoreError) as error:
+            log.warning("rank %d asked for what cannot be read: %s", to, error)
+            distributed.send(torch.zeros(1, dtype=torch.uint8, device=device), to)
+            return
+        distributed.send(torch.ones(1, dtype=torch.uint8, device=device), to)
+        raw = block.contiguous().reshape(-1).view(torch.uint8)
+        if raw.numel():
+            distributed.send(raw.to(device), to)
+
+    def _receive(
+        self, reading: Reading, item: ReadItem, stored: Stored, lengths: tuple[int, ...], owner: int
+    ) -> bool:
+        device = exchange_device()
+        is_there = torch.empty(1, dtype=torch.uint8, device=device)
+        distributed.recv(is_there, owner)
+        if not is_there.item():
+            return False
+        target = reading.target(item)
+        assert stored.dtype is not None
+        raw = torch.empty(target.numel() * stored.dtype.itemsize, dtype=torch.uint8, device=device)
+        if raw.numel():
+            distributed.recv(raw, owner)
+            with torch.no_grad():
+                target.copy_(raw.view(stored.dtype).reshape(lengths))
+        return True
+
+
+class _Bound:
+    """Targets by path (`strata.checkpoint.image.in_place.Binding`)."""
+
+    def __init__(self, targets: Mapping[StatePath, torch.Tensor]) -> None:
+        self._targets = targets
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return all(target.device.type == "cpu" for target in self._targets.values())
+
+    def bind(self, saved: Any) -> Any:
+        return nested_state(self._targets)
+
+
+def _is_same(image: ImageFound, targets: Mapping[StatePath, torch.Tensor]) -> bool:
+    """Whether an image holds just what this rank is to hold."""
+    marked = Marked.of(image.manifest.layout)
+    if marked is None:
+        return False
+    held = {chunk for chunk in marked.chunks if chunk.dtype}
+    return held == set(chunks_of(nested_state(targets)))
+
+
+def offers_of(found: Sequence[Offer], manifests: Mapping[str, Manifest]) -> list[Offer]:
+    """Offers of images, with what they hold of their checkpoints."""
+    raise NotImplementedError
+
+
+def left_over_images(run: str, *, root: Path | None, local_world_size: int) -> list[tuple[str, Manifest]]:
+    """Images of this run that no process of this machine will take over, because there are fewer now: path and manifest."""
+    found: list[tuple[str, Manifest]] = []
+    for name in _left_over_slots(run, root=root, local_world_size=local_world_size):
+        found += [(str(s.path), s.manifest) for s in find_snapshots(name, root=root)]
+    return found
+
+
+def drop_left_over(run: str, *, root: Path | None, local_world_size: int) -> None:
+    """Give their memory back: there is a newer snapshot."""
+    for name in _left_over_slots(run, root=root, local_world_size=local_world_size):
+        for each in memory_roots(root):
+            remove_job(job_folder(name, root=each))
+
+
+def _left_over_slots(run: str, *, root: Path | None, local_world_size: int) -> list[str]:
+    used = {slot_name(run, number) for number in range(local_world_size)}
+    names: list[str] = []
+    for each in memory_roots(root):
+        number = local_world_size
+        while number < local_world_size + 64:
+            name = slot_name(run, number)
+            if name not in used and job_folder(name, root=each).exists():
+                names.append(name)
+            number += 1
+    return names
+
+
+def local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+__all__ = ["CheckpointId", "ShardedJob", "drop_left_over", "left_over_images", "new_board", "slot_name"]

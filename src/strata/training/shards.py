@@ -1,0 +1,292 @@
+"""The state of a job whose model is spread over the ranks: what this rank holds of it, named like the plain model's.
+
+`capture` gives the nested state with the distributed tensors themselves, under the names that
+`torch.distributed.checkpoint.state_dict` gives: those of the module without any wrapper, and for the optimizer's state those of
+its parameters. `targets` are the live tensors that a saved one is read into, with the optimizer's made where they do not exist
+yet; `adopt` does the rest. Nothing here talks to storage or to other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from strata.checkpoint.errors import StateMismatch
+from strata.checkpoint.image.nested import mapped
+from strata.checkpoint.sharded.plan import Path
+from strata.torch_compat.dtensors import is_distributed_tensor, local_of
+from strata.training import rng
+from strata.training.state import EXTRA, MODEL, OPTIMIZER, SCHEDULER, TrainingState, unwrap
+
+RNG = "rng_states"
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Modules that `torch.compile` and activation checkpointing put around others."""
+
+
+def is_sharded(state: TrainingState) -> bool:
+    """Whether any tensor of the model or of what is saved with it is one rank's part of a larger one."""
+    modules = [state.model, *_of_kind(state, torch.nn.Module)]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    return any(map(is_distributed_tensor, tensors))
+
+
+def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A captured state with what this rank holds in the place of each distributed tensor, in rows."""
+
+    def held(_: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        local = local_of(leaf)
+        return local if local.is_contiguous() else local.detach().contiguous()
+
+    found: dict[str, Any] = mapped(state, held, leaf=torch.Tensor)
+    return found
+
+
+class ShardedState:
+    """A `TrainingState`, by the names of the plain model."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._names = {
+            id(parameter): name
+            for prefix, module in self._modules()
+            for name, parameter in _named_parameters(module, prefix)
+        }
+
+    def capture(self, *, step: int, epoch: int, rank: int, world_size: int) -> dict[str, Any]:
+        state = self._state
+        return {
+            "step": step,
+            "epoch": epoch,
+            "world_size": world_size,
+            MODEL: _module_state(unwrap(state.model)),
+            OPTIMIZER: self._saved(state.optimizer),
+            SCHEDULER: state.scheduler.state_dict() if state.scheduler is not None else None,
+            # Each rank has its own; a tuple is one object, whatever is in it.
+            RNG: {str(rank): (rng.capture(),)},
+            EXTRA: {name: self._saved(item) for name, item in (state.extra or {}).items()},
+        }
+
+    def targets(
+        self, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], objects: Mapping[Path, Any]
+    ) -> dict[Path, torch.Tensor]:
+        """For each tensor that was saved, by its path, what it is read into. Raises `StateMismatch`, with nothing changed."""
+        state = self._state
+        found = _targets_of_module(unwrap(state.model), tensors, (MODEL,))
+        for base, item in [
+            ((OPTIMIZER,), state.optimizer),
+            *(((EXTRA, name), item) for name, item in (state.extra or {}).items()),
+        ]:
+            if isinstance(item, torch.nn.Module):
+                if any(path[: len(base)] == base for path in tensors):
+                    found |= _targets_of_module(item, tensors, base)
+            elif isinstance(item, torch.optim.Optimizer):
+                found |= self._targets_of_optimizer(item, tensors, base)
+            else:
+                found |= _targets_of_other(item, tensors, base)
+        for path, (dtype, size) in tensors.items():
+            if path not in found and path[0] not in (MODEL, RNG):
+                found[path] = torch.empty(size, dtype=dtype)
+        return found
+
+    def adopt(self, state: Mapping[str, Any], *, rank: int) -> None:
+        """Go on from a state whose tensors are those of `targets`."""
+        mine = self._state
+        _adopt_module(unwrap(mine.model), state.get(MODEL, {}))
+        if OPTIMIZER in state:
+            self._adopt(mine.optimizer, state[OPTIMIZER])
+        if mine.scheduler is not None and state.get(SCHEDULER) is not None:
+            mine.scheduler.load_state_dict(state[SCHEDULER])
+        for name, item in (mine.extra or {}).items():
+            saved = (state.get(EXTRA) or {}).get(name)
+            if saved is not None:
+                self._adopt(item, saved)
+        rng.restore({name: row[0] for name, row in (state.get(RNG) or {}).items()}, rank)
+
+    # --- what is saved ----------------------------------------------------------------------------------------
+
+    def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        yield "", unwrap(self._state.model)
+        for name, item in (self._state.extra or {}).items():
+            if isinstance(item, torch.nn.Module):
+                yield f"{name}.", item
+
+    def _saved(self, item: Any) -> dict[str, Any]:
+        if isinstance(item, torch.nn.Module):
+            return _module_state(item)
+        if isinstance(item, torch.optim.Optimizer):
+            return self._optimizer_state(item)
+        found: dict[str, Any] = item.state_dict()
+        return found
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        saved = optimizer.state_dict()
+        names = self._numbered(optimizer, saved["param_groups"])
+        return {
+            **saved,
+            "state": {names.get(number, str(number)): entry for number, entry in saved["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[number] for number in group["params"]]}
+                for group in saved["param_groups"]
+            ],
+        }
+
+    def _numbered(self, optimizer: torch.optim.Optimizer, groups: list[Any]) -> dict[int, str]:
+        """The names of an optimizer's parameters, by torch's numbers for them."""
+        return {
+            number: self._names.get(id(parameter), f"parameter-{number}")
+            for group, live in zip(groups, optimizer.param_groups, strict=True)
+            for number, parameter in zip(group["params"], live["params"], strict=True)
+        }
+
+    def _parameters(self, optimizer: torch.optim.Optimizer) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
+        """An optimizer's parameters by name, each with its group."""
+        parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+        return {
+            self._names.get(id(parameter), f"parameter-{number}"): (parameter, group)
+            for number, (parameter, group) in enumerate(parameters)
+        }
+
+    # --- what comes back --------------------------------------------------------------------------------------
+
+    def _targets_of_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tensors: Mapping[Path, tuple[torch.dtype, torch.Size]],
+        base: Path,
+    ) -> dict[Path, torch.Tensor]:
+        base = (*base, "state")
+        parameters = self._parameters(optimizer)
+        found: dict[Path, torch.Tensor] = {}
+        for path, (dtype, size) in tensors.items():
+            if path[: len(base)] != base:
+                continue
+            name, keys = str(path[len(base)]), path[len(base) + 1 :]
+            if name not in parameters:
+                raise StateMismatch(f"'{'.'.join(map(str, path))}' belongs to no parameter of the optimizer.")
+            parameter, group = parameters[name]
+            found[path] = _target_of_state(
+                optimizer.state.get(parameter), parameter, group, keys, dtype, size
+            )
+        return found
+
+    def _adopt(self, item: Any, saved: Any) -> None:
+        if isinstance(item, torch.nn.Module):
+            _adopt_module(item, saved)
+        elif isinstance(item, torch.optim.Optimizer):
+            self._adopt_optimizer(item, saved)
+        else:
+            item.load_state_dict(saved)
+
+    def _adopt_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        groups = deepcopy(saved.get("param_groups", []))
+        wanted = [[self._names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        there = [group.get("params", []) for group in groups]
+        if [len(names) for names in there] != [len(names) for names in wanted] or any(
+            name and name != other
+            for names, others in zip(wanted, there, strict=True)
+            for name, other in zip(names, others, strict=True)
+        ):
+            raise StateMismatch("The optimizer's groups hold other parameters than when it was saved.")
+        parameters = self._parameters(optimizer)
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for name, entry in saved.get("state", {}).items():
+            if name in parameters:
+                state[parameters[name][0]] = entry
+        for group, live in zip(groups, optimizer.param_groups, strict=True):
+            group["params"] = live["params"]
+        optimizer.__setstate__({"state": state, "param_groups": groups})
+
+
+def _of_kind(state: TrainingState, kind: type[Any]) -> list[Any]:
+    return [item for item in (state.extra or {}).values() if isinstance(item, kind)]
+
+
+def _clean(name: str) -> str:
+    """The name that a parameter has in the plain module."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _named_parameters(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in module.named_parameters():
+        yield prefix + _clean(name), parameter
+
+
+def _module_state(module: torch.nn.Module) -> dict[str, Any]:
+    return {_clean(name): value for name, value in module.state_dict().items()}
+
+
+def _targets_of_module(
+    module: torch.nn.Module, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], base: Path
+) -> dict[Path, torch.Tensor]:
+    live = {name: value for name, value in _module_state(module).items() if isinstance(value, torch.Tensor)}
+    saved = {str(path[len(base)]): size for path, (_, size) in tensors.items() if path[: len(base)] == base}
+    dotted = ".".join(map(str, base))
+    for name, tensor in live.items():
+        if name not in saved:
+            raise StateMismatch(f"'{dotted}.{name}' is not in the checkpoint.")
+        if saved[name] != tensor.size():
+            raise StateMismatch(
+                f"'{dotted}.{name}' is {tuple(saved[name])} in the checkpoint, but {tuple(tensor.size())} in the model."
+            )
+    for name in saved:
+        if name not in live:
+            raise StateMismatch(f"'{dotted}.{name}' is in the checkpoint, but not in the model.")
+    return {(*base, name): tensor for name, tensor in live.items()}
+
+
+def _adopt_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+    """Its tensors are in place; what else it has saved it is given."""
+    if any(not isinstance(value, torch.Tensor) for value in saved.values()):
+        raw = {_clean(name): name for name in module.state_dict()}
+        module.load_state_dict({raw[name]: value for name, value in saved.items() if name in raw})
+
+
+def _target_of_state(
+    entry: Any,
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+    keys: Path,
+    dtype: torch.dtype,
+    size: torch.Size,
+) -> torch.Tensor:
+    """The live tensor of an optimizer's state, or one of the kind that torch would make of what was saved."""
+    live = entry
+    for key in keys:
+        live = live.get(key) if isinstance(live, Mapping) else None
+    if isinstance(live, torch.Tensor) and live.size() == size and live.dtype is dtype:
+        return live
+    if keys[-1:] == ("step",):
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        return torch.empty(size, dtype=dtype, device=parameter.device if on_device else "cpu")
+    if size == parameter.size():
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(size, dtype=dtype, device=parameter.device)
+
+
+def _targets_of_other(
+    item: Any, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], base: Path
+) -> dict[Path, torch.Tensor]:
+    """The distributed tensors of something with a state of its own: they must be there, and like those that were saved."""
+    from strata.checkpoint.sharded.plan import flattened
+
+    found: dict[Path, torch.Tensor] = {}
+    if not any(path[: len(base)] == base for path in tensors):
+        return found
+    for path, value in flattened(item.state_dict()):
+        at = (*base, *path)
+        if is_distributed_tensor(value) and at in tensors:
+            if tensors[at][1] != value.size():
+                raise StateMismatch(
+                    f"'{'.'.join(map(str, at))}' is {tuple(tensors[at][1])} in the checkpoint, but "
+                    f"{tuple(value.size())} here."
+                )
+            found[at] = value
+    return found

@@ -344,6 +344,12 @@ class CheckpointManager:
         self.raise_failure()
         return is_done
 
+    def wait_idle(self, timeout: float | None = None) -> bool:
+        """Wait for the saves under way, whatever becomes of them; whether all have ended in time."""
+        with self._lock:
+            pending = [handle.future for handle in self._pending.values()]
+        return not concurrent.futures.wait(pending, timeout).not_done
+
     # Finding and loading
 
     def get_latest(self) -> CheckpointInfo | None:
@@ -365,10 +371,10 @@ class CheckpointManager:
 
     list_checkpoints = all_checkpoints
 
-    def survey(self) -> Surveyed:
+    def survey(self, tiers: Sequence[str] | None = None) -> Surveyed:
         """What could be restored, copy by copy, and what prevents knowing it: for those who decide themselves
-        what to load. Reads every manifest anew, and no payload."""
-        sources = self._sources()
+        what to load. Reads every manifest anew, and no payload. `tiers` limits where to look, by name."""
+        sources = [source for source in self._sources() if tiers is None or source.tier in tiers]
         found, problems, unread = look(sources, fresh=True)
         own = [each for each in found if self._is_own(each.manifest)]
         return Surveyed(

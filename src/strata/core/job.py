@@ -313,6 +313,9 @@ class JobProtocol:
         )
         self._outcome: SaveEnded | None = None  # Of that one.
         self._is_owed = False  # One was due and could not begin.
+        self._left_out: dict[
+            CheckpointId, tuple[str, ...]
+        ] = {}  # Destinations that were busy when a save began.
         self._final_attempts_left = final_attempts
 
     @property
@@ -544,7 +547,10 @@ class JobProtocol:
             self._is_owed = self._is_owed or (durable and bool(self.destinations))
             return Skip(reason=reason)
         save = self.save(checkpoint_id, step=step, now_ms=now_ms, durable=is_durable, final=final)
-        return replace(save, destinations=free) if busy else save
+        if not busy:
+            return save
+        self._left_out[checkpoint_id] = tuple(name for name in self.destinations if name in busy)
+        return replace(save, destinations=free)
 
     def learn(self, news: Sequence[SaveEnded]) -> Learned:
         """Saves have ended, one way or the other."""
@@ -558,8 +564,10 @@ class JobProtocol:
             else:
                 self.lineage.fail(ended.checkpoint_id)
                 failed.append(ended.checkpoint_id)
+            left_out = self._left_out.pop(ended.checkpoint_id, ())
             if self._newest is not None and self._newest[0] == ended.checkpoint_id:
-                self._outcome = ended
+                missing = (*ended.missing, *(f"{name}: busy with an earlier save" for name in left_out))
+                self._outcome = replace(ended, missing=missing)
         return Learned(confirmed=tuple(confirmed), failed=tuple(failed))
 
     # --- ending ---------------------------------------------------------------------------------------------

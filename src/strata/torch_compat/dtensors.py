@@ -23,15 +23,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def group_store() -> Any:
+def group_store(prefix: str) -> Any:
     """A connection of its own to the key-value store that the default process group was made with: a thread that waits for a key
-    must not keep others from theirs. Its keys have no prefix."""
-    from torch.distributed import PrefixStore, TCPStore
+    must not keep others from theirs."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store = _get_default_store()
+    store: Any = _get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    return store
+        store = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    return PrefixStore(prefix, store)

@@ -42,7 +42,7 @@ def smallest(values: list[float]) -> list[float]:
     """Position by position the smallest value any rank has: one small collective."""
     if not is_distributed():
         return values
-    tensor = torch.tensor(values, dtype=torch.float64, device=_device())
+    tensor = torch.tensor(values, dtype=torch.float64, device=exchange_device())
     distributed.all_reduce(tensor, op=distributed.ReduceOp.MIN)
     return [float(value) for value in tensor.tolist()]
 
@@ -63,7 +63,7 @@ def broadcast_state(state: Any, *, source: int, into: Binding | None = None) -> 
             targets[id(slot)] if id(slot) in targets else torch.empty(slot.shape, dtype=slot.dtype)
             for slot in slots
         ]
-    device = _device()
+    device = exchange_device()
     for group in _chunks(slots):
         size_bytes = sum(slots[n].nbytes for n in group)
         if rank == source:
@@ -76,7 +76,7 @@ def broadcast_state(state: Any, *, source: int, into: Binding | None = None) -> 
     return _fill(skeleton[0], iter(tensors))
 
 
-def _device() -> torch.device:
+def exchange_device() -> torch.device:
     """Where tensors must be to be exchanged."""
     return torch.device("cuda" if "nccl" in str(distributed.get_backend()) else "cpu")
 

@@ -23,6 +23,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from strata.backoff import Backoff
 from strata.checkpoint import Author, CheckpointManager, Memory, Policy, SaveHandle
-from strata.checkpoint.catalog.manifest import Manifest
+from strata.checkpoint.catalog.manifest import SHARDED, Manifest
 from strata.checkpoint.catalog.naming import Stem, new_id, unique_stem
 from strata.checkpoint.catalog.runs import RunClaim, launch_key, open_run
 from strata.checkpoint.copying.staging import read_snapshot
@@ -49,14 +50,18 @@ from strata.checkpoint.errors import (
     Superseded,
 )
 from strata.checkpoint.image.in_place import load_mapped
+from strata.checkpoint.image.layout import Prepared
+from strata.checkpoint.sharded.plan import Marked
 from strata.core.job import (
     AwaitSave,
     Finished,
     JobProtocol,
     Load,
     LoadReport,
+    LoadShards,
     LookAgain,
     Offer,
+    Ready,
     Resume,
     Save,
     SaveEnded,
@@ -80,6 +85,15 @@ from strata.training.data_world import DataWorld
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
 from strata.training.link import CoordinatorLink, open_link
 from strata.training.preemption import EXIT_AGAIN, Preemption
+from strata.training.sharded_job import (
+    ShardedJob,
+    left_over_images,
+    local_world_size,
+    new_board,
+    slot_name,
+)
+from strata.training.sharding import refuse_unsupported
+from strata.training.shards import is_sharded
 from strata.training.state import Stateful, TrainingState, tensor_bytes
 from strata.training.trace import Footprints, Recovery, Tracer, clear_run, note_saved, was_saved
 from strata.training.watchdog import Policy as HangPolicy
@@ -166,6 +180,8 @@ class _Opened:
     destination: str = ""
     generation: int = 0
     last_known_step: int = 0
+    board: str = ""
+    """What the ranks of this start call their board."""
     error: StrataError | None = None
 
 
@@ -249,12 +265,17 @@ class ElasticJob:
         self._preemption: Preemption | None = None
         self._footprints: Footprints | None = None
         self._step_hook: Any = None
+        self._is_sharded = is_sharded(self._state)
+        """Every rank keeps its own part of the state."""
+        self._shards: ShardedJob | None = None
+        self._has_left_over = False
+        """There may be images in memory that no process here takes over."""
         self._batches: weakref.ref[Generator[Batch]] | None = None
         self._is_closed = False
         self._saving: dict[CheckpointId, SaveHandle] = {}
         """Durable saves under way: rank 0 writes them and reports the outcome of each to the others."""
-        self._durable: list[Manifest] = []
-        """What the destinations had when this job started."""
+        self._durable: list[tuple[str, Manifest]] = []
+        """What the destinations had when this job started, each with where."""
         self._first: SaveHandle | None = None
         """The first save, until it is complete; then the run is known to have a state."""
         self._first_is_noted = False
@@ -289,6 +310,7 @@ class ElasticJob:
         return self
 
     def _start(self) -> None:
+        refuse_unsupported(self._state.model, self._state.optimizer)
         if (trap := torchrun_trap.warning()) is not None and self.rank == 0:
             _announce(logging.WARNING, trap)
         opened = self._open_run()
@@ -366,8 +388,9 @@ class ElasticJob:
 
     @property
     def _keeps_state(self) -> bool:
-        """One process per machine keeps images; of those, rank 0 writes to the destinations."""
-        return self._local_rank == 0
+        """One process per machine keeps images; of those, rank 0 writes to the destinations. Of a sharded state, every rank does
+        both with its part."""
+        return self._is_sharded or self._local_rank == 0
 
     @property
     def _restarts(self) -> str:
@@ -387,13 +410,27 @@ class ElasticJob:
         assert opened is not None
         if opened.error is not None:
             raise opened.error
+        if self._is_sharded:
+            self._open_stores_of_others()
         return opened
+
+    def _open_stores_of_others(self) -> None:
+        """Every rank writes and reads its own part."""
+        error: StrataError | None = None
+        try:
+            if self.rank:
+                self._stores = open_stores(self._checkpoints)
+        except StrataError as refused:
+            error = refused
+        for found in gather(error):
+            if found is not None:
+                raise found
 
     def _open_destinations(self) -> _Opened:
         try:
             self._stores = open_stores(self._checkpoints)
             if not self._stores:
-                return _Opened(run=self._identity_in_memory())
+                return _Opened(run=self._identity_in_memory(), board=uuid.uuid4().hex)
             record = self._patiently(lambda: open_run(self._stores, name=self._given_name))
             self._claim = self._patiently(lambda: RunClaim.take(self._stores, launch=self._launch))
         except StrataError as error:
@@ -403,6 +440,7 @@ class ElasticJob:
             destination=self._stores[0].url.rstrip("/").rpartition("/")[2],
             generation=self._claim.generation,
             last_known_step=self._claim.last_known_step,
+            board=uuid.uuid4().hex,
         )
 
     def _patiently(self, attempt: Callable[[], Any]) -> Any:
@@ -446,7 +484,7 @@ class ElasticJob:
         return CheckpointManager(
             self._stores,
             options.keep_count,
-            memory=Memory(job=folder_name(self._memory_name), root=options.memory_root, launch=self._launch),
+            memory=Memory(job=self._images_name, root=options.memory_root, launch=self._launch),
             policy=Policy(
                 on_error=options.on_error,
                 retries=options.retries,
@@ -462,13 +500,21 @@ class ElasticJob:
             stem=self._stem,
             observer=self._link if self.rank == 0 else None,
             admit=self._claim.admit if self._claim is not None else None,
+            board=new_board(opened.board) if self._is_sharded else None,
         )
+
+    @property
+    def _images_name(self) -> str:
+        if self._is_sharded:
+            return slot_name(self._memory_name, self._local_rank)
+        return folder_name(self._memory_name)
 
     # --- restoring ------------------------------------------------------------------------------------------
 
     def _restore(self, opened: _Opened) -> None:
         """Carry out what the protocol says until there is a state to train from."""
-        instruction: LookAgain | Load | Resume | StartAnew | Stop = LookAgain(after_s=0.0, reason="")
+        instruction: LookAgain | Load | LoadShards | Resume | StartAnew | Stop
+        instruction = LookAgain(after_s=0.0, reason="")
         state: Any = None
         while isinstance(instruction, LookAgain):
             if instruction.reason and self.rank == 0:
@@ -477,9 +523,9 @@ class ElasticJob:
                 )
             time.sleep(instruction.after_s)
             instruction = self._protocol.surveyed(self._exchange_surveys(opened))
-            if isinstance(instruction, Load | StartAnew):
+            if isinstance(instruction, Load | LoadShards | StartAnew):
                 self._fence()
-            while isinstance(instruction, Load):
+            while isinstance(instruction, Load | LoadShards):
                 state, report = self._load(instruction)
                 instruction = self._protocol.loaded(gather(report))
         if isinstance(instruction, Stop):
@@ -487,7 +533,7 @@ class ElasticJob:
         self.generation = self._protocol.generation
         if self._link is not None and self.rank == 0 and self._manager is not None:
             self._link.generation = self.generation
-            present = list(dict.fromkeys(each.checkpoint_id for each in self._durable))
+            present = list(dict.fromkeys(manifest.checkpoint_id for _, manifest in self._durable))
             self._link.reconcile(present, infos=self._manager.all_checkpoints())
         if isinstance(instruction, StartAnew):
             self._start_anew(instruction, opened)
@@ -517,23 +563,18 @@ class ElasticJob:
         if self._manager is None:
             return Survey(machine=self._machine)
         self._check_memory_is_free()
-        surveyed = self._manager.survey()
-        self._durable = [each.manifest for each in surveyed.copies if each.distance]
-        offers = [
-            Offer(
-                checkpoint_id=each.manifest.checkpoint_id,
-                run=each.manifest.run,
-                step=each.manifest.step,
-                generation=each.manifest.generation,
-                sequence=each.manifest.sequence,
-                lineage=each.manifest.lineage,
-                parent=each.manifest.parent,
-                durable_parent=each.manifest.durable_parent,
-                tier=each.tier,
-                where=each.where,
-                distance=each.distance,
+        surveyed = self._manager.survey(tiers=None if self.rank == 0 or not self._is_sharded else ["MEMORY"])
+        self._durable = [(each.where, each.manifest) for each in surveyed.copies if each.distance]
+        copies = [(each.manifest, each.tier, each.where, each.distance) for each in surveyed.copies]
+        if self._is_sharded and self._local_rank == 0:
+            left = left_over_images(
+                self._memory_name, root=self._memory_root, local_world_size=local_world_size()
             )
-            for each in surveyed.copies
+            self._has_left_over = bool(left)
+            copies += [(manifest, "MEMORY", path, 0) for path, manifest in left]
+        offers = [
+            _offer(manifest, tier=tier, where=where, distance=distance)
+            for manifest, tier, where, distance in copies
         ]
         return Survey(
             machine=self._machine,
@@ -562,9 +603,13 @@ class ElasticJob:
         if self._claim is not None:
             self._claim.fence(self._protocol.fence)
 
-    def _load(self, load: Load) -> tuple[Any, LoadReport]:
+    def _load(self, load: Load | LoadShards) -> tuple[Any, LoadReport]:
         """This rank's part: load its copy, map its machine's, or wait for what the others say."""
         self._alive("loading")
+        if isinstance(load, LoadShards):
+            return self._load_shards(load)
+        if self._is_sharded:
+            return None, LoadReport(error=_REPLICATED, fault="state")
         try:
             if self.rank == load.source:
                 assert self._manager is not None
@@ -596,12 +641,31 @@ class ElasticJob:
             return None, LoadReport(error=getattr(error, "message", str(error)), fault="copy")
         return None, LoadReport()
 
+    def _load_shards(self, load: LoadShards) -> tuple[Any, LoadReport]:
+        stores = self._stores or open_stores(self._checkpoints)
+        wanted = load.offer.checkpoint_id
+        return self._sharded.load(
+            load,
+            manager=self._manager if self._is_sharded else None,
+            stores=stores,
+            manifests={where: each for where, each in self._durable if each.checkpoint_id == wanted},
+        )
+
+    @property
+    def _sharded(self) -> ShardedJob:
+        if self._shards is None:
+            self._shards = ShardedJob(
+                self._state, rank=self.rank, world_size=self.world_size, machine=self._machine
+            )
+        return self._shards
+
     def _resume(self, resume: Resume, state: Any, opened: _Opened) -> None:
-        offer = resume.load.offer
-        if resume.load.receivers:
-            into = self._state.targets() if self.rank in resume.load.receivers else None
-            received = broadcast_state(state, source=resume.load.source, into=into)
-            if self.rank in resume.load.receivers:
+        load = resume.load
+        offer = load.offer
+        if isinstance(load, Load) and load.receivers:
+            into = self._state.targets() if self.rank in load.receivers else None
+            received = broadcast_state(state, source=load.source, into=into)
+            if self.rank in load.receivers:
                 state = received
         if state["position"] is None:
             log.warning("the checkpoint has no data position: data is read from its beginning")
@@ -609,7 +673,10 @@ class ElasticJob:
             self._ledger.restore(
                 state["position"], checkpoint_id=offer.checkpoint_id, durable=resume.is_durable
             )
-        self._state.adopt(state, rank=self.rank)
+        if isinstance(load, LoadShards):
+            self._sharded.adopt(state)
+        else:
+            self._state.adopt(state, rank=self.rank)
         if self._manager is not None and not self._state.targets().is_on_cpu:
             self._manager.lock_ahead()
         self.step = int(state["step"])
@@ -617,7 +684,7 @@ class ElasticJob:
         self._describe_start(
             resumed=self.step,
             tier=offer.tier,
-            world_before=int(state["world_size"]),
+            world_before=int(state.get("world_size", self.world_size)),
             opened=opened,
             reasons=resume.reasons,
         )
@@ -827,6 +894,8 @@ class ElasticJob:
     def _leave(self) -> None:
         self._finish()
         if not self._protocol.destinations and self._snapshot_step != self.step:
+            if self._is_sharded:
+                self._settle_shards()
             self._save(durable=False)
             if self._manager is not None:
                 self._manager.wait_pending(self.options.preemption_deadline_s)
@@ -851,27 +920,95 @@ class ElasticJob:
         """All ranks learn the outcome of the saves in flight, and the name and time of the next one, which are rank
         0's; and they exchange their random number generators."""
         everyone = gather((rng.capture(), self._news(), new_id(self.step), int(time.time() * 1000)))
-        learned = self._protocol.learn([ended for _, news, _, _ in everyone for ended in news])
+        self._learn([ended for _, news, _, _ in everyone for ended in news])
+        rng_states = {str(rank): states for rank, (states, _, _, _) in enumerate(everyone)}
+        return everyone[0][2], everyone[0][3], rng_states
+
+    def _learn(self, news: Sequence[SaveEnded]) -> None:
+        learned = self._protocol.learn(news)
         if learned.stop is not None:
             raise _error_of(learned.stop)
         for checkpoint_id in learned.confirmed:
             self._ledger.confirm(checkpoint_id)
         for checkpoint_id in learned.failed:
             self._ledger.fail(checkpoint_id)
-        rng_states = {str(rank): states for rank, (states, _, _, _) in enumerate(everyone)}
-        return everyone[0][2], everyone[0][3], rng_states
 
     def _news(self) -> tuple[SaveEnded, ...]:
         """The outcome of this rank's durable saves since it was last asked."""
         ended = [handle for handle in self._saving.values() if handle.done()]
         for handle in ended:
             del self._saving[handle.checkpoint_id]
+        if self.rank:  # A sharded save has ended alike on every rank.
+            return ()
         return tuple(_outcome(handle, [store.url for store in self._stores]) for handle in ended)
 
     def _save(self, *, durable: bool) -> None:
+        if self._is_sharded:
+            self._save_shards(durable=durable)
+            return
         checkpoint_id, now_ms, rng_states = self._exchange_news()
         save = self._protocol.save(checkpoint_id, step=self.step, now_ms=now_ms, durable=durable)
         self._carry_out(save, rng_states)
+
+    def _save_shards(self, *, durable: bool) -> None:
+        """All ranks save their parts, or none does."""
+        prepared, ready, checkpoint_id, now_ms = self._look_at_shards()
+        save = self._protocol.save_shards(
+            checkpoint_id, ready, step=self.step, now_ms=now_ms, durable=durable
+        )
+        if isinstance(save, Save):
+            self._carry_out_shards(save, prepared)
+        elif self.rank == 0:
+            log.warning("step %d was not saved: %s", self.step, save.reason)
+
+    def _look_at_shards(self) -> tuple[Prepared, list[Ready], CheckpointId, int]:
+        """The state as it is now, what every rank says before it is saved, and the name and time that rank 0 gives to the save."""
+        assert self._manager is not None
+        prepared = self._sharded.capture(self._manager, step=self.step, epoch=self._data.epoch)
+        everyone = gather(
+            (
+                self._sharded.needs_plan(prepared),
+                self._manager.ready(prepared.plan),
+                self._news(),
+                new_id(self.step),
+                int(time.time() * 1000),
+            )
+        )
+        self._learn([ended for _, _, news, _, _ in everyone for ended in news])
+        if any(needs_plan for needs_plan, *_ in everyone):
+            self._sharded.make_plan(prepared)
+        return prepared, [each[1] for each in everyone], everyone[0][3], everyone[0][4]
+
+    def _carry_out_shards(self, save: Save, prepared: Prepared) -> None:
+        assert self._manager is not None
+        position = self._ledger.commit(save.placement.checkpoint_id, durable=save.durable)
+        self._snapshot_step = self.step
+        self._report("checkpointing")
+        handle = self._manager.save(
+            prepared,
+            self.step,
+            self._data.epoch,
+            position=position,
+            tiers=None if save.durable else ["MEMORY"],
+            placement=save.placement,
+            must_arrive=save.final,
+            shards=self._sharded.shards(),
+            destinations=save.destinations,
+        )
+        self._begun(save, handle)
+
+    def _settle_shards(self) -> None:
+        """Return when no rank has a save under way."""
+        assert self._manager is not None
+        while not all(gather(self._manager.wait_idle(AWAIT_S))):
+            pass
+
+    def _begun(self, save: Save, handle: SaveHandle) -> None:
+        if save.durable and self._stores:
+            self._saving[save.placement.checkpoint_id] = handle
+        if self._first is None and not self._first_is_noted:
+            self._first = handle
+        self._report("training")
 
     def _carry_out(self, save: Save, rng_states: Mapping[str, Any]) -> None:
         checkpoint_id = save.placement.checkpoint_id
@@ -894,11 +1031,7 @@ class ElasticJob:
             placement=save.placement,
             must_arrive=save.final,
         )
-        if save.durable and self._stores:
-            self._saving[checkpoint_id] = handle
-        if self._first is None and not self._first_is_noted:
-            self._first = handle
-        self._report("training")
+        self._begun(save, handle)
 
     def _finish(self) -> None:
         """Training has ended here: return when its state is in every destination, or raise what is missing."""
@@ -909,9 +1042,13 @@ class ElasticJob:
         if self._watchdog is not None:
             self._watchdog.suspend()  # A slow destination is no hang.
         while True:
+            if self._is_sharded:
+                self._settle_shards()
             checkpoint_id, now_ms, rng_states = self._exchange_news()
             instruction = self._protocol.finish(self.step, checkpoint_id, now_ms=now_ms)
-            if isinstance(instruction, Save):
+            if isinstance(instruction, Save) and self._is_sharded:
+                self._carry_out_shards(instruction, self._look_at_shards()[0])
+            elif isinstance(instruction, Save):
                 self._carry_out(instruction, rng_states)
             elif isinstance(instruction, AwaitSave):
                 if (handle := self._saving.get(instruction.checkpoint_id)) is not None:
@@ -955,6 +1092,32 @@ class ElasticJob:
     def _alive(self, doing: str) -> None:
         if self._watchdog is not None:
             self._watchdog.alive(doing)
+
+
+_REPLICATED = (
+    "The checkpoint holds the state of a model that was not sharded, and this model is. Export it (strata checkpoint export "
+    "--format dcp) and import that into another destination (strata checkpoint import)."
+)
+
+
+def _offer(manifest: Manifest, *, tier: str, where: str, distance: int) -> Offer:
+    marked = Marked.of(manifest.layout)
+    return Offer(
+        checkpoint_id=manifest.checkpoint_id,
+        run=manifest.run,
+        step=manifest.step,
+        generation=manifest.generation,
+        sequence=manifest.sequence,
+        lineage=manifest.lineage,
+        parent=manifest.parent,
+        durable_parent=manifest.durable_parent,
+        tier=tier,
+        where=where,
+        distance=distance,
+        is_sharded=manifest.format == SHARDED or marked is not None,
+        part=marked.part if marked is not None else "",
+        parts=marked.parts if marked is not None else (),
+    )
 
 
 def _launch_name() -> str | None:

@@ -13,19 +13,16 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint.planner import ReadItem
 
-from strata.checkpoint.catalog.manifest import CheckpointId, Manifest
-from strata.checkpoint.copying.digest import WindowBuffer
+from strata.checkpoint.catalog.manifest import Manifest
 from strata.checkpoint.copying.staging import find_snapshots, job_folder, read_snapshot, remove_job
 from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
 from strata.checkpoint.image.in_place import verify_image
-from strata.checkpoint.image.layout import FILE_NAME, Plan, Prepared
+from strata.checkpoint.image.layout import Plan, Prepared
 from strata.checkpoint.manager import CheckpointManager
 from strata.checkpoint.sharded.layout import Stored
-from strata.checkpoint.sharded.parts import PartReader
-from strata.checkpoint.sharded.plan import Marked, ShardPlan, chunks_of, flattened
+from strata.checkpoint.sharded.plan import Marked, ShardPlan, chunks_of
 from strata.checkpoint.sharded.plan import Path as StatePath
 from strata.checkpoint.sharded.publishing import Board, GroupBoard, OwnBoard, Shards
-from strata.checkpoint.sharded.reader import read_block
 from strata.checkpoint.sharded.restoring import (
     ImageFound,
     Reading,
@@ -33,10 +30,10 @@ from strata.checkpoint.sharded.restoring import (
     Unusable,
     describe_image,
     nested_state,
+    slice_of,
 )
-from strata.core.job import LoadReport, LoadShards, Offer
-from strata.shared_memory import folder_name, memory_roots
-from strata.stores.local import LocalStore
+from strata.core.job import LoadReport, LoadShards
+from strata.shared_memory import folder_name, images_folder, memory_roots
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
 from strata.training.exchange import exchange_device, gather, is_distributed
@@ -59,7 +56,7 @@ class _Described:
 
 def slot_name(run: str, local_rank: int) -> str:
     """What a rank's images are called in its machine's memory: the next process in the same place finds them, whatever its rank."""
-    return folder_name(f"{run}-{local_rank}")
+    return folder_name(f"s{local_rank}-{run}")
 
 
 def new_board(name: str) -> Board:
@@ -140,8 +137,9 @@ class ShardedJob:
         except StateMismatch as error:
             report = LoadReport(error=error.message, fault="state")
         except Unusable as error:
-            fault = "away" if error.is_away else "copy"
-            report = LoadReport(error=error.message, fault=fault, struck=error.names)
+            report = LoadReport(
+                error=error.message, fault="away" if error.is_away else "copy", struck=error.names
+            )
         except (StoreError, CheckpointError, OSError) as error:
             report = LoadReport(error=getattr(error, "message", str(error)), fault="copy")
         lost = self._have_sent(reading, images)
@@ -186,9 +184,7 @@ class ShardedJob:
             for url, manifest in manifests.items()
             if any(not source.machine and source.offer.where == url for source in load.sources)
         }
-        return _Described(
-            images=tuple(found), manifests=mine, error="; ".join(errors), struck=tuple(struck)
-        )
+        return _Described(images=tuple(found), manifests=mine, error="; ".join(errors), struck=tuple(struck))
 
     def _read(
         self,
@@ -211,9 +207,7 @@ class ShardedJob:
             source.paths[name]: (entry.properties.dtype, entry.size) for name, entry in source.tensors.items()
         }
         mine = (RNG, str(self._rank))
-        objects = source.objects(
-            leave_out=lambda path: path[0] == RNG and path[:2] not in (mine, (RNG, "0"))
-        )
+        objects = source.objects(leave_out=lambda path: path[0] == RNG and path[:2] not in (mine, (RNG, "0")))
         targets = self._state.targets(tensors, objects)
         own = self._own_image(load, images)
         if own is not None and manager is not None and _is_same(own, targets):
@@ -252,55 +246,33 @@ class ShardedJob:
         images that some could not be read from."""
         if not images or self._world_size == 1:
             return ()
-        wanted = [] if reading is None else list(reading.elsewhere())
-        everyone = gather(
-            [
-                (place.name, stored, tuple(item.storage_offsets), tuple(item.lengths))
-                for place, item, stored in wanted
-            ]
-        )
+        wanted = [] if reading is None else reading.elsewhere()
+        everyone = gather([(place.name, item, stored) for place, item, stored in wanted])
         lost: set[str] = set()
-        buffer = WindowBuffer()
         for rank, slices in enumerate(everyone):
-            for number, (name, stored, offsets, lengths) in enumerate(slices):
+            for name, item, stored in slices:
                 owner = images[name].rank
                 if owner == self._rank:
-                    self._send(images[name], stored, offsets, lengths, to=rank, buffer=buffer)
+                    self._send(images[name], item, stored, to=rank)
                 elif rank == self._rank:
                     assert reading is not None
-                    if not self._receive(reading, wanted[number][1], stored, lengths, owner):
+                    if not self._receive(reading, item, stored, owner):
                         lost.add(name)
         return tuple(sorted(lost))
 
-    def _send(
-        self,
-        image: ImageFound,
-        stored: Stored,
-        offsets: tuple[int, ...],
-        lengths: tuple[int, ...],
-        *,
-        to: int,
-        buffer: WindowBuffer,
-    ) -> None:
+    def _send(self, image: ImageFound, item: ReadItem, stored: Stored, *, to: int) -> None:
         device = exchange_device()
-        part = image.manifest.parts[0]
-        assert stored.dtype is not None
         try:
-            store = LocalStore(Path(image.path).parent)
-            reader = PartReader(store, type(part)(key=FILE_NAME, size_bytes=part.size_bytes, digest=part.digest), buffer)
-            block = read_block(reader, stored, stored.dtype, offsets, lengths)
+            found = slice_of(image, item, stored)
         except (Damaged, StoreError) as error:
             log.warning("rank %d asked for what cannot be read: %s", to, error)
             distributed.send(torch.zeros(1, dtype=torch.uint8, device=device), to)
             return
         distributed.send(torch.ones(1, dtype=torch.uint8, device=device), to)
-        raw = block.contiguous().reshape(-1).view(torch.uint8)
-        if raw.numel():
-            distributed.send(raw.to(device), to)
+        if found.numel():
+            distributed.send(found.reshape(-1).view(torch.uint8).to(device), to)
 
-    def _receive(
-        self, reading: Reading, item: ReadItem, stored: Stored, lengths: tuple[int, ...], owner: int
-    ) -> bool:
+    def _receive(self, reading: Reading, item: ReadItem, stored: Stored, owner: int) -> bool:
         device = exchange_device()
         is_there = torch.empty(1, dtype=torch.uint8, device=device)
         distributed.recv(is_there, owner)
@@ -308,11 +280,11 @@ class ShardedJob:
             return False
         target = reading.target(item)
         assert stored.dtype is not None
-        raw = torch.empty(target.numel() * stored.dtype.itemsize, dtype=torch.uint8, device=device)
-        if raw.numel():
+        if target.numel():
+            raw = torch.empty(target.numel() * stored.dtype.itemsize, dtype=torch.uint8, device=device)
             distributed.recv(raw, owner)
             with torch.no_grad():
-                target.copy_(raw.view(stored.dtype).reshape(lengths))
+                target.copy_(raw.view(stored.dtype).reshape(tuple(item.lengths)))
         return True
 
 
@@ -339,11 +311,6 @@ def _is_same(image: ImageFound, targets: Mapping[StatePath, torch.Tensor]) -> bo
     return held == set(chunks_of(nested_state(targets)))
 
 
-def offers_of(found: Sequence[Offer], manifests: Mapping[str, Manifest]) -> list[Offer]:
-    """Offers of images, with what they hold of their checkpoints."""
-    raise NotImplementedError
-
-
 def left_over_images(run: str, *, root: Path | None, local_world_size: int) -> list[tuple[str, Manifest]]:
     """Images of this run that no process of this machine will take over, because there are fewer now: path and manifest."""
     found: list[tuple[str, Manifest]] = []
@@ -359,21 +326,17 @@ def drop_left_over(run: str, *, root: Path | None, local_world_size: int) -> Non
             remove_job(job_folder(name, root=each))
 
 
-def _left_over_slots(run: str, *, root: Path | None, local_world_size: int) -> list[str]:
-    used = {slot_name(run, number) for number in range(local_world_size)}
-    names: list[str] = []
+def _left_over_slots(run: str, *, root: Path | None, local_world_size: int) -> set[str]:
+    found = set()
     for each in memory_roots(root):
-        number = local_world_size
-        while number < local_world_size + 64:
-            name = slot_name(run, number)
-            if name not in used and job_folder(name, root=each).exists():
-                names.append(name)
-            number += 1
-    return names
+        folder = images_folder(each)
+        for name in os.listdir(folder) if folder.is_dir() else ():
+            number = name.removeprefix("job-s").partition("-")[0]
+            if number.isdecimal() and int(number) >= local_world_size and name == slot_name(run, int(number)):
+                found.add(name)
+    return found
 
 
 def local_world_size() -> int:
+    """How many ranks this machine has."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-__all__ = ["CheckpointId", "ShardedJob", "drop_left_over", "left_over_images", "new_board", "slot_name"]

@@ -869,13 +869,13 @@ def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float
     removed = []
     for job in _folders_in(images_folder(root)):
         with contextlib.suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
-            if job.name != keep and _job_is_dead(job, grace_s) and _remove_job(job):
+            if job.name != keep and _job_is_dead(job, grace_s) and remove_job(job):
                 removed.append(job.name)
                 log.info("removed the memory images of job %s, which has ended", job.name)
     return removed
 
 
-def _remove_job(job: Path) -> bool:
+def remove_job(job: Path) -> bool:
     """Remove a dead job's folder; False where it has come back to life meanwhile."""
     for folder in _folders_in(job):
         lock = locks.take(folder)

@@ -462,16 +462,28 @@ def load_mapped(
     meanwhile. Without `verify`, somebody has verified it: one process of a machine is enough. A load that fails may leave
     targets torn. Raises `Damaged`, `LoadFailed` and `StateMismatch`.
     """
-    try:
-        with open(path, "rb") as file:
-            private = mmap.mmap(
-                file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
-    except (OSError, ValueError) as error:
-        raise Damaged(path=str(path), reason=f"the image cannot be read ({error})") from error
-    image = ImageInMemory(manifest, torch.frombuffer(private, dtype=torch.uint8), path=str(path))
+    image = ImageInMemory(manifest, torch.frombuffer(_mapped(path), dtype=torch.uint8), path=str(path))
     with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-load") as pool:
         return image.load(into=into, trusted_source=trusted_source, pool=pool, tear_ok=True, check=verify)
+
+
+def verify_image(path: Path, manifest: Manifest) -> None:
+    """Raise `Damaged` unless an image in shared memory is what was saved."""
+    image, part = _mapped(path), manifest.parts[0]
+    if len(image) != part.size_bytes:
+        raise Damaged(
+            path=str(path), reason=f"the image has {len(image)} bytes, its mark says {part.size_bytes}"
+        )
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-load") as pool, memoryview(image) as view:
+        verify(view, part, manifest, path=str(path), pool=pool)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise Damaged(path=str(path), reason=f"the image cannot be read ({error})") from error
 
 
 @contextlib.contextmanager

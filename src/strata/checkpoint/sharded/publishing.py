@@ -55,10 +55,8 @@ class GroupBoard:
 
     @property
     def _store(self) -> Any:
-        from torch.distributed import PrefixStore
-
         if not hasattr(self._connections, "store"):
-            self._connections.store = PrefixStore(f"strata/{self._name}", group_store())
+            self._connections.store = group_store(f"strata/{self._name}")
         return self._connections.store
 
     def post(self, key: str, message: bytes) -> None:

@@ -7,6 +7,7 @@ machine's memory cannot be read from here: it is left to the caller (`elsewhere`
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,9 +36,10 @@ from strata.checkpoint.sharded.gathered import nested
 from strata.checkpoint.sharded.layout import DTYPES, Stored, decode
 from strata.checkpoint.sharded.parts import PartReader
 from strata.checkpoint.sharded.plan import Chunk, Marked, Path, flattened
-from strata.checkpoint.sharded.reader import load_object, read_tensor
+from strata.checkpoint.sharded.reader import load_object, read_slice, read_tensors
 from strata.stores.local import LocalStore
 from strata.stores.protocol import Store, StoreError
+from strata.torch_compat.dtensors import local_of
 
 
 class Unusable(CheckpointError):
@@ -127,7 +129,9 @@ class ShardedSource:
                 self.paths[stored.name] = path
                 self._stored_objects.setdefault(stored.name, replace(stored, span=span))
                 continue
-            size = tuple(metadata.state_dict_metadata[stored.name].size)
+            entry = metadata.state_dict_metadata[stored.name]
+            assert isinstance(entry, TensorStorageMetadata)
+            size = tuple(entry.size)
             dtype = str(stored.dtype).removeprefix("torch.")
             chunk = Chunk(path, dtype, size, tuple(index.offset or ()), stored.shape)
             self._add(chunk, replace(stored, span=span))
@@ -158,9 +162,10 @@ class ShardedSource:
         buffer = WindowBuffer()
         for stored in wanted:
             place = self._places[stored.span.part]
-            raw = self._reading(
-                place, lambda reader, s=stored: bytes(reader.read(s.span, name=s.name)), buffer
-            )
+            assert place.store is not None
+            with naming(place):
+                reader = PartReader(place.store, place.part, buffer)
+                raw = bytes(reader.read(stored.span, name=stored.name))
             found[self.paths[stored.name]] = load_object(raw, name=stored.name)
         return found
 
@@ -189,8 +194,6 @@ class ShardedSource:
         return Reading(self, planner, items)
 
     def _check_covered(self, targets: Mapping[str, torch.Tensor], items: Iterable[ReadItem]) -> None:
-        from strata.torch_compat.dtensors import local_of
-
         found = dict.fromkeys(targets, 0)
         for item in items:
             found[item.dest_index.fqn] += math.prod(item.lengths)
@@ -200,12 +203,9 @@ class ShardedSource:
                     f"parts of '{name}' are in no copy of the checkpoint that can be read", names=[]
                 )
 
-    def _reading(self, place: Place, read: Callable[[PartReader], Any], buffer: WindowBuffer) -> Any:
-        assert place.store is not None
-        try:
-            return read(PartReader(place.store, place.part, buffer))
-        except (Damaged, StoreError) as error:
-            raise Unusable(error, names=[place.name]) from error
+    def stored(self, item: ReadItem) -> tuple[Place, Stored]:
+        found = self._stored[item.storage_index]
+        return self._places[found.span.part], found
 
 
 class Reading:
@@ -217,34 +217,45 @@ class Reading:
         self._items = items
 
     def read(self) -> None:
-        """Read what can be read from here. Raises `Unusable`."""
-        by_place: dict[int, list[tuple[ReadItem, Stored]]] = {}
+        """Read what can be read from here, one file after the other. Raises `Unusable`."""
+        wanted: dict[str, list[tuple[ReadItem, Stored]]] = {}
+        places: dict[str, Place] = {}
         for item in self._items:
-            stored = self._source._stored[item.storage_index]
-            by_place.setdefault(stored.span.part, []).append((item, stored))
-        buffer = WindowBuffer()
-        for number, wanted in sorted(by_place.items()):
-            place = self._source._places[number]
-            if place.store is None:
-                continue
-            ordered = sorted(wanted, key=lambda pair: pair[1].span.offset_bytes)
+            place, stored = self._source.stored(item)
+            places[place.name] = place
+            wanted.setdefault(place.name, []).append(
+                (item, replace(stored, span=replace(stored.span, part=0)))
+            )
+        for name, slices in wanted.items():
+            place = places[name]
+            if place.store is not None:
+                with naming(place):
+                    read_tensors(place.store, [place.part], slices, self._planner)
 
-            def read(reader: PartReader, ordered: list[tuple[ReadItem, Stored]] = ordered) -> None:
-                for item, stored in ordered:
-                    read_tensor(reader, item, stored, self._planner)
-
-            self._source._reading(place, read, buffer)
-
-    def elsewhere(self) -> Iterator[tuple[Place, ReadItem, Stored]]:
+    def elsewhere(self) -> list[tuple[Place, ReadItem, Stored]]:
         """What is in the memory of other machines."""
-        for item in self._items:
-            stored = self._source._stored[item.storage_index]
-            place = self._source._places[stored.span.part]
-            if place.store is None:
-                yield place, item, stored
+        found = [(*self._source.stored(item), item) for item in self._items]
+        return [(place, item, stored) for place, stored, item in found if place.store is None]
 
     def target(self, item: ReadItem) -> torch.Tensor:
-        return self._planner.resolve_tensor(item).detach()
+        target: torch.Tensor = self._planner.resolve_tensor(item)
+        return target.detach()
+
+
+def slice_of(found: ImageFound, item: ReadItem, stored: Stored) -> torch.Tensor:
+    """A slice of an image of this machine. Raises `Damaged` and the store's errors."""
+    part = replace(found.manifest.parts[0], key=FILE_NAME)
+    stored = replace(stored, span=replace(stored.span, part=0))
+    return read_slice(LocalStore(FilePath(found.path).parent), part, item, stored)
+
+
+@contextlib.contextmanager
+def naming(place: Place) -> Iterator[None]:
+    """What cannot be read there becomes `Unusable`."""
+    try:
+        yield
+    except (Damaged, StoreError) as error:
+        raise Unusable(error, names=[place.name]) from error
 
 
 def nested_state(values: Mapping[Path, Any]) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""One rank of a job with sharded state: `python -m tests.training.shard_script KIND FOLDER MAX_STEPS [DIE_AT]`.
+
+KIND is `fsdp`, `tp` (data parallel by tensor parallel, `TP` ranks each), `hsdp` or `ddp`. Each step's loss goes to `losses-RANK` in the folder, and the
+final parameters, gathered, to `final`. With DIE_AT the rank named by `DIES` kills itself in that step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import TensorDataset
+
+import strata
+from strata.training import ElasticOptions
+
+SAMPLES, BATCH = 96, 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.register_buffer("scale", torch.full((3,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x))) * self.scale[0]
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.last = nn.Linear(6, 1)  # Its bias is on one rank alone.
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def build(kind: str, world: int) -> tuple[nn.Module, DeviceMesh | None]:
+    torch.manual_seed(1)
+    model: nn.Module = Model()
+    if kind == "ddp":
+        return (nn.parallel.DistributedDataParallel(model) if world > 1 else model), None
+    if kind == "tp":
+        tp = int(os.environ.get("TP", "2"))
+        mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        return model, mesh["dp"]
+    if kind == "hsdp":
+        mesh = init_device_mesh(
+            "cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")
+        ) if world > 2 else init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, mesh
+
+
+class Ema:
+    """An average of the weights, kept as they are kept."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for name, value in model.named_parameters():
+            self.values[name].mul_(0.9).add_(value.detach(), alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = dict(state)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    distributed.init_process_group("gloo")
+    model, mesh = build(kind, world)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=kind == "hsdp")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.97)
+    ema = Ema(model)
+    inputs = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    loader = strata.ElasticLoader(
+        TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)),
+        strata.ElasticSampler(SAMPLES, global_batch_size=BATCH, dataset="numbers"),
+    )
+    checkpoints = [folder / name for name in os.environ.get("DESTINATIONS", "near,far").split(",") if name]
+    with strata.elastic(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        data=loader,
+        mesh=mesh,
+        extra={"ema": ema},
+        checkpoints=checkpoints,
+        max_steps=max_steps,
+        options=ElasticOptions(
+            save_every=int(os.environ.get("SAVE_EVERY", "4")),
+            snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "1")),
+            memory_root=folder / os.environ.get("MEMORY", "memory"),
+        ),
+    ) as job:
+        for batch in job:
+            x, y = batch.data
+            loss = nn.functional.mse_loss(model(x), y) * batch.weight
+            loss.backward()
+            if job.step + 1 == die_at and rank == int(os.environ.get("DIES", "0")):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            ema.update(model)
+            total = loss.detach().clone()
+            distributed.all_reduce(total)
+            with (folder / f"losses-{rank}").open("a") as file:
+                file.write(json.dumps([job.step + 1, float(total) / world]) + "\n")
+        recovery = job.recovery
+    state = {name: full(value) for name, value in model.state_dict().items()}
+    state |= {f"ema.{name}": full(value) for name, value in ema.values.items()}
+    state |= {
+        f"optimizer.{number}.{key}": full(value)
+        for number, entry in optimizer.state_dict()["state"].items()
+        for key, value in entry.items()
+    }
+    if rank == 0:
+        torch.save(state, folder / "final")
+        if recovery is not None:
+            print(f"resumed {recovery.resumed_step} from {recovery.tier}: {'; '.join(recovery.reasons)}", flush=True)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else -1)

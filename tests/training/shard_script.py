@@ -69,9 +69,11 @@ def build(kind: str, world: int) -> tuple[nn.Module, DeviceMesh | None]:
         fully_shard(model, mesh=mesh["dp"])
         return model, mesh["dp"]
     if kind == "hsdp":
-        mesh = init_device_mesh(
-            "cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")
-        ) if world > 2 else init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = (
+            init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+            if world > 2
+            else init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+        )
     else:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     for block in model.blocks:
@@ -106,7 +108,9 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group("gloo")
     model, mesh = build(kind, world)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=kind == "hsdp")
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=kind == "hsdp"
+    )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.97)
     ema = Ema(model)
     inputs = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
@@ -155,7 +159,10 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
     if rank == 0:
         torch.save(state, folder / "final")
         if recovery is not None:
-            print(f"resumed {recovery.resumed_step} from {recovery.tier}: {'; '.join(recovery.reasons)}", flush=True)
+            print(
+                f"resumed {recovery.resumed_step} from {recovery.tier}: {'; '.join(recovery.reasons)}",
+                flush=True,
+            )
     distributed.destroy_process_group()
 
 

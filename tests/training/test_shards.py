@@ -1,0 +1,269 @@
+"""Sharded state through kills, resizes and damage: real ranks on gloo, and the same numbers as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import strata
+from strata.checkpoint.catalog.listing import Catalog
+from strata.checkpoint.catalog.manifest import SHARDED, Manifest
+from strata.checkpoint.copying.staging import MARK_NAME
+from strata.checkpoint.image.layout import FILE_NAME
+from strata.stores import open_store
+from tests.training.shard_script import BATCH, SAMPLES
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+
+
+@dataclass
+class Ended:
+    codes: list[int]
+    output: str
+
+    @property
+    def resumed(self) -> str:
+        """What the first rank said about its start."""
+        return next((line for line in self.output.splitlines() if line.startswith("resumed ")), "")
+
+
+def run(
+    kind: str,
+    folder: Path,
+    world: int,
+    *,
+    steps: int = STEPS,
+    die_at: int = -1,
+    env: dict[str, str] | None = None,
+) -> Ended:
+    """One start of the job; where a rank dies, the others are ended as an agent would."""
+    folder.mkdir(exist_ok=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.shard_script", kind, str(folder), str(steps), str(die_at)],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(world),
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "OMP_NUM_THREADS": "1",
+                **(env or {}),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        output = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return Ended(codes=[process.returncode for process in started], output="\n".join(output))
+
+
+def finish(kind: str, folder: Path, world: int, **options: Any) -> Ended:
+    ended = run(kind, folder, world, **options)
+    assert ended.codes == [0] * world, ended.output
+    return ended
+
+
+def crash(kind: str, folder: Path, world: int, *, at: int, **options: Any) -> Ended:
+    ended = run(kind, folder, world, die_at=at, **options)
+    assert -signal.SIGKILL in ended.codes, ended.output
+    return ended
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of each step, as the first rank has seen it last."""
+    return dict(json.loads(line) for line in (folder / "losses-0").read_text().splitlines())
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(folder / "final", weights_only=True)
+    return state
+
+
+def check_same(folder: Path, undisturbed: Path) -> None:
+    mine, other = final(folder), final(undisturbed)
+    assert mine.keys() == other.keys()
+    assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
+    assert losses(folder) == losses(undisturbed)
+
+
+def check_close(folder: Path, undisturbed: Path, steps: int) -> None:
+    mine, other = losses(folder), losses(undisturbed)
+    assert sorted(mine) == list(range(1, steps + 1))
+    assert max(abs(mine[step] - other[step]) for step in mine) < 1e-5
+    for name, value in final(folder).items():
+        torch.testing.assert_close(value, final(undisturbed)[name], rtol=0, atol=1e-4)
+
+
+def check_audit(destination: Path, steps: int = STEPS) -> None:
+    covered = 0
+    for epoch in range(-(-steps * BATCH // SAMPLES)):
+        report = strata.audit(destination, "numbers", epoch)
+        assert report.clean, report.reason
+        covered += report.samples
+    assert covered == steps * BATCH
+
+
+def manifests(destination: Path) -> list[Manifest]:
+    found = [entry.manifest for entry in Catalog(open_store(str(destination))).list().entries]
+    return [manifest for manifest in found if manifest.format == SHARDED]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a job that nothing has happened to."""
+    done: dict[tuple[Any, ...], Path] = {}
+
+    def of(kind: str, world: int, steps: int = STEPS, **env: str) -> Path:
+        key = (kind, world, steps, *sorted(env.items()))
+        if key not in done:
+            done[key] = tmp_path_factory.mktemp("undisturbed") / kind
+            finish(kind, done[key], world, steps=steps, env=env)
+        return done[key]
+
+    return of
+
+
+def test_a_killed_rank_costs_the_step_it_was_in(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
+    folder = tmp_path / "job"
+    crash("fsdp", folder, 2, at=7, env={"DIES": "1"})
+    ended = finish("fsdp", folder, 2)
+    assert ended.resumed.startswith("resumed 6 from MEMORY")
+    check_same(folder, undisturbed("fsdp", 2))
+    for destination in ("near", "far"):
+        check_audit(folder / destination)
+
+
+def test_resizes_keep_the_loss_curve(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
+    folder = tmp_path / "job"
+    crash("fsdp", folder, 2, at=4)
+    crash("fsdp", folder, 3, at=7, env={"DIES": "2"})
+    crash("fsdp", folder, 1, at=10)
+    ended = finish("fsdp", folder, 4)
+    assert ended.resumed.startswith("resumed 9 from MEMORY"), ended.output
+    check_close(folder, undisturbed("fsdp", 2), STEPS)
+    check_audit(folder / "far")
+    # Of the machine's memory nothing is left.
+    assert not list((folder / "memory").rglob(FILE_NAME))
+
+
+def test_resizes_of_tensor_parallel_ranks(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
+    folder = tmp_path / "job"
+    crash("tp", folder, 4, at=5, env={"DIES": "3"})
+    crash("tp", folder, 2, at=9)
+    finish("tp", folder, 2, env={"TP": "1"})
+    check_close(folder, undisturbed("fsdp", 2), STEPS)
+    check_audit(folder / "near")
+
+
+def test_resizes_of_replicated_shards(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
+    folder = tmp_path / "job"
+    crash("hsdp", folder, 4, at=6, env={"DIES": "2"})
+    finish("hsdp", folder, 2)
+    check_close(folder, undisturbed("fsdp", 2), STEPS)
+    check_audit(folder / "near")
+    newest = manifests(folder / "near")[0]
+    alone = manifests(undisturbed("fsdp", 2) / "near")[0]
+    assert newest.size_bytes < alone.size_bytes * 1.5  # Replicas are written once.
+
+
+def flip(path: Path, at: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(data)
+
+
+def images(folder: Path) -> dict[int, list[tuple[int, Path]]]:
+    """The images in memory of each rank: step and file."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for mark in (folder / "memory").rglob(MARK_NAME):
+        body = json.loads(mark.read_text())["body"]
+        found.setdefault(body["layout"]["rank"], []).append((body["step"], mark.with_name(FILE_NAME)))
+    return {rank: sorted(each, reverse=True) for rank, each in found.items()}
+
+
+def largest_tensor(image: Path) -> float:
+    """Where in an image there are tensor bytes for certain."""
+    entries = json.loads(image.with_name(MARK_NAME).read_text())["body"]["tensors"]
+    entry = next(e for e in entries if e[0].startswith("model_state_dict") and e[4] > 8)
+    return (entry[3] + 4) / image.stat().st_size
+
+
+def test_damage_in_one_tier_after_the_other(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
+    """The crash comes right after step 8, which is in memory and in both destinations."""
+    base = tmp_path / "base"
+    crash("fsdp", base, 2, at=9)
+    assert [each[0][0] for each in images(base).values()] == [8, 8]
+    newest = {name: manifests(base / name)[0] for name in ("near", "far")}
+    assert {manifest.step for manifest in newest.values()} == {8}
+
+    def damaged(name: str, *, memory: bool, near: bool, far: bool, lost: bool = False) -> Ended:
+        folder = tmp_path / name
+        shutil.copytree(base, folder)
+        # A run that has moved would be another one: only its memory's folder is looked at by path.
+        if lost:
+            shutil.rmtree(folder / "memory")
+        elif memory:
+            image = images(folder)[1][0][1]
+            flip(image, largest_tensor(image))
+        if near:
+            flip(folder / "near" / newest["near"].parts[1].key, 0.1)
+        if far:
+            flip(folder / "far" / newest["far"].parts[1].key, 0.1)
+        ended = finish("fsdp", folder, 2)
+        check_same(folder, undisturbed("fsdp", 2))
+        return ended
+
+    assert damaged("nothing", memory=False, near=False, far=False).resumed.startswith("resumed 8 from MEMORY")
+    one = damaged("memory", memory=True, near=False, far=False)
+    assert one.resumed.startswith("resumed 8 from MEMORY")  # The other rank's image is intact.
+    assert "bytes changed since they were saved" in one.resumed
+    assert damaged("lost", memory=False, near=False, far=False, lost=True).resumed.startswith(
+        "resumed 8 from NVME"
+    )
+    two = damaged("near", memory=True, near=True, far=False)
+    assert two.resumed.startswith("resumed 8 from"), two.output
+    three = damaged("everywhere", memory=True, near=True, far=True)
+    assert three.resumed.startswith("resumed 7 from MEMORY"), three.output
+    four = damaged("durable", memory=False, near=True, far=True, lost=True)
+    assert four.resumed.startswith("resumed 4 from NVME"), four.output
+
+
+@pytest.mark.slow
+def test_twenty_kills_leave_no_trace(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
+    steps = 60
+    folder = tmp_path / "job"
+    chosen = torch.Generator().manual_seed(20)
+    for number in range(20):
+        at = 2 + 3 * number - int(torch.randint(2, (1,), generator=chosen))
+        crash("fsdp", folder, 2, steps=steps, at=max(at, 1), env={"DIES": str(number % 2)})
+    finish("fsdp", folder, 2, steps=steps)
+    check_same(folder, undisturbed("fsdp", 2, steps))
+    check_audit(folder / "near", steps)

@@ -90,6 +90,7 @@ def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     return {n: t for n, t in final_parameters(plain.job.checkpoints).items() if isinstance(t, torch.Tensor)}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_spread_trainer_ends_with_the_model_of_a_plain_one_whatever_its_worlds(
     folder: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:

@@ -58,7 +58,7 @@ docs: setup
 	@$(BIN)/python scripts/build_docs.py
 
 bench: setup
-	@for part in $(or $(ARGS),coordinator data checkpoint recovery); do $(BIN)/strata bench $$part || exit 1; done
+	@for part in $(or $(ARGS),coordinator data checkpoint sharded recovery); do $(BIN)/strata bench $$part || exit 1; done
 
 images:
 	@$(PYTHON) scripts/build_images.py $(ARGS)

@@ -17,11 +17,12 @@ import os
 import random
 import tempfile
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import distributed, nn
@@ -42,7 +43,11 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])
 
 
-def run_world(world: int, action: str, folder: Path, **options: Any) -> list[dict[str, Any] | None]:
+Action: TypeAlias = str | Callable[..., dict[str, Any]]
+"""What a rank does: save or load, or a function that gets rank, world, folder and options."""
+
+
+def run_world(world: int, action: Action, folder: Path, **options: Any) -> list[dict[str, Any] | None]:
     """Let a world of this size act; what each rank has to tell, None for one that died."""
     with tempfile.TemporaryDirectory() as meeting:
         pipes = [_context.Pipe(duplex=False) for _ in range(world)]
@@ -174,7 +179,9 @@ def _store(folder: str, rank: int, fault: dict[str, Any] | None) -> Store:
     return FaultyStore(store, choose=choose, crash=crash_by_signal)
 
 
-def act(rank: int, world: int, action: str, folder: str, **options: Any) -> dict[str, Any]:
+def act(rank: int, world: int, action: Action, folder: str, **options: Any) -> dict[str, Any]:
+    if not isinstance(action, str):
+        return action(rank, world, Path(folder), **options)
     mesh = init_device_mesh("cpu", (world,))
     store = _store(folder, rank, options.get("fault"))
     if action == "load":
@@ -203,7 +210,13 @@ def act(rank: int, world: int, action: str, folder: str, **options: Any) -> dict
 
 
 def _rank(
-    sender: Connection, meeting: str, rank: int, world: int, action: str, folder: str, options: dict[str, Any]
+    sender: Connection,
+    meeting: str,
+    rank: int,
+    world: int,
+    action: Action,
+    folder: str,
+    options: dict[str, Any],
 ) -> None:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")

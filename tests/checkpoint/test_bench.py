@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from strata.bench import sharded
 from strata.bench.checkpoint import QUICK, _save_rows
 from strata.bench.checkpoint_damage import count
 
@@ -26,3 +27,12 @@ def test_a_flipped_bit_is_noticed_here_and_not_by_plain_files(tmp_path: Path) ->
     assert verdicts["strata"].noticed == 12
     assert verdicts["torch.save"].silently_wrong > 0
     assert all(v.noticed + v.harmless + v.silently_wrong == 12 for v in verdicts.values())
+
+
+def test_every_figure_of_sharded_state_is_there_and_nothing_is_left(tmp_path: Path) -> None:
+    rows = list(sharded.run(sharded.QUICK, folder=tmp_path))
+    names = [row.name for row in rows]
+    for figure in ("durable save beside dcp.save", "2 → 3 ranks, cold", "2 → 3 ranks, as saved"):
+        assert any(figure in name for name in names), figure
+    assert all(row.measured > 0 for row in rows)
+    assert list(tmp_path.iterdir()) == []

@@ -34,10 +34,12 @@ from strata.checkpoint.dcp import StaleGeneration, StrataStorageReader, StrataSt
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, SaveFailed
 from strata.checkpoint.sharded.layout import decode, encode
 from strata.checkpoint.sharded.parts import PartWriter
+from strata.checkpoint.verify import verify_store
 from strata.stores import open_store
 from strata.stores.faulty import Fault, FaultyStore, scripted
 from tests.checkpoint.dcp_actor import run_world
 from tests.checkpoint.states import DTYPES, assert_same, random_tensor
+from tests.support_seaweed import Seaweed, seaweed
 
 
 @pytest.fixture(autouse=True)
@@ -459,3 +461,25 @@ def test_cleanup_removes_parts_of_dead_writers_only(tmp_path: Path) -> None:
     save(tmp_path, {"x": torch.ones(2)}, step=2)
     assert len(parts(tmp_path)) == 1
     assert load(tmp_path, {"x": torch.zeros(2)})["x"].all()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.mark.s3
+def test_sharded_state_in_a_bucket_is_saved_loaded_and_verified(
+    server: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    place = "s3://shelf/sharded"
+    open_store("s3://shelf/made").put("k", b"the bucket exists now")
+    state = {f"{n}.weight": torch.randn(1 << 10, 3 << 10) for n in range(3)} | {"step": 4}
+    save(place, state, step=4)
+    assert_same(load(place, {"1.weight": torch.zeros(1 << 10, 3 << 10)})["1.weight"], state["1.weight"])
+    blank = {name: torch.zeros(1 << 10, 3 << 10) for name in state if name != "step"} | {"step": 0}
+    assert_same(load(place, blank), state)
+    assert all(one.is_intact for one in verify_store(open_store(place)))

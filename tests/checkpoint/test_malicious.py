@@ -314,7 +314,13 @@ def test_pytorchs_own_metadata_is_never_unpickled(canary: Path, tmp_path: Path) 
     (folder / ".metadata").write_bytes(pickle.dumps(Calls(eval, touch(canary))))
     with pytest.raises(CheckpointNotFound):
         StrataStorageReader(folder)
-    for words in (["ls"], ["verify"], ["export", "{}", str(tmp_path / "o.pt")], ["rm", "{}", "1"]):
+    for words in (
+        ["ls"],
+        ["verify"],
+        ["export", "{}", str(tmp_path / "o.pt")],
+        ["import", "{}", str(tmp_path / "run")],
+        ["rm", "{}", "1"],
+    ):
         invoke(*[word.format(folder) for word in (words if "{}" in words else [*words, "{}"])])
         assert_quiet(canary, words[0])
 
@@ -362,6 +368,8 @@ def test_no_command_runs_them(canary: Path, tmp_path: Path, with_manifest: bool)
         path = plant(folder, data, with_manifest=with_manifest)
         assert invoke("export", str(path), str(tmp_path / "out.pt")) in (1, 2), name
         assert not (tmp_path / "out.pt").exists()
+        assert invoke("import", str(path), str(tmp_path / "run")) in (1, 2), name
+        assert not (tmp_path / "run" / "parts").exists()
         if number % 6 == 0:  # These open nothing, whatever it is.
             assert invoke("ls", str(folder)) == 0
             assert invoke("verify", str(folder)) in (0, 1)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from typer.testing import CliRunner
 
 from strata.checkpoint import CheckpointInfo, CheckpointManager, Memory
+from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.retention import LastGood, remove_chosen
 from strata.checkpoint.copying.digest import CHUNK_BYTES
 from strata.checkpoint.dcp import StrataStorageWriter
 from strata.checkpoint.errors import CheckpointNotFound
+from strata.checkpoint.sharded.layout import named_spans
 from strata.checkpoint.verify import Verified, verify_store
+from strata.cli.checkpoint import app
 from strata.stores import open_store
+from tests.checkpoint.dcp_actor import run_world
 from tests.checkpoint.states import small_state
 
 LAYER_BYTES = 5_000_000 * 4
@@ -95,6 +103,45 @@ def test_damage_of_a_part_names_the_tensor(folder: Path, sharded: Path) -> None:
     (damage,) = one.damages
     assert damage.tensors[0].name == "model.layer2.weight"
     assert "model.layer0.weight" not in str(damage)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_damage_of_one_rank_s_part_names_that_part_and_its_tensors_alone(tmp_path: Path, damage: str) -> None:
+    """Two ranks with shards of the same tensors, one part each."""
+    run_world(2, save_rows, tmp_path)
+    manifest = Catalog(open_store(tmp_path)).list().entries[0].manifest
+    spans = {(name, span.part): span for name, span in named_spans(manifest, path="")}
+    part = tmp_path / manifest.parts[1].key
+    middle = spans["1.weight", 1]
+    if damage == "flipped":
+        flip(part, middle.offset_bytes + 5)
+    elif damage == "cut":
+        os.truncate(part, middle.offset_bytes + 5)
+    else:
+        part.unlink()
+    (one,) = verified(tmp_path)
+    (found,) = one.damages
+    assert found.path == str(part)
+    named = {tensor.name: (tensor.start_bytes, tensor.end_bytes) for tensor in found.tensors}
+    expected = {"flipped": {"1.weight"}, "cut": {"1.weight", "2.weight"}}
+    assert set(named) == expected.get(damage, {"0.weight", "1.weight", "2.weight"})
+    assert named["1.weight"] == (middle.offset_bytes, middle.end_bytes)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 1
+    said = "".join(result.output.split())
+    assert part.name in said
+    assert "1.weight" in said
+    assert Path(manifest.parts[0].key).name not in said
+
+
+def save_rows(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world,))
+    state = {
+        f"{number}.weight": distribute_tensor(torch.randn(1 << 10, 1 << 10), mesh, [Shard(0)])
+        for number in range(3)
+    }
+    dcp.save(state, storage_writer=StrataStorageWriter(folder, step=1))
+    return {}
 
 
 @pytest.mark.parametrize("damage", ["cut", "grown", "gone"])

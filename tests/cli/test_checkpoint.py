@@ -142,6 +142,46 @@ def test_export_of_a_part_by_its_short_name(tmp_path: Path) -> None:
     assert list(load_file(target)) == ["weight"]
 
 
+def test_import_says_how_it_has_understood_the_file(tmp_path: Path) -> None:
+    model = {"module.weight": torch.ones(3, 2), "module.bias": torch.zeros(3)}
+    torch.save({"state_dict": model, "global_step": 1200, "hparams": {"x": 1}}, tmp_path / "last.ckpt")
+    code, output = run("import", tmp_path / "last.ckpt", tmp_path / "run", "--memory", "64MiB")
+    assert code == 0, output
+    words = " ".join(output.split())
+    assert "(pt) as step 1,200" in words
+    assert "The model is what is under 'state_dict'." in words
+    assert "The prefix 'module.' of names is dropped." in words
+    assert "It has no optimizer: training starts with a fresh one." in words
+    assert "left out: hparams" in words
+    code, output = run("import", tmp_path / "last.ckpt", tmp_path / "run")
+    assert code == 1
+    assert "has checkpoints already" in output
+    code, made = run_json("import", tmp_path / "last.ckpt", tmp_path / "other", "--step", 7)
+    assert (code, made["step"], made["tensors"], made["has_optimizer"]) == (0, 7, 2, False)
+    code, problem = run_json("import", tmp_path / "last.ckpt", tmp_path / "other")
+    assert (code, problem["code"]) == (1, "destination_taken")
+
+
+def test_a_model_goes_out_in_shards_of_the_size_asked_for(tmp_path: Path) -> None:
+    torch.save({f"layer{n}": torch.ones(1000) for n in range(6)}, tmp_path / "model.pt")
+    assert run("import", tmp_path / "model.pt", tmp_path / "run")[0] == 0
+    code, made = run_json(
+        "export", tmp_path / "run", tmp_path / "hf", "-f", "hf", "--max-shard-size", "8.5KB"
+    )
+    assert (code, made["tensors"], made["format"]) == (0, 6, "hf")
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+    ]
+    for option in ("--max-shard-size", "--memory"):
+        code, output = run("export", tmp_path / "run", tmp_path / "x", "-f", "hf", option, "a lot")
+        assert code == 2
+        assert "is not a size" in output
+    assert not (tmp_path / "x").exists()
+
+
 def test_rm_takes_steps_and_ids_as_options_too(folder: Path) -> None:
     fill(folder, 30, 40)
     _, found = run_json("ls", folder)

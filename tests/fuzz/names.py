@@ -10,6 +10,7 @@ TARGETS = (
     "settings",
     "trainer_config",
     "image",
+    "import",
     "journal",
     "http",
 )

@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import socket
 import tempfile
 import warnings
@@ -37,6 +38,7 @@ def make_target(name: str) -> Target:
         "settings": Settings,
         "trainer_config": TrainerConfig,
         "image": Image,
+        "import": Import,
         "journal": JournalFiles,
         "http": Http,
     }
@@ -608,6 +610,77 @@ class Image(Stateless):
                     tensor.detach().reshape(-1)[:1000].clone()  # Its bytes can be read.
         finally:
             held.close()
+            assert not self._canary.exists(), "code from the file ran"
+
+
+class Import(Stateless):
+    """What `strata checkpoint import` is given: a case is one file of a model, and its name; the others are right."""
+
+    def __init__(self) -> None:
+        import torch
+        from safetensors.torch import save
+        from torch.distributed import checkpoint as dcp
+
+        from strata.checkpoint.importing import adopt
+        from tests.checkpoint.malicious import payloads, torch_file
+
+        torch.set_num_threads(1)
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        self._adopt = adopt
+        self._folder = scratch()
+        self._canary = self._folder / "canary"
+        weights = torch.arange(12, dtype=torch.float32)
+        state = {"model": {"weight": weights.view(3, 4).t(), "bias": weights[:3]}, "step": 3}
+        archive = io.BytesIO()
+        torch.save(state, archive)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(self._folder / "dcp"), no_dist=True)
+        index = {"weight_map": dict.fromkeys(("weight", "bias"), "model-1.safetensors")}
+        self._files = {
+            "model.pt": archive.getvalue(),
+            "model.safetensors": save({"weight": weights, "empty": weights[:0]}, metadata={"format": "pt"}),
+            "hf/model.safetensors.index.json": json.dumps(index).encode(),
+            "hf/model-1.safetensors": save({"weight": weights.half(), "bias": weights.bfloat16()}),
+            **{f"dcp/{path.name}": path.read_bytes() for path in (self._folder / "dcp").iterdir()},
+        }
+        self._hostile = [torch_file(bad) for bad in payloads(self._canary).values()]
+        self._hostile += list(payloads(self._canary).values())
+        for name, data in self._files.items():
+            path = self._folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+
+    def make(self, chance: Random) -> bytes:
+        name = chance.choice(list(self._files))
+        data = self._files[name]
+        if chance.random() < 0.1:
+            data = chance.choice(self._hostile)
+        elif name.endswith(".json"):
+            data = self._changed(data, chance)
+        elif name.endswith(".safetensors") and chance.random() < 0.7:
+            length = int.from_bytes(data[:8], "little")
+            raw = self._changed(data[8 : 8 + length], chance)
+            data = len(raw).to_bytes(8, "little") + raw + data[8 + length :]
+        else:
+            data = mutated(data, chance, list(self._files.values()))
+        return name.encode() + b"\0" + data
+
+    @staticmethod
+    def _changed(document: bytes, chance: Random) -> bytes:
+        try:
+            return json.dumps(mutated_json(json.loads(document), chance)).encode("utf-8", "surrogatepass")
+        except RecursionError:  # Too deep to be written this way.
+            return b'{"a":' * 100_000
+
+    def run(self, data: bytes) -> None:
+        name, _, content = data.partition(b"\0")
+        path, run = self._folder / name.decode(), self._folder / "run"
+        path.write_bytes(content)
+        try:
+            self._adopt(str(path.parent if path.parent != self._folder else path), str(run))
+        finally:
+            path.write_bytes(self._files[name.decode()])
+            shutil.rmtree(run, ignore_errors=True)
             assert not self._canary.exists(), "code from the file ran"
 
 

@@ -25,6 +25,7 @@ CASES = {
     "settings": 800,
     "trainer_config": 60,
     "image": 400,
+    "import": 600,
     "journal": 300,
     "http": 250,
 }

@@ -5,16 +5,23 @@ each save that is on its way to the destinations. A `yield` is the end of an ins
 machine, be frozen and come back as a zombie, or be told to leave. Which coroutine runs next, and what goes wrong, is
 decided by the seed alone.
 
+In every second simulation (odd seeds) the state is sharded: every rank has its part in images of its own, a machine's
+memory has many of them, worlds change their size between lives, some have replicas, and copying, marking and uploading
+are a coroutine per rank, so that a crash finds each of them somewhere else. The first rank publishes the manifest.
+
 Checked from outside: every restart continues from the best state that exists (a restart never costs what was saved);
 nobody restores what a superseded process published, what belongs to another run, or what is damaged; training never
 starts anew while a checkpoint exists; retention removes only what nobody could need; a run that ends normally has its
-final state in every destination; and the history of the checkpoints has every sample exactly once.
+final state in every destination; and the history of the checkpoints has every sample exactly once. Of sharded state: what is
+restored is one checkpoint's, slice by slice; a save never costs the last complete snapshot, whenever it is cut off; a
+manifest lists only parts that are there; nothing is loaded that is not all there; and no save is skipped for ever.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -28,11 +35,15 @@ from strata.core.job import (
     JobProtocol,
     Load,
     LoadReport,
+    LoadShards,
     LookAgain,
     Offer,
+    Ready,
     Resume,
     Save,
     SaveEnded,
+    Skip,
+    Source,
     StartAnew,
     Stop,
     Survey,
@@ -45,6 +56,8 @@ from strata.core.types import CheckpointId
 Steps = Generator[None, None, None]
 
 IMAGES = 2
+UNITS = frozenset(range(12))
+"""What a sharded state consists of. A part has some of them."""
 TICK_S = 0.5
 INSTRUCTIONS_LIMIT = 60_000
 STORY_LINES = 100
@@ -71,6 +84,13 @@ def must(condition: bool, what: str) -> None:
         raise Violation(what)
 
 
+@functools.cache
+def units_of(part: str) -> frozenset[int]:
+    """What of the state a part has; "1/3" is the second of three, "" is all of it."""
+    number, count = map(int, part.split("/")) if part else (0, 1)
+    return frozenset(range(len(UNITS) * number // count, len(UNITS) * (number + 1) // count))
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """One copy of a checkpoint: its manifest, and what a load would give."""
@@ -84,6 +104,20 @@ class Checkpoint:
     has_payload: bool = True
     looked: int = 0
     """The newest generation that had looked at the destination when this was published there."""
+    parts: tuple[str, ...] = ()
+    """Of a sharded one: what all of it consists of."""
+    part: str = ""
+    """What of it this image has."""
+    damaged: set[str] = field(default_factory=set)
+    """Of a sharded one in a destination: its parts that are not intact."""
+
+    def units(self, *, intact: bool) -> frozenset[int]:
+        """What of the state this copy has, or can be read of it."""
+        if not intact or self.intact:
+            return units_of(self.part)
+        return frozenset[int]().union(
+            *(units_of(p) for p in self.parts if not self.part and p not in self.damaged)
+        )
 
     @property
     def checkpoint_id(self) -> CheckpointId:
@@ -110,7 +144,9 @@ class Checkpoint:
         return (self.placement.generation, self.placement.sequence)
 
     def copy(self, **changes: Any) -> Checkpoint:
-        values = {name: getattr(self, name) for name in ("placement", "step", "trained", "data")}
+        values = {
+            name: getattr(self, name) for name in ("placement", "step", "trained", "data", "parts", "part")
+        }
         return Checkpoint(**{**values, **changes})
 
     def offer(self, *, tier: str, where: str, distance: int) -> Offer:
@@ -127,6 +163,9 @@ class Checkpoint:
             tier=tier,
             where=where,
             distance=distance,
+            is_sharded=bool(self.parts),
+            part=self.part,
+            parts=self.parts if self.part else (),
         )
 
 
@@ -137,6 +176,8 @@ class Destination:
     slowness: int
     """How many instructions an upload takes."""
     checkpoints: dict[CheckpointId, Checkpoint] = field(default_factory=dict)
+    parts: set[tuple[CheckpointId, str]] = field(default_factory=set)
+    """Of sharded checkpoints: what has been uploaded."""
     claims: dict[int, Claim] = field(default_factory=dict)
     is_down: bool = False
     looked: int = 0
@@ -144,13 +185,44 @@ class Destination:
 
 
 @dataclass(slots=True, eq=False)
+class Image:
+    """A place in memory for one rank's part."""
+
+    content: Checkpoint | None = None
+    """Marked: it is all there."""
+    is_written: bool = False
+    readers: int = 0
+    """Uploads from it."""
+
+    @property
+    def is_free(self) -> bool:
+        return not self.is_written and not self.readers
+
+    @property
+    def checkpoint_id(self) -> CheckpointId | None:
+        return self.content.checkpoint_id if self.content is not None else None
+
+
+Slot = list[Image]
+"""The images of one rank."""
+
+
+@dataclass(slots=True, eq=False)
 class Machine:
     name: str
     images: dict[int, list[Checkpoint]] = field(default_factory=dict)
     """In memory, by the life that holds them; gone with the machine, not with the life."""
+    slots: dict[int, list[Slot]] = field(default_factory=dict)
+    """The same where the state is sharded: a slot for each rank, and those that nobody has taken over."""
     generation: int = 0
     """The newest that has looked here."""
     memory_fails: bool = False
+
+    def kept(self) -> list[Checkpoint]:
+        """Everything that is in its memory."""
+        slots = [slot for of_life in self.slots.values() for slot in of_life]
+        sharded = [image.content for slot in slots for image in slot if image.content is not None]
+        return [image for held in self.images.values() for image in held] + sharded
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +232,9 @@ class Upload:
     reached: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     superseded: str = ""
+    writers: dict[str, set[int]] = field(default_factory=dict)
+    """Of a sharded save: ranks that are not finished with a destination, where the first one publishes."""
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 class Life:
@@ -194,6 +269,8 @@ class Life:
         """Of what this life continues."""
         self.truth: dict[str, list[Checkpoint]] = {}
         """What there was, in each place, when this life looked."""
+        self.found_damaged: set[tuple[CheckpointId, str]] = set()
+        """Checkpoint and destination: what it could not load."""
         self.tasks: list[Steps] = [
             self._main(),
             self._keep_claim(),
@@ -283,10 +360,11 @@ class Life:
             if not isinstance(instruction, LookAgain | Stop):
                 self.sim.fenced(self)
                 self.sim.perhaps_lose_a_destination()
-            while isinstance(instruction, Load):
+            while isinstance(instruction, Load | LoadShards):
                 self.sim.tell(
                     f"{self} loads {instruction.offer.checkpoint_id} from {instruction.offer.where}"
                 )
+                self.sim.check_load(self, instruction)
                 reports = []
                 for rank in range(len(self.machines)):
                     yield
@@ -301,24 +379,16 @@ class Life:
             self.sim.tell(f"{self} starts anew: {instruction.reason}")
             return
         assert isinstance(instruction, Resume)
-        loaded = self._loaded
-        assert loaded is not None
+        loaded = self._restored()
         self.step, self.trained, self.lineage = loaded.step, loaded.trained, loaded.lineage
         self.ledger.restore(loaded.data, checkpoint_id=loaded.checkpoint_id, durable=instruction.is_durable)
         self.sim.check_restored(self, loaded)
         self.sim.tell(f"{self} resumes at step {self.step} from {instruction.load.offer.tier}")
 
     def _survey(self, rank: int, machine: Machine) -> Survey:
-        keeper = self.machines.index(machine) == rank
-        if keeper:
-            self._take_over_images(machine)
-            self.truth[machine.name] = list(self.images_on(machine))
-        offers = [
-            image.offer(tier=MEMORY, where=f"{machine.name}:{n}", distance=0)
-            for n, image in enumerate(self.images_on(machine))
-        ]
+        offers = self._offers_in_memory(rank, machine)
         if rank:
-            return Survey(machine=machine.name, offers=tuple(offers) if keeper else ())
+            return Survey(machine=machine.name, offers=tuple(offers))
         unreachable = [d.name for d in self.sim.destinations if d.is_down]
         claims = [c for d in self.sim.destinations for c in d.claims.values()]
         found: dict[CheckpointId, list[Checkpoint]] = {}
@@ -343,6 +413,16 @@ class Life:
             fences=tuple({f for c in claims for f in c.fences}),
         )
 
+    def _offers_in_memory(self, rank: int, machine: Machine) -> list[Offer]:
+        if self.machines.index(machine) != rank:
+            return []
+        self._take_over_images(machine)
+        self.truth[machine.name] = list(self.images_on(machine))
+        return [
+            image.offer(tier=MEMORY, where=f"{machine.name}:{n}", distance=0)
+            for n, image in enumerate(self.images_on(machine))
+        ]
+
     def _copy_of(self, rank: int, load: Load) -> Checkpoint | None:
         """What a rank would read for this load."""
         wanted = load.offer.checkpoint_id
@@ -351,7 +431,12 @@ class Life:
             return destination.checkpoints.get(wanted)
         return next((i for i in self.images_on(self.machines[rank]) if i.checkpoint_id == wanted), None)
 
-    def _load(self, rank: int, load: Load) -> LoadReport:
+    def _restored(self) -> Checkpoint:
+        assert self._loaded is not None
+        return self._loaded
+
+    def _load(self, rank: int, load: Any) -> LoadReport:
+        assert isinstance(load, Load)
         if rank in load.receivers:
             return LoadReport()
         if (
@@ -361,6 +446,7 @@ class Life:
             return LoadReport(error="out of reach", fault="away")
         found = self._copy_of(rank, load)
         if found is None or not found.has_payload or not found.intact:
+            self.found_damaged.add((load.offer.checkpoint_id, load.offer.where))
             return LoadReport(error="damaged or missing", fault="copy")
         if rank == load.source:
             self._loaded = found.copy(looked=found.looked)
@@ -415,11 +501,15 @@ class Life:
             self.sim.check_stopped(self, stop)
             self.end("stops: superseded")
             return
-        name, now_ms = self._new_id(), self.sim.now_ms()
-        order = self._agreed(
+        order = self._begin_save(self._new_id(), self.sim.now_ms(), durable=durable)
+        if order is not None:
+            yield from self._carry_out(order)
+
+    def _begin_save(self, name: CheckpointId, now_ms: int, *, durable: bool) -> Save | None:
+        order: Save = self._agreed(
             [p.save(name, step=self.step, now_ms=now_ms, durable=durable) for p in self.protocols]
         )
-        yield from self._carry_out(order)
+        return order
 
     def _new_id(self) -> CheckpointId:
         self._saves += 1
@@ -436,6 +526,13 @@ class Life:
             records, order.placement.checkpoint_id, durable=order.durable, world_size=len(self.machines)
         )
         checkpoint = Checkpoint(placement=order.placement, step=self.step, trained=self.trained, data=data)
+        self.sim.tell(
+            f"{self} saves {checkpoint.checkpoint_id}{' finally' if order.final else ''}"
+            f"{'' if order.durable else ' in memory'} (parent {order.placement.parent})"
+        )
+        yield from self._copy(order, checkpoint)
+
+    def _copy(self, order: Save, checkpoint: Checkpoint) -> Steps:
         for machine in dict.fromkeys(self.machines):
             yield
             if not machine.memory_fails:
@@ -444,10 +541,6 @@ class Life:
             upload = Upload(save=order, checkpoint=checkpoint)
             self.in_flight[checkpoint.checkpoint_id] = upload
             self._pass_on(upload, 0)
-        self.sim.tell(
-            f"{self} saves {checkpoint.checkpoint_id}{' finally' if order.final else ''}"
-            f"{'' if order.durable else ' in memory'} (parent {order.placement.parent})"
-        )
 
     def images_on(self, machine: Machine) -> list[Checkpoint]:
         return machine.images.setdefault(self.number, [])
@@ -472,16 +565,7 @@ class Life:
     def _pass_on(self, upload: Upload, number: int) -> None:
         """To the next destination, or to its end."""
         if number == len(self.sim.destinations):
-            checkpoint_id = upload.checkpoint.checkpoint_id
-            del self.in_flight[checkpoint_id]
-            self.news.append(
-                SaveEnded(
-                    checkpoint_id=checkpoint_id,
-                    is_durable=bool(upload.reached),
-                    missing=tuple(upload.missing),
-                    superseded=upload.superseded,
-                )
-            )
+            self._ended(upload)
             return
         queue = self.waiting[self.sim.destinations[number].name]
         for overtaken in [waiting for waiting in queue if not waiting.save.final]:
@@ -489,6 +573,18 @@ class Life:
             overtaken.missing.append(f"{self.sim.destinations[number].name}: overtaken")
             self._pass_on(overtaken, number + 1)
         queue.append(upload)
+
+    def _ended(self, upload: Upload) -> None:
+        checkpoint_id = upload.checkpoint.checkpoint_id
+        del self.in_flight[checkpoint_id]
+        self.news.append(
+            SaveEnded(
+                checkpoint_id=checkpoint_id,
+                is_durable=bool(upload.reached),
+                missing=tuple(upload.missing),
+                superseded=upload.superseded,
+            )
+        )
 
     def _upload_to(self, destination: Destination) -> Steps:
         queue = self.waiting[destination.name]
@@ -507,9 +603,18 @@ class Life:
         if destination.is_down or sim.chance(sim.save_failures):
             upload.missing.append(f"{destination.name}: failed")
             return
+        yield from self._publish_manifest(upload, destination)
+
+    def _publish_manifest(self, upload: Upload, destination: Destination) -> Steps:
+        sim = self.sim
+        newest = max(destination.claims, default=0)
         if is_superseded(upload.checkpoint.generation, list(destination.claims)):
             upload.superseded = f"{destination.name}: superseded"
             return
+        must(
+            newest <= upload.checkpoint.generation,
+            f"{self} publishes {upload.checkpoint.checkpoint_id} in {destination.name}, which generation {newest} has claimed",
+        )
         sim.perhaps_freeze(self)
         yield  # Here a newer generation may take over, look, and write its fence.
         # A copy of what a newer generation has seen elsewhere is no surprise to it.
@@ -520,6 +625,7 @@ class Life:
             base is None or base in sim.ever_durable,
             f"{published.checkpoint_id} continues {base}, which never existed",
         )
+        sim.check_parts(self, destination, published)
         sim.ever_durable.add(published.checkpoint_id)
         if looked > published.generation:
             sim.published_too_late()
@@ -534,6 +640,7 @@ class Life:
             yield
             sim.check_removal(self, destination, gone)
             destination.checkpoints.pop(gone.checkpoint_id, None)
+            destination.parts.difference_update((gone.checkpoint_id, part) for part in gone.parts)
 
     def _removable(self, destination: Destination) -> list[Checkpoint]:
         own = [c for c in destination.checkpoints.values() if c.placement.run in ("", self.sim.run_name)]
@@ -551,7 +658,7 @@ class Life:
                 self.end("stops: superseded")
                 return
             name, now_ms = self._new_id(), self.sim.now_ms()
-            instruction = self._agreed([p.finish(self.step, name, now_ms=now_ms) for p in self.protocols])
+            instruction = self._next_to_finish(name, now_ms)
             if isinstance(instruction, Save):
                 yield from self._carry_out(instruction)
             elif isinstance(instruction, Finished):
@@ -560,6 +667,7 @@ class Life:
                 if not self.asked_to_leave:
                     for machine in self.machines:
                         self.images_on(machine).clear()
+                        machine.slots.pop(self.number, None)
                 self._mark_ended()
                 superseded = self.sim.has_newer(self)
                 self.end("left" if self.asked_to_leave or superseded else "finished")
@@ -568,14 +676,252 @@ class Life:
                 self.sim.check_stopped(self, instruction)
                 self.end(f"stops: {instruction.kind}")
                 return
+            elif isinstance(instruction, AwaitSave):
+                must(instruction.checkpoint_id in self.in_flight or bool(self.news), f"{self} awaits nothing")
             else:
-                assert isinstance(instruction, AwaitSave)
+                self._check_skipped(instruction)
+
+    def _next_to_finish(self, name: CheckpointId, now_ms: int) -> Any:
+        return self._agreed([p.finish(self.step, name, now_ms=now_ms) for p in self.protocols])
+
+    def _check_skipped(self, skip: Any) -> None:
+        raise Violation(f"{self} was told {skip}")
 
     def _mark_ended(self) -> None:
         farthest = self.sim.destinations[-1]
         assert self.claim is not None
         if not farthest.is_down:
             farthest.claims[self.claim.generation] = replace(self.claim, ended=True)
+
+
+class ShardedLife(Life):
+    """The same with a part of the state on every rank."""
+
+    def __init__(
+        self, sim: Simulation, number: int, launch: str, machines: list[Machine], ranks: int
+    ) -> None:
+        super().__init__(sim, number, launch, machines, ranks)
+        replicas = 2 if ranks % 2 == 0 and sim.chance(0.3) else 1
+        count = ranks // replicas
+        self.parts = [f"{rank % count}/{count}" for rank in range(ranks)]
+        self.tasks = [self._main(), self._keep_claim()]
+        self.slots: list[Slot] = []
+        """By rank."""
+        self.state: list[dict[int, Checkpoint]] = [{} for _ in range(ranks)]
+        """By rank: what each unit of its state was read from."""
+        self.resumed: CheckpointId | None = None
+        self.uploads: list[Upload] = []
+        """Those that some rank is not finished with; one that has failed may be over before."""
+        self.is_owed = False
+        """A durable save was due and did not begin."""
+
+    # --- starting -------------------------------------------------------------------------------------------
+
+    def _offers_in_memory(self, rank: int, machine: Machine) -> list[Offer]:
+        """The images are shared out among the ranks of their machine, those of other worlds as well."""
+        own = machine.slots.setdefault(self.number, [])
+        here = [r for r, each in enumerate(self.machines) if each is machine]
+        if rank == here[0]:
+            for number in [n for n in machine.slots if n != self.number and self.sim.lives[n].is_over]:
+                own.extend(machine.slots.pop(number))
+            for image in self._images_of(machine):
+                image.is_written, image.readers = False, 0
+            self.truth[machine.name] = [i.content for i in self._images_of(machine) if i.content is not None]
+        return [
+            image.content.offer(tier=MEMORY, where=f"image {n}", distance=0)
+            for n, image in enumerate(self._images_of(machine))
+            if image.content is not None and here[n % len(here)] == rank
+        ]
+
+    def _images_of(self, machine: Machine) -> list[Image]:
+        return [image for slot in machine.slots[self.number] for image in slot]
+
+    def _load(self, rank: int, load: Any) -> LoadReport:
+        assert isinstance(load, LoadShards)
+        for unit in sorted(units_of(self.parts[rank])):
+            for source in load.seen_from(self.machines[rank].name):
+                report = self._read(rank, unit, source, load.struck)
+                if report is not None:
+                    break
+            else:
+                return LoadReport(error=f"nothing is left to read {unit} from", fault="copy")
+            if report.fault != "none":
+                return report
+        return LoadReport()
+
+    def _read(self, rank: int, unit: int, source: Source, struck: tuple[str, ...]) -> LoadReport | None:
+        """None: this one does not have it."""
+        if source.machine:
+            machine = next(m for m in self.machines if m.name == source.machine)
+            image = self._images_of(machine)[int(source.offer.where.removeprefix("image "))].content
+            if image is None:
+                return LoadReport(error="deleted", fault="copy", struck=(source.name,))
+            if unit not in units_of(image.part):
+                return None
+            if not image.intact:
+                return LoadReport(error="damaged", fault="copy", struck=(source.name,))
+            self.state[rank][unit] = image
+            return LoadReport()
+        destination = next(d for d in self.sim.destinations if d.name == source.offer.where)
+        if destination.is_down:
+            return LoadReport(error="out of reach", fault="away", struck=(source.name,))
+        found = destination.checkpoints.get(source.offer.checkpoint_id)
+        if found is None or not found.has_payload:
+            self.found_damaged.add((source.offer.checkpoint_id, destination.name))
+            return LoadReport(error="missing", fault="copy", struck=(source.name,))
+        part = next(part for part in found.parts if unit in units_of(part))
+        if (name := f"{destination.name}/{part}") in struck:
+            return None
+        if part in found.damaged:
+            self.found_damaged.add((found.checkpoint_id, destination.name))
+            return LoadReport(error="damaged", fault="copy", struck=(name,))
+        self.state[rank][unit] = found
+        return LoadReport()
+
+    def _restored(self) -> Checkpoint:
+        read = [copy for units in self.state for copy in units.values()]
+        must(
+            len({copy.checkpoint_id for copy in read}) == 1,
+            f"{self} restored a mixture: {sorted({copy.checkpoint_id for copy in read})}",
+        )
+        for rank, units in enumerate(self.state):
+            must(
+                set(units) == units_of(self.parts[rank]),
+                f"rank {rank} of {self} restored a part of its state",
+            )
+        self.resumed = read[0].checkpoint_id
+        for machine, units in zip(self.machines, self.state, strict=True):
+            self.sim.check_nearest(self, machine, units)
+        self.sim.counts["filled"] += len({bool(copy.part) for copy in read}) == 2
+        return read[0].copy(looked=max(copy.looked for copy in read), part="")
+
+    def _train(self) -> Steps:
+        for machine in dict.fromkeys(self.machines):
+            slots = machine.slots[self.number]
+            # What was loaded is overwritten last wherever somebody takes it over.
+            slots.sort(key=lambda slot: any(i.checkpoint_id == self.resumed for i in slot), reverse=True)
+            slots.extend([] for _ in range(self.machines.count(machine) - len(slots)))
+        taken: Counter[str] = Counter()
+        for machine in self.machines:
+            slot = machine.slots[self.number][taken[machine.name]]
+            taken[machine.name] += 1
+            slot.extend(Image() for _ in range(self.sim.images_per_rank - len(slot)))
+            self.slots.append(slot)
+        yield from super()._train()
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def _ready(self, rank: int) -> Ready:
+        slot = self.slots[rank]
+        free = [image for image in slot if image.is_free]
+        held = {i.content.checkpoint_id for i in slot if i.content is not None and not i.is_written}
+        return Ready(
+            has_image=bool(free) and not any(image.is_written for image in slot),
+            held=frozenset(held),
+            kept=frozenset(name for name in held if any(image.checkpoint_id != name for image in free)),
+            busy=frozenset(
+                name for upload in self.uploads for name, ranks in upload.writers.items() if rank in ranks
+            ),
+            part=self.parts[rank],
+            has_one_image=len(slot) == 1,
+        )
+
+    def _begin_save(self, name: CheckpointId, now_ms: int, *, durable: bool) -> Save | None:
+        must(durable or not self.is_owed, f"{self} has forgotten a durable save that was skipped")
+        ready = [self._ready(rank) for rank in range(len(self.machines))]
+        order: Save | Skip = self._agreed(
+            [
+                p.save_shards(name, ready, step=self.step, now_ms=now_ms, durable=durable)
+                for p in self.protocols
+            ]
+        )
+        self.is_owed = (durable or self.is_owed) and not (isinstance(order, Save) and order.durable)
+        if isinstance(order, Save):
+            is_busy = any(ranks for upload in self.uploads for ranks in upload.writers.values())
+            must(order.durable or not self.is_owed or is_busy, f"{self} saves in memory alone")
+            return order
+        self._check_skipped(order)
+        return None
+
+    def _check_skipped(self, skip: Any) -> None:
+        """There is something to wait for, or it would be so for ever."""
+        assert isinstance(skip, Skip)
+        self.sim.counts["skipped"] += 1
+        must(
+            bool(self.in_flight) or any(not image.is_free for slot in self.slots for image in slot),
+            f"{self} skips a save although nothing is under way: {skip.reason}",
+        )
+
+    def _copy(self, order: Save, checkpoint: Checkpoint) -> Steps:
+        checkpoint.parts = tuple(dict.fromkeys(self.parts))
+        upload = Upload(save=order, checkpoint=checkpoint)
+        if order.durable:
+            names = order.destinations or [d.name for d in self.sim.destinations]
+            upload.writers = {name: set(range(len(self.parts))) for name in names}
+            self.in_flight[checkpoint.checkpoint_id] = upload
+            self.uploads = [u for u in self.uploads if any(u.writers.values())] + [upload]
+            self.tasks.append(self._publish_shards(upload))
+        for rank, slot in enumerate(self.slots):
+            choices = [i for i in slot if i.is_free and (order.keep is None or i.checkpoint_id != order.keep)]
+            must(bool(choices), f"{self} begins a save although rank {rank} has no image for it")
+            image = min(choices, key=lambda i: i.content.order if i.content is not None else (0, 0))
+            image.is_written = True
+            image.readers = int(order.durable)
+            self.tasks.append(self._save_part(rank, image, upload))
+        if order.keep not in (None, self.resumed):
+            self._forget_other_worlds()
+        yield
+
+    def _forget_other_worlds(self) -> None:
+        """There is a complete snapshot of this one: what nobody has taken over is removed."""
+        for machine in self.machines:
+            slots = machine.slots[self.number]
+            slots[:] = [slot for slot in slots if any(slot is own for own in self.slots)]
+
+    def _save_part(self, rank: int, image: Image, upload: Upload) -> Steps:
+        """Copy, mark, upload."""
+        machine, part, sim = self.machines[rank], self.parts[rank], self.sim
+        yield
+        sim.overwrite(self, image)
+        for _ in range(sim.random.randint(1, 4)):
+            yield
+        if not machine.memory_fails and machine.generation <= upload.checkpoint.generation:
+            image.content = upload.checkpoint.copy(part=part)
+        image.is_written = False
+        writes = self.parts.index(part) == rank
+        for name, writers in upload.writers.items():
+            destination = next(d for d in sim.destinations if d.name == name)
+            for _ in range(destination.slowness if writes else 0):
+                yield
+            if writes and (destination.is_down or sim.chance(sim.save_failures / len(self.parts))):
+                upload.failures.setdefault(name, f"{name}: part {part} failed")
+            elif writes:
+                destination.parts.add((upload.checkpoint.checkpoint_id, part))
+            if rank:
+                writers.discard(rank)
+        image.readers = 0
+
+    def _publish_shards(self, upload: Upload) -> Steps:
+        """The first rank, when all parts are there."""
+        checkpoint = upload.checkpoint
+        for name, writers in upload.writers.items():
+            destination = next(d for d in self.sim.destinations if d.name == name)
+            while name not in upload.failures and not all(
+                (checkpoint.checkpoint_id, part) in destination.parts for part in checkpoint.parts
+            ):
+                yield
+            if name in upload.failures or destination.is_down:
+                upload.missing.append(upload.failures.get(name, f"{name}: failed"))
+            else:
+                yield from self._publish_manifest(upload, destination)
+            writers.discard(0)
+        self._ended(upload)
+
+    # --- ending ---------------------------------------------------------------------------------------------
+
+    def _next_to_finish(self, name: CheckpointId, now_ms: int) -> Any:
+        ready = [self._ready(rank) for rank in range(len(self.machines))]
+        return self._agreed([p.finish(self.step, name, now_ms=now_ms, ready=ready) for p in self.protocols])
 
 
 class Simulation:
@@ -613,6 +959,8 @@ class Simulation:
         self.first_looked: dict[CheckpointId, int] = {}
         self.saw_down = False
         self.faults_left = pick(0, 12)
+        self.is_sharded = seed % 2 == 1
+        self.images_per_rank = 1 if self.is_sharded and self.chance(0.1) else IMAGES
         self.counts = dict.fromkeys(
             (
                 "crashes",
@@ -625,6 +973,10 @@ class Simulation:
                 "stopped",
                 "stale",
                 "removed",
+                "skipped",
+                "resharded",
+                "filled",
+                "older",
             ),
             0,
         )
@@ -714,9 +1066,11 @@ class Simulation:
     def start_life(self, *, launch: str) -> None:
         if all(life.is_over for life in self.lives) and self.faults_left and self.chance(0.15):
             self._remove_newest()
-        machines = self.random.sample(self.machines, self.random.randint(1, len(self.machines)))
+        least = len(self.machines) if self.is_sharded and self.chance(0.6) else 1
+        machines = self.random.sample(self.machines, self.random.randint(least, len(self.machines)))
         ranks = self.random.randint(len(machines), len(machines) + 2)
-        life: Life = Life(self, len(self.lives), launch, machines, ranks)
+        kind = ShardedLife if self.is_sharded else Life
+        life: Life = kind(self, len(self.lives), launch, machines, ranks)
         self.lives.append(life)
         names = ", ".join(m.name for m in machines)
         self.tell(f"{life} starts with {ranks} ranks on {names} ({launch})")
@@ -737,6 +1091,7 @@ class Simulation:
                 "damage",
                 "damage memory",
                 *(["damage all"] if self.chance(0.2) else []),
+                *(["damage part", "delete images"] if self.is_sharded else []),
                 "down",
                 "memory",
                 "leave",
@@ -771,9 +1126,17 @@ class Simulation:
                 for copy in destination.checkpoints.values():
                     self._damage(copy, destination.name)
         elif kind == "damage memory":
-            images = [i for machine in self.machines for held in machine.images.values() for i in held]
+            images = [image for machine in self.machines for image in machine.kept()]
             if images:
                 self._damage(self.random.choice(images), "memory")
+        elif kind == "damage part":
+            self._damage_part_everywhere()
+        elif kind == "delete images":
+            machine = self.random.choice(self.machines)
+            self.tell(f"the images of {machine.name} are deleted")
+            for image in [i for slots in machine.slots.values() for slot in slots for i in slot]:
+                if image.content is not None:  # Somebody may be about to read it.
+                    image.content.intact, image.content = False, None
         elif kind == "down":
             destination = self.random.choice(self.destinations)
             destination.is_down = not destination.is_down
@@ -797,7 +1160,7 @@ class Simulation:
 
     def perhaps_freeze(self, life: Life) -> None:
         """Between being admitted and publishing: the zombie that nobody can refuse in time."""
-        if self.faults_left and life is self.lives[-1] and self.chance(0.03):
+        if self.faults_left and life is self.lives[-1] and self.chance(0.1 if self.is_sharded else 0.03):
             self.counts["zombies"] += 1
             life.is_frozen = True
             self.tell(f"{life} stands still while it publishes")
@@ -821,10 +1184,28 @@ class Simulation:
                 copy.has_payload = copy.has_payload and copy.checkpoint_id != newest
             self.tell(f"the payload of {newest} is removed")
 
-    def _damage(self, copy: Checkpoint, where: str) -> None:
+    def _damage(self, copy: Checkpoint, where: str, unit: int | None = None) -> None:
+        """Of a sharded one in a destination, the part that has this unit, or any."""
         self.counts["damages"] += 1
         copy.intact = False
-        self.tell(f"{copy.checkpoint_id} in {where} is damaged")
+        part = copy.part
+        if copy.parts and not part:
+            part = self.random.choice([p for p in copy.parts if unit is None or unit in units_of(p)])
+            copy.damaged.add(part)
+        self.tell(f"{f'{part} of ' if part else ''}{copy.checkpoint_id} in {where} is damaged")
+
+    def _damage_part_everywhere(self) -> None:
+        """All copies of one part of the newest checkpoint, if there is another."""
+        copies = [(c, m.name) for m in self.machines for c in m.kept()]
+        copies += [(c, d.name) for d in self.destinations for c in d.checkpoints.values()]
+        own = [(c, where) for c, where in copies if c.placement.run == self.run_name]
+        if len({c.checkpoint_id for c, _ in own}) < 2:
+            return
+        newest = max(own, key=lambda each: each[0].order)[0].checkpoint_id
+        unit = self.random.choice(sorted(UNITS))
+        for copy, where in own:
+            if copy.checkpoint_id == newest and unit in units_of(copy.part):
+                self._damage(copy, where, unit)
 
     def _place_foreign_checkpoint(self) -> None:
         """Somebody has copied a checkpoint of another run into the folder; it looks newer than anything."""
@@ -859,9 +1240,10 @@ class Simulation:
         return any(copy.generation < g <= copy.looked for g in self.fenced_generations)
 
     def _offered(self, life: Life) -> list[Checkpoint]:
-        """Every copy there was when this life looked, damaged or not, that it may use and that nobody has removed since."""
+        """Every copy there was when this life looked, damaged or not, that it may use and that nobody has removed since; of
+        sharded ones, if all of it is there."""
         stored = {d.name: d.checkpoints for d in self.destinations}
-        return [
+        return complete(
             copy
             for place, copies in life.truth.items()
             for copy in copies
@@ -869,12 +1251,60 @@ class Simulation:
             and copy.checkpoint_id not in self.unwanted
             and not self._is_stale(copy)
             and copy.placement.run == self.run_name
+        )
+
+    def check_load(self, life: Life, load: Load | LoadShards) -> None:
+        if isinstance(load, Load):
+            return
+        there = frozenset[int]().union(*(units_of(source.offer.part) for source in load.sources))
+        must(there == UNITS, f"{life} loads {load.offer.checkpoint_id}, which is not all there")
+
+    def check_nearest(self, life: Life, machine: Machine, read: dict[int, Checkpoint]) -> None:
+        """What this machine's memory has is read from there, then what that of others has."""
+        distances = {id(c): 1 for m in life.machines for c in life.truth[m.name]}
+        distances |= {id(c): 0 for c in life.truth[machine.name]}
+        images = [c for m in dict.fromkeys(life.machines) for c in life.truth[m.name]]
+        for unit, copy in read.items():
+            same = [c for c in images if c.checkpoint_id == copy.checkpoint_id]
+            nearest = min((distances[id(c)] for c in same if unit in c.units(intact=True)), default=2)
+            must(
+                distances.get(id(copy), 2) <= nearest,
+                f"{life} reads {unit} of {copy.checkpoint_id} from afar, although memory has it",
+            )
+
+    def overwrite(self, life: ShardedLife, image: Image) -> None:
+        """The mark of an image is removed. From here on, a crash must not cost more than what is being made."""
+        images = [i for m in life.machines for slot in m.slots[life.number] for i in slot]
+        assert life.claim is not None
+        before = self._last_complete(life, images)
+        image.content = None
+        must(
+            before is None or self.images_per_rank == 1 or self._last_complete(life, images) == before,
+            f"{life} overwrites a part of {before}, the last complete snapshot",
+        )
+
+    def _last_complete(self, life: ShardedLife, images: list[Image]) -> CheckpointId | None:
+        assert life.claim is not None
+        kept = [
+            i.content
+            for i in images
+            if i.content is not None
+            and (i.content.generation == life.claim.generation or i.checkpoint_id == life.resumed)
         ]
+        return max(complete(kept), key=lambda c: c.order, default=_NOTHING).checkpoint_id or None
+
+    def check_parts(self, life: Life, destination: Destination, published: Checkpoint) -> None:
+        missing = [p for p in published.parts if (published.checkpoint_id, p) not in destination.parts]
+        must(
+            not missing, f"{life} publishes {published.checkpoint_id} in {destination.name} without {missing}"
+        )
 
     def check_restored(self, life: Life, loaded: Checkpoint) -> None:
         self.counts["resumed"] += 1
         must(loaded.placement.run == self.run_name, f"{life} restored what belongs to another run")
         must(loaded.intact, f"{life} restored a damaged checkpoint")
+        is_of_this_world = not isinstance(life, ShardedLife) or set(life.parts) == set(loaded.parts)
+        self.counts["resharded"] += not is_of_this_world
         must(
             loaded.trained == tuple(range(loaded.step)),
             f"the state of {loaded.checkpoint_id} is not its step's",
@@ -891,7 +1321,8 @@ class Simulation:
             f"{life} restored what its user has removed",
         )
         offered = self._offered(life)
-        best = best_by_descent(offered, [copy for copy in offered if copy.intact])
+        self.counts["older"] += any(copy.order > loaded.order for copy in offered)
+        best = best_by_descent(offered, complete(offered, intact=True))
         must(
             best is None or loaded.order >= best.order,
             f"{life} resumed from {loaded.checkpoint_id} although {best and best.checkpoint_id} is intact",
@@ -904,7 +1335,7 @@ class Simulation:
         offered = self._offered(life)
         stored = [c.checkpoint_id for d in self.destinations for c in life.truth[d.name] if c in offered]
         must(not stored, f"{life} starts anew although {stored} exist")
-        must(not any(c.intact for c in offered), f"{life} starts anew although memory has a state")
+        must(not complete(offered, intact=True), f"{life} starts anew although memory has a state")
 
     def check_stopped(self, life: Life, stop: Stop) -> None:
         self.counts["stopped"] += 1
@@ -913,7 +1344,7 @@ class Simulation:
         elif self.has_newer(life):
             pass  # What it wanted to load may have been removed since.
         elif stop.kind == "unloadable":
-            intact = [c.checkpoint_id for c in self._offered(life) if c.intact]
+            intact = [c.checkpoint_id for c in complete(self._offered(life), intact=True)]
             must(not intact, f"{life} gave up although {intact} could be loaded")
         elif stop.kind == "superseded":
             assert life.claim is not None
@@ -956,7 +1387,10 @@ class Simulation:
             final = [
                 c
                 for c in destination.checkpoints.values()
-                if c.step == life.step and c.placement.run == self.run_name and c.trained == life.trained
+                if c.step == life.step
+                and c.placement.run == self.run_name
+                and c.trained == life.trained
+                and (c.checkpoint_id, destination.name) not in life.found_damaged
             ]
             must(bool(final), f"{life} ended at step {life.step}, which is not in {destination.name}")
 
@@ -989,6 +1423,21 @@ class Simulation:
                 must(report.clean, f"epoch {report.epoch} in {destination.name}: {report.reason}")
                 covered += report.samples * (report.last_epoch - report.epoch + 1)
             must(covered == self.total_steps * self.samples_per_step, f"the ledger has {covered} samples")
+
+
+_NOTHING = Checkpoint(
+    placement=Placement(checkpoint_id=CheckpointId("")), step=0, trained=(), data=DataCommit()
+)
+
+
+def complete(copies: Iterable[Checkpoint], *, intact: bool = False) -> list[Checkpoint]:
+    """The copies of those checkpoints that all of them together make up, or that can be read from them."""
+    copies = list(copies)
+    there: dict[CheckpointId, frozenset[int]] = {}
+    for copy in copies:
+        known = there.get(copy.checkpoint_id, frozenset())
+        there[copy.checkpoint_id] = known | copy.units(intact=intact)
+    return [copy for copy in copies if there[copy.checkpoint_id] == UNITS]
 
 
 def best_by_descent(offered: list[Checkpoint], usable: list[Checkpoint]) -> Checkpoint | None:

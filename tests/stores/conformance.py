@@ -107,6 +107,16 @@ class StoreConformance(RacesAndKills):
             writer.commit()
         self._check_large(store, data)
 
+    def test_memory_may_be_reused_once_its_bytes_are_written(self, store: Store) -> None:
+        buffer = bytearray(self.large_bytes // 8)
+        with store.open_write("k") as writer:
+            for number in range(8):
+                buffer[:] = bytes([number]) * len(buffer)
+                writer.write(memoryview(buffer))
+            buffer[:] = b"z" * len(buffer)
+            writer.commit()
+        assert store.read("k") == b"".join(bytes([number]) * len(buffer) for number in range(8))
+
     def _check_large(self, store: Store, data: memoryview) -> None:
         found = store.stat("large")
         assert found is not None

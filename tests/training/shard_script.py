@@ -1,7 +1,7 @@
 """One rank of a job with sharded state: `python -m tests.training.shard_script KIND FOLDER MAX_STEPS [DIE_AT]`.
 
 KIND is `fsdp`, `tp` (data parallel by tensor parallel, `TP` ranks each), `hsdp` or `ddp`. Each step's loss goes to `losses-RANK` in the folder, and the
-final parameters, gathered, to `final`. With DIE_AT the rank named by `DIES` kills itself in that step.
+final parameters, gathered, to `final`. With APART in the environment each rank is a machine of its own. With DIE_AT the rank named by `DIES` kills itself in that step.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Block(nn.Module):
         super().__init__()
         self.up = nn.Linear(6, 10)
         self.down = nn.Linear(10, 6)
+        self.scale: torch.Tensor
         self.register_buffer("scale", torch.full((3,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ class Model(nn.Module):
 
 def build(kind: str, world: int) -> tuple[nn.Module, DeviceMesh | None]:
     torch.manual_seed(1)
-    model: nn.Module = Model()
+    model = Model()
     if kind == "ddp":
         return (nn.parallel.DistributedDataParallel(model) if world > 1 else model), None
     if kind == "tp":
@@ -131,10 +132,13 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
         options=ElasticOptions(
             save_every=int(os.environ.get("SAVE_EVERY", "4")),
             snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "1")),
-            memory_root=folder / os.environ.get("MEMORY", "memory"),
+            memory_root=folder / (f"memory-{rank}" if "APART" in os.environ else "memory"),
         ),
     ) as job:
         for batch in job:
+            if "SETTLED" in os.environ:  # Nothing is skipped, so what was saved is known.
+                assert job._manager is not None
+                assert job._manager.wait_idle(60)
             x, y = batch.data
             loss = nn.functional.mse_loss(model(x), y) * batch.weight
             loss.backward()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 import strata
 from strata.checkpoint.catalog.listing import Catalog
@@ -194,6 +194,29 @@ def test_resizes_of_replicated_shards(tmp_path: Path, undisturbed: Callable[...,
     assert newest.size_bytes < alone.size_bytes * 1.5  # Replicas are written once.
 
 
+def test_slices_come_from_the_memory_of_other_machines(
+    tmp_path: Path, undisturbed: Callable[..., Path]
+) -> None:
+    """Three machines with one rank each; the third is new, and no destination has anything yet."""
+    folder, apart = tmp_path / "job", {"APART": "1", "SAVE_EVERY": "100"}
+    crash("fsdp", folder, 2, at=5, env={**apart, "SETTLED": "1"})
+    crash("fsdp", folder, 3, at=8, env={**apart, "SETTLED": "1", "DIES": "2"})
+    ended = finish("fsdp", folder, 3, env=apart)
+    assert ended.resumed.startswith("resumed 7 from MEMORY"), ended.output
+    check_close(folder, undisturbed("fsdp", 2), STEPS)
+    check_audit(folder / "far")
+
+
+def test_a_lost_machine_leaves_what_is_durable(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
+    folder, apart = tmp_path / "job", {"APART": "1", "SETTLED": "1"}
+    crash("fsdp", folder, 2, at=7, env=apart)
+    shutil.rmtree(folder / "memory-1")
+    ended = finish("fsdp", folder, 2, env=apart)
+    assert ended.resumed.startswith("resumed 4 from"), ended.output
+    assert "1 of its 2 parts are not there" in ended.resumed
+    check_same(folder, undisturbed("fsdp", 2))
+
+
 def flip(path: Path, at: float = 0.5) -> None:
     data = bytearray(path.read_bytes())
     data[int(len(data) * at)] ^= 1
@@ -213,19 +236,19 @@ def largest_tensor(image: Path) -> float:
     """Where in an image there are tensor bytes for certain."""
     entries = json.loads(image.with_name(MARK_NAME).read_text())["body"]["tensors"]
     entry = next(e for e in entries if e[0].startswith("model_state_dict") and e[4] > 8)
-    return (entry[3] + 4) / image.stat().st_size
+    return float(entry[3] + 4) / image.stat().st_size
 
 
 def test_damage_in_one_tier_after_the_other(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
     """The crash comes right after step 8, which is in memory and in both destinations."""
     base = tmp_path / "base"
-    crash("fsdp", base, 2, at=9)
+    crash("fsdp", base, 2, at=9, env={"SETTLED": "1"})
     assert [each[0][0] for each in images(base).values()] == [8, 8]
     newest = {name: manifests(base / name)[0] for name in ("near", "far")}
     assert {manifest.step for manifest in newest.values()} == {8}
 
     def damaged(name: str, *, memory: bool, near: bool, far: bool, lost: bool = False) -> Ended:
-        folder = tmp_path / name
+        folder = tmp_path / f"damaged-{name}"
         shutil.copytree(base, folder)
         # A run that has moved would be another one: only its memory's folder is looked at by path.
         if lost:

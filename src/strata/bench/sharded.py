@@ -46,7 +46,7 @@ class Load:
     layers: int = 7
     savers: int = 2
     loaders: int = 3
-    rounds: int = 7
+    rounds: int = 5
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -266,6 +266,7 @@ def _rank(
 ) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)  # As under torchrun.
     distributed.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=world)
     try:
         taken = task(rank, load, place)

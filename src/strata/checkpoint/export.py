@@ -1,36 +1,39 @@
-"""Checkpoints in other formats: plain `.pt`, safetensors, a DCP directory.
+"""Checkpoints in other formats: plain `.pt`, safetensors, a Hugging Face or a DCP folder.
 
-The source is any checkpoint of any store, whole or sharded, or a `.pt` file without a manifest. It is verified and
-loaded without running any code; the copy appears under its name when it is complete, and never half. A `.pt` written
-here has true checksums for other tools; a DCP directory is one that PyTorch's own `FileSystemReader` reads.
+The source is any checkpoint of any store, an image or sharded, or a `.pt` file without a manifest. It is verified and
+read without running any code, tensor by tensor: whatever the size of the model, buffers take a fixed amount of memory, and
+neither a GPU nor a process group is needed. The copy appears under its name when it is complete, and never half.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
 import os
 import shutil
-import struct
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
-from strata.checkpoint.catalog.manifest import BYTES, SHARDED, plain_json
+from strata.checkpoint.catalog.manifest import BYTES, SHARDED
 from strata.checkpoint.catalog.naming import manifest_key
-from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed, UnsupportedState
-from strata.checkpoint.image.plain import SUFFIX, load_plain
-from strata.checkpoint.image.reading import fetched, open_image
+from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed
+from strata.checkpoint.image.plain import SUFFIX, check_unsigned
 from strata.errors import MissingDependency
 from strata.stores import open_store
-from strata.stores.protocol import BlobWriter, Store
+from strata.stores.protocol import Store
 
-PT, SAFETENSORS, DCP = "pt", "safetensors", "dcp"
-FORMATS = (PT, SAFETENSORS, DCP)
+if TYPE_CHECKING:
+    from strata.checkpoint.formats.lazy import Memory
+
+PT, SAFETENSORS, HF, DCP = "pt", "safetensors", "hf", "dcp"
+FORMATS = (PT, SAFETENSORS, HF, DCP)
+FOLDERS = (HF, DCP)
+MAX_SHARD_BYTES = 5_000_000_000  # As Hugging Face's libraries have it.
+MODEL_KEYS = ("model_state_dict", "model", "state_dict")
 _BY_ENDING = {".pt": PT, ".pth": PT, ".safetensors": SAFETENSORS}
 
 
@@ -55,7 +58,7 @@ def find(
 ) -> tuple[Store, Entry | str]:
     """The checkpoint that is meant: an entry, or the key of a file without a manifest. `place` is a folder or URL with
     checkpoints (the newest, or the one asked for), or one `.pt` file."""
-    if place.endswith(SUFFIX):
+    if place.endswith(SUFFIX) and not os.path.isdir(place):
         folder, _, name = place.rpartition("/")
         store = open_store(folder or ("/" if place.startswith("/") else "."))
         catalog = Catalog(store)
@@ -75,10 +78,13 @@ def find(
     raise CheckpointNotFound(f"There is no checkpoint{asked} in {place}.", reasons=listing.problems)
 
 
-def read_state(store: Store, found: Entry | str, *, trusted_source: bool = False) -> Any:
-    """The state of a checkpoint, verified. What had been an array is a tensor, which any tool reads."""
+def open_state(store: Store, found: Entry | str, *, memory: Memory, trusted_source: bool = False) -> Any:
+    """The state of a checkpoint, its tensors still in place; what is read of them is verified. What had been an array is a
+    tensor, which any tool reads."""
+    from strata.checkpoint.formats import lazy, reading
+
     if isinstance(found, str):
-        return load_plain(store, found, trusted_source=trusted_source)
+        return _open_plain(store, found, memory, trusted_source)
     manifest = found.manifest
     if manifest.format == BYTES:
         raise LoadFailed(
@@ -86,12 +92,22 @@ def read_state(store: Store, found: Entry | str, *, trusted_source: bool = False
             hint=f"They are the file itself: {where(store, manifest.parts[0].key)}",
         )
     if manifest.format == SHARDED:
-        from strata.checkpoint.sharded.gathered import read_whole
+        from strata.checkpoint.sharded.gathered import open_sharded
 
-        return read_whole(store, manifest, path=where(store, found.key))
-    with fetched(store, manifest.parts[0], manifest) as held:
-        path = where(store, manifest.parts[0].key)
-        return open_image(held.path, trusted_source=trusted_source, name=path)
+        return open_sharded(store, manifest, path=where(store, found.key), memory=memory)
+    part = lazy.Parts(store, manifest, memory)[0]
+    return reading.open_image(part, manifest, memory=memory, trusted_source=trusted_source)
+
+
+def _open_plain(store: Store, key: str, memory: Memory, trusted_source: bool) -> Any:
+    from strata.checkpoint.formats import lazy, reading
+
+    check_unsigned(where(store, key), trusted_source=trusted_source)
+    blob = store.stat(key)
+    if blob is None:
+        raise CheckpointNotFound(f"There is no file '{where(store, key)}'.")
+    file = lazy.StoredFile(store, key, size_bytes=blob.size_bytes)
+    return reading.open_pt(file, memory=memory, trusted_source=trusted_source)
 
 
 def export(
@@ -104,135 +120,117 @@ def export(
     key: str | None = None,
     overwrite: bool = False,
     trusted_source: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    memory_bytes: int | None = None,
 ) -> Exported:
     """Write a copy of a checkpoint to `to`, a path or URL. `format` defaults to what the suffix of `to` says; `key`
-    chooses a part of the state, such as `model_state_dict`."""
+    chooses a part of the state, such as `model_state_dict`. No more than `memory_bytes` (512 MiB) of tensors are in memory at
+    a time, however large they are. `hf` writes the model's weights alone, in files of at most `max_shard_bytes`."""
     chosen = format or _BY_ENDING.get(os.path.splitext(to)[1])
     if chosen not in FORMATS:
         raise InvalidExport(
             f"The format of '{to}' is not known." if chosen is None else f"'{chosen}' is not a format.",
-            hint="Choose --format pt, safetensors or dcp, or end the name with .pt or .safetensors.",
+            hint="Choose --format pt, safetensors, hf or dcp, or end the name with .pt or .safetensors.",
+        )
+    if chosen in FOLDERS and "://" in to:
+        raise InvalidExport(
+            f"'{to}' is not a local folder, which the format {chosen} needs.",
+            hint="Export it to a folder, and copy.",
         )
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("torch", extra="torch", feature="Exporting a checkpoint")
+    from strata.checkpoint.formats import writing
+    from strata.checkpoint.formats.lazy import MEMORY_BYTES, Memory
+
     _check_free(to, overwrite=overwrite)
     store, found = find(place, step=step, checkpoint_id=checkpoint_id)
-    state = _subtree(read_state(store, found, trusted_source=trusted_source), key)
-    if chosen == DCP:
-        return _export_dcp(state, to)
-    target, name = _target(to)
-    with target.open_write(name) as writer:
-        counting = _Counting(writer)
-        left_out = _write_pt(state, counting) if chosen == PT else _write_safetensors(state, counting)
-        writer.commit()
-    return Exported(
-        path=to,
-        format=chosen,
-        tensors=sum(1 for _ in _named_tensors(state)),
-        size_bytes=counting.size_bytes,
-        left_out=left_out,
-    )
+    memory = Memory(limit_bytes=memory_bytes or MEMORY_BYTES)
+    state = _subtree(open_state(store, found, memory=memory, trusted_source=trusted_source), key)
+    if chosen == HF:
+        state = state if key is not None else _model_of(state)
+    if chosen in FOLDERS:
+        if not isinstance(state, Mapping):
+            raise InvalidExport(
+                f"Only a dictionary can become a folder of {chosen}.", hint="Leave --key out."
+            )
+        with _Folder(to) as folder:
+            left_out: tuple[str, ...] = ()
+            if chosen == HF:
+                left_out = writing.write_hf(state, folder.open, max_shard_bytes=max_shard_bytes)
+            else:
+                writing.write_dcp(state, folder.open)
+        size_bytes = folder.size_bytes
+    else:
+        target, name = _target(to)
+        with target.open_write(name) as writer:
+            file = writing.Counting(writer)
+            left_out = ()
+            if chosen == PT:
+                writing.write_pt(state, file, trusted_source=trusted_source)
+            else:
+                left_out = writing.write_safetensors(state, file)
+            writer.commit()
+        size_bytes = file.size_bytes
+    tensors = writing.count_tensors(state)
+    return Exported(path=to, format=chosen, tensors=tensors, size_bytes=size_bytes, left_out=left_out)
 
 
-class _Writes(Protocol):
-    def write(self, data: Any) -> int: ...
+class _Folder:
+    """A local folder that appears under its name when it is complete."""
 
-
-class _Counting:
-    """A writer that torch takes for a file."""
-
-    def __init__(self, writer: BlobWriter) -> None:
-        self._writer = writer
+    def __init__(self, to: str) -> None:
+        self._target = Path(to)
+        self._fresh = self._target.with_name(f".{self._target.name}.{uuid.uuid4().hex}.tmp")
+        self._to = to
         self.size_bytes = 0
 
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._writer.write(view)
-        self.size_bytes += len(view)
-        return len(view)
+    def __enter__(self) -> _Folder:
+        with self._saying():
+            self._fresh.mkdir(parents=True)
+        return self
 
-    def flush(self) -> None:
-        """What is written is handed on at once."""
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        with self._saying(), open(self._fresh / name, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            self.size_bytes += file.tell()
 
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                with self._saying():
+                    self._publish()
+        finally:
+            shutil.rmtree(self._fresh, ignore_errors=True)
 
-def _write_pt(state: Any, file: _Counting) -> tuple[str, ...]:
-    import torch
+    def _publish(self) -> None:
+        """Put it in the place of what may be there."""
+        if self._target.is_dir() and not self._target.is_symlink():
+            shutil.rmtree(self._target)
+        elif os.path.lexists(self._target):
+            self._target.unlink()
+        self._fresh.rename(self._target)
 
-    torch.save(state, file)  # type: ignore[arg-type]
-    return ()
-
-
-_SAFE_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-
-
-def _write_safetensors(state: Any, file: _Writes) -> tuple[str, ...]:
-    """Length of the header, the header, then the tensors' bytes: the whole format. Largest number types first, so that
-    each tensor is aligned."""
-    import torch
-
-    header: dict[str, Any] = {}
-    tensors: list[torch.Tensor] = []
-    offset_bytes = 0
-    for name, tensor in sorted(_named_tensors(state), key=lambda pair: (-pair[1].dtype.itemsize, pair[0])):
-        dtype = _SAFE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None:
-            raise UnsupportedState(
-                name=name,
-                kind=f"tensor of {tensor.dtype}",
-                hint="safetensors has no such numbers; export to .pt.",
-            )
-        if name in header:
-            raise InvalidExport(f"Two tensors would be called '{name}'.", hint="Choose one part with --key.")
-        size_bytes = tensor.numel() * tensor.itemsize
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset_bytes, offset_bytes + size_bytes],
-        }
-        offset_bytes += size_bytes
-        tensors.append(tensor)
-    values, left_out = _other_values(state)
-    header["__metadata__"] = {"format": "pt", **({"strata.values": json.dumps(values)} if values else {})}
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    file.write(struct.pack("<Q", len(raw)) + raw)
-    for tensor in tensors:
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if plain.numel():
-            file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return tuple(left_out)
+    @contextlib.contextmanager
+    def _saying(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InvalidExport(f"'{self._to}' could not be written: {error.strerror or error}.") from error
 
 
-def _export_dcp(state: Any, to: str) -> Exported:
-    from torch.distributed import checkpoint as dcp
-
-    if not isinstance(state, Mapping):
-        raise InvalidExport("Only a dictionary can become a DCP checkpoint.", hint="Leave --key out.")
-    if "://" in to:
-        raise InvalidExport(
-            f"A DCP checkpoint is a local folder, not '{to}'.", hint="Export it to a folder, and copy."
-        )
-    target = Path(to)
-    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        fresh.mkdir(parents=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(fresh), no_dist=True)
-        if target.exists():
-            shutil.rmtree(target)
-        fresh.rename(target)
-    except OSError as error:
-        raise InvalidExport(f"'{to}' could not be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    size_bytes = sum(path.stat().st_size for path in target.iterdir())
-    return Exported(path=to, format=DCP, tensors=sum(1 for _ in _named_tensors(state)), size_bytes=size_bytes)
+def _model_of(state: Any) -> Any:
+    """The model's weights in a state: under the name that a job gives them, or as they are where there is nothing else."""
+    if isinstance(state, Mapping):
+        for name in MODEL_KEYS:
+            if isinstance(state.get(name), Mapping):
+                return state[name]
+        if any(isinstance(value, Mapping) for value in state.values()):
+            known = ", ".join(map(str, state))
+            raise InvalidExport("Which part of the state is the model?", hint=f"Name it with --key: {known}.")
+    return state
 
 
 def _subtree(state: Any, key: str | None) -> Any:
@@ -250,39 +248,6 @@ def _subtree(state: Any, key: str | None) -> Any:
                 return _subtree(value, key[len(str(name)) + 1 :])
     known = ", ".join(str(name) for name in state) if isinstance(state, Mapping) else "nothing inside"
     raise InvalidExport(f"The state has no '{key}'.", hint=f"There is: {known}.")
-
-
-def _named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
-    import numpy as np
-    import torch
-
-    from strata.checkpoint.image.nested import dotted, leaves
-
-    for path, leaf in leaves(state):
-        if isinstance(leaf, torch.Tensor):
-            yield dotted(path), leaf
-        elif isinstance(leaf, np.ndarray):
-            yield dotted(path), torch.from_numpy(np.ascontiguousarray(leaf))
-
-
-def _other_values(state: Any) -> tuple[dict[str, Any], list[str]]:
-    """What is no tensor: as JSON where that can hold it, by name where not."""
-    import numpy as np
-
-    from strata.checkpoint.image.nested import dotted, leaves
-
-    tensors = {name for name, _ in _named_tensors(state)}
-    values: dict[str, Any] = {}
-    left_out = []
-    for path, leaf in leaves(state):
-        name = dotted(path)
-        if name in tensors:
-            continue
-        try:
-            values[name] = plain_json(leaf.item() if isinstance(leaf, np.generic) else leaf, name=name)
-        except ValueError:
-            left_out.append(name)
-    return values, left_out
 
 
 def _target(to: str) -> tuple[Store, str]:

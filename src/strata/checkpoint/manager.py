@@ -217,6 +217,7 @@ class CheckpointManager:
         name: str | None = None,
         shards: Shards | None = None,
         destinations: Sequence[str] | None = None,
+        keep: CheckpointId | None = None,
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
 
@@ -228,7 +229,8 @@ class CheckpointManager:
         way. With `on_error='fail'`, a failure of an earlier save is raised here.
 
         With `shards`, `data` is what this rank holds of a sharded state, as `prepared` has returned it, and every rank makes the
-        same save, for the same stores; `destinations` are their URLs. It needs a `placement`, and a manager with a `board`.
+        same save, for the same stores; `destinations` are their URLs, and `keep` the snapshot that must stay meanwhile. It needs a
+        `placement`, and a manager with a `board`.
 
         `name` is what the payload is to be called; what has that name is replaced. Such a checkpoint stands for itself: it
         continues no other, and retention leaves it alone.
@@ -240,7 +242,9 @@ class CheckpointManager:
             if type(number) is not int or number < 0:
                 raise InvalidSave(f"{count} ({number!r}) must be a whole number and not negative.")
         staged = (
-            self._stage_bytes(data) if isinstance(data, bytes | bytearray | memoryview) else self._stage(data)
+            self._stage_bytes(data)
+            if isinstance(data, bytes | bytearray | memoryview)
+            else self._stage(data, sparing=None if shards is None else [keep] if keep is not None else [])
         )
         if name is not None:
             metadata = {**(metadata or {}), NAMED: True}
@@ -598,10 +602,17 @@ class CheckpointManager:
         self._plan = found.plan
         return found
 
-    def ready(self, plan: Plan) -> Ready:
-        """What this rank says before a sharded save of this plan."""
-        has_image, held, kept = self._images().preview(plan)
-        return Ready(has_image=has_image, held=held, kept=kept, busy=self._pipeline.busy())
+    def ready(self, plan: Plan, *, part: str) -> Ready:
+        """What this rank says before a sharded save of this plan; `part` is what of the state it has, where others have it too."""
+        found = self._images().readiness(plan)
+        return Ready(
+            has_image=found.has_image,
+            has_one_image=found.has_one_image,
+            held=found.held,
+            kept=found.kept,
+            busy=self._pipeline.busy(),
+            part=part,
+        )
 
     def _publisher(
         self, checkpoint_id: CheckpointId, shards: Shards | None, stores: Sequence[Store]
@@ -613,7 +624,7 @@ class CheckpointManager:
         assert self._board is not None
         return ShardPublisher(checkpoint_id, shards, stores, self._board)
 
-    def _stage(self, state: object) -> _Staged:
+    def _stage(self, state: object, *, sparing: Collection[CheckpointId] | None = None) -> _Staged:
         try:
             from strata.checkpoint.copying.staging import ImagePayload
             from strata.checkpoint.image.layout import Prepared
@@ -626,9 +637,9 @@ class CheckpointManager:
 
         def make(save: Save) -> tuple[Payload, Callable[[], None]]:
             staging, patience_s, must_keep = self._images(), self._patience_s(save), not save.stores
-            buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep)
+            buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep, sparing=sparing)
             if buffer is None and self._pipeline.overtake(save):
-                buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep)
+                buffer = staging.acquire(plan, timeout_s=patience_s, must_keep=must_keep, sparing=sparing)
             if buffer is None:
                 raise SaveSkipped(reason="the images of earlier saves are still being written")
             save.holds_image = True

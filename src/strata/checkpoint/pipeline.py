@@ -35,7 +35,7 @@ from typing import Literal, Protocol
 from strata.checkpoint.catalog.listing import Entry, where
 from strata.checkpoint.catalog.manifest import Manifest, Part, TensorEntry
 from strata.checkpoint.catalog.publish import Admit, publish, replace_at
-from strata.checkpoint.copying.digest import Digest, digest_of
+from strata.checkpoint.copying.digest import CHUNK_BYTES, Digest, digest_of
 from strata.checkpoint.errors import PeerFailed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle, Started
 from strata.stores.protocol import NoSpace, Store, StoreError
@@ -85,8 +85,8 @@ class FilePayload:
     def wait(self, upto_bytes: int | None = None) -> None:
         """It is all there."""
 
-    def digest(self) -> Digest:
-        return digest_of(self.view)
+    def digest(self, chunk_bytes: int = CHUNK_BYTES) -> Digest:
+        return digest_of(self.view, chunk_bytes=chunk_bytes)
 
     def keep(self, manifest: Manifest) -> str | None:
         return None
@@ -191,6 +191,10 @@ class Publisher(Protocol):
         again: bool,
         admit: Admit | None,
     ) -> Entry: ...
+
+    def digest(self, store: Store) -> Digest:
+        """Of what this rank has written to a store."""
+        ...
 
     def end(self, reason: str) -> None: ...
 
@@ -571,8 +575,9 @@ class Pipeline:
                 break
         path = where(store, entry.manifest.parts[0].key)
         self._arrived(save, store.tier, path)
-        if store is not save.stores[-1] and save.publisher is None:
-            self._hand_over(save, path)
+        if store is not save.stores[-1]:
+            written = save.publisher.digest(store) if save.publisher is not None else save.hashed.result()
+            self._hand_over(save, path, written)
         if save.publisher is not None and not save.publisher.is_first:
             return
         try:
@@ -580,18 +585,19 @@ class Pipeline:
         except Exception:
             log.exception("cleaning up after a save failed; the save itself is complete")
 
-    def _hand_over(self, save: Save, path: str) -> None:
+    def _hand_over(self, save: Save, path: str, written: Digest) -> None:
         """Let the tiers after a local disk read from there, so that a slow one never keeps an image from the next
-        save. The copy is read back and must be the image, or the image serves on."""
+        save. The copy is read back and must be what was written, or the image serves on."""
         assert save.payload is not None
         try:
             copy = FilePayload(path, save.payload.tensors)
         except (OSError, ValueError):
             return  # Not a local file.
-        if copy.digest() != save.hashed.result():
+        if copy.digest(chunk_bytes=written.chunk_bytes) != written:
             copy.release()
             log.warning("%s does not hold what was written to it; the next tier gets the original", path)
             return
+        save.hashed.result()  # Nobody reads the image any more.
         save.payload.release()
         save.payload, save.holds_image = copy, False
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.manifest import SHARDED, Manifest, Part
-from strata.checkpoint.copying.digest import WindowBuffer
+from strata.checkpoint.copying.digest import CHUNK_BYTES, WindowBuffer
 from strata.checkpoint.errors import Damaged
 from strata.checkpoint.image.plain import plain_files, verify_plain
 from strata.stores.protocol import Blob, Store
@@ -132,17 +132,21 @@ def _verify_part(
         reason = f"it has {blob.size_bytes} bytes, its manifest says {part.size_bytes}"
         yield _damage(path, reason, min(blob.size_bytes, part.size_bytes), part.size_bytes, ranges)
     chunk_bytes = part.digest.chunk_bytes
-    readable_bytes = min(blob.size_bytes, part.size_bytes)
-    for start_bytes in range(0, readable_bytes, chunk_bytes):
-        end_bytes = min(start_bytes + chunk_bytes, part.size_bytes)
-        if end_bytes > readable_bytes:
-            break  # Told above.
-        view = buffer.window(end_bytes - start_bytes)
-        store.read_into(part.key, view, offset=start_bytes)
-        number = start_bytes // chunk_bytes
-        if not part.digest.fits(number, view):
-            reason = f"bytes {start_bytes} to {end_bytes} changed since they were saved"
-            yield _damage(path, reason, start_bytes, end_bytes, ranges)
+    window_bytes = max(1, CHUNK_BYTES // chunk_bytes) * chunk_bytes
+    # What is left of a chunk that was cut short is reported above.
+    readable_bytes = part.size_bytes
+    if blob.size_bytes < part.size_bytes:
+        readable_bytes = blob.size_bytes - blob.size_bytes % chunk_bytes
+    for window_start in range(0, readable_bytes, window_bytes):
+        window = buffer.window(min(window_bytes, readable_bytes - window_start))
+        store.read_into(part.key, window, offset=window_start)
+        for start_bytes in range(window_start, window_start + len(window), chunk_bytes):
+            within = start_bytes - window_start
+            chunk = window[within : within + chunk_bytes]
+            if not part.digest.fits(start_bytes // chunk_bytes, chunk):
+                end_bytes = start_bytes + len(chunk)
+                reason = f"bytes {start_bytes} to {end_bytes} changed since they were saved"
+                yield _damage(path, reason, start_bytes, end_bytes, ranges)
 
 
 def _damage(path: str, reason: str, start_bytes: int, end_bytes: int, ranges: list[TensorRange]) -> Damage:

@@ -55,6 +55,14 @@ def checkpoint(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) 
 
 
 @app.command()
+def sharded(as_json: AsJson = False, quick: Quick = False) -> None:
+    """Sharded state, saved by two ranks and loaded by three, beside PyTorch's own distributed checkpoints."""
+    from strata.bench import sharded
+
+    sharded.main(json=as_json, quick=quick)
+
+
+@app.command()
 def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False, gpu: Gpu = False) -> None:
     """From the loss of a process or a node to the first step after it, beside plain torchrun."""
     _check_moved("--peers" if peers else "", "benchmarks.recovery")

@@ -1,4 +1,4 @@
-"""`strata checkpoint`: what a folder or bucket holds, whether it is intact, copies in other formats, and removal.
+"""`strata checkpoint`: what a folder or bucket holds, whether it is intact, copies in and out of other formats, and removal.
 
 Exit status: 0 done, 1 the answer is no (damaged, refused), 2 the question could not be answered. With `--json` the
 answer, or `{"error", "code", "hint"}`, is the only thing on stdout.
@@ -7,6 +7,7 @@ answer, or `{"error", "code", "hint"}`, is the only thing on stdout.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,8 +18,9 @@ import typer
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.retention import LastGood, remove_chosen
 from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed
-from strata.checkpoint.export import FORMATS, export, find
+from strata.checkpoint.export import FORMATS, MAX_SHARD_BYTES, export, find
 from strata.checkpoint.image.plain import plain_files
+from strata.checkpoint.importing import DestinationTaken, adopt
 from strata.checkpoint.verify import FILE, Verified, verify_file, verify_store
 from strata.cli.common import AsJson, LiteralGroup, ago, console, print_json, print_table, say_error, size
 from strata.errors import StrataError
@@ -30,7 +32,7 @@ DONE, NO, NO_ANSWER = 0, 1, 2
 app = typer.Typer(
     cls=LiteralGroup,
     name="checkpoint",
-    help="List, verify, export and remove checkpoints.",
+    help="List, verify, import, export and remove checkpoints.",
     no_args_is_help=True,
 )
 
@@ -44,6 +46,8 @@ Place = Annotated[
 ]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="Of this step.")]
 Id = Annotated[str | None, typer.Option("--id", help="The one with this id.")]
+Memory = Annotated[str, typer.Option("--memory", help="The most that buffers take.")]
+_MEMORY, _MAX_SHARD_SIZE = "512MB", f"{MAX_SHARD_BYTES // 10**9}GB"
 
 
 @app.command("ls")
@@ -98,7 +102,8 @@ def export_command(
         str, typer.Argument(help="A folder or URL with checkpoints, or one .pt file.", show_default=False)
     ],
     to: Annotated[
-        str, typer.Argument(help="What to write: a file, a folder for dcp, or a URL.", show_default=False)
+        str,
+        typer.Argument(help="What to write: a file, a folder for hf and dcp, or a URL.", show_default=False),
     ],
     format: Annotated[
         str | None, typer.Option("--format", "-f", help=f"{', '.join(FORMATS)}; by default as TO ends.")
@@ -108,13 +113,21 @@ def export_command(
     key: Annotated[
         str | None, typer.Option("--key", "-k", help="Only this part of the state, such as model.")
     ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="Of hf: the most that one file holds, such as 500MB.")
+    ] = _MAX_SHARD_SIZE,
+    memory: Memory = _MEMORY,
     force: Annotated[bool, typer.Option("--force", help="Overwrite TO if it exists.")] = False,
     trusted_source: Annotated[
         bool, typer.Option("--trusted-source", help="Allow code in the checkpoint to run while it is loaded.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Write a copy that other tools read: .pt, safetensors, or a DCP folder."""
+    """Write a copy that other tools read: .pt, safetensors, a Hugging Face or a DCP folder.
+
+    It goes through tensor by tensor, without GPUs: a model of any size needs no more memory than --memory. hf writes the
+    model's weights alone, as sharded safetensors with an index.
+    """
     with _answering(json):
         _check_there(place)
         made = export(
@@ -126,6 +139,8 @@ def export_command(
             key=key,
             overwrite=force,
             trusted_source=trusted_source,
+            max_shard_bytes=_bytes_of(max_shard_size, "--max-shard-size"),
+            memory_bytes=_bytes_of(memory, "--memory"),
         )
         if json:
             print_json(asdict(made))
@@ -138,6 +153,47 @@ def export_command(
             console.print(
                 f"omitted, because {made.format} cannot hold it: {', '.join(made.left_out)}", markup=False
             )
+
+
+@app.command("import")
+def import_command(
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A .pt or .safetensors file, a Hugging Face folder, or a folder of dcp.save.",
+            show_default=False,
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Argument(
+            metavar="DEST", help="The folder or URL where the run keeps its checkpoints.", show_default=False
+        ),
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Of this step; by default as the file says, or 0.")
+    ] = None,
+    memory: Memory = _MEMORY,
+    json: AsJson = False,
+) -> None:
+    """Make a model of another tool the first checkpoint of a run.
+
+    A job that is started with DEST continues from it, at any world size; with weights alone, it starts with a fresh optimizer.
+    """
+    with _answering(json):
+        made = adopt(path, to, step=step, memory_bytes=_bytes_of(memory, "--memory"))
+        if json:
+            print_json(asdict(made))
+            return
+        console.print(
+            f"imported {path} ({made.format}) as step {made.step:,} into {made.path}: {made.tensors} tensors, "
+            f"{size(made.size_bytes)}",
+            markup=False,
+        )
+        for note in made.notes:
+            console.print(f"  {note}", markup=False)
+        if made.left_out:
+            console.print(f"  left out: {', '.join(made.left_out)}", markup=False)
 
 
 @app.command("rm")
@@ -192,7 +248,17 @@ def _answering(as_json: bool) -> Iterator[None]:
 def _status(error: Exception) -> int:
     if isinstance(error, CheckpointNotFound):
         return NO_ANSWER
-    return NO if isinstance(error, LastGood | Damaged | LoadFailed) else NO_ANSWER
+    return NO if isinstance(error, LastGood | Damaged | LoadFailed | DestinationTaken) else NO_ANSWER
+
+
+def _bytes_of(text: str, option: str) -> int:
+    """A size as people write it: 5GB, 512MiB, 1000000."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    power = "KMGT".find(found[2].upper()) + 1 if found and found[2] else 0
+    count = int(float(found[1]) * (1024 if found[3] else 1000) ** power) if found else 0
+    if not count:
+        raise StrataError(f"'{text}' is not a size, which {option} takes.", hint="Write 512MB, or 5GB.")
+    return count
 
 
 def _opened(place: str) -> Store:

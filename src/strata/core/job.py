@@ -15,7 +15,8 @@ and writing, is identified by its fence: the newest checkpoint that the later ge
 Sharded state. Every rank keeps its own part of a checkpoint in its machine's memory; a snapshot exists where the parts in
 all memories together make it up. A load names every copy there is, nearest first, and each rank reads the slices it needs
 from the nearest that has them; what proves to be damaged is struck out, part by part, and all of it is read again: never
-a mixture of steps. A save begins on all ranks or on none, and never takes the last complete snapshot's place.
+a mixture of steps. A save begins on all ranks or on none, and says which snapshot all of them keep meanwhile: the last
+complete one, or the one that training was resumed from, which may have been made by a world of another size.
 
 Saving. A save has its place in the lineage before a byte of it is copied. It is confirmed or failed when that is known,
 which is when the ranks next exchange news: a failed one was never an ancestor of anything that says so.
@@ -118,12 +119,12 @@ class LoadReport:
     no replacement for what it has. `state`: they are intact and do not fit; older ones will not either."""
     struck: tuple[str, ...] = ()
     """Of a sharded checkpoint: the sources (`Source.name`), or the parts of destinations, that cannot be used. With none,
-    nothing is left to read some slice from."""
+    nothing is left to read some slice from. What is `away` is a destination, not a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveEnded:
-    """The outcome of a save to the destinations."""
+    """The outcome of a save to the destinations; of a sharded one, reported once, by the rank that publishes it."""
 
     checkpoint_id: CheckpointId
     is_durable: bool
@@ -139,13 +140,20 @@ class Ready:
     """What one rank says before a sharded save."""
 
     has_image: bool
-    """There is an image to copy to."""
+    """There is an image to copy to (or memory of another kind, where there never is one), and no copy is under way: the
+    snapshot that one makes may turn out to be the last complete one."""
     held: frozenset[CheckpointId] = frozenset()
     """The snapshots in its memory."""
     kept: frozenset[CheckpointId] = frozenset()
-    """Those that would be left while a new one is made."""
+    """Those of them that can be kept while a new one is made, each by itself: there is another image to copy to. Which of
+    them is kept, the save says."""
     busy: frozenset[str] = frozenset()
     """Destinations that an earlier save is still on its way to."""
+    part: str = ""
+    """What of the state it has. Ranks with the same one are replicas: a snapshot that one of them holds is not missing.
+    Empty where no rank has a replica."""
+    has_one_image: bool = False
+    """There is space for one image only: what is in it cannot be kept."""
 
 
 # --- instructions -----------------------------------------------------------------------------------------------
@@ -231,11 +239,14 @@ class Save:
     final: bool
     destinations: tuple[str, ...] | None = None
     """The only ones it is for: the others are busy. None for all."""
+    keep: CheckpointId | None = None
+    """Of a sharded save: the snapshot whose images no rank may overwrite. Any other may go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """No save now: the reason. A durable one that was due is made up for at the next occasion."""
+    """No save now: the reason. A durable one that was due is made up for at the next occasion; the final one is asked for
+    again."""
 
     reason: str
 
@@ -313,9 +324,9 @@ class JobProtocol:
         )
         self._outcome: SaveEnded | None = None  # Of that one.
         self._is_owed = False  # One was due and could not begin.
-        self._left_out: dict[
-            CheckpointId, tuple[str, ...]
-        ] = {}  # Destinations that were busy when a save began.
+        self._left_out: dict[CheckpointId, tuple[str, ...]] = {}  # By durable saves under way.
+        self._resumed: CheckpointId | None = None  # A snapshot, and no newer one is complete.
+        self._made: list[CheckpointId] = []  # Sharded ones that may still be in memory, oldest first.
         self._final_attempts_left = final_attempts
 
     @property
@@ -395,24 +406,30 @@ class JobProtocol:
         if misfits:
             return Stop(kind="mismatch", reasons=(*self._reasons, misfits[0]))
         broken = [rank for rank, report in enumerate(reports) if report.fault in ("copy", "away")]
+        broken.sort(key=lambda rank: reports[rank].fault != "away")  # What is away is not given up.
         if broken:
             for rank in broken:
-                struck = self._away if reports[rank].fault == "away" else self._struck
+                error = reports[rank].error
                 if isinstance(load, LoadShards):
-                    self._strike_sources(load, reports[rank].struck, struck)
+                    self._strike_sources(load, reports[rank])
+                    self._note(f"step {load.offer.step}, read by rank {rank}: {error}")
                 else:
-                    self._strike(rank, load, struck)
-                self._note(
-                    f"step {load.offer.step} in {load.offer.tier} of rank {rank}: {reports[rank].error}"
-                )
+                    self._strike(rank, load, self._away if reports[rank].fault == "away" else self._struck)
+                    self._note(f"step {load.offer.step} in {load.offer.tier} of rank {rank}: {error}")
             return self._choose()
         chosen = load.offer
-        copies = [offer for offer in self._offers.values() if offer.checkpoint_id == chosen.checkpoint_id]
-        in_destinations = {offer.where for offer in copies if offer.is_durable}
+        copies = {c: o for c, o in self._offers.items() if o.checkpoint_id == chosen.checkpoint_id}
+        in_destinations = {offer.where for offer in copies.values() if offer.is_durable}
+        damaged = {offer.where for copy, offer in copies.items() if copy in self._struck}
+        if self._struck_parts.get(chosen.checkpoint_id):
+            damaged = in_destinations
         self.lineage.go_back_to(chosen, durable=bool(in_destinations))
+        self._resumed = chosen.checkpoint_id
         if in_destinations:
             missing = tuple(
-                f"{name}: not there yet" for name in self.destinations if name not in in_destinations
+                f"{name}: {'it is damaged' if name in in_destinations else 'not there yet'}"
+                for name in self.destinations
+                if name not in in_destinations - damaged
             )
             self._newest = (chosen.checkpoint_id, chosen.step)
             self._outcome = SaveEnded(checkpoint_id=chosen.checkpoint_id, is_durable=True, missing=missing)
@@ -473,18 +490,22 @@ class JobProtocol:
         )
         return load
 
-    def _strike_sources(self, load: LoadShards, names: Sequence[str], struck: set[_Copy]) -> None:
-        """Leave out what a rank has named; where it has named nothing, all of the checkpoint."""
-        known = {
-            source.name: (source.rank, source.offer.checkpoint_id, source.offer.where)
-            for source in load.sources
-        }
-        struck.update(known[name] for name in names if name in known)
-        parts = {name for name in names if name not in known}
-        before = self._struck_parts.setdefault(load.offer.checkpoint_id, set())
-        if not names or (parts and parts <= set(load.struck)):
-            struck.update(known.values())
-        before |= parts
+    def _strike_sources(self, load: LoadShards, report: LoadReport) -> None:
+        """Leave out what a rank has named. One that has named nothing new has nothing left to read from: the checkpoint
+        cannot be loaded, unless something of it is only away."""
+        checkpoint_id = load.offer.checkpoint_id
+        copies = {copy: source for source in load.sources for copy in [_copy_of(source)]}
+        named = {copy for copy, source in copies.items() if source.name in report.struck}
+        if report.fault == "away":
+            durable = {copy for copy, source in copies.items() if source.offer.is_durable}
+            self._away.update(named or durable or copies)
+            return
+        self._struck.update(named)
+        parts = set(report.struck) - {source.name for source in copies.values()}
+        if not named and parts <= set(load.struck):
+            is_waiting = any(copy[1] == checkpoint_id for copy in self._away)
+            (self._away if is_waiting else self._struck).update(copies)
+        self._struck_parts.setdefault(checkpoint_id, set()).update(parts)
 
     def _strike(self, rank: int, load: Load, struck: set[_Copy]) -> None:
         """The copy that a rank could not load: its own, or the one of its machine's memory."""
@@ -526,6 +547,7 @@ class JobProtocol:
         placement = self.lineage.place(checkpoint_id, now_ms=now_ms, durable=durable)
         if durable:
             self._newest, self._outcome, self._is_owed = (checkpoint_id, step), None, False
+            self._left_out[checkpoint_id] = ()
         return Save(placement=placement, step=step, durable=durable, final=final)
 
     def save_shards(
@@ -542,20 +564,36 @@ class JobProtocol:
         busy = frozenset().union(*(rank.busy for rank in ready))
         free = tuple(name for name in self.destinations if name not in busy)
         is_durable = durable and bool(free)
-        self._is_owed = self._is_owed or (durable and not is_durable and bool(self.destinations))
-        if reason := _not_ready(ready):
-            self._is_owed = self._is_owed or (durable and bool(self.destinations))
+        keep, reason = None, _without_image(ready)
+        if not reason:
+            keep = self._last_complete(ready)
+            reason = _unable_to_keep(ready, keep)
+        if durable and self.destinations and (reason or not is_durable):
+            self._is_owed = True
+        if reason:
             return Skip(reason=reason)
         save = self.save(checkpoint_id, step=step, now_ms=now_ms, durable=is_durable, final=final)
-        if not busy:
-            return save
-        self._left_out[checkpoint_id] = tuple(name for name in self.destinations if name in busy)
-        return replace(save, destinations=free)
+        self._made.append(checkpoint_id)
+        if is_durable:
+            self._left_out[checkpoint_id] = tuple(name for name in self.destinations if name in busy)
+        return replace(save, destinations=free if busy else None, keep=keep)
+
+    def _last_complete(self, ready: Sequence[Ready]) -> CheckpointId | None:
+        """The snapshot that a crash would go back to, while none is being made. One image is no place to keep it in."""
+        held = frozenset[CheckpointId]().union(*(rank.held for rank in ready))
+        self._made = [checkpoint_id for checkpoint_id in self._made if checkpoint_id in held]
+        complete = [checkpoint_id for checkpoint_id in self._made if _is_complete(checkpoint_id, ready)]
+        if complete:
+            self._resumed = None
+        last = complete[-1] if complete else self._resumed
+        holders = [rank for rank in ready if last in rank.held]
+        return None if not holders or any(rank.has_one_image for rank in holders) else last
 
     def learn(self, news: Sequence[SaveEnded]) -> Learned:
         """Saves have ended, one way or the other."""
         confirmed, failed = [], []
         for ended in news:
+            left_out = self._left_out.pop(ended.checkpoint_id, ())
             if ended.superseded:
                 return Learned(stop=Stop(kind="superseded", reasons=(ended.superseded,)))
             if ended.is_durable:
@@ -564,18 +602,27 @@ class JobProtocol:
             else:
                 self.lineage.fail(ended.checkpoint_id)
                 failed.append(ended.checkpoint_id)
-            left_out = self._left_out.pop(ended.checkpoint_id, ())
             if self._newest is not None and self._newest[0] == ended.checkpoint_id:
-                missing = (*ended.missing, *(f"{name}: busy with an earlier save" for name in left_out))
-                self._outcome = replace(ended, missing=missing)
+                named = {name for name in left_out for text in ended.missing if text.startswith(f"{name}:")}
+                busy = tuple(f"{name}: busy with an earlier save" for name in left_out if name not in named)
+                self._outcome = replace(ended, missing=(*ended.missing, *busy))
         return Learned(confirmed=tuple(confirmed), failed=tuple(failed))
 
     # --- ending ---------------------------------------------------------------------------------------------
 
     def finish(
-        self, step: int, checkpoint_id: CheckpointId, *, now_ms: int
-    ) -> Save | AwaitSave | Finished | Stop:
-        """Training has ended at this step: what is still to be done. Asked again after each of it, with the news."""
+        self,
+        step: int,
+        checkpoint_id: CheckpointId,
+        *,
+        now_ms: int,
+        ready: Sequence[Ready] | None = None,
+    ) -> Save | AwaitSave | Skip | Finished | Stop:
+        """Training has ended at this step: what is still to be done. Asked again after each of it, with the news.
+
+        `ready` is what all ranks say where the state is sharded. The final save is for every destination: it waits for
+        the saves under way.
+        """
         if not self.destinations:
             return Finished(step=step)
         if self._newest is not None and self._newest[1] == step:
@@ -585,8 +632,20 @@ class JobProtocol:
                 return Finished(step=step)
             if not self._final_attempts_left:
                 return Stop(kind="final", reasons=self._outcome.missing)
+        if ready is None:
+            self._final_attempts_left -= 1
+            return self.save(checkpoint_id, step=step, now_ms=now_ms, durable=True, final=True)
+        if any(rank.busy for rank in ready):
+            return self._await_earlier("the destinations are busy with earlier saves")
+        save = self.save_shards(checkpoint_id, ready, step=step, now_ms=now_ms, durable=True, final=True)
+        if isinstance(save, Skip):
+            return self._await_earlier(save.reason)
         self._final_attempts_left -= 1
-        return self.save(checkpoint_id, step=step, now_ms=now_ms, durable=True, final=True)
+        return save
+
+    def _await_earlier(self, reason: str) -> AwaitSave | Skip:
+        under_way = next(iter(self._left_out), None)
+        return Skip(reason=reason) if under_way is None else AwaitSave(checkpoint_id=under_way)
 
 
 def _missing_parts(copies: Iterable[Offer]) -> int:
@@ -597,13 +656,28 @@ def _missing_parts(copies: Iterable[Offer]) -> int:
     return len({part for offer in copies for part in offer.parts} - {offer.part for offer in copies})
 
 
-def _not_ready(ready: Sequence[Ready]) -> str:
-    """Why a sharded save cannot begin. The last complete snapshot stays until there is another."""
-    without = [rank for rank, each in enumerate(ready) if not each.has_image]
-    if without:
-        ranks = ", ".join(map(str, without[:8])) + (" and others" if len(without) > 8 else "")
-        return f"the images of earlier saves are still in use (rank {ranks})"
-    complete = frozenset.intersection(*(each.held for each in ready))
-    if complete and not frozenset.intersection(*(each.kept for each in ready)):
-        return "the snapshot before is not complete on every rank yet"
-    return ""
+def _copy_of(source: Source) -> _Copy:
+    return (source.rank, source.offer.checkpoint_id, source.offer.where)
+
+
+def _is_complete(checkpoint_id: CheckpointId, ready: Sequence[Ready]) -> bool:
+    """Whether the memories of all ranks together have this snapshot, which they have made."""
+    parts = [rank.part or f"rank {number}" for number, rank in enumerate(ready)]
+    there = {part for part, rank in zip(parts, ready, strict=True) if checkpoint_id in rank.held}
+    return there == set(parts)
+
+
+def _without_image(ready: Sequence[Ready]) -> str:
+    """Why a sharded save cannot begin."""
+    ranks = [rank for rank, each in enumerate(ready) if not each.has_image]
+    return f"the images of earlier saves are still in use ({_ranks(ranks)})" if ranks else ""
+
+
+def _unable_to_keep(ready: Sequence[Ready], keep: CheckpointId | None) -> str:
+    """Why a sharded save cannot begin: the last complete snapshot stays until there is another."""
+    ranks = [rank for rank, each in enumerate(ready) if keep in each.held - each.kept]
+    return f"the only free image has the last complete snapshot ({_ranks(ranks)})" if ranks else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''}"

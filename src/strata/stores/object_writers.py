@@ -28,7 +28,8 @@ class StreamWriter:
     def write(self, chunk: Buffer) -> None:
         file = self._opened()
         try:
-            file.write(memoryview(chunk).cast("B"))
+            # A copy: the client sends from the memory it is given, later, and by then its owner may have reused it.
+            file.write(chunk if isinstance(chunk, bytes) else bytes(memoryview(chunk).cast("B")))
         except Exception as error:
             self.abort()
             raise self._fail(error) from error

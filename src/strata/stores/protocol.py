@@ -38,7 +38,9 @@ class BlobWriter(Protocol):
     """A value being written front to back. Nothing is visible before `commit`; leaving the `with` block
     without one aborts and removes every trace."""
 
-    def write(self, chunk: Buffer) -> None: ...
+    def write(self, chunk: Buffer) -> None:
+        """Add bytes. Their memory is the caller's again when it returns."""
+        ...
 
     def commit(self) -> None: ...
 

@@ -4,6 +4,7 @@
     rendezvous.py    its dynamic rendezvous: the shared state, the handler, how often it polls
     stores.py        its key-value stores
     images.py        the parts of `torch.save` and `torch.load` that lay out and check a `.pt` file
+    checkpoints.py   what the files of PyTorch's distributed checkpoints are made of
     modules.py       whether a module or optimizer loads its state in torch's own way
     loaders.py       the processes of a `DataLoader`
     dtensors.py      what a rank holds of a distributed tensor, and the store of its process group
@@ -68,6 +69,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._utils:_rebuild_tensor_v3",
         "torch._weights_only_unpickler:_get_allowed_globals",
         "torch._weights_only_unpickler:_get_user_allowed_globals",
+    ),
+    "checkpoints": (
+        "torch.distributed.checkpoint.filesystem:_StorageInfo",
+        "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
+        "torch.serialization:_get_layout",
     ),
     "modules": (
         "torch.nn:Module._load_from_state_dict",

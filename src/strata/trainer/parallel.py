@@ -2,7 +2,7 @@
 
 The mesh is built from the world as it is, so after a resize it is another one; only `dp` changes with `auto`. Names and shapes
 of parameters are those of the plain model, whatever the mesh. Every parameter is a DTensor of the same mesh, which is what
-fused and foreach optimizers and the clipping of gradients ask for.
+PyTorch's clipping of gradients asks for.
 """
 
 from __future__ import annotations

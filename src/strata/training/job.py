@@ -65,6 +65,7 @@ from strata.core.job import (
     Resume,
     Save,
     SaveEnded,
+    Skip,
     StartAnew,
     Stop,
     Survey,
@@ -87,6 +88,7 @@ from strata.training.link import CoordinatorLink, open_link
 from strata.training.preemption import EXIT_AGAIN, Preemption
 from strata.training.sharded_job import (
     ShardedJob,
+    drop_left_over,
     left_over_images,
     local_world_size,
     new_board,
@@ -270,6 +272,7 @@ class ElasticJob:
         self._shards: ShardedJob | None = None
         self._has_left_over = False
         """There may be images in memory that no process here takes over."""
+        self._resumed_from: CheckpointId | None = None
         self._batches: weakref.ref[Generator[Batch]] | None = None
         self._is_closed = False
         self._saving: dict[CheckpointId, SaveHandle] = {}
@@ -378,6 +381,8 @@ class ElasticJob:
         if self._preemption is not None:
             self._preemption.close()
         if not failed and (not left or self._everyone_leaves) and self._local_rank == 0:
+            if self._has_left_over:
+                self._drop_left_over()
             for run in {self.name, self._memory_name, os.environ.get("TORCHELASTIC_RUN_ID", self.name)}:
                 clear_run(run, root=self._memory_root)
 
@@ -681,6 +686,7 @@ class ElasticJob:
             self._manager.lock_ahead()
         self.step = int(state["step"])
         self.restored = True
+        self._resumed_from = offer.checkpoint_id
         self._describe_start(
             resumed=self.step,
             tier=offer.tier,
@@ -968,7 +974,7 @@ class ElasticJob:
         everyone = gather(
             (
                 self._sharded.needs_plan(prepared),
-                self._manager.ready(prepared.plan),
+                self._manager.ready(prepared.plan, part=self._sharded.part),
                 self._news(),
                 new_id(self.step),
                 int(time.time() * 1000),
@@ -983,7 +989,11 @@ class ElasticJob:
         assert self._manager is not None
         position = self._ledger.commit(save.placement.checkpoint_id, durable=save.durable)
         self._snapshot_step = self.step
+        if not save.durable and not self._fits(prepared.plan.tensor_bytes):
+            return
         self._report("checkpointing")
+        if self._has_left_over and save.keep not in (None, self._resumed_from):
+            self._drop_left_over()  # The ranks of now have a complete snapshot of their own.
         handle = self._manager.save(
             prepared,
             self.step,
@@ -994,8 +1004,13 @@ class ElasticJob:
             must_arrive=save.final,
             shards=self._sharded.shards(),
             destinations=save.destinations,
+            keep=save.keep,
         )
         self._begun(save, handle)
+
+    def _drop_left_over(self) -> None:
+        self._has_left_over = False
+        drop_left_over(self._memory_name, root=self._memory_root, local_world_size=local_world_size())
 
     def _settle_shards(self) -> None:
         """Return when no rank has a save under way."""
@@ -1020,7 +1035,7 @@ class ElasticJob:
         state = self._state.capture(
             step=self.step, epoch=self._data.epoch, rng_states=rng_states, world_size=self.world_size
         )
-        if not save.durable and not self._fits(state):
+        if not save.durable and not self._fits(tensor_bytes(state)):
             return
         handle = self._manager.save(
             state,
@@ -1042,17 +1057,24 @@ class ElasticJob:
         if self._watchdog is not None:
             self._watchdog.suspend()  # A slow destination is no hang.
         while True:
+            prepared: Prepared | None = None
+            ready: list[Ready] | None = None
+            rng_states: Mapping[str, Any] = {}
             if self._is_sharded:
-                self._settle_shards()
-            checkpoint_id, now_ms, rng_states = self._exchange_news()
-            instruction = self._protocol.finish(self.step, checkpoint_id, now_ms=now_ms)
-            if isinstance(instruction, Save) and self._is_sharded:
-                self._carry_out_shards(instruction, self._look_at_shards()[0])
+                prepared, ready, checkpoint_id, now_ms = self._look_at_shards()
+            else:
+                checkpoint_id, now_ms, rng_states = self._exchange_news()
+            instruction = self._protocol.finish(self.step, checkpoint_id, now_ms=now_ms, ready=ready)
+            if isinstance(instruction, Save) and prepared is not None:
+                self._carry_out_shards(instruction, prepared)
             elif isinstance(instruction, Save):
                 self._carry_out(instruction, rng_states)
             elif isinstance(instruction, AwaitSave):
                 if (handle := self._saving.get(instruction.checkpoint_id)) is not None:
                     handle.wait(AWAIT_S)
+            elif isinstance(instruction, Skip):
+                assert self._manager is not None
+                self._manager.wait_idle(AWAIT_S)
             elif isinstance(instruction, Stop):
                 raise _error_of(instruction, step=self.step)
             else:
@@ -1061,11 +1083,10 @@ class ElasticJob:
         self._has_finished = True
         self._report("idle")
 
-    def _fits(self, state: Mapping[str, Any]) -> bool:
+    def _fits(self, needed_bytes: int) -> bool:
         limit_bytes = self.options.snapshot_limit_bytes
         if limit_bytes is None:
             return True
-        needed_bytes = tensor_bytes(state)
         if needed_bytes > limit_bytes:
             log.warning(
                 "Cannot save snapshot: %.1fMB required, but only %.1fMB available; only durable checkpoints are written",

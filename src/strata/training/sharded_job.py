@@ -86,6 +86,13 @@ class ShardedJob:
         self._local = local_state(self._captured)
         return manager.prepared(self._local)
 
+    @property
+    def part(self) -> str:
+        """What this rank has of the state, where others have the same; empty where nobody has, or that is not known yet."""
+        if self._plan is None or len(set(self._plan.part_names)) == len(self._plan.part_names):
+            return ""
+        return self._plan.part_names[self._rank]
+
     def needs_plan(self, prepared: Prepared) -> bool:
         """Whether the structure of the state is not that of the save before. Once one rank says so, all make a plan."""
         return self._plan is None or prepared.plan is not self._planned_for

@@ -63,7 +63,7 @@ def open_run(stores: Sequence[Store], *, name: str = "") -> RunRecord:
 
     Raises the store's error where one does not answer, and `RunMismatch` where they belong to different runs.
     """
-    found = {store.url: _read_record(store) for store in stores}
+    found = {store.url: read_record(store) for store in stores}
     try:
         known = identify(found, name=name)
     except RunRecordError as error:
@@ -75,7 +75,7 @@ def open_run(stores: Sequence[Store], *, name: str = "") -> RunRecord:
         try:
             store.put(RECORD_KEY, wanted.encode(), if_absent=True)
         except AlreadyExists:  # Another start of the run was quicker, or the reply to our own was lost.
-            there = _read_record(store)
+            there = read_record(store)
             if known is None and there is not None:
                 known = wanted = there
             elif there is not None and there.run != wanted.run:
@@ -257,7 +257,7 @@ def _remove_old_claims(store: Store, newest: int) -> None:
                 store.delete(claim_key(generation))
 
 
-def _read_record(store: Store) -> RunRecord | None:
+def read_record(store: Store) -> RunRecord | None:
     try:
         return RunRecord.decode(store.read(RECORD_KEY), where=f"{store.url}/{RECORD_KEY}")
     except NotFound:

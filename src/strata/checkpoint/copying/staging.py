@@ -100,6 +100,16 @@ class Holder:
         return f"{where}, {self.launch}" if self.launch else where
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """What there is for a save that many ranks make together (`strata.core.job.Ready`)."""
+
+    has_image: bool
+    has_one_image: bool
+    held: frozenset[CheckpointId]
+    kept: frozenset[CheckpointId]
+
+
 class ImageBuffer:
     """One image: a file, its mapping, and the plan it is laid out for."""
 
@@ -123,6 +133,11 @@ class ImageBuffer:
         self._body_bytes = 0
         self.is_page_locked = False
         self.copying: Copying | None = None
+
+    @property
+    def is_being_filled(self) -> bool:
+        """A copy is on its way, and may become a snapshot."""
+        return self.is_busy and self.marked is None and self.folder is not None
 
     @property
     def size_bytes(self) -> int:
@@ -430,13 +445,20 @@ class Staging:
         folders = [f for root in self._roots for f in _folders_in(job_folder(self.job, root=root))]
         return [_holder_of(folder) for folder in folders if folder not in mine and not _is_left(folder)]
 
-    def acquire(self, plan: Plan, *, timeout_s: float | None, must_keep: bool = False) -> ImageBuffer | None:
+    def acquire(
+        self,
+        plan: Plan,
+        *,
+        timeout_s: float | None,
+        must_keep: bool = False,
+        sparing: Collection[CheckpointId] | None = None,
+    ) -> ImageBuffer | None:
         """An image laid out for `plan`, or None when none was released in time. Never the only snapshot's, as long
-        as there is another image. With `must_keep`, one that can be found again: raises `MemoryLimitExceeded` where there
+        as there is another image; or, where somebody has said which are to be spared, never one of those. With `must_keep`, one that can be found again: raises `MemoryLimitExceeded` where there
         is no space for one."""
         self.open()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        buffer = self._await(lambda: self._choose(plan), deadline_s)
+        buffer = self._await(lambda: self._choose(plan, sparing), deadline_s)
         if buffer is None:
             return None
         try:
@@ -458,17 +480,18 @@ class Staging:
             raise
         return buffer
 
-    def preview(self, plan: Plan) -> tuple[bool, frozenset[CheckpointId], frozenset[CheckpointId]]:
-        """Whether there is an image for a save of this plan now, the snapshots there are, and those that it would leave."""
+    def readiness(self, plan: Plan) -> Readiness:
+        """What a sharded save of this plan would find."""
         self.open()
         with self._changed:
-            chosen = self._choose(plan)
-            marked = [buffer for buffer in self._buffers if buffer.marked is not None]
-            held = frozenset(b.marked.checkpoint_id for b in marked if b.marked is not None)
-            kept = frozenset(
-                b.marked.checkpoint_id for b in marked if b.marked is not None and b is not chosen
+            free = [buffer for buffer in self._buffers if not buffer.is_busy]
+            held = [b.marked.checkpoint_id for b in self._buffers if b.marked is not None]
+            return Readiness(
+                has_image=bool(free) and not any(buffer.is_being_filled for buffer in self._buffers),
+                has_one_image=len(self._buffers) == 1,
+                held=frozenset(held),
+                kept=frozenset(each for each in held if self._choose(plan, [each]) is not None),
             )
-            return chosen is not None, held, kept
 
     def _await(
         self, choose: Callable[[], ImageBuffer | None], deadline_s: float | None
@@ -621,10 +644,12 @@ class Staging:
     def _unusable(self, root: Path, error: OSError) -> CheckpointError:
         return CheckpointError(f"{root} cannot hold images: {error.strerror}.", hint=_ANOTHER_FOLDER)
 
-    def _choose(self, plan: Plan) -> ImageBuffer | None:
+    def _choose(self, plan: Plan, sparing: Collection[CheckpointId] | None = None) -> ImageBuffer | None:
         free = [buffer for buffer in self._buffers if not buffer.is_busy]
         marked = [buffer for buffer in self._buffers if buffer.marked is not None]
-        if len(self._buffers) > 1 and len(marked) == 1:
+        if sparing is not None:
+            free = [b for b in free if b.marked is None or b.marked.checkpoint_id not in sparing]
+        elif len(self._buffers) > 1 and len(marked) == 1:
             free = [
                 buffer for buffer in free if buffer not in marked
             ]  # It is the only one that a crash would leave.

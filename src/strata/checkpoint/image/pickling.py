@@ -91,12 +91,15 @@ def prefix_for(recipes: Sequence[TensorRecipe]) -> Prefix:
     return Prefix(program=b"".join(program), tensors=len(recipes), slots=names.end_slot)
 
 
-def body_for(state: object, leaves: Sequence[object], prefix: Prefix) -> bytes:
-    """The state as a pickle that continues after `prefix`."""
+def body_for(
+    state: object, leaves: Sequence[object], prefix: Prefix, *, trusted_source: bool = False
+) -> bytes:
+    """The state as a pickle that continues after `prefix`. What comes from a trusted source may hold what a safe load would
+    refuse."""
     if len(leaves) != prefix.tensors:
         raise AssertionError("the body belongs to another prefix")
     buffer = io.BytesIO()
-    pickler = _BodyPickler(buffer, PROTOCOL)
+    pickler = (pickle.Pickler if trusted_source else _BodyPickler)(buffer, PROTOCOL)
     # Slots of the prefix that the body has no use for are taken by fillers, so that it numbers its own after them.
     fillers = [object() for _ in range(prefix.slots - prefix.tensors - 1)]
     known = [*leaves, b"", *fillers]

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import zipfile
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from strata.checkpoint.catalog import signing
 from strata.checkpoint.catalog.listing import where
@@ -44,11 +44,7 @@ def load_plain(
     """The state in such a file. Raises `Damaged`, `LoadFailed` or the store's error. With `refuse_images`, a file of the
     engine's own is refused: its manifest is missing, and with it all that could verify it."""
     path = where(store, key)
-    keys = signing.configured()
-    if keys is not None and not (keys.accepts_unsigned or trusted_source):
-        raise Untrusted(
-            path=path, reason=f"it has no manifest that could be signed, and {signing.KEY_VARIABLE} is set"
-        )
+    check_unsigned(path, trusted_source=trusted_source)
     with _held(store, key) as held:
         is_checked = check_records(held.path, path=path)
         if refuse_images and _is_image(held.path):
@@ -56,6 +52,15 @@ def load_plain(
         if not is_checked:
             log.warning("%s has no manifest and no checksums: it cannot be verified", path)
         return open_image(held.path, trusted_source=trusted_source, warn=warn, name=path)
+
+
+def check_unsigned(path: str, *, trusted_source: bool = False) -> None:
+    """Raise `Untrusted` where only signed checkpoints are loaded, which such a file is not."""
+    keys = signing.configured()
+    if keys is not None and not (keys.accepts_unsigned or trusted_source):
+        raise Untrusted(
+            path=path, reason=f"it has no manifest that could be signed, and {signing.KEY_VARIABLE} is set"
+        )
 
 
 def verify_plain(store: Store, key: str) -> bool:
@@ -79,7 +84,7 @@ def _is_image(file: str) -> bool:
         )
 
 
-def check_records(file: str, *, path: str) -> bool:
+def check_records(file: str | IO[bytes], *, path: str) -> bool:
     """Whether the records' checksums were there and right. Raises `Damaged` where one is wrong."""
     checked = False
     try:

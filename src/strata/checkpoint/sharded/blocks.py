@@ -105,7 +105,7 @@ class Block:
     def _run_ending_after(self, at_bytes: int) -> int:
         return self._run_starting_from(at_bytes - self.run_bytes + 1)
 
-    def _starts(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    def _starts(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         numbers = np.arange(first, last, dtype=np.int64)
         starts = np.full(len(numbers), self.start_bytes, dtype=np.int64)
         to = np.full(len(numbers), self.address, dtype=np.int64)
@@ -117,7 +117,7 @@ class Block:
         return starts, to
 
 
-def _numbers(values: np.ndarray) -> Numbers:  # type: ignore[type-arg]
+def _numbers(values: np.ndarray) -> Numbers:
     return np.ascontiguousarray(values, dtype=np.uint64)
 
 

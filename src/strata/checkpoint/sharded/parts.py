@@ -87,6 +87,10 @@ class PartWriter:
         self._put(data)
         return offset_bytes, len(data)
 
+    def extend(self, data: memoryview) -> None:
+        """More bytes of what was added last."""
+        self._put(data)
+
     def finish(self) -> WrittenPart:
         self._hashing.shutdown()
         self._blob.commit()

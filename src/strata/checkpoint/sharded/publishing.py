@@ -26,7 +26,7 @@ from strata.checkpoint.errors import Damaged, PeerFailed
 from strata.checkpoint.sharded.layout import Span
 from strata.checkpoint.sharded.listing import key_of
 from strata.checkpoint.sharded.parts import PartWriter, WrittenPart, clean_up_own_parts, forget
-from strata.checkpoint.sharded.plan import ShardPlan, flattened
+from strata.checkpoint.sharded.plan import ShardPlan, aligned, flattened
 from strata.stores.protocol import Store
 from strata.torch_compat.dtensors import group_store
 
@@ -44,6 +44,10 @@ class Board(Protocol):
 
     def remove(self, key: str) -> None: ...
 
+    def replace_last(self, kind: str, key: str) -> None:
+        """Remove the message that was the last of its kind so far."""
+        ...
+
 
 class GroupBoard:
     """In the store of the default process group. A thread that waits has a connection of its own, and nobody minds when it waits
@@ -52,6 +56,7 @@ class GroupBoard:
     def __init__(self, name: str) -> None:
         self._name = name
         self._connections = threading.local()
+        self._last: dict[str, str] = {}
 
     @property
     def _store(self) -> Any:
@@ -69,6 +74,11 @@ class GroupBoard:
     def remove(self, key: str) -> None:
         self._store.delete_key(key)
 
+    def replace_last(self, kind: str, key: str) -> None:
+        if (before := self._last.get(kind)) is not None:
+            self.remove(before)
+        self._last[kind] = key
+
 
 class OwnBoard:
     """For a rank that is alone."""
@@ -84,6 +94,9 @@ class OwnBoard:
 
     def remove(self, key: str) -> None:
         self._messages.pop(key, None)
+
+    def replace_last(self, kind: str, key: str) -> None:
+        self.remove(key)
 
 
 class Image(Protocol):
@@ -182,7 +195,7 @@ class ShardPublisher:
         assert report.part is not None
         if self.is_first:
             entry = self._complete(store, draft, check, again, admit)
-            self._board.post(self._key(store.url, "outcome"), b"{}")
+            self._tell(store.url, "")
             self._open.discard(store.url)
         else:
             outcome = json.loads(self._board.read(self._key(store.url, "outcome")))
@@ -193,24 +206,39 @@ class ShardPublisher:
         forget(store, [report.part.key])
         return entry
 
+    def digest(self, store: Store) -> Digest:
+        """Of what this rank has written to a store."""
+        part = self._written[store.url].part
+        assert part is not None
+        return part.digest
+
     def end(self, reason: str) -> None:
         """This rank's part in the save is over: tell those who wait for something that will not come."""
         for url in self._open:
             if self.is_first:
-                self._board.post(self._key(url, "outcome"), json.dumps({"error": reason}).encode())
+                self._tell(url, reason)
             elif url not in self._written:
                 self._board.post(self._key(url, self._plan.rank), _Report(error=reason).encode())
         self._open = set()
+
+    def _tell(self, url: str, error: str) -> None:
+        """The outcome, for all. That of the save before has been read by now: a save begins when the ones before it to the same
+        stores have ended on every rank."""
+        self._board.post(self._key(url, "outcome"), json.dumps({"error": error}).encode())
+        self._board.replace_last(url, self._key(url, "outcome"))
 
     def _key(self, url: str, what: int | str) -> str:
         return f"{self._id}/{url}/{what}"
 
     def _write(self, store: Store, draft: Manifest, image: Image) -> _Report:
+        chunks = self._plan.written_by(self._plan.rank)
+        writer = PartWriter(store, draft.step, size_hint_bytes=sum(aligned(chunk.nbytes) for chunk in chunks))
+        if not image.tensors and self._written:  # What was written before, on a disk of this machine.
+            return _copied(writer, image, next(iter(self._written.values())))
         places = {entry.name: entry for entry in image.tensors}
-        writer = PartWriter(store, draft.step)
         objects: dict[str, tuple[int, int]] = {}
         try:
-            for chunk in self._plan.written_by(self._plan.rank):
+            for chunk in chunks:
                 if chunk.dtype:
                     entry = places[chunk.name]
                     end_bytes = entry.offset_bytes + entry.size_bytes
@@ -269,6 +297,15 @@ class ShardPublisher:
         for rank in reports:
             self._board.remove(self._key(store.url, rank))
         return entry
+
+
+def _copied(writer: PartWriter, copy: Image, written: _Report) -> _Report:
+    try:
+        writer.add(copy.view)
+        return _Report(part=writer.finish(), objects=written.objects)
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def _pickled(value: Any) -> memoryview:

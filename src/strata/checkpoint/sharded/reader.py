@@ -167,19 +167,7 @@ def read_tensors(
     needed = {stored.span.part for _, stored in tensors if stored.span.size_bytes}
     check_parts(store, [parts[number] for number in sorted(needed)])
     for batch in _batches(tensors):
-        filled: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
-        wanted: dict[int, list[Block]] = {}
-        for item, stored in batch:
-            target = planner.resolve_tensor(item).detach()
-            memory = _memory_for(target, item, stored)
-            if memory.numel():
-                wanted.setdefault(stored.span.part, []).append(_block(item, stored, memory))
-            filled.append((item, target, memory))
-        copy_blocks(store, [(parts[number], blocks) for number, blocks in wanted.items()])
-        for item, target, memory in filled:
-            if memory is not target:
-                target.copy_(memory)
-            planner.commit_tensor(item, target)
+        _read_batch(store, parts, batch, planner)
 
 
 def read_slice(store: Store, part: Part, item: ReadItem, stored: Stored) -> torch.Tensor:
@@ -187,8 +175,46 @@ def read_slice(store: Store, part: Part, item: ReadItem, stored: Stored) -> torc
     found = torch.empty(tuple(item.lengths), dtype=stored.dtype)
     if found.numel():
         check_parts(store, [part])
-        copy_blocks(store, [(part, [_block(item, stored, found)])])
+        copy_blocks(store, [(part, [_block(stored, item.storage_offsets, found)])])
     return found
+
+
+def _read_batch(
+    store: Store, parts: Sequence[Part], batch: list[tuple[ReadItem, Stored]], planner: LoadPlanner
+) -> None:
+    filled: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+    wanted: dict[int, list[Block]] = {}
+    for item, stored in batch:
+        target = planner.resolve_tensor(item).detach()
+        _check_fits(target, item, stored)
+        if _is_plain(target, stored):
+            memory = target
+        elif target.numel() * target.itemsize > _BATCH_BYTES:
+            _read_in_bands(store, parts[stored.span.part], target, item, stored)
+            planner.commit_tensor(item, target)
+            continue
+        else:
+            memory = torch.empty(tuple(item.lengths), dtype=stored.dtype)
+        if memory.numel():
+            block = _block(stored, item.storage_offsets, memory)
+            wanted.setdefault(stored.span.part, []).append(block)
+        filled.append((item, target, memory))
+    copy_blocks(store, [(parts[number], blocks) for number, blocks in wanted.items()])
+    for item, target, memory in filled:
+        if memory is not target:
+            target.copy_(memory)
+        planner.commit_tensor(item, target)
+
+
+def _read_in_bands(store: Store, part: Part, target: torch.Tensor, item: ReadItem, stored: Stored) -> None:
+    """Some rows at a time, for a large tensor whose memory is arranged otherwise."""
+    rows = max(1, _BATCH_BYTES * len(target) // (target.numel() * target.itemsize))
+    for first in range(0, len(target), rows):
+        band = target[first : first + rows]
+        memory = torch.empty(band.shape, dtype=stored.dtype)
+        offsets = (item.storage_offsets[0] + first, *item.storage_offsets[1:])
+        copy_blocks(store, [(part, [_block(stored, offsets, memory)])])
+        band.copy_(memory)
 
 
 def _batches(tensors: Sequence[tuple[ReadItem, Stored]]) -> Iterator[list[tuple[ReadItem, Stored]]]:
@@ -206,19 +232,20 @@ def _batches(tensors: Sequence[tuple[ReadItem, Stored]]) -> Iterator[list[tuple[
         yield batch
 
 
-def _memory_for(target: torch.Tensor, item: ReadItem, stored: Stored) -> torch.Tensor:
-    """Where the bytes of the block go: the target itself, or where its memory is arranged otherwise (another device, another
-    type of number) a tensor to copy from."""
+def _check_fits(target: torch.Tensor, item: ReadItem, stored: Stored) -> None:
     if target.size() != item.lengths or stored.dtype is None:
         found = f"{tuple(item.lengths)}" if stored.dtype else "no tensor"
         raise LoadFailed(
             f"'{stored.name}' is {found} in the checkpoint, but {tuple(target.size())} in the state."
         )
+
+
+def _is_plain(target: torch.Tensor, stored: Stored) -> bool:
+    """Whether copying bytes to its memory is copying the tensor. Otherwise (another device, another type of number) there is a
+    tensor in between."""
     is_ordinary = type(target) is torch.Tensor and target.is_cpu and target.layout == torch.strided
-    is_plain = target.dtype == stored.dtype and not target.is_conj() and not target.is_neg()
-    if is_ordinary and is_plain and _has_runs(target):
-        return target
-    return torch.empty(tuple(item.lengths), dtype=stored.dtype)
+    is_same = target.dtype == stored.dtype and not target.is_conj() and not target.is_neg()
+    return is_ordinary and is_same and _has_runs(target)
 
 
 def _has_runs(target: torch.Tensor) -> bool:
@@ -231,30 +258,25 @@ def _has_runs(target: torch.Tensor) -> bool:
     return True
 
 
-def _block(item: ReadItem, stored: Stored, memory: torch.Tensor) -> Block:
-    """The block that is wanted. Dimensions that lie in one run on both sides are taken together."""
-    assert stored.dtype is not None
-    itemsize = stored.dtype.itemsize
-    strides, to_strides = [], [stride * itemsize for stride in memory.stride()]
-    row_bytes = itemsize
-    for length in reversed(stored.shape):
-        strides.insert(0, row_bytes)
-        row_bytes *= length
-    start_bytes = stored.span.offset_bytes + sum(
-        offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True)
-    )
-    run_bytes, inner = itemsize, len(stored.shape)
+def _block(stored: Stored, offsets: Sequence[int], memory: torch.Tensor) -> Block:
+    """What lies from these offsets of a stored chunk on, as much as there is memory for. Dimensions that lie in one run on both
+    sides are taken together."""
+    itemsize = memory.itemsize
+    to_strides = [stride * itemsize for stride in memory.stride()]
+    strides = [itemsize * math.prod(stored.shape[inner + 1 :]) for inner in range(len(stored.shape))]
+    run_bytes, inner = itemsize, memory.ndim
     while inner:
-        if item.lengths[inner - 1] != 1 and not strides[inner - 1] == to_strides[inner - 1] == run_bytes:
+        length = memory.shape[inner - 1]
+        if length != 1 and not strides[inner - 1] == to_strides[inner - 1] == run_bytes:
             break
-        run_bytes *= item.lengths[inner - 1]
+        run_bytes *= length
         inner -= 1
     return Block(
         name=stored.name,
-        start_bytes=start_bytes,
+        start_bytes=stored.span.offset_bytes + sum(o * s for o, s in zip(offsets, strides, strict=True)),
         run_bytes=run_bytes,
         address=memory.data_ptr(),
-        counts=tuple(item.lengths[:inner]),
+        counts=tuple(memory.shape[:inner]),
         strides=tuple(strides[:inner]),
         to_strides=tuple(to_strides[:inner]),
     )

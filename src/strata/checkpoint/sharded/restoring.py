@@ -30,9 +30,9 @@ from strata.checkpoint.catalog.listing import where
 from strata.checkpoint.catalog.manifest import Manifest, Part
 from strata.checkpoint.copying.digest import WindowBuffer
 from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
+from strata.checkpoint.formats.lazy import nest
 from strata.checkpoint.image.layout import FILE_NAME
 from strata.checkpoint.image.reading import open_tensors
-from strata.checkpoint.sharded.gathered import nested
 from strata.checkpoint.sharded.layout import DTYPES, Stored, decode
 from strata.checkpoint.sharded.parts import PartReader
 from strata.checkpoint.sharded.plan import Chunk, Marked, Path, flattened
@@ -260,7 +260,7 @@ def naming(place: Place) -> Iterator[None]:
 
 def nested_state(values: Mapping[Path, Any]) -> dict[str, Any]:
     """A state from its leaves."""
-    return nested(
+    return nest(
         {".".join(map(str, path)): value for path, value in values.items()},
         {".".join(map(str, path)): path for path in values},
     )

@@ -1,0 +1,1 @@
+"""States in other tools' formats, read and written tensor by tensor: `.pt`, safetensors, Hugging Face and DCP folders."""

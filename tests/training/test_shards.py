@@ -246,6 +246,7 @@ def test_damage_in_one_tier_after_the_other(tmp_path: Path, undisturbed: Callabl
     assert [each[0][0] for each in images(base).values()] == [8, 8]
     newest = {name: manifests(base / name)[0] for name in ("near", "far")}
     assert {manifest.step for manifest in newest.values()} == {8}
+    assert newest["near"].layout == newest["far"].layout
 
     def damaged(name: str, *, memory: bool, near: bool, far: bool, lost: bool = False) -> Ended:
         folder = tmp_path / f"damaged-{name}"

@@ -185,12 +185,15 @@ class Publisher(Protocol):
         self,
         store: Store,
         draft: Manifest,
-        image: Payload,
+        payload: Payload,
         *,
+        is_part: bool,
         check: Callable[[], None],
         again: bool,
         admit: Admit | None,
-    ) -> Entry: ...
+    ) -> Entry:
+        """The payload is this rank's image, or its part as it was written to a store before."""
+        ...
 
     def digest(self, store: Store) -> Digest:
         """Of what this rank has written to a store."""
@@ -544,6 +547,7 @@ class Pipeline:
                         store,
                         save.draft,
                         payload,
+                        is_part=not save.holds_image,
                         check=lambda: self._check_wanted(save),
                         again=attempt > 0,
                         admit=self._admit,

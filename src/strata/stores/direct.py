@@ -1,7 +1,7 @@
 """Moving large files past the page cache.
 
 Aligned memory (an mmap of /dev/shm, page-locked buffers) and the device exchange bytes directly, 16 MiB at a
-time: one thread writes, which measured as fast as more, and two read, which measured twice as fast as one.
+time at most: one thread writes, which measured as fast as more, and two read, which measured twice as fast as one.
 Other memory is written through one aligned buffer, and read through the page cache. Where direct I/O is not
 supported, or stops working half-way, the page cache takes over. Nothing is durable before the caller's fsync.
 """
@@ -110,7 +110,8 @@ class DirectFile:
 def read_into(fd: int, view: memoryview, offset: int, *, direct: bool) -> None:
     """Fill `view` from `offset`; `EOFError` if the file ends before that."""
     starts = range(0, len(view), CHUNK_BYTES)
-    if len(starts) > 1 and direct and offset % BLOCK_BYTES == 0 and _address(view) % BLOCK_BYTES == 0:
+    is_large = len(view) >= SMALLEST_DIRECT_BYTES
+    if is_large and direct and offset % BLOCK_BYTES == 0 and _address(view) % BLOCK_BYTES == 0:
         _set_direct(fd, True)
     _in_parallel(lambda start: _fill(fd, view[start : start + CHUNK_BYTES], offset + start), starts)
 

@@ -177,19 +177,21 @@ class ShardPublisher:
         self,
         store: Store,
         draft: Manifest,
-        image: Image,
+        payload: Image,
         *,
+        is_part: bool,
         check: Callable[[], None],
         again: bool,
         admit: Admit | None,
     ) -> Entry:
-        """Write this rank's part, and return when the checkpoint exists. `check` raises when nobody wants it any more. Raises
+        """Write this rank's part, and return when the checkpoint exists. The payload is its image, or its part as it was written
+        to a store before. `check` raises when nobody wants it any more. Raises
         `PeerFailed` where another rank has failed, and the
         store's errors."""
         report = self._written.get(store.url)
         if report is None:
             clean_up_own_parts(Catalog(store))
-            report = self._write(store, draft, image)
+            report = self._copy(store, draft, payload) if is_part else self._write(store, draft, payload)
             self._written[store.url] = report
             self._board.post(self._key(store.url, self._plan.rank), report.encode())
         assert report.part is not None
@@ -233,8 +235,6 @@ class ShardPublisher:
     def _write(self, store: Store, draft: Manifest, image: Image) -> _Report:
         chunks = self._plan.written_by(self._plan.rank)
         writer = PartWriter(store, draft.step, size_hint_bytes=sum(aligned(chunk.nbytes) for chunk in chunks))
-        if not image.tensors and self._written:  # What was written before, on a disk of this machine.
-            return _copied(writer, image, next(iter(self._written.values())))
         places = {entry.name: entry for entry in image.tensors}
         objects: dict[str, tuple[int, int]] = {}
         try:
@@ -251,6 +251,17 @@ class ShardPublisher:
             writer.abort()
             raise
         return _Report(part=part, objects=objects)
+
+    def _copy(self, store: Store, draft: Manifest, part: Image) -> _Report:
+        before = next(iter(self._written.values()))
+        assert before.part is not None
+        writer = PartWriter(store, draft.step, size_hint_bytes=before.part.size_bytes)
+        try:
+            writer.add(part.view)
+            return _Report(part=writer.finish(), objects=before.objects)
+        except BaseException:
+            writer.abort()
+            raise
 
     def _complete(
         self,
@@ -297,15 +308,6 @@ class ShardPublisher:
         for rank in reports:
             self._board.remove(self._key(store.url, rank))
         return entry
-
-
-def _copied(writer: PartWriter, copy: Image, written: _Report) -> _Report:
-    try:
-        writer.add(copy.view)
-        return _Report(part=writer.finish(), objects=written.objects)
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def _pickled(value: Any) -> memoryview:

@@ -95,9 +95,9 @@ class ShardedSource:
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self.paths: dict[str, Path] = {}
         self._places: list[Place] = []
-        self._stored: dict[MetadataIndex, Stored] = {}
+        self._stored: dict[MetadataIndex, Stored | None] = {}
         self._objects: dict[Path, Any] = {}
-        self._stored_objects: dict[str, Stored] = {}
+        self._stored_objects: dict[str, Stored | None] = {}
 
     def add_image(self, found: ImageFound, *, is_here: bool) -> None:
         part = replace(found.manifest.parts[0], key=FILE_NAME)
@@ -113,7 +113,7 @@ class ShardedSource:
             self._objects.setdefault(path, value)
 
     def add_destination(self, store: Store, manifest: Manifest, *, struck: Collection[str]) -> None:
-        """`struck` are the names of parts that are not to be read. Raises `Damaged`."""
+        """`struck` are the names of parts that are not to be read: what is in them is known to be missing. Raises `Damaged`."""
         metadata = decode(manifest, path=store.url)
         first = len(self._places)
         self._places += [
@@ -121,26 +121,29 @@ class ShardedSource:
         ]
         paths = metadata.planner_data or {}
         for index, stored in metadata.storage_data.items():
-            if self._places[first + stored.span.part].name in struck:
-                continue
-            span = replace(stored.span, part=first + stored.span.part)
+            is_struck = self._places[first + stored.span.part].name in struck
+            there = replace(stored, span=replace(stored.span, part=first + stored.span.part))
             path = tuple(paths.get(stored.name, (stored.name,)))
             if stored.dtype is None:
                 self.paths[stored.name] = path
-                self._stored_objects.setdefault(stored.name, replace(stored, span=span))
+                if self._stored_objects.get(stored.name) is None:
+                    self._stored_objects[stored.name] = None if is_struck else there
                 continue
             entry = metadata.state_dict_metadata[stored.name]
             assert isinstance(entry, TensorStorageMetadata)
             size = tuple(entry.size)
             dtype = str(stored.dtype).removeprefix("torch.")
             chunk = Chunk(path, dtype, size, tuple(index.offset or ()), stored.shape)
-            self._add(chunk, replace(stored, span=span))
+            self._add(chunk, None if is_struck else there)
 
-    def _add(self, chunk: Chunk, stored: Stored) -> None:
+    def _add(self, chunk: Chunk, stored: Stored | None) -> None:
+        """A chunk, and where it is; None for one that is known only by name."""
         index = MetadataIndex(chunk.name, torch.Size(chunk.offsets))
-        if index in self._stored:
+        is_known = index in self._stored
+        if self._stored.get(index) is None:
+            self._stored[index] = stored
+        if is_known:
             return
-        self._stored[index] = stored
         self.paths[chunk.name] = chunk.path
         entry = self.tensors.get(chunk.name)
         if entry is None:
@@ -154,19 +157,18 @@ class ShardedSource:
     def objects(self, *, leave_out: Callable[[Path], bool]) -> dict[Path, Any]:
         """What is no tensor, by path. Raises `Unusable`."""
         found = {path: value for path, value in self._objects.items() if not leave_out(path)}
-        wanted = [
-            stored
-            for name, stored in self._stored_objects.items()
-            if self.paths[name] not in found and not leave_out(self.paths[name])
-        ]
         buffer = WindowBuffer()
-        for stored in wanted:
+        for name, stored in self._stored_objects.items():
+            if self.paths[name] in found or leave_out(self.paths[name]):
+                continue
+            if stored is None:
+                raise _nowhere(name)
             place = self._places[stored.span.part]
             assert place.store is not None
             with naming(place):
                 reader = PartReader(place.store, place.part, buffer)
                 raw = bytes(reader.read(stored.span, name=stored.name))
-            found[self.paths[stored.name]] = load_object(raw, name=stored.name)
+            found[self.paths[name]] = load_object(raw, name=name)
         return found
 
     def plan(self, targets: Mapping[str, torch.Tensor]) -> Reading:
@@ -196,16 +198,20 @@ class ShardedSource:
     def _check_covered(self, targets: Mapping[str, torch.Tensor], items: Iterable[ReadItem]) -> None:
         found = dict.fromkeys(targets, 0)
         for item in items:
-            found[item.dest_index.fqn] += math.prod(item.lengths)
+            if self._stored[item.storage_index] is not None:
+                found[item.dest_index.fqn] += math.prod(item.lengths)
         for name, target in targets.items():
             if found[name] < local_of(target).numel():
-                raise Unusable(
-                    f"parts of '{name}' are in no copy of the checkpoint that can be read", names=[]
-                )
+                raise _nowhere(name)
 
     def stored(self, item: ReadItem) -> tuple[Place, Stored]:
         found = self._stored[item.storage_index]
+        assert found is not None
         return self._places[found.span.part], found
+
+
+def _nowhere(name: str) -> Unusable:
+    return Unusable(f"parts of '{name}' are in no copy of the checkpoint that can be read", names=[])
 
 
 class Reading:

@@ -48,10 +48,11 @@ class Chunk(NamedTuple):
 
 
 def flattened(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The tensors and objects of a nested state. Mappings with keys that are no text, and lists without tensors, are objects."""
+    """The tensors and objects of a nested state. Mappings with keys that are no text, lists without tensors, and whatever is
+    empty are objects: what was saved comes back with all its keys."""
 
     def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        if isinstance(value, Mapping) and (value or not path) and all(isinstance(key, str) for key in value):
             for key, inner in value.items():
                 yield from visit((*path, key), inner)
         elif isinstance(value, list) and not _is_terminal(value):

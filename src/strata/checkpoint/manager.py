@@ -256,7 +256,7 @@ class CheckpointManager:
             stores = tuple(store for store in stores if store.url in destinations)
         publisher = self._publisher(draft.checkpoint_id, shards, stores)
         if shards is not None:
-            draft = replace(draft, layout=shards.plan.mark())
+            draft = replace(draft, layout=shards.plan.mark)
         stem = self._free_stem(draft, stores) if name is None else name
         save = Save(
             draft=draft,
@@ -620,7 +620,7 @@ class CheckpointManager:
     def _publisher(
         self, checkpoint_id: CheckpointId, shards: Shards | None, stores: Sequence[Store]
     ) -> ShardPublisher | None:
-        if shards is None:
+        if shards is None or not stores:
             return None
         from strata.checkpoint.sharded.publishing import ShardPublisher
 

@@ -223,7 +223,7 @@ class ShardedJob:
         targets = self._state.targets(tensors, objects)
         own = self._own_image(load, images)
         if own is not None and manager is not None and _is_same(own, targets):
-            self._map_own(own, targets, manager, load)
+            self._map_own(own, targets, manager)
             return None, {**objects, **targets}
         named = {".".join(map(str, path)): target for path, target in targets.items()}
         reading = source.plan(named)
@@ -239,14 +239,13 @@ class ShardedJob:
         own: ImageFound,
         targets: Mapping[StatePath, torch.Tensor],
         manager: CheckpointManager,
-        load: LoadShards,
     ) -> None:
         try:
             manager.restore_copy(
                 own.manifest.checkpoint_id,
                 where=own.path,
                 into=_Bound({path: local_of(target).detach() for path, target in targets.items()}),
-                tear_ok=load.may_tear,
+                tear_ok=True,  # Where nothing may be torn, it has been verified.
             )
         except CheckpointError as error:
             raise Unusable(error, names=[own.name]) from error

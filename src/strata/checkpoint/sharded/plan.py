@@ -169,6 +169,7 @@ class ShardPlan:
             "paths": [[name, list(path)] for name, path in paths.items()],
         }
 
+    @functools.cached_property
     def mark(self) -> Json:
         """What an image says about itself: what it holds, and what else there is. With the tensors of its manifest it tells where
         everything is."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from strata.checkpoint.errors import StateMismatch
-from strata.checkpoint.image.nested import mapped
+from strata.checkpoint.image.nested import PLAIN
 from strata.checkpoint.sharded.plan import Path
 from strata.torch_compat.dtensors import is_distributed_tensor, local_of
 from strata.training import rng
@@ -25,6 +25,7 @@ from strata.training.state import EXTRA, MODEL, OPTIMIZER, SCHEDULER, TrainingSt
 RNG = "rng_states"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Modules that `torch.compile` and activation checkpointing put around others."""
+_EXTRA_STATE = "_extra_state"
 
 
 def is_sharded(state: TrainingState) -> bool:
@@ -35,15 +36,34 @@ def is_sharded(state: TrainingState) -> bool:
 
 
 def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A captured state with what this rank holds in the place of each distributed tensor, in rows."""
+    """A captured state with what this rank holds in the place of each distributed tensor, in rows. What is in several places is
+    there several times: each has a name, and a part of its own."""
+    taken: set[int] = set()
 
-    def held(_: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        local = local_of(leaf)
-        return local if local.is_contiguous() else local.detach().contiguous()
+    def held(tensor: torch.Tensor) -> torch.Tensor:
+        local = local_of(tensor)
+        if not local.is_contiguous():
+            return local.detach().contiguous()
+        if id(local) in taken:
+            return local.detach()
+        taken.add(id(local))
+        return local
 
-    found: dict[str, Any] = mapped(state, held, leaf=torch.Tensor)
+    def visit(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            return held(node)
+        if type(node) in PLAIN:
+            return node
+        if isinstance(node, Mapping):
+            return {key: visit(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return list(map(visit, node))
+        if isinstance(node, tuple):
+            row = map(visit, node)
+            return type(node)(*row) if hasattr(node, "_fields") else tuple(row)
+        return node
+
+    found: dict[str, Any] = visit(state)
     return found
 
 
@@ -90,7 +110,7 @@ class ShardedState:
             else:
                 found |= _targets_of_other(item, tensors, base)
         for path, (dtype, size) in tensors.items():
-            if path not in found and path[0] not in (MODEL, RNG):
+            if path not in found and path[0] != RNG:
                 found[path] = torch.empty(size, dtype=dtype)
         return found
 
@@ -226,8 +246,16 @@ def _module_state(module: torch.nn.Module) -> dict[str, Any]:
 def _targets_of_module(
     module: torch.nn.Module, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], base: Path
 ) -> dict[Path, torch.Tensor]:
-    live = {name: value for name, value in _module_state(module).items() if isinstance(value, torch.Tensor)}
-    saved = {str(path[len(base)]): size for path, (_, size) in tensors.items() if path[: len(base)] == base}
+    live = {
+        name: value
+        for name, value in _module_state(module).items()
+        if isinstance(value, torch.Tensor) and not _is_extra_state(name)
+    }
+    saved = {
+        str(path[len(base)]): size
+        for path, (_, size) in tensors.items()
+        if path[: len(base)] == base and not _is_extra_state(str(path[len(base)]))
+    }
     dotted = ".".join(map(str, base))
     for name, tensor in live.items():
         if name not in saved:
@@ -242,9 +270,18 @@ def _targets_of_module(
     return {(*base, name): tensor for name, tensor in live.items()}
 
 
+def _is_extra_state(name: str) -> bool:
+    """What a module makes of something else when it is asked for its state (`Module.get_extra_state`): of any size, or no tensor."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
 def _adopt_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Its tensors are in place; what else it has saved it is given."""
-    if any(not isinstance(value, torch.Tensor) for value in saved.values()):
+    """Its tensors are in place; where its state is not just its tensors, it is given the rest."""
+    live = {local_of(tensor).data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    if any(
+        not isinstance(value, torch.Tensor) or (value.numel() and local_of(value).data_ptr() not in live)
+        for value in saved.values()
+    ):
         raw = {_clean(name): name for name in module.state_dict()}
         module.load_state_dict({raw[name]: value for name, value in saved.items() if name in raw})
 
@@ -268,6 +305,9 @@ def _target_of_state(
         return torch.empty(size, dtype=dtype, device=parameter.device if on_device else "cpu")
     if size == parameter.size():
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if size and is_distributed_tensor(parameter):
+        # As `new_zeros` makes a tensor of another size: on every rank, and of the kind that can be computed with.
+        return parameter.detach().new_empty(size, dtype=dtype)
     return torch.empty(size, dtype=dtype, device=parameter.device)
 
 

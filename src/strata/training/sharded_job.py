@@ -224,12 +224,12 @@ class ShardedJob:
         own = self._own_image(load, images)
         if own is not None and manager is not None and _is_same(own, targets):
             self._map_own(own, targets, manager)
-            return None, {**objects, **targets}
+            return None, source.in_order({**objects, **targets})
         named = {".".join(map(str, path)): target for path, target in targets.items()}
         reading = source.plan(named)
         with torch.no_grad():
             reading.read()
-        return reading, {**objects, **targets}
+        return reading, source.in_order({**objects, **targets})
 
     def _own_image(self, load: LoadShards, images: Mapping[str, ImageFound]) -> ImageFound | None:
         return next((i for i in images.values() if i.rank == self._rank and i.machine == self._machine), None)

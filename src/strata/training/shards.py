@@ -11,20 +11,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from strata.checkpoint.errors import StateMismatch
-from strata.checkpoint.image.nested import mapped
+from strata.checkpoint.image.nested import PLAIN
 from strata.checkpoint.sharded.plan import Path
 from strata.torch_compat.dtensors import is_distributed_tensor, local_of
+from strata.torch_compat.modules import OwnedTensor, plain_tensors
 from strata.training import rng
 from strata.training.state import EXTRA, MODEL, OPTIMIZER, SCHEDULER, TrainingState, unwrap
 
 RNG = "rng_states"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Modules that `torch.compile` and activation checkpointing put around others."""
+_EXTRA_STATE = "_extra_state"
 
 
 def is_sharded(state: TrainingState) -> bool:
@@ -35,16 +38,46 @@ def is_sharded(state: TrainingState) -> bool:
 
 
 def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A captured state with what this rank holds in the place of each distributed tensor, in rows."""
+    """A captured state with what this rank holds in the place of each distributed tensor, in rows. What is in several places is
+    there several times: each has a name, and a part of its own."""
+    taken: set[int] = set()
 
-    def held(_: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        local = local_of(leaf)
-        return local if local.is_contiguous() else local.detach().contiguous()
+    def held(tensor: torch.Tensor) -> torch.Tensor:
+        local = local_of(tensor)
+        if not local.is_contiguous():
+            return local.detach().contiguous()
+        if id(local) in taken:
+            return local.detach()
+        taken.add(id(local))
+        return local
 
-    found: dict[str, Any] = mapped(state, held, leaf=torch.Tensor)
-    return found
+    def visit(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            return held(node)
+        if type(node) in PLAIN:
+            return node
+        if isinstance(node, Mapping):
+            return {key: visit(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return list(map(visit, node))
+        if isinstance(node, tuple):
+            row = map(visit, node)
+            return type(node)(*row) if hasattr(node, "_fields") else tuple(row)
+        return node
+
+    # The rest has none, and a generator of random numbers hundreds of numbers.
+    return {name: visit(part) if name in (MODEL, OPTIMIZER, EXTRA) else part for name, part in state.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """A module's state, and the tensors that it is made of."""
+
+    state: dict[str, Any]
+    tensors: list[OwnedTensor]
+
+    def is_current(self) -> bool:
+        return all(each.is_current() for each in self.tensors)
 
 
 class ShardedState:
@@ -52,6 +85,7 @@ class ShardedState:
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
+        self._known: dict[int, _Known] = {}
         self._names = {
             id(parameter): name
             for prefix, module in self._modules()
@@ -64,7 +98,7 @@ class ShardedState:
             "step": step,
             "epoch": epoch,
             "world_size": world_size,
-            MODEL: _module_state(unwrap(state.model)),
+            MODEL: self._read(unwrap(state.model)),
             OPTIMIZER: self._saved(state.optimizer),
             SCHEDULER: state.scheduler.state_dict() if state.scheduler is not None else None,
             # Each rank has its own; a tuple is one object, whatever is in it.
@@ -90,7 +124,7 @@ class ShardedState:
             else:
                 found |= _targets_of_other(item, tensors, base)
         for path, (dtype, size) in tensors.items():
-            if path not in found and path[0] not in (MODEL, RNG):
+            if path not in found and path[0] != RNG:
                 found[path] = torch.empty(size, dtype=dtype)
         return found
 
@@ -116,9 +150,21 @@ class ShardedState:
             if isinstance(item, torch.nn.Module):
                 yield f"{name}.", item
 
+    def _read(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Its state. Asking a module takes longer than all else that a save does on the training thread, so it is asked once, as
+        long as it has the same tensors."""
+        if (known := self._known.get(id(module))) is not None and known.is_current():
+            return known.state
+        state = _module_state(module)
+        if (tensors := plain_tensors(module)) is not None:
+            named = {_clean(each.name): each for each in tensors}
+            if named.keys() == state.keys():
+                self._known[id(module)] = _Known(state=state, tensors=tensors)
+        return state
+
     def _saved(self, item: Any) -> dict[str, Any]:
         if isinstance(item, torch.nn.Module):
-            return _module_state(item)
+            return self._read(item)
         if isinstance(item, torch.optim.Optimizer):
             return self._optimizer_state(item)
         found: dict[str, Any] = item.state_dict()
@@ -226,8 +272,16 @@ def _module_state(module: torch.nn.Module) -> dict[str, Any]:
 def _targets_of_module(
     module: torch.nn.Module, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], base: Path
 ) -> dict[Path, torch.Tensor]:
-    live = {name: value for name, value in _module_state(module).items() if isinstance(value, torch.Tensor)}
-    saved = {str(path[len(base)]): size for path, (_, size) in tensors.items() if path[: len(base)] == base}
+    live = {
+        name: value
+        for name, value in _module_state(module).items()
+        if isinstance(value, torch.Tensor) and not _is_extra_state(name)
+    }
+    saved = {
+        str(path[len(base)]): size
+        for path, (_, size) in tensors.items()
+        if path[: len(base)] == base and not _is_extra_state(str(path[len(base)]))
+    }
     dotted = ".".join(map(str, base))
     for name, tensor in live.items():
         if name not in saved:
@@ -242,9 +296,18 @@ def _targets_of_module(
     return {(*base, name): tensor for name, tensor in live.items()}
 
 
+def _is_extra_state(name: str) -> bool:
+    """What a module makes of something else when it is asked for its state (`Module.get_extra_state`): of any size, or no tensor."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
 def _adopt_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Its tensors are in place; what else it has saved it is given."""
-    if any(not isinstance(value, torch.Tensor) for value in saved.values()):
+    """Its tensors are in place; where its state is not just its tensors, it is given the rest."""
+    live = {local_of(tensor).data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    if any(
+        not isinstance(value, torch.Tensor) or (value.numel() and local_of(value).data_ptr() not in live)
+        for value in saved.values()
+    ):
         raw = {_clean(name): name for name in module.state_dict()}
         module.load_state_dict({raw[name]: value for name, value in saved.items() if name in raw})
 
@@ -268,6 +331,9 @@ def _target_of_state(
         return torch.empty(size, dtype=dtype, device=parameter.device if on_device else "cpu")
     if size == parameter.size():
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if size and is_distributed_tensor(parameter):
+        # As `new_zeros` makes a tensor of another size: on every rank, and of the kind that can be computed with.
+        return parameter.detach().new_empty(size, dtype=dtype)
     return torch.empty(size, dtype=dtype, device=parameter.device)
 
 

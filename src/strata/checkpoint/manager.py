@@ -256,7 +256,7 @@ class CheckpointManager:
             stores = tuple(store for store in stores if store.url in destinations)
         publisher = self._publisher(draft.checkpoint_id, shards, stores)
         if shards is not None:
-            draft = replace(draft, layout=shards.plan.mark())
+            draft = replace(draft, layout=shards.plan.mark)
         stem = self._free_stem(draft, stores) if name is None else name
         save = Save(
             draft=draft,
@@ -300,12 +300,15 @@ class CheckpointManager:
             save.handle.copied = save.payload.wait
             save.size_bytes = len(save.payload.view)
             save.draft = replace(save.draft, tensors=save.payload.tensors)
+            # A device's copies are only queued here, and the ranks of one machine share its cores: the pipeline's threads would
+            # be in the way. Otherwise it follows.
+            is_filled_first = staged.by_device or shards is not None
             try:
-                if staged.by_device:
-                    fill()  # Only queues the copies; the pipeline's threads would be in its way.
+                if is_filled_first:
+                    fill()
             finally:
                 self._pipeline.submit(save)
-            if not staged.by_device:
+            if not is_filled_first:
                 fill()  # The pipeline follows, so the first bytes are on their way before the last are copied.
         return save.handle
 
@@ -617,7 +620,7 @@ class CheckpointManager:
     def _publisher(
         self, checkpoint_id: CheckpointId, shards: Shards | None, stores: Sequence[Store]
     ) -> ShardPublisher | None:
-        if shards is None:
+        if shards is None or not stores:
             return None
         from strata.checkpoint.sharded.publishing import ShardPublisher
 

@@ -92,6 +92,7 @@ from strata.training.sharded_job import (
     left_over_images,
     local_world_size,
     new_board,
+    own_slot,
     slot_name,
 )
 from strata.training.sharding import refuse_unsupported
@@ -513,7 +514,7 @@ class ElasticJob:
     @property
     def _images_name(self) -> str:
         if self._is_sharded:
-            return slot_name(self._memory_name, self._local_rank)
+            return slot_name(self._memory_name, own_slot())
         return folder_name(self._memory_name)
 
     # --- restoring ------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from strata.core.job import LoadReport, LoadShards
 from strata.shared_memory import folder_name, images_folder, memory_roots
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
-from strata.training.exchange import exchange_device, gather, is_distributed
+from strata.training.exchange import exchange_device, gather, is_distributed, rank_and_world
 from strata.training.shards import RNG, ShardedState, is_generator_of, local_state
 from strata.training.state import TrainingState
 
@@ -54,9 +54,14 @@ class _Described:
     struck: tuple[str, ...] = ()
 
 
-def slot_name(run: str, local_rank: int) -> str:
+def own_slot() -> int:
+    """This rank's place on its machine."""
+    return int(os.environ.get("LOCAL_RANK", rank_and_world()[0]))
+
+
+def slot_name(run: str, slot: int) -> str:
     """What a rank's images are called in its machine's memory: the next process in the same place finds them, whatever its rank."""
-    return folder_name(f"s{local_rank}-{run}")
+    return folder_name(f"s{slot}-{run}")
 
 
 def new_board(name: str) -> Board:
@@ -219,7 +224,7 @@ class ShardedJob:
         targets = self._state.targets(tensors, rank=self._rank)
         own = self._own_image(load, images)
         if own is not None and manager is not None and _is_same(own, targets):
-            self._map_own(own, targets, manager, load)
+            self._map_own(own, targets, manager)
             return None, source.in_order({**objects, **targets})
         named = {".".join(map(str, path)): target for path, target in targets.items()}
         reading = source.plan(named)
@@ -235,14 +240,13 @@ class ShardedJob:
         own: ImageFound,
         targets: Mapping[StatePath, torch.Tensor],
         manager: CheckpointManager,
-        load: LoadShards,
     ) -> None:
         try:
             manager.restore_copy(
                 own.manifest.checkpoint_id,
                 where=own.path,
                 into=_Bound({path: local_of(target).detach() for path, target in targets.items()}),
-                tear_ok=load.may_tear,
+                tear_ok=True,  # Where nothing may be torn, it has been verified.
             )
         except CheckpointError as error:
             raise Unusable(error, names=[own.name]) from error
@@ -346,5 +350,5 @@ def _left_over_slots(run: str, *, root: Path | None, local_world_size: int) -> s
 
 
 def local_world_size() -> int:
-    """How many ranks this machine has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """How many ranks this machine has; where nobody has said so, as many as there are."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", rank_and_world()[1]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.image.nested import PLAIN
 from strata.checkpoint.sharded.plan import Path
 from strata.torch_compat.dtensors import is_distributed_tensor, local_of
+from strata.torch_compat.modules import OwnedTensor, plain_tensors
 from strata.training import rng
 from strata.training.state import EXTRA, MODEL, OPTIMIZER, SCHEDULER, TrainingState, unwrap
 
@@ -69,8 +71,19 @@ def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
             return type(node)(*row) if hasattr(node, "_fields") else tuple(row)
         return node
 
-    found: dict[str, Any] = visit(state)
-    return found
+    # A generator of random numbers has hundreds of numbers, and no tensor of the state.
+    return {name: part if name == RNG else visit(part) for name, part in state.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """A module's state, and the tensors that it is made of."""
+
+    state: dict[str, Any]
+    tensors: list[OwnedTensor]
+
+    def is_current(self) -> bool:
+        return all(each.is_current() for each in self.tensors)
 
 
 class ShardedState:
@@ -78,6 +91,7 @@ class ShardedState:
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
+        self._known: dict[int, _Known] = {}
         self._names = {
             id(parameter): name
             for prefix, module in self._modules()
@@ -90,7 +104,7 @@ class ShardedState:
             "step": step,
             "epoch": epoch,
             "world_size": world_size,
-            MODEL: _module_state(unwrap(state.model)),
+            MODEL: self._read(unwrap(state.model)),
             OPTIMIZER: self._saved(state.optimizer),
             SCHEDULER: state.scheduler.state_dict() if state.scheduler is not None else None,
             # Each rank has its own; a tuple is one object, whatever is in it.
@@ -146,9 +160,21 @@ class ShardedState:
             if isinstance(item, torch.nn.Module):
                 yield f"{name}.", item
 
+    def _read(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Its state. Asking a module takes longer than all else that a save does on the training thread, so it is asked once, as
+        long as it has the same tensors."""
+        if (known := self._known.get(id(module))) is not None and known.is_current():
+            return known.state
+        state = _module_state(module)
+        if (tensors := plain_tensors(module)) is not None:
+            named = {_clean(each.name): each for each in tensors}
+            if named.keys() == state.keys():
+                self._known[id(module)] = _Known(state=state, tensors=tensors)
+        return state
+
     def _saved(self, item: Any) -> dict[str, Any]:
         if isinstance(item, torch.nn.Module):
-            return _module_state(item)
+            return self._read(item)
         if isinstance(item, torch.optim.Optimizer):
             return self._optimizer_state(item)
         found: dict[str, Any] = item.state_dict()

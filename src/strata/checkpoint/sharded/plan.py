@@ -49,11 +49,11 @@ class Chunk(NamedTuple):
 
 
 def flattened(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The tensors and objects of a nested state. Mappings that are empty or have keys that are no text, and lists without tensors,
-    are objects."""
+    """The tensors and objects of a nested state. Mappings with keys that are no text, lists without tensors, and whatever is
+    empty are objects: what was saved comes back with all its keys."""
 
     def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        if isinstance(value, Mapping) and (value or not path) and all(isinstance(key, str) for key in value):
             for key, inner in value.items():
                 yield from visit((*path, key), inner)
         elif isinstance(value, list) and not _is_terminal(value):
@@ -189,6 +189,7 @@ class ShardPlan:
             "paths": [[name, list(path)] for name, path in paths.items()],
         }
 
+    @functools.cached_property
     def mark(self) -> Json:
         """What an image says about itself: what it holds, and what else there is. With the tensors of its manifest it tells where
         everything is."""

@@ -6,25 +6,30 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import TensorDataset
 
 import strata
-from strata.checkpoint.errors import UnsupportedState
+from strata.checkpoint.dcp import StrataStorageReader
+from strata.checkpoint.errors import StateMismatch, UnsupportedState
+from strata.checkpoint.export import export
 from strata.checkpoint.image.nested import leaves
+from strata.checkpoint.importing import adopt
 from strata.checkpoint.sharded.plan import flattened
 from strata.training import ElasticJob, ElasticOptions
 from strata.training.shards import ShardedState
 from strata.training.state import MODEL, OPTIMIZER, TrainingState
-from tests.training.loops import Crash
+from tests.training.loops import Crash, steps_in
 from tests.training.shard_script import Block, Ema, full
 
 # Of dynamo, which looks at everything.
@@ -37,7 +42,7 @@ STEPS, CRASH_AT, SAVE_EVERY = 6, 5, 3
 
 @pytest.fixture(scope="module", autouse=True)
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = distributed.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    store = FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # So small are these tensors.
@@ -68,7 +73,10 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
 
 
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
+M = TypeVar("M", bound=nn.Module)
+
+
+def sharded(model: M, **options: Any) -> M:
     """Blocks by themselves, then the rest."""
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mesh=mesh(), **options)
@@ -119,6 +127,7 @@ class Script:
             data=loader,
             checkpoints=folder / "run" if checkpoints is None else checkpoints,
             max_steps=STEPS,
+            job="mine",
             options=ElasticOptions(**settings),
         )
 
@@ -199,7 +208,7 @@ class Factored(torch.optim.Optimizer):
     """Keeps sums over rows in the place of squares, as Adafactor does (torch's own cannot step on distributed tensors)."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 grad = parameter.grad
@@ -321,7 +330,7 @@ def frozen() -> Script:
     """Some parameters are frozen and not in the optimizer; others are in it."""
     model = Net()
     model.first.weight.requires_grad_(False)
-    model.blocks[0].up.bias.requires_grad_(False)
+    cast(Block, model.blocks[0]).up.bias.requires_grad_(False)
     model = sharded(model)
     parameters = [p for name, p in model.named_parameters() if name != "first.weight"]
     return Script(model, torch.optim.AdamW(parameters, lr=0.02))
@@ -375,6 +384,8 @@ def mixed_dtypes() -> Script:
             self.blocks = nn.ModuleList([Block()])
             self.narrow = nn.Linear(4, 6, dtype=torch.bfloat16)
             self.out = nn.Linear(6, 1)
+            self.eight: torch.Tensor
+            self.count: torch.Tensor
             self.register_buffer("eight", torch.randn(3, 5).to(torch.float8_e4m3fn))
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
             self.register_buffer("mask", torch.tensor([True, False]))
@@ -411,17 +422,22 @@ def empty_parameters() -> Script:
     return Script(model, adam(model, foreach=False))
 
 
+def in_dynamo(module: nn.Module) -> nn.Module:
+    """A real wrapper, without the time that generating code takes."""
+    return cast(nn.Module, torch.compile(module, backend="eager"))
+
+
 @kind
 def compiled() -> Script:
     model = sharded(Net())
-    return Script(torch.compile(model, backend="eager"), adam(model))
+    return Script(in_dynamo(model), adam(model))
 
 
 @kind
 def compiled_blocks() -> Script:
     model = Net()
     for number, block in enumerate(model.blocks):
-        model.blocks[number] = torch.compile(block, backend="eager")
+        model.blocks[number] = in_dynamo(block)
     model = sharded(model)
     return Script(model, adam(model))
 
@@ -580,3 +596,176 @@ def test_a_distributed_tensor_where_it_has_no_name_is_refused(tmp_path: Path) ->
             UnsupportedState, match=r"extra\.kept\.inner.*distributed tensor in a tuple or under a key"
         ):
             script.run(tmp_path / "job")
+
+
+# --- in and out -----------------------------------------------------------------------------------------------------
+
+
+def weights(script: Script) -> dict[str, torch.Tensor]:
+    return {name: full(value).detach().clone() for name, value in script.model.state_dict().items()}
+
+
+def assert_weights(script: Script, wanted: dict[str, torch.Tensor]) -> None:
+    found = weights(script)
+    assert found.keys() == wanted.keys()
+    assert [name for name, value in found.items() if not _same(value, wanted[name])] == []
+
+
+def plain(seed: int) -> Script:
+    torch.manual_seed(seed)
+    model = Net()
+    return Script(model, adam(model))
+
+
+def moments(script: Script) -> dict[tuple[int, str], torch.Tensor]:
+    state = script.optimizer.state_dict()["state"]
+    return {
+        (number, key): full(value).detach().clone()
+        for number, entry in state.items()
+        for key, value in entry.items()
+    }
+
+
+def assert_moments(script: Script, wanted: dict[tuple[int, str], torch.Tensor]) -> None:
+    found = moments(script)
+    assert found.keys() == wanted.keys()
+    assert [key for key, value in found.items() if not _same(value, wanted[key])] == []
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Script:
+    """A sharded job that has ended, in `job`."""
+    script = built("foreach_adamw", 1)
+    script.run(tmp_path / "job")
+    return script
+
+
+def test_dcp_loads_the_checkpoint_of_a_job(tmp_path: Path, finished: Script) -> None:
+    anew = built("foreach_adamw", 2)
+    model, optimizer = get_state_dict(anew.model, anew.optimizer)
+    dcp.load(
+        {MODEL: model, OPTIMIZER: optimizer}, storage_reader=StrataStorageReader(tmp_path / "job" / "run")
+    )
+    set_state_dict(anew.model, anew.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    assert_weights(anew, weights(finished))
+    assert_moments(anew, moments(finished))
+
+
+@pytest.mark.parametrize("format", ["pt", "safetensors", "hf", "dcp"])
+@pytest.mark.parametrize("make", [plain, lambda seed: built("foreach_adamw", seed)], ids=["plain", "sharded"])
+def test_a_job_starts_from_what_another_has_exported(
+    tmp_path: Path, finished: Script, format: str, make: Callable[[int], Script]
+) -> None:
+    out = tmp_path / f"exported.{format}"
+    export(str(tmp_path / "job" / "run"), str(out), format=format)
+    imported = adopt(str(out), str(tmp_path / "next" / "run"), step=5)
+    assert imported.has_optimizer is (format != "hf")
+    script = make(2)
+    with script.job(tmp_path / "next") as job:
+        assert job.restored
+        assert job.step == 5
+        assert_weights(script, weights(finished))
+        assert_moments(script, moments(finished) if imported.has_optimizer else {})
+
+
+def test_an_unsharded_job_goes_on_from_a_sharded_one(tmp_path: Path) -> None:
+    before, then = built("foreach_adamw", 1), []
+
+    def note(step: int) -> None:
+        if step == SAVE_EVERY:
+            then.append((weights(before), moments(before)))
+
+    with pytest.raises(Crash):
+        before.run(tmp_path / "job", crash_at=CRASH_AT, on_step=note)
+    script = plain(2)
+    with script.job(tmp_path / "job") as job:
+        assert job.step == SAVE_EVERY
+        assert_weights(script, then[0][0])
+        assert_moments(script, then[0][1])
+    plain(3).run(tmp_path / "job")
+    assert steps_in(tmp_path / "job" / "run")[0] == STEPS
+
+
+def test_a_sharded_job_says_how_to_go_on_from_an_unsharded_one(tmp_path: Path) -> None:
+    before = plain(1)
+    before.run(tmp_path / "job")
+    with (
+        pytest.raises(StateMismatch, match=r"checkpoint export --format dcp.*checkpoint import"),
+        built("foreach_adamw", 2).job(tmp_path / "job"),
+    ):
+        pass
+    export(str(tmp_path / "job" / "run"), str(tmp_path / "exported"), format="dcp")
+    adopt(str(tmp_path / "exported"), str(tmp_path / "next" / "run"))
+    script = built("foreach_adamw", 2)
+    with script.job(tmp_path / "next") as job:
+        assert job.step == STEPS
+        assert_weights(script, weights(before))
+        assert_moments(script, moments(before))
+
+
+# --- how it is saved ------------------------------------------------------------------------------------------------
+
+
+def test_state_that_appears_late_is_saved_from_then_on(tmp_path: Path) -> None:
+    """A block that is trained from the fourth step on only, and something that is kept beside from then on."""
+
+    def late() -> tuple[Script, Callable[[int], None]]:
+        script = built("odd_extra", 1)
+        kept = script.extra["kept"]
+        held = list(cast(Net, script.model).blocks[1].parameters())
+        for parameter in held:
+            parameter.requires_grad_(False)
+
+        def on_step(step: int) -> None:
+            if step >= 3:
+                for parameter in held:
+                    parameter.requires_grad_(True)
+                kept.state.setdefault("found", {"at": [], "weight": held[0].detach().clone()})["at"].append(
+                    step
+                )
+
+        script.optimizer = torch.optim.AdamW(script.model.parameters(), lr=0.02)
+        return script, on_step
+
+    undisturbed, on_step = late()
+    undisturbed.run(tmp_path / "undisturbed", on_step=on_step)
+    for crash_at in (3, 4, 5):  # Before, with what is kept, and with the optimizer's.
+        folder = tmp_path / f"job-{crash_at}"
+        script, on_step = late()
+        with pytest.raises(Crash):
+            script.run(folder, crash_at=crash_at, on_step=on_step, save_every=1)
+        shutil.rmtree(folder / "memory")
+        anew, on_step = late()
+        if crash_at > 3:
+            on_step(3)
+            anew.extra["kept"].state["found"]["at"].clear()
+        job = anew.run(folder, on_step=on_step)
+        assert job.recovery is not None
+        assert (job.recovery.resumed_step, job.recovery.tier) == (crash_at - 1, "NVME")
+        assert_same(anew, undisturbed)
+
+
+def test_a_part_that_is_too_large_makes_no_snapshots(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = built("foreach_adamw", 1)
+    with pytest.raises(Crash):
+        script.run(tmp_path / "job", crash_at=CRASH_AT, snapshot_limit_bytes=100)
+    assert "only durable checkpoints are written" in caplog.text
+    assert steps_in(tmp_path / "job" / "run") == [SAVE_EVERY]
+    anew = built("foreach_adamw", 2)
+    with anew.job(tmp_path / "job") as job:
+        assert job.step == SAVE_EVERY
+
+
+def test_a_run_in_memory_alone_resumes(tmp_path: Path) -> None:
+    undisturbed = built("average_in_a_dictionary", 1)
+    undisturbed.run(tmp_path / "undisturbed", checkpoints=[])
+    script = built("average_in_a_dictionary", 1)
+    with pytest.raises(Crash):
+        script.run(tmp_path / "job", checkpoints=[], crash_at=CRASH_AT)
+    anew = built("average_in_a_dictionary", 2)
+    job = anew.run(tmp_path / "job", checkpoints=[])
+    assert job.recovery is not None
+    assert (job.recovery.resumed_step, job.recovery.tier) == (CRASH_AT - 1, "MEMORY")
+    assert_same(anew, undisturbed)

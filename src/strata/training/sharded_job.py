@@ -37,7 +37,7 @@ from strata.shared_memory import folder_name, images_folder, memory_roots
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
 from strata.training.exchange import exchange_device, gather, is_distributed, rank_and_world
-from strata.training.shards import RNG, ShardedState, local_state
+from strata.training.shards import RNG, ShardedState, is_generator_of, local_state
 from strata.training.state import TrainingState
 
 log = logging.getLogger("strata.training")
@@ -220,9 +220,10 @@ class ShardedJob:
         tensors = {
             source.paths[name]: (entry.properties.dtype, entry.size) for name, entry in source.tensors.items()
         }
-        mine = (RNG, str(self._rank))
-        objects = source.objects(leave_out=lambda path: path[0] == RNG and path[:2] not in (mine, (RNG, "0")))
-        targets = self._state.targets(tensors, objects)
+        objects = source.objects(
+            leave_out=lambda path: path[0] == RNG and not is_generator_of(self._rank, path)
+        )
+        targets = self._state.targets(tensors, rank=self._rank)
         own = self._own_image(load, images)
         if own is not None and manager is not None and _is_same(own, targets):
             self._map_own(own, targets, manager)

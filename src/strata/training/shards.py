@@ -37,6 +37,12 @@ def is_sharded(state: TrainingState) -> bool:
     return any(map(is_distributed_tensor, tensors))
 
 
+def is_generator_of(rank: int, path: Path) -> bool:
+    """Whether something that was saved is of the random number generators that a rank goes on with: its own, or where there was
+    no such rank, the first one's."""
+    return path[0] == RNG and path[1] in (str(rank), "0")
+
+
 def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """A captured state with what this rank holds in the place of each distributed tensor, in rows. What is in several places is
     there several times: each has a name, and a part of its own."""
@@ -65,8 +71,8 @@ def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
             return type(node)(*row) if hasattr(node, "_fields") else tuple(row)
         return node
 
-    # The rest has none, and a generator of random numbers hundreds of numbers.
-    return {name: visit(part) if name in (MODEL, OPTIMIZER, EXTRA) else part for name, part in state.items()}
+    # A generator of random numbers has hundreds of numbers, and no tensor of the state.
+    return {name: part if name == RNG else visit(part) for name, part in state.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +113,7 @@ class ShardedState:
         }
 
     def targets(
-        self, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], objects: Mapping[Path, Any]
+        self, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], *, rank: int
     ) -> dict[Path, torch.Tensor]:
         """For each tensor that was saved, by its path, what it is read into. Raises `StateMismatch`, with nothing changed."""
         state = self._state
@@ -124,7 +130,7 @@ class ShardedState:
             else:
                 found |= _targets_of_other(item, tensors, base)
         for path, (dtype, size) in tensors.items():
-            if path not in found and path[0] != RNG:
+            if path not in found and (path[0] != RNG or is_generator_of(rank, path)):
                 found[path] = torch.empty(size, dtype=dtype)
         return found
 
@@ -140,7 +146,11 @@ class ShardedState:
             saved = (state.get(EXTRA) or {}).get(name)
             if saved is not None:
                 self._adopt(item, saved)
-        rng.restore({name: row[0] for name, row in (state.get(RNG) or {}).items()}, rank)
+        # One that was imported is a mapping itself, or in a list.
+        generators = {
+            name: row if isinstance(row, Mapping) else row[0] for name, row in (state.get(RNG) or {}).items()
+        }
+        rng.restore(generators, rank)
 
     # --- what is saved ----------------------------------------------------------------------------------------
 

@@ -313,7 +313,7 @@ class ShardPublisher:
 
 
 def _settled(value: Any) -> Any:
-    """An object that stays as it is while training continues. Its containers are not the state's own."""
+    """An object that stays as it is while training continues."""
 
     def copied(_: Any, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -80,6 +80,23 @@ def plain_tensors(module: torch.nn.Module) -> list[OwnedTensor] | None:
     return found
 
 
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[OwnedTensor] | None:
+    """Everything in the state that an optimizer keeps for its parameters; None where that is more than tensors, or where it has ways
+    of its own to save it."""
+    if not is_plain_optimizer(optimizer):
+        return None
+    found: list[OwnedTensor] = []
+    for entry in optimizer.state.values():
+        if not isinstance(entry, dict) or not all(
+            isinstance(value, torch.Tensor) for value in entry.values()
+        ):
+            return None
+        found += [
+            OwnedTensor(key, entry, key, tensor, local_of(tensor).data_ptr()) for key, tensor in entry.items()
+        ]
+    return found
+
+
 def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it loads and saves its state as `torch.optim.Optimizer` does."""
     kind = type(optimizer)

@@ -37,7 +37,7 @@ from strata.shared_memory import folder_name, images_folder, memory_roots
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
 from strata.training.exchange import exchange_device, gather, is_distributed, rank_and_world
-from strata.training.shards import RNG, ShardedState, is_generator_of, local_state
+from strata.training.shards import RNG, Locals, ShardedState, is_generator_of
 from strata.training.state import TrainingState
 
 log = logging.getLogger("strata.training")
@@ -78,6 +78,7 @@ class ShardedJob:
         self._machine = machine
         self._plan: ShardPlan | None = None
         self._planned_for: Plan | None = None
+        self._locals = Locals()
         self._local: dict[str, Any] = {}
         self._captured: dict[str, Any] = {}
 
@@ -88,7 +89,7 @@ class ShardedJob:
         self._captured = self._state.capture(
             step=step, epoch=epoch, rank=self._rank, world_size=self._world_size
         )
-        self._local = local_state(self._captured)
+        self._local = self._locals.of(self._captured)
         return manager.prepared(self._local)
 
     @property

@@ -20,7 +20,7 @@ from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.image.nested import PLAIN
 from strata.checkpoint.sharded.plan import Path
 from strata.torch_compat.dtensors import is_distributed_tensor, local_of
-from strata.torch_compat.modules import OwnedTensor, plain_tensors
+from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors
 from strata.training import rng
 from strata.training.state import EXTRA, MODEL, OPTIMIZER, SCHEDULER, TrainingState, unwrap
 
@@ -43,43 +43,78 @@ def is_generator_of(rank: int, path: Path) -> bool:
     return path[0] == RNG and path[1] in (str(rank), "0")
 
 
-def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A captured state with what this rank holds in the place of each distributed tensor, in rows. What is in several places is
-    there several times: each has a name, and a part of its own."""
-    taken: set[int] = set()
+class Same(dict[str, Any]):
+    """Part of a captured state that holds tensors alone, and the same ones as long as it is the same object."""
 
-    def held(tensor: torch.Tensor) -> torch.Tensor:
-        local = local_of(tensor)
-        if not local.is_contiguous():
-            return local.detach().contiguous()
-        if id(local) in taken:
-            return local.detach()
-        taken.add(id(local))
-        return local
 
-    def visit(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            return held(node)
-        if type(node) in PLAIN:
+class Locals:
+    """Captured states, with what this rank holds in the place of each distributed tensor, in rows."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Same, dict[str, Any], frozenset[int]]] = {}
+
+    def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What is in several places is there several times: each has a name, and a part of its own."""
+        taken: set[int] = set()
+
+        def held(tensor: torch.Tensor) -> torch.Tensor:
+            local = local_of(tensor)
+            if not local.is_contiguous():
+                return local.detach().contiguous()
+            if id(local) in taken:
+                return local.detach()
+            taken.add(id(local))
+            return local
+
+        def visit(node: Any) -> Any:
+            if isinstance(node, torch.Tensor):
+                return held(node)
+            if type(node) in PLAIN:
+                return node
+            if type(node) is Same:
+                return same(node)
+            if isinstance(node, Mapping):
+                return {key: visit(value) for key, value in node.items()}
+            if isinstance(node, list):
+                return list(map(visit, node))
+            if isinstance(node, tuple):
+                row = map(visit, node)
+                return type(node)(*row) if hasattr(node, "_fields") else tuple(row)
             return node
-        if isinstance(node, Mapping):
-            return {key: visit(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return list(map(visit, node))
-        if isinstance(node, tuple):
-            row = map(visit, node)
-            return type(node)(*row) if hasattr(node, "_fields") else tuple(row)
-        return node
 
-    # A generator of random numbers has hundreds of numbers, and no tensor of the state.
-    return {name: part if name == RNG else visit(part) for name, part in state.items()}
+        def same(node: Same) -> dict[str, Any]:
+            nonlocal taken
+            known = self._known.get(id(node))
+            if known is not None and known[0] is node and not known[2] & taken:
+                taken |= known[2]
+                return known[1]
+            before, taken = taken, set()
+            found = {key: visit(value) for key, value in node.items()}
+            kept = all(local.is_contiguous() for local in map(local_of, _tensors_in(node)))
+            if kept and not before & taken:  # What had to be copied is copied each time.
+                self._known[id(node)] = node, found, frozenset(taken)
+            taken |= before
+            return found
+
+        # The rest has none, and a generator of random numbers hundreds of numbers.
+        return {
+            name: visit(part) if name in (MODEL, OPTIMIZER, EXTRA) else part for name, part in state.items()
+        }
+
+
+def _tensors_in(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        else:
+            yield from _tensors_in(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """A module's state, and the tensors that it is made of."""
+    """The state of a module or an optimizer, and the tensors that it is made of."""
 
-    state: dict[str, Any]
+    state: Same
     tensors: list[OwnedTensor]
 
     def is_current(self) -> bool:
@@ -165,11 +200,12 @@ class ShardedState:
         long as it has the same tensors."""
         if (known := self._known.get(id(module))) is not None and known.is_current():
             return known.state
-        state = _module_state(module)
-        if (tensors := plain_tensors(module)) is not None:
-            named = {_clean(each.name): each for each in tensors}
-            if named.keys() == state.keys():
-                self._known[id(module)] = _Known(state=state, tensors=tensors)
+        state = Same(_module_state(module))
+        self._known.pop(id(module), None)
+        tensors = plain_tensors(module)
+        if not tensors or {_clean(each.name) for each in tensors} != state.keys():
+            return dict(state)
+        self._known[id(module)] = _Known(state=state, tensors=tensors)
         return state
 
     def _saved(self, item: Any) -> dict[str, Any]:
@@ -183,9 +219,20 @@ class ShardedState:
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         saved = optimizer.state_dict()
         names = self._numbered(optimizer, saved["param_groups"])
+        known = self._known.get(id(optimizer))
+        state: dict[str, Any]
+        if known is not None and len(known.state) == len(saved["state"]) and known.is_current():
+            state = known.state
+        else:
+            self._known.pop(id(optimizer), None)
+            state = {names.get(number, str(number)): entry for number, entry in saved["state"].items()}
+            tensors = state_tensors(optimizer)
+            if tensors:
+                state = Same({name: dict(entry) for name, entry in state.items()})
+                self._known[id(optimizer)] = _Known(state=state, tensors=tensors)
         return {
             **saved,
-            "state": {names.get(number, str(number)): entry for number, entry in saved["state"].items()},
+            "state": state,
             "param_groups": [
                 {**group, "params": [names[number] for number in group["params"]]}
                 for group in saved["param_groups"]

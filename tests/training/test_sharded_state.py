@@ -804,9 +804,8 @@ def test_what_is_saved_stays_as_it_was_while_training_continues(tmp_path: Path) 
 
 
 def test_a_container_that_is_empty_on_one_rank_is_filled_by_the_others() -> None:
-    one = {"state": {"b": torch.zeros(2), "a": torch.zeros(1), "text": "t"}, "none": {}}
-    tables = tuple(chunks_of(state) for state in ({"state": {}, "none": {}}, one))
-    plan = ShardPlan(tables=tables, rank=0)
+    filled = {"state": {"b": torch.zeros(2), "a": torch.zeros(1), "text": "t"}, "none": {}}
+    plan = ShardPlan(tables=(chunks_of({"state": {}, "none": {}}), chunks_of(filled)), rank=0)
     assert [chunk.name for chunk in plan.written_by(0)] == ["none"]
     assert [chunk.name for chunk in plan.written_by(1)] == ["state.b", "state.a", "state.text"]
     spans = {name: Span(part=0, offset_bytes=0, size_bytes=1) for name in ("none", "state.text")}

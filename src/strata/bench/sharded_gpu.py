@@ -69,7 +69,7 @@ class Loop:
             data=loader,
             checkpoints=place,
             max_steps=1_000_000,
-            options=ElasticOptions(save_every=1_000_000, snapshot_every=4, memory_root=memory),
+            options=ElasticOptions(save_every=4 * (ROUNDS + 2), snapshot_every=4, memory_root=memory),
         )
 
     @property

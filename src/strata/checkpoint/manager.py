@@ -415,6 +415,17 @@ class CheckpointManager:
             on_damaged=self._damaged.add,
         )
 
+    def verify_snapshot(self, path: Path) -> bool:
+        """Look at every byte of a snapshot of this process's own; raises `Damaged`. False where the file is none of those."""
+        from strata.checkpoint.image.in_place import verify_image
+
+        for snapshot in self._images().snapshots():
+            if snapshot.path == path:
+                with self._images().held(snapshot) as buffer:
+                    verify_image(buffer.mapped(), snapshot.manifest, path=snapshot.path)
+                return True
+        return False
+
     def fence(self, generation: int) -> None:
         """Belong to a generation of the run: older ones keep no more snapshots on this machine. Raises `Superseded`."""
         self.author = replace(self.author, generation=generation)

@@ -134,7 +134,7 @@ class ShardedJob:
         manifests: Mapping[str, Manifest],
     ) -> tuple[Any, LoadReport]:
         """Collective: every rank reads what it needs. `manifests` are those that this rank has found, by destination."""
-        described = gather(self._describe(load, manifests))
+        described = gather(self._describe(load, manifests, manager))
         if any(each.error for each in described):
             mine = described[self._rank]
             if not mine.error:
@@ -168,7 +168,9 @@ class ShardedJob:
     def adopt(self, state: Mapping[str, Any]) -> None:
         self._state.adopt(state, rank=self._rank)
 
-    def _describe(self, load: LoadShards, manifests: Mapping[str, Manifest]) -> _Described:
+    def _describe(
+        self, load: LoadShards, manifests: Mapping[str, Manifest], manager: CheckpointManager | None
+    ) -> _Described:
         """The images of this machine that this rank has offered, and where nothing may be torn, whether they are intact."""
         found: list[ImageFound] = []
         errors: list[str] = []
@@ -181,8 +183,8 @@ class ShardedJob:
             try:
                 if snapshot is None or snapshot.manifest.checkpoint_id != load.offer.checkpoint_id:
                     raise Damaged(path=path, reason="the image no longer exists")
-                if not load.may_tear:
-                    verify_image(snapshot.path, snapshot.manifest)
+                if not load.may_tear and not (manager is not None and manager.verify_snapshot(snapshot.path)):
+                    verify_image(None, snapshot.manifest, path=snapshot.path)
                 found.append(
                     describe_image(
                         path, snapshot.manifest, name=source.name, rank=self._rank, machine=source.machine

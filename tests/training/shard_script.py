@@ -155,6 +155,7 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
         options=ElasticOptions(
             save_every=int(os.environ.get("SAVE_EVERY", "4")),
             snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "1")),
+            snapshot_limit_bytes=int(os.environ["LIMIT"]) if "LIMIT" in os.environ else None,
             memory_root=folder / (f"memory-{rank}" if "APART" in os.environ else "memory"),
         ),
     ) as job:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,7 +27,10 @@ from strata.checkpoint.errors import StateMismatch, UnsupportedState
 from strata.checkpoint.export import export
 from strata.checkpoint.image.nested import leaves
 from strata.checkpoint.importing import adopt
-from strata.checkpoint.sharded.plan import flattened
+from strata.checkpoint.sharded.layout import Span
+from strata.checkpoint.sharded.plan import ShardPlan, chunks_of, flattened
+from strata.stores import open_store
+from strata.stores.faulty import FaultyStore, Operation
 from strata.training import ElasticJob, ElasticOptions
 from strata.training.shards import ShardedState
 from strata.training.state import MODEL, OPTIMIZER, TrainingState
@@ -137,12 +142,14 @@ class Script:
         *,
         crash_at: int = -1,
         on_step: Callable[[int], None] | None = None,
+        settled: bool = True,
         **options: Any,
     ) -> ElasticJob:
         with self.job(folder, **options) as job:
             for batch in job:
                 assert job._manager is not None
-                assert job._manager.wait_pending(60)  # Nothing is skipped, so what was saved is known.
+                if settled:  # Nothing is skipped, so what was saved is known.
+                    assert job._manager.wait_pending(60)
                 x, y = batch.data
                 x = x + torch.rand(()) * 0.01  # From the generator that is saved.
                 self.backward(nn.functional.mse_loss(self.model(x).float(), y) * batch.weight)
@@ -769,3 +776,38 @@ def test_a_run_in_memory_alone_resumes(tmp_path: Path) -> None:
     assert job.recovery is not None
     assert (job.recovery.resumed_step, job.recovery.tier) == (CRASH_AT - 1, "MEMORY")
     assert_same(anew, undisturbed)
+
+
+def test_what_is_saved_stays_as_it_was_while_training_continues(tmp_path: Path) -> None:
+    """The destination takes a part only when two more steps are made."""
+    may_write = threading.Event()
+
+    def choose(operation: Operation, _: object) -> None:
+        if operation.name == "write" and operation.key.endswith(".part"):
+            assert may_write.wait(60)
+
+    script, then = built("odd_extra", 1), []
+
+    def on_step(step: int) -> None:
+        if step == SAVE_EVERY:
+            then.append(deepcopy(script.extra["kept"].state))
+        if step == SAVE_EVERY + 2:
+            may_write.set()
+
+    slow = FaultyStore(open_store(tmp_path / "job" / "run"), choose=choose)
+    script.run(tmp_path / "job", checkpoints=slow, on_step=on_step, settled=False)
+    state: dict[str, Any] = {f"extra.kept.{name}": None for name in ("by_number", "pair", "history")}
+    dcp.load(state, storage_reader=StrataStorageReader(tmp_path / "job" / "run", step=SAVE_EVERY))
+    assert torch.equal(state["extra.kept.by_number"][0], then[0]["by_number"][0])
+    assert torch.equal(state["extra.kept.pair"][0], then[0]["pair"][0])
+    assert state["extra.kept.history"] == then[0]["history"]
+
+
+def test_a_container_that_is_empty_on_one_rank_is_filled_by_the_others() -> None:
+    filled = {"state": {"b": torch.zeros(2), "a": torch.zeros(1), "text": "t"}, "none": {}}
+    plan = ShardPlan(tables=(chunks_of({"state": {}, "none": {}}), chunks_of(filled)), rank=0)
+    assert [chunk.name for chunk in plan.written_by(0)] == ["none"]
+    assert [chunk.name for chunk in plan.written_by(1)] == ["state.b", "state.a", "state.text"]
+    spans = {name: Span(part=0, offset_bytes=0, size_bytes=1) for name in ("none", "state.text")}
+    layout: Any = plan.layout({0: 0, 1: 1}, spans)
+    assert [name for name, _ in layout["paths"]] == ["none", "state.b", "state.a", "state.text"]

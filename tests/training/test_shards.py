@@ -342,6 +342,19 @@ def test_a_destination_that_is_full_for_one_rank_has_no_checkpoint(
     check_same(folder, undisturbed("fsdp", 2))
 
 
+def test_where_one_part_is_too_large_no_rank_makes_a_snapshot(tmp_path: Path) -> None:
+    env = {"SAVE_EVERY": "100", "SETTLED": "1"}
+    crash("fsdp", tmp_path / "sizes", 2, at=4, env=env)
+    sizes = [
+        sum(entry[4] for entry in json.loads(found[0][1].with_name(MARK_NAME).read_text())["body"]["tensors"])
+        for found in images(tmp_path / "sizes").values()
+    ]
+    assert max(sizes) > min(sizes) + 16
+    limit = str(sum(sizes) // 2)
+    crash("fsdp", tmp_path / "job", 2, at=4, env={**env, "LIMIT": limit})
+    assert images(tmp_path / "job") == {}
+
+
 @pytest.mark.slow
 def test_twenty_kills_leave_no_trace(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
     steps = 60

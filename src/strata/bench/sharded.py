@@ -43,6 +43,8 @@ from strata.training import ElasticJob, ElasticOptions, elastic
 TITLE = "Sharded checkpoints"
 MB = 1e6
 STRATA, DCP = "strata", "dcp"
+WARM_UP = 2
+"""Saves that do not count: each allocates one of the two images."""
 Seconds = dict[str, list[float]]
 
 
@@ -227,60 +229,71 @@ def _time_loads(rank: int, load: Load, place: Path) -> Seconds:
 
 
 def _time_loop(rank: int, load: Load, place: Path) -> Seconds:
-    """Steps of a loop that saves after every second one; in the gap after the others nothing is saved. Ends as a crash does."""
+    """Steps of a loop that saves after every second one; after the others PyTorch's own savers take their turn. Ends as a crash
+    does."""
     model, optimizer = _model(load)
-    gaps: dict[bool, list[float]] = {False: [], True: []}
-    taken: Seconds = {"durable": [], "async_save": [], "save": []}
+    usual: list[float] = []
+    taken: Seconds = {"gap": [], "durable": [], "async_save": [], "save": []}
     with contextlib.suppress(_Crash), _elastic(model, optimizer, load, place) as job:
         assert job._manager is not None
         ended_s = 0.0
         for batch in job:
-            if ended_s:
-                gaps[job.step % 2 == 0].append(time.perf_counter() - ended_s)
+            if ended_s and job.step % 2:
+                usual.append(time.perf_counter() - ended_s)
+                for name, save in (("async_save", dcp.async_save), ("save", dcp.save)):
+                    taken[name].append(_time_dcp(rank, save, model, optimizer, place / f"loop-{name}"))
+            elif ended_s:
+                taken["gap"].append(time.perf_counter() - ended_s)
                 assert job._manager.wait_idle()
                 distributed.barrier()
-                if job.step % 2 == 0:
-                    taken["durable"].append(time.perf_counter() - ended_s)
-            if job.step == 2 * load.rounds + 2:
+                taken["durable"].append(time.perf_counter() - ended_s)
+            if job.step == 2 * (load.rounds + WARM_UP):
                 raise _Crash
             model(batch.data[0]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             distributed.barrier()
             ended_s = time.perf_counter()
-    usual_s = median(gaps[False])
-    taken["stall"] = [max(0.0, gap_s - usual_s) for gap_s in gaps[True][1:]]
-    taken["durable"] = taken["durable"][1:]  # The first allocates.
-    for turn in range(load.rounds + 1):
-        for name, save in (("async_save", dcp.async_save), ("save", dcp.save)):
-            folder = place / f"loop-{name}"
-            distributed.barrier()
-            started_s = time.perf_counter()
-            found: Any = save(_dcp_state(model, optimizer), checkpoint_id=folder)
-            seconds = time.perf_counter() - started_s
-            if name == "async_save":
-                found.result()
-            if turn:
-                taken[name].append(seconds)
-            distributed.barrier()
-            if rank == 0:
-                shutil.rmtree(folder)
-            distributed.barrier()
-    return taken
+    usual_s = median(usual)
+    taken["stall"] = [max(0.0, gap_s - usual_s) for gap_s in taken["gap"]]
+    return {name: seconds[WARM_UP:] for name, seconds in taken.items()}
+
+
+def _time_dcp(
+    rank: int, save: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
+) -> float:
+    distributed.barrier()
+    started_s = time.perf_counter()
+    found = save(_dcp_state(model, optimizer), checkpoint_id=folder)
+    if found is None or not hasattr(found, "result"):
+        distributed.barrier()
+    seconds = time.perf_counter() - started_s
+    if hasattr(found, "result"):
+        found.result()
+    distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+    distributed.barrier()
+    return seconds
 
 
 def _time_restore(rank: int, load: Load, place: Path) -> Seconds:
     """The next start of the loop, with a new model each time, which crashes again before it has saved anything."""
     taken: Seconds = {"restored": []}
-    for _ in range(load.rounds):
+    for turn in range(load.rounds + 1):
         model, optimizer = _model(load)
         entering = _elastic(model, optimizer, load, place)
         distributed.barrier()
         started_s = time.perf_counter()
         with contextlib.suppress(_Crash), entering as job:
             distributed.barrier()
-            taken["restored"].append(time.perf_counter() - started_s)
-            if job.step != 2 * load.rounds + 2 or job.recovery is None or job.recovery.tier != "MEMORY":
+            if turn:  # The first imports.
+                taken["restored"].append(time.perf_counter() - started_s)
+            if (
+                job.step != 2 * (load.rounds + WARM_UP)
+                or job.recovery is None
+                or job.recovery.tier != "MEMORY"
+            ):
                 raise AssertionError(f"restored step {job.step}: {job.recovery}")
             raise _Crash
     return taken

@@ -64,7 +64,14 @@ def journeys() -> dict[str, list[Hop]]:
 
 
 def test_a_heartbeat_a_tensor_a_sample_and_a_task_are_followed() -> None:
-    assert list(journeys()) == ["a heartbeat", "a tensor, saved", "and loaded", "a sample", "a task"]
+    assert list(journeys()) == [
+        "a heartbeat",
+        "a tensor, saved",
+        "and of a sharded state",
+        "and loaded",
+        "a sample",
+        "a task",
+    ]
 
 
 @pytest.mark.parametrize("journey", journeys())

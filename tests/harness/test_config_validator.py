@@ -35,6 +35,7 @@ GOOD: dict[str, Any] = {
     },
     "scaling": {"strategy": "constant_batch", "target_global_batch_size": 32, "base_world_size": 4},
     "elastic": {"min_nodes": 1, "max_nodes": 4, "rdzv_backend": "etcd", "rdzv_id": "my-job:123"},
+    "parallel": {"dp": "auto", "tp": 2, "fsdp": True},
     "chaos": {"enabled": False},
 }
 
@@ -123,6 +124,24 @@ def test_a_good_configuration_has_nothing_to_say() -> None:
         ({"model__dropout": 1.5}, "model.dropout", "dropout (1.5) cannot exceed 1"),
         ({"data__files": [1]}, "data.files", "must be a list of names"),
         ({"data__files": ["a", 1, 2]}, "data.files", "must be a list of names, not a list (['a', 1, 2])"),
+        ({"parallel__tp": 3}, "parallel.tp", "n_head (2) must be a multiple of tp (3)"),
+        ({"parallel__dp": "all"}, "parallel.dp", "Unknown dp 'all'. Valid options: ['auto']"),
+        ({"parallel__dp": 0}, "parallel.dp", "dp (0) must be at least 1"),
+        (
+            {"parallel__dp": 2, "parallel__fsdp": False},
+            "parallel.fsdp",
+            "fsdp must be true for 2 tensor-parallel groups",
+        ),
+        (
+            {"elastic__nproc_per_node": 1, "elastic__max_nodes": 1},
+            "parallel.tp",
+            "no world this job can have is a multiple of tp (2): 1",
+        ),
+        (
+            {"elastic__nproc_per_node": 2, "elastic__max_nodes": 2, "parallel__dp": 3},
+            "parallel.dp",
+            "no world this job can have is dp x tp (6): 2 or 4",
+        ),
     ],
 )
 def test_each_mistake_has_its_message_and_its_position(changes: dict[str, Any], path: str, text: str) -> None:
@@ -153,6 +172,11 @@ def test_each_mistake_has_its_message_and_its_position(changes: dict[str, Any], 
         ({"training__batchsize": 8}, "training.batchsize", "did you mean 'batch_size'?"),
         ({"training__zzz": 8}, "training.zzz", "unknown key, it changes nothing; known are lr, "),
         ({"training__lr": "1e-4"}, "training.lr", "read as 0.0001"),
+        (
+            {"elastic__nproc_per_node": 1, "elastic__min_nodes": 2},
+            "parallel.tp",
+            "with 3 workers this job waits for more: only a multiple of tp (2) can train",
+        ),
     ],
 )
 def test_each_doubt_is_a_warning_and_not_an_error(changes: dict[str, Any], path: str, text: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from elastic_harness.errors import ConfigurationError
 from elastic_harness.train import main
 from elastic_harness.train_config import read_train_config
+from strata.trainer.config import ParallelSection
 
 GOOD = "training: {max_steps: 10}\ndata: {files: [a.jsonl]}\n"
 
@@ -51,6 +52,8 @@ def test_broken_yaml_is_reported_in_the_parsers_words_with_a_way_to_see_more(
             "target_global_batch_size is required for constant_batch strategy",
         ),
         ("model.n_embd=30", "must be a multiple of n_head"),
+        ("parallel.tp=3", "n_head (4) must be a multiple of tp (3)"),
+        ("parallel.dp=some", "Unknown dp 'some'"),
     ],
 )
 def test_each_mistake_of_the_guide_is_refused_in_its_words(tmp_path: Path, override: str, said: str) -> None:
@@ -116,3 +119,14 @@ def test_the_environment_names_the_configuration_where_no_flag_does(
     monkeypatch.setenv("LOG_FORMAT", "xml")
     assert main([]) == 2
     assert "LOG_FORMAT must be text or json" in capsys.readouterr().err
+
+
+def test_a_model_is_spread_only_where_the_section_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD)
+    assert read_train_config(path)[0].parallel is None
+    assert read_train_config(path, ["parallel=null"])[0].parallel is None
+    assert read_train_config(path, ["parallel={}"])[0].parallel == ParallelSection()
+    config, warnings = read_train_config(path, ["parallel.tp=2", "parallel.dp=auto", "parallel.fsdp=true"])
+    assert config.parallel == ParallelSection(dp="auto", tp=2, fsdp=True)
+    assert not [warning for warning in warnings if "parallel" in warning]

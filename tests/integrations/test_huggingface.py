@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from strata.checkpoint.manager import CheckpointManager
 from strata.integrations.huggingface import StrataCallback
 from tests.support import Coordinator, eventually
+from tests.support_ranks import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -61,3 +62,16 @@ def test_a_trainer_reports_its_steps_and_its_checkpoints_verify(
         within_s=60,
         what=lambda: f"both are known to be complete, not {known()}",
     )
+
+
+def test_shards_of_fsdp2_are_saved_by_their_ranks(tmp_path: Path) -> None:
+    for each in ranks("tests.integrations.huggingface_script", "2", folder=tmp_path, world=2):
+        assert each["steps"] == [3, 2]
+        assert each["saved"] == each["weight"]
+
+
+def test_fsdp1_is_refused_when_training_begins(tmp_path: Path) -> None:
+    for each in ranks("tests.integrations.huggingface_script", "1", folder=tmp_path, world=2):
+        assert "FSDP1" in each["refused"]
+        assert "fully_shard" in each["refused"]
+    assert not (tmp_path / "strata").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import torch
 pytest.importorskip("pytorch_lightning")
 
 import pytorch_lightning as lightning
+from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
+from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from strata.checkpoint.manager import CheckpointManager
 from strata.errors import StrataError
 from strata.integrations.lightning import StrataCheckpointIO
+from strata.training.sharding import UnsupportedSharding
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -146,3 +151,28 @@ def test_what_was_removed_is_not_found_again_and_nothing_else_goes_with_it(tmp_p
         io.load_checkpoint(tmp_path / "a.ckpt")
     assert _value(io, tmp_path / "b.ckpt") == 1
     io.teardown()
+
+
+@pytest.mark.parametrize("wrap", [lambda io: io, AsyncCheckpointIO], ids=["plain", "wrapped"])
+def test_a_trainer_is_not_made_with_a_strategy_that_would_not_use_the_plugin(
+    wrap: Callable[[StrataCheckpointIO], CheckpointIO],
+) -> None:
+    with pytest.raises(UnsupportedSharding, match=r"ModelParallelStrategy: .* Train .* with strata\.elastic"):
+        lightning.Trainer(
+            strategy=ModelParallelStrategy(),
+            accelerator="cpu",
+            devices=2,
+            plugins=[wrap(StrataCheckpointIO())],
+            logger=False,
+        )
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
+def test_fsdp1_and_deepspeed_refuse_the_plugin_and_name_fsdp2(strategy: type[Strategy]) -> None:
+    bare = strategy.__new__(
+        strategy
+    )  # A Trainer makes them on GPUs alone, and hands the plugin over like this.
+    with pytest.raises(UnsupportedSharding, match=f"{strategy.__name__}: .* Use FSDP2 instead"):
+        bare.checkpoint_io = StrataCheckpointIO()
+    bare.checkpoint_io = other = TorchCheckpointIO()
+    assert bare.checkpoint_io is other

@@ -1,12 +1,10 @@
-"""One rank of a job whose ranks read the same data in pairs: `python -m tests.training.mesh_script CASE FOLDER`.
+"""One rank of a job whose ranks read the same data in pairs: `python -m tests.training.mesh_script FOLDER CASE`.
 
-It writes what it has seen, or why it was refused, to a file with its rank's name in the folder.
+It says what it has seen, or why it was refused.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from strata.errors import StrataError
 from strata.training.data_world import DataWorld
+from tests.support_ranks import join, say
 from tests.training.loops import Loop
 
 SAMPLES, BATCH = 60, 7
@@ -75,20 +74,13 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    case, folder = sys.argv[1], Path(sys.argv[2])
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
+    folder, case = Path(sys.argv[1]), sys.argv[2]
+    join(folder)
     try:
         result = run(case, folder)
     except StrataError as error:
         result = {"refused": str(error)}
-    (folder / f"{distributed.get_rank()}.json").write_text(json.dumps(result))
-    distributed.barrier()
-    distributed.destroy_process_group()
+    say(folder, result)
 
 
 if __name__ == "__main__":

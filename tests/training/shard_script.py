@@ -2,6 +2,7 @@
 
 KIND is `fsdp`, `tp` (data parallel by tensor parallel, `TP` ranks each), `hsdp` or `ddp`. Each step's loss goes to `losses-RANK` in the folder, and the
 final parameters, gathered, to `final`. With APART in the environment each rank is a machine of its own. With DIE_AT the rank named by `DIES` kills itself in that step.
+With FULL=RANK:STEP the destinations have no space for that rank's part of that step, and with STOPPED=RANK:STEP that rank stops (SIGSTOP) when it is about to put the manifest of that step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import TensorDataset
 
 import strata
+from strata.stores import Store, open_store
+from strata.stores.faulty import Fault, FaultyStore, Operation
 from strata.training import ElasticOptions
 
 SAMPLES, BATCH = 96, 12
@@ -105,6 +108,25 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def destination(path: Path, rank: int) -> Store:
+    """As the environment wants it to be."""
+
+    def is_meant(variable: str, key: str) -> bool:
+        who, _, step = os.environ.get(variable, "-1:0").partition(":")
+        return int(who) == rank and f"{int(step):08d}-" in key
+
+    def choose(operation: Operation, _: object) -> Fault | None:
+        if operation.name != "write":
+            return None
+        if operation.key.endswith(".part") and is_meant("FULL", operation.key):
+            return Fault.NO_SPACE
+        if operation.key.endswith(".manifest.json") and is_meant("STOPPED", operation.key):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+
+    return FaultyStore(open_store(path), choose=choose)
+
+
 def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group("gloo")
@@ -119,7 +141,8 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
         TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)),
         strata.ElasticSampler(SAMPLES, global_batch_size=BATCH, dataset="numbers"),
     )
-    checkpoints = [folder / name for name in os.environ.get("DESTINATIONS", "near,far").split(",") if name]
+    names = os.environ.get("DESTINATIONS", "near,far").split(",")
+    checkpoints = [destination(folder / name, rank) for name in names if name]
     with strata.elastic(
         model=model,
         optimizer=optimizer,
@@ -132,6 +155,7 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
         options=ElasticOptions(
             save_every=int(os.environ.get("SAVE_EVERY", "4")),
             snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "1")),
+            snapshot_limit_bytes=int(os.environ["LIMIT"]) if "LIMIT" in os.environ else None,
             memory_root=folder / (f"memory-{rank}" if "APART" in os.environ else "memory"),
         ),
     ) as job:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +11,19 @@ import torch
 import strata
 from strata.errors import StrataError
 from strata.training.data_world import _groups
+from tests.support_ranks import ranks
 from tests.training.loops import Loop
 from tests.training.mesh_script import BATCH, SAMPLES
 
 pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).parents[2]
-WORLD = 4
 
-
-def ranks(case: str, folder: Path) -> list[dict[str, Any]]:
-    """What four ranks on gloo have to say."""
-    folder.mkdir(exist_ok=True)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.mesh_script", case, str(folder)],
-            cwd=ROOT,
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        output = [process.communicate(timeout=200)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0] * WORLD, "\n".join(output)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+def run(case: str, folder: Path) -> list[dict[str, Any]]:
+    return ranks("tests.training.mesh_script", case, folder=folder, world=4)
 
 
 def test_ranks_of_a_group_read_the_same_batches_which_count_once(tmp_path: Path) -> None:
-    found = ranks("train", tmp_path / "ranks")
+    found = run("train", tmp_path / "ranks")
     seen = [each["seen"] for each in found]
     assert seen[0] == seen[1]  # The mesh is (dp, tp): neighbours are a group.
     assert seen[2] == seen[3]
@@ -66,7 +40,7 @@ def test_ranks_of_a_group_read_the_same_batches_which_count_once(tmp_path: Path)
 
 
 def test_a_mesh_of_several_dimensions_counts_row_by_row(tmp_path: Path) -> None:
-    assert [each["data"] for each in ranks("two-dimensions", tmp_path)] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+    assert [each["data"] for each in run("two-dimensions", tmp_path)] == [[0, 2], [0, 2], [1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +56,7 @@ def test_a_mesh_of_several_dimensions_counts_row_by_row(tmp_path: Path) -> None:
     ],
 )
 def test_every_rank_says_what_is_wrong_with_a_mesh(case: str, reason: str, tmp_path: Path) -> None:
-    for each in ranks(case, tmp_path):
+    for each in run(case, tmp_path):
         assert reason in each["refused"]
 
 

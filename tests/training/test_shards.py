@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -23,6 +25,7 @@ from strata.checkpoint.catalog.manifest import SHARDED, Manifest
 from strata.checkpoint.copying.staging import MARK_NAME
 from strata.checkpoint.image.layout import FILE_NAME
 from strata.stores import open_store
+from tests.support import eventually
 from tests.training.shard_script import BATCH, SAMPLES
 
 pytestmark = pytest.mark.timeout(600)
@@ -34,7 +37,11 @@ STEPS = 12
 @dataclass
 class Ended:
     codes: list[int]
-    output: str
+    outputs: list[str]
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
 
     @property
     def resumed(self) -> str:
@@ -42,7 +49,8 @@ class Ended:
         return next((line for line in self.output.splitlines() if line.startswith("resumed ")), "")
 
 
-def run(
+@contextlib.contextmanager
+def started(
     kind: str,
     folder: Path,
     world: int,
@@ -50,11 +58,11 @@ def run(
     steps: int = STEPS,
     die_at: int = -1,
     env: dict[str, str] | None = None,
-) -> Ended:
-    """One start of the job; where a rank dies, the others are ended as an agent would."""
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The ranks of one start of the job, which end with the context."""
     folder.mkdir(exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    started = [
+    ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.training.shard_script", kind, str(folder), str(steps), str(die_at)],
             cwd=ROOT,
@@ -77,12 +85,22 @@ def run(
         for rank in range(world)
     ]
     try:
-        output = [process.communicate(timeout=300)[0] for process in started]
+        yield ranks
     finally:
-        for process in started:
+        for process in ranks:
             process.kill()
-            process.wait()
-    return Ended(codes=[process.returncode for process in started], output="\n".join(output))
+            process.communicate()
+
+
+def ended(ranks: list[subprocess.Popen[str]]) -> Ended:
+    outputs = [process.communicate(timeout=300)[0] for process in ranks]
+    return Ended(codes=[process.returncode for process in ranks], outputs=outputs)
+
+
+def run(kind: str, folder: Path, world: int, **options: Any) -> Ended:
+    """One start of the job; where a rank dies, the others are ended as an agent would."""
+    with started(kind, folder, world, **options) as ranks:
+        return ended(ranks)
 
 
 def finish(kind: str, folder: Path, world: int, **options: Any) -> Ended:
@@ -278,6 +296,63 @@ def test_damage_in_one_tier_after_the_other(tmp_path: Path, undisturbed: Callabl
     assert three.resumed.startswith("resumed 7 from MEMORY"), three.output
     four = damaged("durable", memory=False, near=True, far=True, lost=True)
     assert four.resumed.startswith("resumed 4 from NVME"), four.output
+
+
+def test_nobody_restores_what_a_stopped_start_completes_after_it_was_taken_over(
+    tmp_path: Path, undisturbed: Callable[..., Path]
+) -> None:
+    """Its ranks are stopped when all parts of step 8 are written, and the first has asked whether it may put the manifest and
+    is about to do so. The start after it goes on from step 4, and comes to step 5."""
+    folder, env = tmp_path / "job", {"TORCHELASTIC_RUN_ID": "launch", "SETTLED": "1", "DESTINATIONS": "far"}
+    with started("fsdp", folder, 2, env={**env, "STOPPED": "0:8", "SNAPSHOT_EVERY": "0"}) as zombies:
+        first = psutil.Process(zombies[0].pid)
+        eventually(lambda: first.status() == psutil.STATUS_STOPPED, within_s=120)
+        zombies[1].send_signal(signal.SIGSTOP)
+        assert [(m.step, m.generation) for m in manifests(folder / "far")] == [(4, 1)]
+        heir = crash("fsdp", folder, 2, at=6, env={**env, "SAVE_EVERY": "1", "SNAPSHOT_EVERY": "0"})
+        assert "resumed at step 4 from NVME" in heir.output
+        assert [(m.step, m.generation) for m in manifests(folder / "far")] == [(5, 2), (4, 1)]
+        for process in zombies:
+            process.send_signal(signal.SIGCONT)
+        stale = ended(zombies)
+    assert 0 not in stale.codes
+    assert -signal.SIGKILL not in stale.codes  # They have ended by themselves.
+    for output in stale.outputs:
+        assert "generation 2" in output, output
+    shutil.rmtree(folder / "memory")
+    last = finish("fsdp", folder, 2, env=env)
+    assert last.resumed.startswith("resumed 5 from NVME"), last.output
+    assert "step 8 in NVME: a superseded process published it" in last.resumed
+    check_same(folder, undisturbed("fsdp", 2))
+    check_audit(folder / "far")
+
+
+def test_a_destination_that_is_full_for_one_rank_has_no_checkpoint(
+    tmp_path: Path, undisturbed: Callable[..., Path]
+) -> None:
+    folder = tmp_path / "job"
+    ended = finish("fsdp", folder, 2, env={"FULL": "1:4", "SETTLED": "1"})
+    for rank, output in enumerate(ended.outputs):
+        assert "No space left on device" in output, f"rank {rank}: {output}"
+    assert "Rank 1 could not write its part" in ended.outputs[0]
+    for name in ("near", "far"):
+        steps = [manifest.step for manifest in manifests(folder / name)]
+        assert steps[:2] == [12, 8]
+        assert 4 not in steps
+    check_same(folder, undisturbed("fsdp", 2))
+
+
+def test_where_one_part_is_too_large_no_rank_makes_a_snapshot(tmp_path: Path) -> None:
+    env = {"SAVE_EVERY": "100", "SETTLED": "1"}
+    crash("fsdp", tmp_path / "sizes", 2, at=4, env=env)
+    sizes = [
+        sum(entry[4] for entry in json.loads(found[0][1].with_name(MARK_NAME).read_text())["body"]["tensors"])
+        for found in images(tmp_path / "sizes").values()
+    ]
+    assert max(sizes) > min(sizes) + 16
+    limit = str(sum(sizes) // 2)
+    crash("fsdp", tmp_path / "job", 2, at=4, env={**env, "LIMIT": limit})
+    assert images(tmp_path / "job") == {}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ with what was saved, byte for byte. The folder should be on the disk that checkp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -24,13 +25,20 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, zeros
+from torch.utils.data import TensorDataset
 
 from strata.bench.table import Row, number, report
 from strata.checkpoint.dcp import StrataStorageReader, StrataStorageWriter
+from strata.data.loader import ElasticLoader
+from strata.data.sampler import ElasticSampler
+from strata.shared_memory import memory_root
+from strata.training import ElasticJob, ElasticOptions, elastic
 
 TITLE = "Sharded checkpoints"
 MB = 1e6
@@ -75,6 +83,10 @@ def run(load: Load | None = None, *, folder: Path | None = None) -> Iterator[Row
         place = Path(made)
         yield from durable_rows(load, place)
         yield from resharded_rows(load, place)
+        try:
+            yield from elastic_rows(load, place)
+        finally:
+            shutil.rmtree(_memory(place), ignore_errors=True)
 
 
 def durable_rows(load: Load, place: Path) -> Iterator[Row]:
@@ -111,6 +123,37 @@ def resharded_rows(load: Load, place: Path) -> Iterator[Row]:
             size_bytes=load.size_bytes,
             note=note,
         )
+
+
+def elastic_rows(load: Load, place: Path) -> Iterator[Row]:
+    """An FSDP2 loop under `strata.elastic`, as a user writes it, beside one that calls `dcp.async_save` and `dcp.save`."""
+    taken = _in_world(load.savers, _time_loop, load, place)
+    stall, theirs = taken["stall"], taken["async_save"]
+    yield Row(
+        name="stall of the training thread beside dcp.async_save",
+        measured=median(stall) / median(theirs),
+        unit="× of theirs",
+        target=0.35,
+        better="lower",
+        peer=f"{median(theirs) * 1000:.0f} ms, ours {median(stall) * 1000:.0f} ms",
+        note=f"{_spread(stall)}; theirs {_spread(theirs)}",
+    )
+    yield _compared(
+        "durable, from the end of the step, beside dcp.save",
+        {STRATA: taken["durable"], DCP: taken["save"]},
+        DCP,
+        target=2.0,
+        size_bytes=load.size_bytes,
+    )
+    restored = _in_world(load.savers, _time_restore, load, place)["restored"]
+    yield Row(
+        name="entering strata.elastic after a crash, the same ranks",
+        measured=median(restored),
+        unit="s",
+        target=0.5,
+        better="lower",
+        note=f"{_spread(restored)}; from images in shared memory, every byte verified",
+    )
 
 
 def _compared(
@@ -181,6 +224,120 @@ def _time_loads(rank: int, load: Load, place: Path) -> Seconds:
                 taken.setdefault(f"{name}, {case}", []).append(taken_s)
                 _check(load, state)
     return taken
+
+
+def _time_loop(rank: int, load: Load, place: Path) -> Seconds:
+    """Steps of a loop that saves after every second one; in the gap after the others nothing is saved. Ends as a crash does."""
+    model, optimizer = _model(load)
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    taken: Seconds = {"durable": [], "async_save": [], "save": []}
+    with contextlib.suppress(_Crash), _elastic(model, optimizer, load, place) as job:
+        assert job._manager is not None
+        ended_s = 0.0
+        for batch in job:
+            if ended_s:
+                gaps[job.step % 2 == 0].append(time.perf_counter() - ended_s)
+                assert job._manager.wait_idle()
+                distributed.barrier()
+                if job.step % 2 == 0:
+                    taken["durable"].append(time.perf_counter() - ended_s)
+            if job.step == 2 * load.rounds + 2:
+                raise _Crash
+            model(batch.data[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            distributed.barrier()
+            ended_s = time.perf_counter()
+    usual_s = median(gaps[False])
+    taken["stall"] = [max(0.0, gap_s - usual_s) for gap_s in gaps[True][1:]]
+    taken["durable"] = taken["durable"][1:]  # The first allocates.
+    for turn in range(load.rounds + 1):
+        for name, save in (("async_save", dcp.async_save), ("save", dcp.save)):
+            folder = place / f"loop-{name}"
+            distributed.barrier()
+            started_s = time.perf_counter()
+            found: Any = save(_dcp_state(model, optimizer), checkpoint_id=folder)
+            seconds = time.perf_counter() - started_s
+            if name == "async_save":
+                found.result()
+            if turn:
+                taken[name].append(seconds)
+            distributed.barrier()
+            if rank == 0:
+                shutil.rmtree(folder)
+            distributed.barrier()
+    return taken
+
+
+def _time_restore(rank: int, load: Load, place: Path) -> Seconds:
+    """The next start of the loop, with a new model each time, which crashes again before it has saved anything."""
+    taken: Seconds = {"restored": []}
+    for _ in range(load.rounds):
+        model, optimizer = _model(load)
+        entering = _elastic(model, optimizer, load, place)
+        distributed.barrier()
+        started_s = time.perf_counter()
+        with contextlib.suppress(_Crash), entering as job:
+            distributed.barrier()
+            taken["restored"].append(time.perf_counter() - started_s)
+            if job.step != 2 * load.rounds + 2 or job.recovery is None or job.recovery.tier != "MEMORY":
+                raise AssertionError(f"restored step {job.step}: {job.recovery}")
+            raise _Crash
+    return taken
+
+
+class _Crash(Exception):
+    """Ends a loop without a final save."""
+
+
+class _Layer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+        self.norm = nn.LayerNorm(hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(self.qkv(x)[:, : x.shape[1]])
+        out: torch.Tensor = self.norm(x + self.down(self.up(x)))
+        return out
+
+
+def _model(load: Load) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    model = nn.Sequential(*(_Layer(load.hidden) for _ in range(load.layers)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _elastic(model: nn.Module, optimizer: torch.optim.Optimizer, load: Load, place: Path) -> ElasticJob:
+    samples = 64
+    loader = ElasticLoader(
+        TensorDataset(torch.randn(samples, load.hidden)),
+        ElasticSampler(samples, global_batch_size=distributed.get_world_size()),
+    )
+    return elastic(
+        model=model,
+        optimizer=optimizer,
+        data=loader,
+        checkpoints=place / "loop",
+        max_steps=1000,
+        options=ElasticOptions(save_every=2, snapshot_every=0, memory_root=_memory(place)),
+    )
+
+
+def _memory(place: Path) -> Path:
+    """A folder of this benchmark's own in shared memory."""
+    return memory_root() / place.name
+
+
+def _dcp_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state}
 
 
 def _timed(act: Callable[[], Any]) -> float:

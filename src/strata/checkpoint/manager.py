@@ -256,7 +256,7 @@ class CheckpointManager:
             stores = tuple(store for store in stores if store.url in destinations)
         publisher = self._publisher(draft.checkpoint_id, shards, stores)
         if shards is not None:
-            draft = replace(draft, layout=shards.plan.mark())
+            draft = replace(draft, layout=shards.plan.mark)
         stem = self._free_stem(draft, stores) if name is None else name
         save = Save(
             draft=draft,
@@ -300,12 +300,15 @@ class CheckpointManager:
             save.handle.copied = save.payload.wait
             save.size_bytes = len(save.payload.view)
             save.draft = replace(save.draft, tensors=save.payload.tensors)
+            # A device's copies are only queued here, and the ranks of one machine share its cores: the pipeline's threads would
+            # be in the way. Otherwise it follows.
+            is_filled_first = staged.by_device or shards is not None
             try:
-                if staged.by_device:
-                    fill()  # Only queues the copies; the pipeline's threads would be in its way.
+                if is_filled_first:
+                    fill()
             finally:
                 self._pipeline.submit(save)
-            if not staged.by_device:
+            if not is_filled_first:
                 fill()  # The pipeline follows, so the first bytes are on their way before the last are copied.
         return save.handle
 
@@ -411,6 +414,17 @@ class CheckpointManager:
             reading=self._being_read,
             on_damaged=self._damaged.add,
         )
+
+    def verify_snapshot(self, path: Path) -> bool:
+        """Look at every byte of a snapshot of this process's own; raises `Damaged`. False where the file is none of those."""
+        from strata.checkpoint.image.in_place import verify_image
+
+        for snapshot in self._images().snapshots():
+            if snapshot.path == path:
+                with self._images().held(snapshot) as buffer:
+                    verify_image(buffer.mapped(), snapshot.manifest, path=snapshot.path)
+                return True
+        return False
 
     def fence(self, generation: int) -> None:
         """Belong to a generation of the run: older ones keep no more snapshots on this machine. Raises `Superseded`."""
@@ -617,7 +631,7 @@ class CheckpointManager:
     def _publisher(
         self, checkpoint_id: CheckpointId, shards: Shards | None, stores: Sequence[Store]
     ) -> ShardPublisher | None:
-        if shards is None:
+        if shards is None or not stores:
             return None
         from strata.checkpoint.sharded.publishing import ShardPublisher
 

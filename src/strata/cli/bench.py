@@ -55,8 +55,14 @@ def checkpoint(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) 
 
 
 @app.command()
-def sharded(as_json: AsJson = False, quick: Quick = False) -> None:
+def sharded(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) -> None:
     """Sharded state, saved by two ranks and loaded by three, beside PyTorch's own distributed checkpoints."""
+    if gpu:
+        from strata.bench import sharded_gpu
+
+        _check_device(gpu)
+        sharded_gpu.main(json=as_json, quick=quick)
+        return
     from strata.bench import sharded
 
     sharded.main(json=as_json, quick=quick)

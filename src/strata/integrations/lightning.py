@@ -6,6 +6,9 @@ Lightning decides when to save and under which name; Strata saves in the backgro
 that `strata.stores` knows. A save's name stands in its manifest and belongs to it alone, however many are under way. A
 name that is used again, such as `last.ckpt`, means the newest save; the one before is removed when that is durable, so
 there is an intact one at every moment. The file is `last.ckpt.pt`, or has the save's id in it while that is taken.
+
+Strategies that shard the model write and read its checkpoints past the plugin, so a Trainer is not made with one of them and
+this plugin: neither FSDP1 and DeepSpeed, nor `ModelParallelStrategy` (FSDP2), whose model `strata.elastic` trains.
 """
 
 from __future__ import annotations
@@ -22,9 +25,16 @@ from strata.checkpoint.events import CheckpointInfo, SaveHandle
 from strata.checkpoint.manager import CheckpointManager
 from strata.errors import MissingDependency, StrataError
 from strata.stores import StoreError, open_store
+from strata.training.sharding import UnsupportedSharding
 
 try:
     from lightning_fabric.plugins import CheckpointIO
+    from pytorch_lightning.strategies import (
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        ModelParallelStrategy,
+        Strategy,
+    )
 except ImportError as error:
     raise MissingDependency("pytorch-lightning", extra="lightning", feature="StrataCheckpointIO") from error
 
@@ -129,3 +139,42 @@ class StrataCheckpointIO(CheckpointIO):
 def _split(path: Any) -> tuple[str, str]:
     folder, _, name = str(path).rpartition("/")
     return folder or ".", name
+
+
+def _without_plugin(strategy: type[Strategy], reason: str, hint: str) -> None:
+    """Lightning hands the plugin to the strategy when the Trainer is made: one that would not use it refuses it there, as
+    Lightning's own strategies do with plugins that are not theirs."""
+    known: Any = Strategy.checkpoint_io
+
+    def take(self: Strategy, io: Any) -> None:
+        inner = io
+        while inner is not None and not isinstance(inner, StrataCheckpointIO):
+            inner = getattr(inner, "checkpoint_io", None)  # Of a plugin around another.
+        if inner is not None:
+            raise UnsupportedSharding(
+                f"StrataCheckpointIO cannot save for Lightning's {type(self).__name__}: {reason}.", hint=hint
+            )
+        known.fset(self, io)
+
+    strategy.checkpoint_io = property(known.fget, take)  # type: ignore[method-assign, assignment]
+
+
+_OWN_LOOP = (
+    "train the sharded model with strata.elastic in a loop of your own (docs/tutorials/large-models.md), or leave the plugin "
+    "out and let Lightning save by itself."
+)
+_without_plugin(
+    FSDPStrategy,
+    "it is FSDP1, whose shards cannot be saved one by one",
+    f"Use FSDP2 instead (fully_shard; ModelParallelStrategy in Lightning), and {_OWN_LOOP}",
+)
+_without_plugin(
+    DeepSpeedStrategy,
+    "DeepSpeed saves its state by itself",
+    f"Use FSDP2 instead (fully_shard; ModelParallelStrategy in Lightning), and {_OWN_LOOP}",
+)
+_without_plugin(
+    ModelParallelStrategy,
+    "it writes and reads the shards without asking a checkpoint plugin",
+    _OWN_LOOP[0].upper() + _OWN_LOOP[1:],
+)

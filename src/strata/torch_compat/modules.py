@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from strata.torch_compat import require
+from strata.torch_compat.dtensors import local_of
 
 require("modules")
 
@@ -35,6 +40,61 @@ def _is_plain(module: torch.nn.Module) -> bool:
         and kind.get_extra_state is torch.nn.Module.get_extra_state
         and not any(hooks)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedTensor:
+    """A parameter or buffer, and the dictionary of its module that it is in."""
+
+    name: str
+    owner: Mapping[str, Any]
+    key: str
+    tensor: torch.Tensor
+    address: int
+
+    def is_current(self) -> bool:
+        """Whether the module still has this tensor, in the same memory."""
+        return self.owner.get(self.key) is self.tensor and local_of(self.tensor).data_ptr() == self.address
+
+
+def plain_tensors(module: torch.nn.Module) -> list[OwnedTensor] | None:
+    """Everything that is in a module's state; None where the module has ways of its own to make one. FSDP's, which gathers nothing
+    but puts the shards in their places, is not one: where they are there, that has happened."""
+    found: list[OwnedTensor] = []
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        kind = type(each)
+        hooks = [*each._state_dict_hooks.values(), *each._state_dict_pre_hooks.values()]
+        if (
+            kind._save_to_state_dict is not torch.nn.Module._save_to_state_dict
+            or kind.state_dict is not torch.nn.Module.state_dict
+            or kind.get_extra_state is not torch.nn.Module.get_extra_state
+            or any(not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp") for hook in hooks)
+        ):
+            return None
+        dot = f"{prefix}." if prefix else ""
+        for owner in (each._parameters, each._buffers):
+            for key, tensor in owner.items():
+                if tensor is not None and key not in each._non_persistent_buffers_set:
+                    address = local_of(tensor).data_ptr()
+                    found.append(OwnedTensor(f"{dot}{key}", owner, key, tensor, address))
+    return found
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[OwnedTensor] | None:
+    """Everything in the state that an optimizer keeps for its parameters; None where that is more than tensors, or where it has ways
+    of its own to save it."""
+    if not is_plain_optimizer(optimizer):
+        return None
+    found: list[OwnedTensor] = []
+    for entry in optimizer.state.values():
+        if not isinstance(entry, dict) or not all(
+            isinstance(value, torch.Tensor) for value in entry.values()
+        ):
+            return None
+        found += [
+            OwnedTensor(key, entry, key, tensor, local_of(tensor).data_ptr()) for key, tensor in entry.items()
+        ]
+    return found
 
 
 def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from strata.environment import unread
 from strata.trainer.errors import ConfigurationError
@@ -98,6 +98,18 @@ class ElasticSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSection:
+    """How the model is spread over the workers. Without this section every worker has all of it (DDP)."""
+
+    dp: int | Literal["auto"] = "auto"
+    """Groups that read different data; auto: as many as there are workers for."""
+    tp: int = 1
+    """Workers in a group, which share the matrices of each block and read the same data."""
+    fsdp: bool = True
+    """Shard parameters, gradients and the optimizer's state between the groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -105,6 +117,7 @@ class TrainConfig:
     checkpoint: SavingConfig = field(default_factory=SavingConfig)
     scaling: ScalingSection = field(default_factory=ScalingSection)
     elastic: ElasticSection = field(default_factory=ElasticSection)
+    parallel: ParallelSection | None = None
 
 
 def read_train_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig, list[str]]:
@@ -158,7 +171,10 @@ def _syntax_error(path: Path) -> str:
 def _build(document: Mapping[str, Any]) -> TrainConfig:
     sections: dict[str, Any] = {}
     hints = get_type_hints(TrainConfig)
-    for name, kind in hints.items():
+    for name, hint in hints.items():
+        if document.get(name) is None and type(None) in get_args(hint):
+            continue
+        kind = next(iter(get_args(hint)), hint)  # Of a section that may be missing, its class.
         values = dict(document.get(name) or {})
         if name == "training" and "learning_rate" in values:
             values.setdefault("lr", values.pop("learning_rate"))

@@ -24,40 +24,55 @@ class GPTConfig:
     dropout: float = 0.0
 
 
+class ByHead(nn.Module):
+    """Queries, keys and values, head by head: of all heads, or of those that this rank has."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        batch, length, width = qkv.shape
+        return qkv.view(batch, length, 3, self.heads, width // (3 * self.heads))
+
+
 class Block(nn.Module):
     """Attention and a feed-forward layer, each added to what came in."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.n_embd
-        self.heads = config.n_head
         self.dropout = config.dropout
         self.before_attention = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
+        self.by_head = ByHead(config.n_head)
         self.attention_out = nn.Linear(width, width)
         self.before_mlp = nn.LayerNorm(width)
         self.mlp_in = nn.Linear(width, 4 * width)
         self.mlp_out = nn.Linear(4 * width, width)
         self.drop = nn.Dropout(config.dropout)
+        self.checkpoints_activations = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoints_activations:
+            return cast(Tensor, checkpoint(self._compute, x, use_reentrant=False))
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
         x = x + self.drop(self._attend(self.before_attention(x)))
         return cast(Tensor, x + self.drop(self.mlp_out(functional.gelu(self.mlp_in(self.before_mlp(x))))))
 
     def _attend(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        q, k, v = self.by_head(self.qkv(x)).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        return cast(Tensor, self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width)))
+        return cast(Tensor, self.attention_out(mixed.transpose(1, 2).flatten(2)))
 
 
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpoints_activations = False
         self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
         self.positions = nn.Embedding(config.seq_length, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
@@ -69,14 +84,15 @@ class GPT(nn.Module):
 
     def gradient_checkpointing_enable(self) -> None:
         """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
-        self.checkpoints_activations = True
+        for block in cast("list[Block]", self.blocks):
+            block.checkpoints_activations = True
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """The mean loss over labelled tokens; without labels, the logits."""
         at = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.drop(self.tokens(input_ids) + self.positions(at))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints_activations else block(x)
+            x = block(x)
         logits = cast(Tensor, self.head(self.norm(x)))
         if labels is None:
             return logits

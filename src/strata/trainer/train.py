@@ -41,6 +41,7 @@ from strata.trainer.error_translation import save_error
 from strata.trainer.errors import TopologyChangeError
 from strata.trainer.metrics import TrainingMetrics
 from strata.trainer.model import GPT, GPTConfig
+from strata.trainer.parallel import build_mesh, clip, exchange_gradients, sizes, spread
 from strata.trainer.scaling import (
     ElasticScalingManager,
     GradAccumulationConfig,
@@ -65,8 +66,11 @@ class Trainer:
         self.device = _device(config, world)
         _seed_everything(config.training.seed, deterministic=config.training.deterministic)
         self.tokens = tokens = _open_tokens(config)
+        self.mesh = build_mesh(config.parallel, world.world_size, self.device.type)
+        self.readers = world.world_size if self.mesh is None else self.mesh["dp"].size()
+        """Workers, or groups of them, that read different data."""
         self.model = self._build_model(tokens)
-        self.ddp = self._wrap(self.model)
+        self.wrapped = self._wrap(self.model)
         self.optimizer = self._build_optimizer()
         self.scaling = self._build_scaling()
         self.metrics = TrainingMetrics()
@@ -92,9 +96,15 @@ class Trainer:
         )
         if section.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        return model.to(self.device)
+        return model
 
-    def _wrap(self, model: nn.Module) -> nn.Module:
+    def _wrap(self, model: GPT) -> nn.Module:
+        if self.mesh is not None and self.config.parallel is not None:
+            spread(model, self.mesh, fsdp=self.config.parallel.fsdp, compiled=self.config.model.compile)
+            return model.to(self.device)
+        return self._replicate(model.to(self.device))
+
+    def _replicate(self, model: nn.Module) -> nn.Module:
         if self.config.model.compile:
             model = torch.compile(model)  # type: ignore[assignment]
         if not distributed.is_initialized() or self.world.world_size == 1:
@@ -134,8 +144,8 @@ class Trainer:
                 base_world_size=section.base_world_size,
             )
         manager = ElasticScalingManager(lr_config, accumulation, self.optimizer, section.strategy)  # type: ignore[arg-type]
-        if self.world.world_size != section.base_world_size:
-            manager.on_topology_change(self.world.world_size)
+        if self.readers != section.base_world_size:
+            manager.on_topology_change(self.readers)
         return manager
 
     def _build_loader(self, tokens: ResumableDataset) -> ElasticLoader:
@@ -147,8 +157,6 @@ class Trainer:
             global_batch_size=self.config.scaling.target_global_batch_size if constant else None,
             batch_size=None if constant else training.batch_size,
             micro_batch_size=training.batch_size if constant else None,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
             shuffle=data.shuffle,
             seed=data.seed,
             dataset=tokens.index.path.stem,
@@ -169,13 +177,14 @@ class Trainer:
         if saving.s3_bucket:
             destinations.append(f"s3://{saving.s3_bucket}/{saving.s3_prefix}".rstrip("/"))
         return ElasticJob(
-            model=self.ddp,
+            model=self.wrapped,
             optimizer=self.optimizer,
             data=self.loader,
             checkpoints=destinations,
             extra={"scaling": self.scaling, "metrics": self.metrics},
             epochs=self.config.training.epochs,
             max_steps=self.config.training.max_steps,
+            mesh=None if self.mesh is None else self.mesh["dp"],
             job=elastic.job_id,
             coordinator=coordinator_address(self.config),
             stem=step_stem,
@@ -216,14 +225,14 @@ class Trainer:
         inputs = batch.data["input_ids"].to(self.device, non_blocking=True)
         labels = batch.data["labels"].to(self.device, non_blocking=True)
         with self._without_sync(batch), self._autocast():
-            loss = self.ddp(inputs, labels)
+            loss = self.wrapped(inputs, labels)
         with self._without_sync(batch):
             (loss * batch.weight).backward()
         self._tokens += inputs.numel()
         self._seconds += time.perf_counter() - began_s
         if not batch.step.ends_step:
             return
-        if isinstance(self.ddp, DistributedDataParallel):
+        if isinstance(self.wrapped, DistributedDataParallel):
             self.job.waited(self.sync.wait_s)
         norm = self._clip()
         self.scaling.step(self._schedule())
@@ -233,8 +242,9 @@ class Trainer:
 
     def _without_sync(self, batch: Batch) -> AbstractContextManager[Any]:
         """Gradients travel once per step, with its last micro-batch."""
-        if isinstance(self.ddp, DistributedDataParallel) and not batch.step.ends_step:
-            return self.ddp.no_sync()
+        if isinstance(self.wrapped, DistributedDataParallel) and not batch.step.ends_step:
+            return self.wrapped.no_sync()
+        exchange_gradients(self.model, wanted=batch.step.ends_step)
         return nullcontext()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -244,9 +254,7 @@ class Trainer:
 
     def _clip(self) -> float | None:
         limit = self.config.training.max_norm
-        if limit is None:
-            return None
-        return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        return None if limit is None else clip(self.model, limit)
 
     def _schedule(self) -> float:
         section = self.config.training
@@ -265,20 +273,20 @@ class Trainer:
         DDP lays its gradient buckets out anew after the first backward pass, and with more than two workers the
         layout decides in which order floats are added. A fresh start and a restart must add in the same order.
         """
-        if not isinstance(self.ddp, DistributedDataParallel):
+        if not isinstance(self.wrapped, DistributedDataParallel):
             return
         state = torch.get_rng_state()
         tokens = torch.zeros((1, self.config.model.seq_length), dtype=torch.long, device=self.device)
         with self._autocast():
-            self.ddp(tokens, tokens).backward()
+            self.wrapped(tokens, tokens).backward()
         self.optimizer.zero_grad(set_to_none=True)
         torch.set_rng_state(state)
 
     # --- recovery and reporting -----------------------------------------------------------------------------
 
     def _on_restored(self, state: Mapping[str, Any]) -> None:
-        if self.scaling.world_size != self.world.world_size:
-            self.scaling.on_topology_change(self.world.world_size)
+        if self.scaling.world_size != self.readers:
+            self.scaling.on_topology_change(self.readers)
 
     def _check_recovered(self) -> None:
         """After a restart there must be a state, if one was ever saved."""
@@ -287,7 +295,7 @@ class Trainer:
 
     def _report(self, loss: torch.Tensor, norm: float | None) -> None:
         step, section = self.job.step + 1, self.config.training
-        tokens, seconds = self._tokens * self.world.world_size, self._seconds
+        tokens, seconds = self._tokens * self.readers, self._seconds
         self._tokens, self._seconds = 0, 0.0
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.metrics.record_step(seconds, tokens=tokens)
@@ -355,6 +363,8 @@ def _log_to_stderr() -> None:
 def _check_world(config: TrainConfig, world: WorldInfo, tracer: Tracer) -> None:
     before = tracer.before.world_size if tracer.before is not None else config.elastic.max_nodes
     ensure_enough_nodes(world, min_nodes=config.elastic.min_nodes, previous_world_size=before)
+    if config.parallel is not None:
+        sizes(config.parallel, world.world_size)
 
 
 def _complain(error: StrataError) -> None:

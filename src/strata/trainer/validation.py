@@ -169,6 +169,17 @@ SECTIONS: dict[str, dict[str, Schema]] = {
         "coordinator": OPTIONAL_TEXT,
         "job_id": TEXT,
     },
+    "parallel": {
+        "dp": {
+            "title": "a whole number or auto",
+            "type": ["integer", "string"],
+            "minimum": 1,
+            "if": {"type": "string"},
+            "then": {"enum": ["auto"]},
+        },
+        "tp": COUNT,
+        "fsdp": FLAG,
+    },
     "chaos": {
         "enabled": FLAG,
         "interval": POSITIVE,
@@ -198,6 +209,8 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "checkpointing": "checkpoint",
         "distributed": "elastic",
         "launch": "elastic",
+        "parallelism": "parallel",
+        "mesh": "parallel",
     },
     "model": {
         "d_model": "n_embd",
@@ -286,6 +299,16 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "coordinator_addr": "coordinator",
         "job": "job_id",
     },
+    "parallel": {
+        "data_parallel": "dp",
+        "data_parallel_size": "dp",
+        "dp_size": "dp",
+        "tensor_parallel": "tp",
+        "tensor_parallel_size": "tp",
+        "tp_size": "tp",
+        "shard": "fsdp",
+        "fsdp2": "fsdp",
+    },
     "chaos": {"kill_interval": "interval", "rto": "rto_threshold", "report": "output"},
 }
 """What people write from habit, by section (sections themselves under ""), where spelling alone does not show it."""
@@ -295,7 +318,7 @@ def validate_config(config: Mapping[str, Any], validate_s3: bool = False) -> Val
     """Check a whole configuration. `validate_s3` also tries the bucket, with the credentials of this process."""
     check = _Check(config)
     check.sections()
-    for across_keys in (_check_elastic, _check_scaling, _check_checkpoint, _check_model):
+    for across_keys in (_check_elastic, _check_scaling, _check_checkpoint, _check_model, _check_parallel):
         across_keys(check)
     bucket = check.value_of("checkpoint.s3_bucket")
     if validate_s3 and isinstance(bucket, str) and check.fine("checkpoint.s3_bucket"):
@@ -556,6 +579,36 @@ def _check_model(check: _Check) -> None:
     width, heads = check.number("model.n_embd", 128), check.number("model.n_head", 4)
     if width is not None and heads is not None and width % heads:
         check.error("model.n_embd", f"n_embd ({width}) must be a multiple of n_head ({heads})")
+
+
+def _check_parallel(check: _Check) -> None:
+    tp, heads = check.number("parallel.tp", 1), check.number("model.n_head", 4)
+    if tp is not None and heads is not None and heads % tp:
+        check.error(
+            "parallel.tp",
+            f"n_head ({heads}) must be a multiple of tp ({tp}): heads are divided between workers",
+        )
+    dp, workers = check.number("parallel.dp"), check.number("elastic.nproc_per_node")
+    if tp is not None and dp is not None and tp > 1 and dp > 1 and check.value_of("parallel.fsdp") is False:
+        check.error(
+            "parallel.fsdp", f"fsdp must be true for {dp} tensor-parallel groups: they exchange gradients"
+        )
+    fewest, most = check.number("elastic.min_nodes", 1), check.number("elastic.max_nodes", 4)
+    if tp is None or workers is None or fewest is None or most is None:
+        return
+    worlds = [int(nodes * workers) for nodes in range(int(fewest), int(most) + 1)]
+    unfit = [world for world in worlds if (world % tp if dp is None else world != dp * tp)]
+    wanted = f"a multiple of tp ({tp})" if dp is None else f"dp x tp ({dp * tp:g})"
+    if worlds and len(unfit) == len(worlds):
+        found = " or ".join(map(str, worlds[:4])) + (" …" if len(worlds) > 4 else "")
+        check.error(
+            "parallel.tp" if dp is None else "parallel.dp", f"no world this job can have is {wanted}: {found}"
+        )
+    elif unfit:
+        check.warn(
+            "parallel.tp" if dp is None else "parallel.dp",
+            f"with {' or '.join(map(str, unfit[:4]))} workers this job waits for more: only {wanted} can train",
+        )
 
 
 def _number(text: str) -> float | None:

@@ -31,20 +31,36 @@ def rank_and_world() -> tuple[int, int]:
 
 def gather(value: T) -> list[T]:
     """Every rank's value, on every rank, in rank order."""
-    if not is_distributed():
+    if rank_and_world()[1] == 1:
         return [value]
     values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
+    distributed.all_gather_object(values, value, group=_control_group())
     return values
 
 
 def smallest(values: list[float]) -> list[float]:
     """Position by position the smallest value any rank has: one small collective."""
-    if not is_distributed():
+    if rank_and_world()[1] == 1:
         return values
-    tensor = torch.tensor(values, dtype=torch.float64, device=exchange_device())
-    distributed.all_reduce(tensor, op=distributed.ReduceOp.MIN)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    distributed.all_reduce(tensor, op=distributed.ReduceOp.MIN, group=_control_group())
     return [float(value) for value in tensor.tolist()]
+
+
+_control: tuple[Any, Any] | None = None
+"""The default group, and the one for small values beside it."""
+
+
+def _control_group() -> Any:
+    """Where small values are exchanged: on the CPU, so that no rank waits for what its device has still to do. The first to be asked
+    makes it, on all ranks together."""
+    global _control
+    default = distributed.group.WORLD
+    if "nccl" not in str(distributed.get_backend()):
+        return default
+    if _control is None or _control[0] is not default:
+        _control = default, distributed.new_group(backend="gloo")
+    return _control[1]
 
 
 def broadcast_state(state: Any, *, source: int, into: Binding | None = None) -> Any:

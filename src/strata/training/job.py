@@ -93,6 +93,7 @@ from strata.training.sharded_job import (
     left_over_images,
     local_world_size,
     new_board,
+    own_slot,
     slot_name,
 )
 from strata.training.sharding import refuse_unsupported
@@ -130,7 +131,7 @@ class ElasticOptions:
     keep_count: int = 3
     """How many durable checkpoints are kept."""
     snapshot_limit_bytes: int | None = None
-    """A state larger than this makes no snapshots between its durable checkpoints."""
+    """A state larger than this makes no snapshots between its durable checkpoints; of a sharded one, what any rank has of it."""
     memory_root: str | os.PathLike[str] | None = None
     """Where snapshots live; by default `STRATA_MEMORY_ROOT`, else shared memory, else a disk where that is too small."""
     on_error: OnError = "warn"
@@ -272,6 +273,8 @@ class ElasticJob:
         self._is_sharded = is_sharded(self._state)
         """Every rank keeps its own part of the state."""
         self._shards: ShardedJob | None = None
+        self._largest_part_bytes = 0
+        """Of all ranks' parts of the state, when they were last looked at."""
         self._has_left_over = False
         """There may be images in memory that no process here takes over."""
         self._resumed_from: CheckpointId | None = None
@@ -513,7 +516,7 @@ class ElasticJob:
     @property
     def _images_name(self) -> str:
         if self._is_sharded:
-            return slot_name(self._memory_name, self._local_rank)
+            return slot_name(self._memory_name, own_slot())
         return folder_name(self._memory_name)
 
     # --- restoring ------------------------------------------------------------------------------------------
@@ -980,19 +983,21 @@ class ElasticJob:
                 self._news(),
                 new_id(self.step),
                 int(time.time() * 1000),
+                prepared.plan.tensor_bytes,
             )
         )
-        self._learn([ended for _, _, news, _, _ in everyone for ended in news])
+        self._learn([ended for _, _, news, *_ in everyone for ended in news])
         if any(needs_plan for needs_plan, *_ in everyone):
             self._sharded.make_plan(prepared)
+        self._largest_part_bytes = max(each[5] for each in everyone)
         return prepared, [each[1] for each in everyone], everyone[0][3], everyone[0][4]
 
     def _carry_out_shards(self, save: Save, prepared: Prepared) -> None:
         assert self._manager is not None
         position = self._ledger.commit(save.placement.checkpoint_id, durable=save.durable)
         self._snapshot_step = self.step
-        if not save.durable and not self._fits(prepared.plan.tensor_bytes):
-            return
+        if not save.durable and not self._fits(self._largest_part_bytes):
+            return  # Where one rank has no space for its part, the others' would be of no use.
         self._report("checkpointing")
         if self._has_left_over and save.keep not in (None, self._resumed_from):
             self._drop_left_over()  # The ranks of now have a complete snapshot of their own.

@@ -36,8 +36,8 @@ from strata.core.job import LoadReport, LoadShards
 from strata.shared_memory import folder_name, images_folder, memory_roots
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
-from strata.training.exchange import exchange_device, gather, is_distributed
-from strata.training.shards import RNG, ShardedState, local_state
+from strata.training.exchange import exchange_device, gather, is_distributed, rank_and_world
+from strata.training.shards import RNG, Locals, ShardedState, is_generator_of
 from strata.training.state import TrainingState
 
 log = logging.getLogger("strata.training")
@@ -54,9 +54,14 @@ class _Described:
     struck: tuple[str, ...] = ()
 
 
-def slot_name(run: str, local_rank: int) -> str:
+def own_slot() -> int:
+    """This rank's place on its machine."""
+    return int(os.environ.get("LOCAL_RANK", rank_and_world()[0]))
+
+
+def slot_name(run: str, slot: int) -> str:
     """What a rank's images are called in its machine's memory: the next process in the same place finds them, whatever its rank."""
-    return folder_name(f"s{local_rank}-{run}")
+    return folder_name(f"s{slot}-{run}")
 
 
 def new_board(name: str) -> Board:
@@ -73,6 +78,7 @@ class ShardedJob:
         self._machine = machine
         self._plan: ShardPlan | None = None
         self._planned_for: Plan | None = None
+        self._locals = Locals()
         self._local: dict[str, Any] = {}
         self._captured: dict[str, Any] = {}
 
@@ -83,7 +89,7 @@ class ShardedJob:
         self._captured = self._state.capture(
             step=step, epoch=epoch, rank=self._rank, world_size=self._world_size
         )
-        self._local = local_state(self._captured)
+        self._local = self._locals.of(self._captured)
         return manager.prepared(self._local)
 
     @property
@@ -129,7 +135,7 @@ class ShardedJob:
         manifests: Mapping[str, Manifest],
     ) -> tuple[Any, LoadReport]:
         """Collective: every rank reads what it needs. `manifests` are those that this rank has found, by destination."""
-        described = gather(self._describe(load, manifests))
+        described = gather(self._describe(load, manifests, manager))
         if any(each.error for each in described):
             mine = described[self._rank]
             if not mine.error:
@@ -163,7 +169,9 @@ class ShardedJob:
     def adopt(self, state: Mapping[str, Any]) -> None:
         self._state.adopt(state, rank=self._rank)
 
-    def _describe(self, load: LoadShards, manifests: Mapping[str, Manifest]) -> _Described:
+    def _describe(
+        self, load: LoadShards, manifests: Mapping[str, Manifest], manager: CheckpointManager | None
+    ) -> _Described:
         """The images of this machine that this rank has offered, and where nothing may be torn, whether they are intact."""
         found: list[ImageFound] = []
         errors: list[str] = []
@@ -176,8 +184,8 @@ class ShardedJob:
             try:
                 if snapshot is None or snapshot.manifest.checkpoint_id != load.offer.checkpoint_id:
                     raise Damaged(path=path, reason="the image no longer exists")
-                if not load.may_tear:
-                    verify_image(snapshot.path, snapshot.manifest)
+                if not load.may_tear and not (manager is not None and manager.verify_snapshot(snapshot.path)):
+                    verify_image(None, snapshot.manifest, path=snapshot.path)
                 found.append(
                     describe_image(
                         path, snapshot.manifest, name=source.name, rank=self._rank, machine=source.machine
@@ -213,18 +221,19 @@ class ShardedJob:
         tensors = {
             source.paths[name]: (entry.properties.dtype, entry.size) for name, entry in source.tensors.items()
         }
-        mine = (RNG, str(self._rank))
-        objects = source.objects(leave_out=lambda path: path[0] == RNG and path[:2] not in (mine, (RNG, "0")))
-        targets = self._state.targets(tensors, objects)
+        objects = source.objects(
+            leave_out=lambda path: path[0] == RNG and not is_generator_of(self._rank, path)
+        )
+        targets = self._state.targets(tensors, rank=self._rank)
         own = self._own_image(load, images)
         if own is not None and manager is not None and _is_same(own, targets):
-            self._map_own(own, targets, manager, load)
-            return None, {**objects, **targets}
+            self._map_own(own, targets, manager)
+            return None, source.in_order({**objects, **targets})
         named = {".".join(map(str, path)): target for path, target in targets.items()}
         reading = source.plan(named)
         with torch.no_grad():
             reading.read()
-        return reading, {**objects, **targets}
+        return reading, source.in_order({**objects, **targets})
 
     def _own_image(self, load: LoadShards, images: Mapping[str, ImageFound]) -> ImageFound | None:
         return next((i for i in images.values() if i.rank == self._rank and i.machine == self._machine), None)
@@ -234,14 +243,13 @@ class ShardedJob:
         own: ImageFound,
         targets: Mapping[StatePath, torch.Tensor],
         manager: CheckpointManager,
-        load: LoadShards,
     ) -> None:
         try:
             manager.restore_copy(
                 own.manifest.checkpoint_id,
                 where=own.path,
                 into=_Bound({path: local_of(target).detach() for path, target in targets.items()}),
-                tear_ok=load.may_tear,
+                tear_ok=True,  # Where nothing may be torn, it has been verified.
             )
         except CheckpointError as error:
             raise Unusable(error, names=[own.name]) from error
@@ -345,5 +353,5 @@ def _left_over_slots(run: str, *, root: Path | None, local_world_size: int) -> s
 
 
 def local_world_size() -> int:
-    """How many ranks this machine has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """How many ranks this machine has; where nobody has said so, as many as there are."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", rank_and_world()[1]))

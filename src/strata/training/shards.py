@@ -11,20 +11,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from strata.checkpoint.errors import StateMismatch
-from strata.checkpoint.image.nested import mapped
+from strata.checkpoint.image.nested import PLAIN
 from strata.checkpoint.sharded.plan import Path
 from strata.torch_compat.dtensors import is_distributed_tensor, local_of
+from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors
 from strata.training import rng
 from strata.training.state import EXTRA, MODEL, OPTIMIZER, SCHEDULER, TrainingState, unwrap
 
 RNG = "rng_states"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Modules that `torch.compile` and activation checkpointing put around others."""
+_EXTRA_STATE = "_extra_state"
 
 
 def is_sharded(state: TrainingState) -> bool:
@@ -34,17 +37,88 @@ def is_sharded(state: TrainingState) -> bool:
     return any(map(is_distributed_tensor, tensors))
 
 
-def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A captured state with what this rank holds in the place of each distributed tensor, in rows."""
+def is_generator_of(rank: int, path: Path) -> bool:
+    """Whether something that was saved is of the random number generators that a rank goes on with: its own, or where there was
+    no such rank, the first one's."""
+    return path[0] == RNG and path[1] in (str(rank), "0")
 
-    def held(_: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        local = local_of(leaf)
-        return local if local.is_contiguous() else local.detach().contiguous()
 
-    found: dict[str, Any] = mapped(state, held, leaf=torch.Tensor)
-    return found
+class Same(dict[str, Any]):
+    """Part of a captured state that holds tensors alone, and the same ones as long as it is the same object."""
+
+
+class Locals:
+    """Captured states, with what this rank holds in the place of each distributed tensor, in rows."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Same, dict[str, Any], frozenset[int]]] = {}
+
+    def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What is in several places is there several times: each has a name, and a part of its own."""
+        taken: set[int] = set()
+
+        def held(tensor: torch.Tensor) -> torch.Tensor:
+            local = local_of(tensor)
+            if not local.is_contiguous():
+                return local.detach().contiguous()
+            if id(local) in taken:
+                return local.detach()
+            taken.add(id(local))
+            return local
+
+        def visit(node: Any) -> Any:
+            if isinstance(node, torch.Tensor):
+                return held(node)
+            if type(node) in PLAIN:
+                return node
+            if type(node) is Same:
+                return same(node)
+            if isinstance(node, Mapping):
+                return {key: visit(value) for key, value in node.items()}
+            if isinstance(node, list):
+                return list(map(visit, node))
+            if isinstance(node, tuple):
+                row = map(visit, node)
+                return type(node)(*row) if hasattr(node, "_fields") else tuple(row)
+            return node
+
+        def same(node: Same) -> dict[str, Any]:
+            nonlocal taken
+            known = self._known.get(id(node))
+            if known is not None and known[0] is node and not known[2] & taken:
+                taken |= known[2]
+                return known[1]
+            before, taken = taken, set()
+            found = {key: visit(value) for key, value in node.items()}
+            kept = all(local.is_contiguous() for local in map(local_of, _tensors_in(node)))
+            if kept and not before & taken:  # What had to be copied is copied each time.
+                self._known[id(node)] = node, found, frozenset(taken)
+            taken |= before
+            return found
+
+        # The rest has none, and a generator of random numbers hundreds of numbers.
+        return {
+            name: visit(part) if name in (MODEL, OPTIMIZER, EXTRA) else part for name, part in state.items()
+        }
+
+
+def _tensors_in(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        else:
+            yield from _tensors_in(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """The state of a module or an optimizer, and the tensors that it is made of."""
+
+    state: Same
+    tensors: list[OwnedTensor]
+
+    def is_current(self) -> bool:
+        return all(each.is_current() for each in self.tensors)
 
 
 class ShardedState:
@@ -52,6 +126,7 @@ class ShardedState:
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
+        self._known: dict[int, _Known] = {}
         self._names = {
             id(parameter): name
             for prefix, module in self._modules()
@@ -64,7 +139,7 @@ class ShardedState:
             "step": step,
             "epoch": epoch,
             "world_size": world_size,
-            MODEL: _module_state(unwrap(state.model)),
+            MODEL: self._read(unwrap(state.model)),
             OPTIMIZER: self._saved(state.optimizer),
             SCHEDULER: state.scheduler.state_dict() if state.scheduler is not None else None,
             # Each rank has its own; a tuple is one object, whatever is in it.
@@ -73,7 +148,7 @@ class ShardedState:
         }
 
     def targets(
-        self, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], objects: Mapping[Path, Any]
+        self, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], *, rank: int
     ) -> dict[Path, torch.Tensor]:
         """For each tensor that was saved, by its path, what it is read into. Raises `StateMismatch`, with nothing changed."""
         state = self._state
@@ -90,7 +165,7 @@ class ShardedState:
             else:
                 found |= _targets_of_other(item, tensors, base)
         for path, (dtype, size) in tensors.items():
-            if path not in found and path[0] not in (MODEL, RNG):
+            if path not in found and (path[0] != RNG or is_generator_of(rank, path)):
                 found[path] = torch.empty(size, dtype=dtype)
         return found
 
@@ -106,7 +181,11 @@ class ShardedState:
             saved = (state.get(EXTRA) or {}).get(name)
             if saved is not None:
                 self._adopt(item, saved)
-        rng.restore({name: row[0] for name, row in (state.get(RNG) or {}).items()}, rank)
+        # One that was imported is a mapping itself, or in a list.
+        generators = {
+            name: row if isinstance(row, Mapping) else row[0] for name, row in (state.get(RNG) or {}).items()
+        }
+        rng.restore(generators, rank)
 
     # --- what is saved ----------------------------------------------------------------------------------------
 
@@ -116,9 +195,22 @@ class ShardedState:
             if isinstance(item, torch.nn.Module):
                 yield f"{name}.", item
 
+    def _read(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Its state. Asking a module takes longer than all else that a save does on the training thread, so it is asked once, as
+        long as it has the same tensors."""
+        if (known := self._known.get(id(module))) is not None and known.is_current():
+            return known.state
+        state = Same(_module_state(module))
+        self._known.pop(id(module), None)
+        tensors = plain_tensors(module)
+        if not tensors or {_clean(each.name) for each in tensors} != state.keys():
+            return dict(state)
+        self._known[id(module)] = _Known(state=state, tensors=tensors)
+        return state
+
     def _saved(self, item: Any) -> dict[str, Any]:
         if isinstance(item, torch.nn.Module):
-            return _module_state(item)
+            return self._read(item)
         if isinstance(item, torch.optim.Optimizer):
             return self._optimizer_state(item)
         found: dict[str, Any] = item.state_dict()
@@ -127,9 +219,20 @@ class ShardedState:
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         saved = optimizer.state_dict()
         names = self._numbered(optimizer, saved["param_groups"])
+        known = self._known.get(id(optimizer))
+        state: dict[str, Any]
+        if known is not None and len(known.state) == len(saved["state"]) and known.is_current():
+            state = known.state
+        else:
+            self._known.pop(id(optimizer), None)
+            state = {names.get(number, str(number)): entry for number, entry in saved["state"].items()}
+            tensors = state_tensors(optimizer)
+            if tensors:
+                state = Same({name: dict(entry) for name, entry in state.items()})
+                self._known[id(optimizer)] = _Known(state=state, tensors=tensors)
         return {
             **saved,
-            "state": {names.get(number, str(number)): entry for number, entry in saved["state"].items()},
+            "state": state,
             "param_groups": [
                 {**group, "params": [names[number] for number in group["params"]]}
                 for group in saved["param_groups"]
@@ -226,8 +329,16 @@ def _module_state(module: torch.nn.Module) -> dict[str, Any]:
 def _targets_of_module(
     module: torch.nn.Module, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], base: Path
 ) -> dict[Path, torch.Tensor]:
-    live = {name: value for name, value in _module_state(module).items() if isinstance(value, torch.Tensor)}
-    saved = {str(path[len(base)]): size for path, (_, size) in tensors.items() if path[: len(base)] == base}
+    live = {
+        name: value
+        for name, value in _module_state(module).items()
+        if isinstance(value, torch.Tensor) and not _is_extra_state(name)
+    }
+    saved = {
+        str(path[len(base)]): size
+        for path, (_, size) in tensors.items()
+        if path[: len(base)] == base and not _is_extra_state(str(path[len(base)]))
+    }
     dotted = ".".join(map(str, base))
     for name, tensor in live.items():
         if name not in saved:
@@ -242,9 +353,18 @@ def _targets_of_module(
     return {(*base, name): tensor for name, tensor in live.items()}
 
 
+def _is_extra_state(name: str) -> bool:
+    """What a module makes of something else when it is asked for its state (`Module.get_extra_state`): of any size, or no tensor."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
 def _adopt_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Its tensors are in place; what else it has saved it is given."""
-    if any(not isinstance(value, torch.Tensor) for value in saved.values()):
+    """Its tensors are in place; where its state is not just its tensors, it is given the rest."""
+    live = {local_of(tensor).data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    if any(
+        not isinstance(value, torch.Tensor) or (value.numel() and local_of(value).data_ptr() not in live)
+        for value in saved.values()
+    ):
         raw = {_clean(name): name for name in module.state_dict()}
         module.load_state_dict({raw[name]: value for name, value in saved.items() if name in raw})
 
@@ -268,6 +388,9 @@ def _target_of_state(
         return torch.empty(size, dtype=dtype, device=parameter.device if on_device else "cpu")
     if size == parameter.size():
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if size and is_distributed_tensor(parameter):
+        # As `new_zeros` makes a tensor of another size: on every rank, and of the kind that can be computed with.
+        return parameter.detach().new_empty(size, dtype=dtype)
     return torch.empty(size, dtype=dtype, device=parameter.device)
 
 

@@ -45,6 +45,7 @@ from strata.checkpoint.copying.filling import Filling, Windows
 from strata.checkpoint.copying.sweeping import THREADS, Pieces, Sweep
 from strata.checkpoint.errors import CheckpointError
 from strata.checkpoint.image.layout import Placement, Plan, Prepared
+from strata.torch_compat.dtensors import local_of
 from strata.torch_compat.images import copy_all
 
 _cuda: Any = torch.cuda  # Its module is not typed.
@@ -275,9 +276,9 @@ class Copier:
             if optimizer is None:
                 continue
             for group in optimizer.param_groups:
-                found += group["params"]
+                found += map(local_of, group["params"])
             for state in optimizer.state.values():
-                found += [value for value in state.values() if isinstance(value, torch.Tensor)]
+                found += [local_of(value) for value in state.values() if isinstance(value, torch.Tensor)]
         return found
 
 

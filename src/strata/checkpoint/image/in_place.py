@@ -467,15 +467,17 @@ def load_mapped(
         return image.load(into=into, trusted_source=trusted_source, pool=pool, tear_ok=True, check=verify)
 
 
-def verify_image(path: Path, manifest: Manifest) -> None:
-    """Raise `Damaged` unless an image in shared memory is what was saved."""
-    image, part = _mapped(path), manifest.parts[0]
+def verify_image(image: torch.Tensor | None, manifest: Manifest, *, path: Path) -> None:
+    """Raise `Damaged` unless an image in shared memory is what was saved. `image` are its bytes, where somebody has them mapped."""
+    part = manifest.parts[0]
+    if image is None:
+        image = torch.frombuffer(_mapped(path), dtype=torch.uint8)
     if len(image) != part.size_bytes:
         raise Damaged(
             path=str(path), reason=f"the image has {len(image)} bytes, its mark says {part.size_bytes}"
         )
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-load") as pool, memoryview(image) as view:
-        verify(view, part, manifest, path=str(path), pool=pool)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-load") as pool:
+        verify(image.numpy().data, part, manifest, path=str(path), pool=pool)
 
 
 def _mapped(path: Path) -> mmap.mmap:

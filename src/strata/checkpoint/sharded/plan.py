@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 
 from strata.checkpoint.catalog.manifest import Json, TensorEntry
 from strata.checkpoint.errors import UnsupportedState
+from strata.checkpoint.image.nested import leaves
 from strata.checkpoint.sharded.layout import DTYPES, Span
 from strata.torch_compat.dtensors import is_distributed_tensor
 
@@ -48,10 +49,11 @@ class Chunk(NamedTuple):
 
 
 def flattened(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The tensors and objects of a nested state. Mappings with keys that are no text, and lists without tensors, are objects."""
+    """The tensors and objects of a nested state. Mappings with keys that are no text, lists without tensors, and whatever is
+    empty are objects: what was saved comes back with all its keys."""
 
     def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        if isinstance(value, Mapping) and (value or not path) and all(isinstance(key, str) for key in value):
             for key, inner in value.items():
                 yield from visit((*path, key), inner)
         elif isinstance(value, list) and not _is_terminal(value):
@@ -61,6 +63,11 @@ def flattened(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
             yield path, value
 
     return visit((), state)
+
+
+def outer_paths(path: Path) -> Iterator[Path]:
+    """Of the containers that something is in."""
+    return (path[:length] for length in range(1, len(path)))
 
 
 def _is_terminal(value: list[Any]) -> bool:
@@ -74,10 +81,16 @@ def chunks_of(state: Mapping[str, Any]) -> tuple[Chunk, ...]:
     """What this rank holds of a state. Raises `UnsupportedState` for what cannot be written down as chunks."""
     found: list[Chunk] = []
     for path, value in flattened(state):
+        name = ".".join(map(str, path))
         if not isinstance(value, torch.Tensor):
+            if any(is_distributed_tensor(leaf) for _, leaf in leaves(value, leaf=torch.Tensor)):
+                raise UnsupportedState(
+                    name=name,
+                    kind="distributed tensor in a tuple or under a key that is no text",
+                    hint="Use lists, and text as keys.",
+                )
             found.append(Chunk(path))
             continue
-        name = ".".join(map(str, path))
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES or value.layout != torch.strided or value.is_quantized:
             kind = f"{value.layout} tensor of {dtype}".replace("torch.", "")
@@ -138,7 +151,14 @@ class ShardPlan:
     def written_by(self, rank: int) -> list[Chunk]:
         """What a rank writes, in the order in which it does: tensors, then objects."""
         mine = [c for c in self.tables[rank] if self._writers[c.name, c.offsets] == rank]
-        return [c for c in mine if c.dtype] + [c for c in mine if not c.dtype]
+        return [c for c in mine if c.dtype] + [c for c in mine if not c.dtype and c.path not in self._entered]
+
+    @functools.cached_property
+    def _entered(self) -> frozenset[Path]:
+        """What is a container on some rank is nothing where it is empty on another."""
+        return frozenset(
+            outer for table in self.tables for chunk in table for outer in outer_paths(chunk.path)
+        )
 
     def layout(self, parts: Mapping[int, int], objects: Mapping[str, Span]) -> Json:
         """The layout of a manifest (`strata.checkpoint.sharded.layout`). `parts` numbers the parts of the ranks that have written
@@ -146,10 +166,11 @@ class ShardPlan:
         tensors: dict[str, tuple[Chunk, list[Json]]] = {}
         paths: dict[str, Path] = {}
         entries: list[Json] = []
+        for table in self.tables:  # In the order of the state.
+            paths.update((chunk.name, chunk.path) for chunk in table if chunk.path not in self._entered)
         for rank in parts:
             offset = 0
             for chunk in self.written_by(rank):
-                paths[chunk.name] = chunk.path
                 if not chunk.dtype:
                     span = objects[chunk.name]
                     entries.append(["object", chunk.name, [span.part, span.offset_bytes, span.size_bytes]])
@@ -168,6 +189,7 @@ class ShardPlan:
             "paths": [[name, list(path)] for name, path in paths.items()],
         }
 
+    @functools.cached_property
     def mark(self) -> Json:
         """What an image says about itself: what it holds, and what else there is. With the tensors of its manifest it tells where
         everything is."""

@@ -12,6 +12,7 @@ import io
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from strata.checkpoint.catalog.manifest import SHARDED, CheckpointId, Manifest, 
 from strata.checkpoint.catalog.publish import Admit, commit
 from strata.checkpoint.copying.digest import Digest
 from strata.checkpoint.errors import Damaged, PeerFailed
+from strata.checkpoint.image.nested import PLAIN, mapped
 from strata.checkpoint.sharded.layout import Span
 from strata.checkpoint.sharded.listing import key_of
 from strata.checkpoint.sharded.parts import PartWriter, WrittenPart, clean_up_own_parts, forget
@@ -161,9 +163,9 @@ class ShardPublisher:
         self._plan = plan
         self._board = board
         self._objects = {
-            ".".join(map(str, path)): value
+            ".".join(map(str, path)): _settled(value)
             for path, value in flattened(state)
-            if not isinstance(value, torch.Tensor)
+            if not isinstance(value, torch.Tensor) and stores
         }
         self._written: dict[str, _Report] = {}
         """By the store's URL: what an earlier attempt has achieved."""
@@ -308,6 +310,17 @@ class ShardPublisher:
         for rank in reports:
             self._board.remove(self._key(store.url, rank))
         return entry
+
+
+def _settled(value: Any) -> Any:
+    """An object that stays as it is while training continues."""
+
+    def copied(_: Any, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        return leaf if type(leaf) in PLAIN else deepcopy(leaf)
+
+    return mapped(value, copied, leaf=torch.Tensor)
 
 
 def _pickled(value: Any) -> memoryview:

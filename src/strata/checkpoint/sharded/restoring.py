@@ -35,7 +35,7 @@ from strata.checkpoint.image.layout import FILE_NAME
 from strata.checkpoint.image.reading import open_tensors
 from strata.checkpoint.sharded.layout import DTYPES, Stored, decode
 from strata.checkpoint.sharded.parts import PartReader
-from strata.checkpoint.sharded.plan import Chunk, Marked, Path, flattened
+from strata.checkpoint.sharded.plan import Chunk, Marked, Path, flattened, outer_paths
 from strata.checkpoint.sharded.reader import load_object, read_slice, read_tensors
 from strata.stores.local import LocalStore
 from strata.stores.protocol import Store, StoreError
@@ -94,6 +94,7 @@ class ShardedSource:
     def __init__(self) -> None:
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self.paths: dict[str, Path] = {}
+        """In the order of the state that was saved."""
         self._places: list[Place] = []
         self._stored: dict[MetadataIndex, Stored | None] = {}
         self._objects: dict[Path, Any] = {}
@@ -106,6 +107,8 @@ class ShardedSource:
         self._places.append(Place(name=found.name, store=store, part=part, rank=found.rank))
         marked = Marked.of(found.manifest.layout)
         assert marked is not None
+        for each in marked.chunks:
+            self.paths.setdefault(each.name, each.path)
         for chunk, span in marked.spans(found.manifest.tensors, part=number):
             stored = Stored(name=chunk.name, span=span, dtype=DTYPES[chunk.dtype], shape=chunk.sizes)
             self._add(chunk, stored)
@@ -119,13 +122,14 @@ class ShardedSource:
         self._places += [
             Place(name=where(store, part.key), store=store, part=part) for part in manifest.parts
         ]
-        paths = metadata.planner_data or {}
+        paths = {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}
+        self.paths |= {name: path for name, path in paths.items() if name not in self.paths}
         for index, stored in metadata.storage_data.items():
             is_struck = self._places[first + stored.span.part].name in struck
             there = replace(stored, span=replace(stored.span, part=first + stored.span.part))
-            path = tuple(paths.get(stored.name, (stored.name,)))
+            path = paths.get(stored.name, (stored.name,))
             if stored.dtype is None:
-                self.paths[stored.name] = path
+                self.paths.setdefault(stored.name, path)
                 if self._stored_objects.get(stored.name) is None:
                     self._stored_objects[stored.name] = None if is_struck else there
                 continue
@@ -144,7 +148,7 @@ class ShardedSource:
             self._stored[index] = stored
         if is_known:
             return
-        self.paths[chunk.name] = chunk.path
+        self.paths.setdefault(chunk.name, chunk.path)
         entry = self.tensors.get(chunk.name)
         if entry is None:
             entry = self.tensors[chunk.name] = TensorStorageMetadata(
@@ -170,6 +174,13 @@ class ShardedSource:
                 raw = bytes(reader.read(stored.span, name=stored.name))
             found[self.paths[name]] = load_object(raw, name=name)
         return found
+
+    def in_order(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Leaves in the order of the state that was saved: what loads a state may go by it."""
+        entered = {
+            outer for path in values for outer in outer_paths(path)
+        }  # Elsewhere it may have been empty.
+        return {path: values[path] for path in self.paths.values() if path in values and path not in entered}
 
     def plan(self, targets: Mapping[str, torch.Tensor]) -> Reading:
         """What is to be read for these targets, distributed tensors or not. Raises `StateMismatch`, and `Unusable` where a slice is

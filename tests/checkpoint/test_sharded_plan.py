@@ -1,0 +1,11 @@
+"""How a nested state becomes tensors and objects with names, and again a nested state."""
+
+from __future__ import annotations
+
+from strata.checkpoint.sharded.plan import flattened
+from strata.checkpoint.sharded.restoring import nested_state
+
+
+def test_what_is_empty_comes_back() -> None:
+    state = {"optimizer": {"state": {}, "groups": []}, "extra": {"metrics": {"phases": {}, "steps": 3}}}
+    assert nested_state(dict(flattened(state))) == state

@@ -1,0 +1,69 @@
+"""Real ranks on gloo, each a process: a module is run once for each, and each says one thing as JSON.
+
+The module calls `join` with the folder it was given, and `say` with what it has found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 240.0
+
+
+def ranks(
+    module: str, *arguments: str, folder: Path, world: int, environment: Mapping[str, str] | None = None
+) -> list[Any]:
+    """What each rank of `python -m MODULE FOLDER ARGUMENTS` has said, in rank order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "meeting").unlink(missing_ok=True)
+    started = []
+    for rank in range(world):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", module, str(folder), *arguments],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    **{name: str(value) for name, value in place.items()},
+                    "OMP_NUM_THREADS": "1",
+                    **(environment or {}),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        output = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0] * world, "\n".join(output)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+
+
+def join(folder: Path) -> tuple[int, int]:
+    """Meet the other ranks: this one's number, and how many there are."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world
+    )
+    return rank, world
+
+
+def say(folder: Path, value: Any) -> None:
+    """What this rank has found; then it leaves, when all have."""
+    (folder / f"rank{distributed.get_rank()}.json").write_text(json.dumps(value))
+    distributed.barrier()
+    distributed.destroy_process_group()

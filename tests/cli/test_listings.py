@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.server
 import json
 import os
@@ -17,6 +18,7 @@ from urllib.parse import urlencode
 
 import pytest
 
+from strata.coordinator.logs.store import KEEPALIVE_S
 from strata.rpc import coordinator_pb2 as pb
 from tests.cli.running import strata, strata_process
 from tests.service.clients import RawSession, channel, stub
@@ -278,6 +280,37 @@ def test_logs_follow_until_a_signal_and_over_a_restart(empty: Coordinator) -> No
         for pipe in (follower.stdout, follower.stderr):
             assert pipe is not None
             pipe.close()
+
+
+WITH_ANOTHER_THREAD = """
+import threading, time
+from strata.cli.main import main
+other = threading.Thread(target=time.sleep, args=(600,), daemon=True)
+other.start()
+print(other.native_id)
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_logs_follow_ends_whichever_thread_is_handed_the_signal(
+    empty: Coordinator, number: signal.Signals
+) -> None:
+    words = ["logs", "-f", "--json", "--api", empty.url]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", WITH_ANOTHER_THREAD, *words], stdout=subprocess.PIPE, text=True
+    ) as follower:
+        try:
+            assert follower.stdout is not None
+            other = int(follower.stdout.readline())
+            assert follower.stdout.readline(), "what there was; the rest comes while it follows"
+            say(empty, f"{number.name} comes next")
+            assert any(f"{number.name} comes next" in line for line in follower.stdout)
+            assert ctypes.CDLL(None).tgkill(follower.pid, other, int(number)) == 0
+            # Not only when the coordinator's next sign of life wakes the main thread.
+            assert follower.wait(KEEPALIVE_S - 5) == 130
+        finally:
+            follower.kill()
 
 
 def say(server: Coordinator, text: str) -> None:

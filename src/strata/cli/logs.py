@@ -101,12 +101,17 @@ def _follow(api: str, query: dict[str, Any], last_id: str, *, as_json: bool) -> 
 
 
 def _end_at_ctrl_c() -> None:
-    """From a thread that waits for nothing else. Python would notice the signal between two instructions, and one that comes
-    just before a wait for the next line is noticed only with that line."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """From a thread that waits for nothing else. Python would notice the signal between two instructions of the main thread:
+    one that comes just before a wait for the next line is noticed only with that line, and so is one that the kernel hands to
+    another thread (NumPy's BLAS has some). The byte is written by whichever thread is handed the signal."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
 
     def end() -> None:
-        signal.sigwait({signal.SIGINT})
+        os.read(reading, 1)
         os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=end, daemon=True).start()

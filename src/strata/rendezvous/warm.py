@@ -28,6 +28,7 @@ from strata.rendezvous.agent import CarefulAgent
 from strata.rendezvous.frames import describe, report, script_frames
 from strata.rendezvous.preload import SecondServer, note_imports, preload
 from strata.torch_compat.elastic import WorkerProcesses, use_agent, use_worker_processes
+from strata.torch_compat.groups import outlive_all_reducers
 from strata.torch_compat.stores import join_promptly
 
 
@@ -63,6 +64,7 @@ def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
     try:
         separate_attempts()
         join_promptly()
+        outlive_all_reducers()
         end_with_trainer()
         return entrypoint(*arguments)
     except SystemExit as end:

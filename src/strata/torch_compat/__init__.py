@@ -8,6 +8,7 @@
     modules.py       whether a module or optimizer loads its state in torch's own way
     loaders.py       the processes of a `DataLoader`
     dtensors.py      what a rank holds of a distributed tensor, and the store of its process group
+    groups.py        process groups that DDP lets go of
     lazy_dynamo.py   the compiler, imported when it is used
 
 A module here calls `require` when it is imported, so a torch that has renamed something gives one error that says what is
@@ -88,6 +89,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.distributed.distributed_c10d:_get_default_store",
         "torch._C._distributed_c10d:PrefixStore.underlying_store",
     ),
+    "groups": ("torch.distributed:Reducer", "torch.distributed:Logger"),
     "lazy_dynamo": ("torch._C:_set_deterministic_algorithms",),
     "loaders": ("torch.utils.data._utils.worker:_worker_loop",),
 }

@@ -1,0 +1,48 @@
+"""A DDP model can be dropped while its group's threads still have tensors of Python to free."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Torch's compiler, where it is imported afterwards, keeps the group and hides what is tested. Python's lock stays with the main
+# thread, as it may for the moment in which a script ends after its last collective.
+SCRIPT = """
+import gc, os, sys
+import torch, torch._dynamo
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from strata.torch_compat.groups import outlive_all_reducers, outlive_reducers
+
+way = sys.argv[1]
+if way == "all":
+    outlive_all_reducers()
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(nn.Linear(2, 2))
+if way == "one":
+    outlive_reducers(nn.Sequential(model))
+if way == "cycle":
+    outlive_reducers(model)
+    model.itself = [model]
+threads = len(os.listdir("/proc/self/task"))
+values = torch.zeros(1_000_000)
+sys.setswitchinterval(600)
+for _ in range(50):
+    distributed.all_gather([torch.empty(1_000_000)], values, async_op=True)
+distributed.destroy_process_group()
+del model
+gc.collect()
+assert len(os.listdir("/proc/self/task")) < threads, "the group was not destroyed"
+print("dropped", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("way", ["one", "all", "cycle"])
+def test_model_is_dropped_while_threads_of_its_group_need_python(way: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, way], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "dropped\n", done.stderr

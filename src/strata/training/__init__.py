@@ -64,7 +64,7 @@ def elastic(
     ends when `epochs` or `max_steps` are reached. After `break` the job may be iterated again; leaving the block saves the
     final state to every destination, or fails and says what is missing.
 
-    model: as usual, DDP or not.
+    model: as usual: plain, DDP, FSDP2, HSDP or tensor parallel.
     optimizer, scheduler: anything with `state_dict` and `load_state_dict`.
     data: the `ElasticLoader` that training reads; the job keeps its position and its ledger.
     checkpoints: destinations, near to far: a folder, `s3://bucket/prefix`, or a list of them. `[]` keeps the state in

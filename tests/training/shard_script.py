@@ -131,6 +131,7 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group("gloo")
     model, mesh = build(kind, world)
+    torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=kind == "hsdp"
     )
@@ -160,6 +161,8 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
         ),
     ) as job:
         for batch in job:
+            if not (folder / f"draw-{world}-{rank}").exists():
+                (folder / f"draw-{world}-{rank}").write_text(str(torch.rand(1).item()))
             if "SETTLED" in os.environ:  # Nothing is skipped, so what was saved is known.
                 assert job._manager is not None
                 assert job._manager.wait_idle(60)

@@ -196,6 +196,8 @@ def test_resizes_of_tensor_parallel_ranks(tmp_path: Path, undisturbed: Callable[
     folder = tmp_path / "job"
     crash("tp", folder, 4, at=5, env={"DIES": "3"})
     crash("tp", folder, 2, at=9)
+    # In another world, ranks that read the same data draw the same random numbers.
+    assert len({(folder / f"draw-2-{rank}").read_text() for rank in range(2)}) == 1
     finish("tp", folder, 2, env={"TP": "1"})
     check_close(folder, undisturbed("fsdp", 2), STEPS)
     check_audit(folder / "near")

@@ -665,7 +665,11 @@ class ElasticJob:
     def _sharded(self) -> ShardedJob:
         if self._shards is None:
             self._shards = ShardedJob(
-                self._state, rank=self.rank, world_size=self.world_size, machine=self._machine
+                self._state,
+                rank=self.rank,
+                world_size=self.world_size,
+                machine=self._machine,
+                data_world=self._data_world,
             )
         return self._shards
 

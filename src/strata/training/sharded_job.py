@@ -36,6 +36,7 @@ from strata.core.job import LoadReport, LoadShards
 from strata.shared_memory import folder_name, images_folder, memory_roots
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
+from strata.training.data_world import DataWorld
 from strata.training.exchange import exchange_device, gather, is_distributed, rank_and_world
 from strata.training.shards import RNG, Locals, ShardedState, is_generator_of
 from strata.training.state import TrainingState
@@ -71,11 +72,14 @@ def new_board(name: str) -> Board:
 class ShardedJob:
     """One rank's part in saving and restoring."""
 
-    def __init__(self, state: TrainingState, *, rank: int, world_size: int, machine: str) -> None:
+    def __init__(
+        self, state: TrainingState, *, rank: int, world_size: int, machine: str, data_world: DataWorld
+    ) -> None:
         self._state = ShardedState(state)
         self._rank = rank
         self._world_size = world_size
         self._machine = machine
+        self._data_world = data_world
         self._plan: ShardPlan | None = None
         self._planned_for: Plan | None = None
         self._locals = Locals()
@@ -167,7 +171,13 @@ class ShardedJob:
         return {**nested_state(values), "position": position}, report
 
     def adopt(self, state: Mapping[str, Any]) -> None:
-        self._state.adopt(state, rank=self._rank)
+        self._state.adopt(state, rank=self._generator(int(state.get("world_size", self._world_size))))
+
+    def _generator(self, world_before: int) -> int:
+        """Whose random numbers this rank continues: its own; but in another world, ranks that read the same data also draw the same
+        numbers, or what they hold in common would no longer be the same."""
+        is_alone = self._data_world.size == self._world_size
+        return self._rank if is_alone or world_before == self._world_size else self._data_world.rank
 
     def _describe(
         self, load: LoadShards, manifests: Mapping[str, Manifest], manager: CheckpointManager | None
@@ -221,10 +231,9 @@ class ShardedJob:
         tensors = {
             source.paths[name]: (entry.properties.dtype, entry.size) for name, entry in source.tensors.items()
         }
-        objects = source.objects(
-            leave_out=lambda path: path[0] == RNG and not is_generator_of(self._rank, path)
-        )
-        targets = self._state.targets(tensors, rank=self._rank)
+        mine = {self._rank, self._data_world.rank}
+        objects = source.objects(leave_out=lambda path: path[0] == RNG and not is_generator_of(mine, path))
+        targets = self._state.targets(tensors, ranks=mine)
         own = self._own_image(load, images)
         if own is not None and manager is not None and _is_same(own, targets):
             self._map_own(own, targets, manager)

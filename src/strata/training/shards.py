@@ -9,7 +9,7 @@ yet; `adopt` does the rest. Nothing here talks to storage or to other ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +37,10 @@ def is_sharded(state: TrainingState) -> bool:
     return any(map(is_distributed_tensor, tensors))
 
 
-def is_generator_of(rank: int, path: Path) -> bool:
-    """Whether something that was saved is of the random number generators that a rank goes on with: its own, or where there was
-    no such rank, the first one's."""
-    return path[0] == RNG and path[1] in (str(rank), "0")
+def is_generator_of(ranks: Collection[int], path: Path) -> bool:
+    """Whether something that was saved is of the random number generators that one of these ranks goes on with: its own, or where
+    there was no such rank, the first one's."""
+    return path[0] == RNG and path[1] in {"0", *map(str, ranks)}
 
 
 class Same(dict[str, Any]):
@@ -148,7 +148,7 @@ class ShardedState:
         }
 
     def targets(
-        self, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], *, rank: int
+        self, tensors: Mapping[Path, tuple[torch.dtype, torch.Size]], *, ranks: Collection[int]
     ) -> dict[Path, torch.Tensor]:
         """For each tensor that was saved, by its path, what it is read into. Raises `StateMismatch`, with nothing changed."""
         state = self._state
@@ -165,7 +165,7 @@ class ShardedState:
             else:
                 found |= _targets_of_other(item, tensors, base)
         for path, (dtype, size) in tensors.items():
-            if path not in found and (path[0] != RNG or is_generator_of(rank, path)):
+            if path not in found and (path[0] != RNG or is_generator_of(ranks, path)):
                 found[path] = torch.empty(size, dtype=dtype)
         return found
 

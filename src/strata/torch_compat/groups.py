@@ -5,7 +5,8 @@ collective. Torch gives the lock up when a Python reference to the group is the 
 both wait for ever, at the end of a script whose last collective has only just ended. A script that imports torch's compiler
 after it has joined its group is spared: the compiler keeps the group. In a warm worker it is imported before.
 
-Here the group outlives the reducer by a Python reference.
+Here the group outlives the reducer by a Python reference. Torch 2.7 does not give the lock up for that one either: there the
+group stays as long as the process.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import functools
 import weakref
 from typing import Any
 
-from strata.torch_compat import require
+from strata.torch_compat import require, torch_version
 
 require("groups")
 
 import torch  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+GIVES_UP_LOCK = torch_version() >= (2, 13)
+"""Verified with 2.13 and 2.15; those before keep the group, which is safe with each."""
+_kept: list[object] = []
 
 
 def outlive_reducers(model: torch.nn.Module) -> None:
@@ -48,4 +53,5 @@ def _outlive_reducer(wrapper: DistributedDataParallel) -> None:
 
 
 def _let_go(group: object) -> None:
-    """It is freed when this returns."""
+    if not GIVES_UP_LOCK:
+        _kept.append(group)

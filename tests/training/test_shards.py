@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +119,8 @@ def crash(kind: str, folder: Path, world: int, *, at: int, **options: Any) -> En
 
 def losses(folder: Path) -> dict[int, float]:
     """The loss of each step, as the first rank has seen it last."""
-    return dict(json.loads(line) for line in (folder / "losses-0").read_text().splitlines())
+    lines = (folder / "losses-0").read_text().splitlines(keepends=True)
+    return dict(json.loads(line) for line in lines if line.endswith("\n"))
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
@@ -359,12 +362,29 @@ def test_where_one_part_is_too_large_no_rank_makes_a_snapshot(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_twenty_kills_leave_no_trace(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
-    steps = 60
+    """At random moments: in a step, between two, while parts are copied or uploaded, while a start restores them."""
+    steps = 200
     folder = tmp_path / "job"
-    chosen = torch.Generator().manual_seed(20)
-    for number in range(20):
-        at = 2 + 3 * number - int(torch.randint(2, (1,), generator=chosen))
-        crash("fsdp", folder, 2, steps=steps, at=max(at, 1), env={"DIES": str(number % 2)})
+    folder.mkdir()
+    chance = random.Random(20)
+    for _ in range(20):
+        reached = reached_by(folder)
+        with started("fsdp", folder, 2, steps=steps) as ranks:
+            if chance.random() < 0.25:
+                time.sleep(chance.uniform(1, 6))
+            else:
+                wanted = reached + chance.randint(0, 6)
+                while not wanted < reached_by(folder) and all(rank.poll() is None for rank in ranks):
+                    time.sleep(0.005)
+                time.sleep(chance.uniform(0, 0.05))
+            assert all(rank.poll() is None for rank in ranks), ended(ranks).output
+            chance.choice(ranks).kill()
+            assert -signal.SIGKILL in ended(ranks).codes
+    assert reached_by(folder) < steps
     finish("fsdp", folder, 2, steps=steps)
     check_same(folder, undisturbed("fsdp", 2, steps))
     check_audit(folder / "near", steps)
+
+
+def reached_by(folder: Path) -> int:
+    return max(losses(folder), default=0) if (folder / "losses-0").exists() else 0

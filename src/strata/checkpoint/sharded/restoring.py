@@ -38,7 +38,7 @@ from strata.checkpoint.sharded.parts import PartReader
 from strata.checkpoint.sharded.plan import Chunk, Marked, Path, flattened, outer_paths
 from strata.checkpoint.sharded.reader import load_object, read_slice, read_tensors
 from strata.stores.local import LocalStore
-from strata.stores.protocol import Store, StoreError
+from strata.stores.protocol import NotFound, Store, StoreError, Truncated
 from strata.torch_compat.dtensors import local_of
 
 
@@ -50,7 +50,7 @@ class Unusable(CheckpointError):
     def __init__(self, error: CheckpointError | StoreError | str, *, names: Collection[str]) -> None:
         super().__init__(getattr(error, "message", str(error)))
         self.names = tuple(names)
-        self.is_away = isinstance(error, StoreError)
+        self.is_away = isinstance(error, StoreError) and not isinstance(error, NotFound | Truncated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 KIND is `fsdp`, `tp` (data parallel by tensor parallel, `TP` ranks each), `hsdp` or `ddp`. Each step's loss goes to `losses-RANK` in the folder, and the
 final parameters, gathered, to `final`. With APART in the environment each rank is a machine of its own. With DIE_AT the rank named by `DIES` kills itself in that step.
-With FULL=RANK:STEP the destinations have no space for that rank's part of that step, and with STOPPED=RANK:STEP that rank stops (SIGSTOP) when it is about to put the manifest of that step.
+With FULL=RANK:STEP[:NAME] the destinations, or the one of that name, have no space for that rank's part of that step, and with STOPPED=RANK:STEP that rank stops (SIGSTOP) when it is about to put the manifest of that step.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def destination(path: Path, rank: int) -> Store:
     """As the environment wants it to be."""
 
     def is_meant(variable: str, key: str) -> bool:
-        who, _, step = os.environ.get(variable, "-1:0").partition(":")
-        return int(who) == rank and f"{int(step):08d}-" in key
+        who, step, *name = os.environ.get(variable, "-1:0").split(":")
+        return int(who) == rank and f"{int(step):08d}-" in key and (not name or name == [path.name])
 
     def choose(operation: Operation, _: object) -> Fault | None:
         if operation.name != "write":

@@ -347,6 +347,15 @@ def test_a_destination_that_is_full_for_one_rank_has_no_checkpoint(
     check_same(folder, undisturbed("fsdp", 2))
 
 
+def test_a_rank_that_fails_at_one_destination_keeps_no_other_waiting_at_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    for rank in (0, 1):
+        env = {"FULL": f"{rank}:{4 * rank + 4}:near", "SETTLED": "1"}
+        finish("fsdp", folder, 2, steps=4 * rank + 6, env=env)
+    assert {manifest.step for manifest in manifests(folder / "near")} == {6, 10}
+    assert {manifest.step for manifest in manifests(folder / "far")} >= {8, 10}
+
+
 def test_where_one_part_is_too_large_no_rank_makes_a_snapshot(tmp_path: Path) -> None:
     env = {"SAVE_EVERY": "100", "SETTLED": "1"}
     crash("fsdp", tmp_path / "sizes", 2, at=4, env=env)

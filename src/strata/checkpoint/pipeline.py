@@ -199,6 +199,8 @@ class Publisher(Protocol):
         """Of what this rank has written to a store."""
         ...
 
+    def fail(self, store: Store, reason: str) -> None: ...
+
     def end(self, reason: str) -> None: ...
 
 
@@ -351,6 +353,8 @@ class Pipeline:
             )
             save.failures.append(save.failed(error, store))
             log.warning("%s", save.failures[-1])
+            if save.publisher is not None:
+                save.publisher.fail(store, str(save.failures[-1]))
         if save.stores and not roomy:
             raise save.failures.pop()
         save.stores = tuple(roomy)
@@ -572,6 +576,8 @@ class Pipeline:
                 if attempt == retries or self._stopping.is_set() or isinstance(error, PeerFailed):
                     save.failures.append(failure)
                     log.warning("%s", failure)
+                    if save.publisher is not None:
+                        save.publisher.fail(store, str(failure))
                     return
                 log.warning("%s Trying again in %.1f s.", failure, self._policy.retry_delay_s)
                 self._stopping.wait(self._policy.retry_delay_s)

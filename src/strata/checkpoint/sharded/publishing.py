@@ -187,8 +187,7 @@ class ShardPublisher:
         admit: Admit | None,
     ) -> Entry:
         """Write this rank's part, and return when the checkpoint exists. The payload is its image, or its part as it was written
-        to a store before. `check` raises when nobody wants it any more. Raises
-        `PeerFailed` where another rank has failed, and the
+        to a store before. `check` raises when nobody wants it any more. Raises `PeerFailed` where another rank has failed, and the
         store's errors."""
         report = self._written.get(store.url)
         if report is None:
@@ -216,14 +215,24 @@ class ShardPublisher:
         assert part is not None
         return part.digest
 
+    def fail(self, store: Store, reason: str) -> None:
+        """This rank will not write to a store, or not put the manifest there: tell those who wait for it, before it turns to another
+        store and waits for them."""
+        self._fail(store.url, reason)
+
     def end(self, reason: str) -> None:
-        """This rank's part in the save is over: tell those who wait for something that will not come."""
-        for url in self._open:
-            if self.is_first:
-                self._tell(url, reason)
-            elif url not in self._written:
-                self._board.post(self._key(url, self._plan.rank), _Report(error=reason).encode())
-        self._open = set()
+        """This rank's part in the save is over."""
+        for url in list(self._open):
+            self._fail(url, reason)
+
+    def _fail(self, url: str, reason: str) -> None:
+        if url not in self._open:
+            return
+        self._open.discard(url)
+        if self.is_first:
+            self._tell(url, reason)
+        elif url not in self._written:
+            self._board.post(self._key(url, self._plan.rank), _Report(error=reason).encode())
 
     def _tell(self, url: str, error: str) -> None:
         """The outcome, for all. That of the save before has been read by now: a save begins when the ones before it to the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import warnings
@@ -24,10 +25,12 @@ from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import SHARDED
 from strata.checkpoint.dcp import StrataStorageReader, StrataStorageWriter
 from strata.checkpoint.export import export
+from strata.checkpoint.formats import reading
 from strata.checkpoint.importing import DestinationTaken, InvalidImport, adopt
 from strata.checkpoint.verify import verify_store
 from strata.cli.checkpoint import app
 from strata.stores import open_store
+from strata.torch_compat.checkpoints import MemoryFormat
 from tests.checkpoint.dcp_actor import run_world
 from tests.checkpoint.states import random_tensor, same_bits
 
@@ -600,3 +603,30 @@ def test_verification_names_the_damaged_tensor_and_part_of_an_imported_checkpoin
     assert part.name in result.output
     assert "model_state_dict.layer2" in result.output
     assert "layer0" not in result.output
+
+
+class _ByName:
+    """Pickled as Python before 3.11.4 pickles a member of an enumeration."""
+
+    def __init__(self, owner: Any, name: Any) -> None:
+        self._asked = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self._asked
+
+
+def test_members_of_enumerations_are_known_by_name_and_nothing_else_is() -> None:
+    first = next(iter(MemoryFormat))
+    assert read_metadata(pickle.dumps(_ByName(MemoryFormat, first.name))) is first
+    for owner, name in (
+        (MemoryFormat, "__class__"),
+        (MemoryFormat, []),
+        (torch.Size, "count"),
+        (torch.Size, "__init__"),
+    ):
+        with pytest.raises(pickle.UnpicklingError, match="not part of such a file"):
+            read_metadata(pickle.dumps(_ByName(owner, name)))
+
+
+def read_metadata(raw: bytes) -> Any:
+    return reading._Metadata(io.BytesIO(raw)).load()

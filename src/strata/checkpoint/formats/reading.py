@@ -496,6 +496,13 @@ class _Metadata(pickle.Unpickler):
         return known
 
 
+def _member(kind: Any, name: Any) -> MemoryFormat:
+    """In the place of `getattr`, by which some versions of Python pickle the members of enumerations."""
+    if kind is not MemoryFormat or type(name) is not str or name not in MemoryFormat.__members__:
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which is not part of such a file")
+    return MemoryFormat[name]
+
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _METADATA_TYPES: dict[tuple[str, str], Any] = {
     **{
@@ -506,6 +513,7 @@ _METADATA_TYPES: dict[tuple[str, str], Any] = {
         )
     },
     (_METADATA, "_MEM_FORMAT_ENCODING"): MemoryFormat,
+    ("builtins", "getattr"): _member,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     ("torch.serialization", "_get_layout"): layout_of,
     ("torch", "Size"): torch.Size,

@@ -241,10 +241,11 @@ class CheckpointManager:
         for count, number in (("step", step), ("epoch", epoch)):
             if type(number) is not int or number < 0:
                 raise InvalidSave(f"{count} ({number!r}) must be a whole number and not negative.")
+        spared = None if shards is None else {each for each in (keep,) if each is not None}
         staged = (
             self._stage_bytes(data)
             if isinstance(data, bytes | bytearray | memoryview)
-            else self._stage(data, sparing=None if shards is None else [keep] if keep is not None else [])
+            else self._stage(data, sparing=spared)
         )
         if name is not None:
             metadata = {**(metadata or {}), NAMED: True}
@@ -618,15 +619,7 @@ class CheckpointManager:
 
     def ready(self, plan: Plan, *, part: str) -> Ready:
         """What this rank says before a sharded save of this plan; `part` is what of the state it has, where others have it too."""
-        found = self._images().readiness(plan)
-        return Ready(
-            has_image=found.has_image,
-            has_one_image=found.has_one_image,
-            held=found.held,
-            kept=found.kept,
-            busy=self._pipeline.busy(),
-            part=part,
-        )
+        return replace(self._images().readiness(plan), busy=self._pipeline.busy(), part=part)
 
     def _publisher(
         self, checkpoint_id: CheckpointId, shards: Shards | None, stores: Sequence[Store]

@@ -234,7 +234,7 @@ class ShardedJob:
         mine = {self._rank, self._data_world.rank}
         objects = source.objects(leave_out=lambda path: path[0] == RNG and not is_generator_of(mine, path))
         targets = self._state.targets(tensors, ranks=mine)
-        own = self._own_image(load, images)
+        own = _own_image(images, manager)
         if own is not None and manager is not None and _is_same(own, targets):
             self._map_own(own, targets, manager)
             return None, source.in_order({**objects, **targets})
@@ -243,9 +243,6 @@ class ShardedJob:
         with torch.no_grad():
             reading.read()
         return reading, source.in_order({**objects, **targets})
-
-    def _own_image(self, load: LoadShards, images: Mapping[str, ImageFound]) -> ImageFound | None:
-        return next((i for i in images.values() if i.rank == self._rank and i.machine == self._machine), None)
 
     def _map_own(
         self,
@@ -324,6 +321,12 @@ class _Bound:
 
     def bind(self, saved: Any) -> Any:
         return nested_state(self._targets)
+
+
+def _own_image(images: Mapping[str, ImageFound], manager: CheckpointManager | None) -> ImageFound | None:
+    """The one that this process has taken over; not one that it has only found."""
+    own = {info.path for info in manager.snapshots()} if manager is not None else set()
+    return next((image for image in images.values() if image.path in own), None)
 
 
 def _is_same(image: ImageFound, targets: Mapping[StatePath, torch.Tensor]) -> bool:

@@ -44,6 +44,7 @@ from strata.checkpoint.copying.digest import Digest, digest_of, helping_threads
 from strata.checkpoint.copying.engine import Copier, Copying, Destination
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded, Superseded
 from strata.checkpoint.image.layout import FILE_NAME, Placement, Plan, Prepared
+from strata.core.job import Ready
 from strata.files import write_file
 from strata.locks import FolderLock
 from strata.processes import Process, this_process
@@ -98,16 +99,6 @@ class Holder:
     def __str__(self) -> str:
         where = f"pid {self.pid} on {self.host}" if self.host else f"process {self.token}"
         return f"{where}, {self.launch}" if self.launch else where
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readiness:
-    """What there is for a save that many ranks make together (`strata.core.job.Ready`)."""
-
-    has_image: bool
-    has_one_image: bool
-    held: frozenset[CheckpointId]
-    kept: frozenset[CheckpointId]
 
 
 class ImageBuffer:
@@ -480,13 +471,13 @@ class Staging:
             raise
         return buffer
 
-    def readiness(self, plan: Plan) -> Readiness:
-        """What a sharded save of this plan would find."""
+    def readiness(self, plan: Plan) -> Ready:
+        """What a sharded save of this plan would find in memory."""
         self.open()
         with self._changed:
             free = [buffer for buffer in self._buffers if not buffer.is_busy]
             held = [b.marked.checkpoint_id for b in self._buffers if b.marked is not None]
-            return Readiness(
+            return Ready(
                 has_image=bool(free) and not any(buffer.is_being_filled for buffer in self._buffers),
                 has_one_image=len(self._buffers) == 1,
                 held=frozenset(held),

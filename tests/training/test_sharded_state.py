@@ -29,6 +29,7 @@ from strata.checkpoint.image.nested import leaves
 from strata.checkpoint.importing import adopt
 from strata.checkpoint.sharded.layout import Span
 from strata.checkpoint.sharded.plan import ShardPlan, chunks_of, flattened
+from strata.checkpoint.sharded.restoring import ShardedSource
 from strata.stores import open_store
 from strata.stores.faulty import FaultyStore, Operation
 from strata.training import ElasticJob, ElasticOptions
@@ -591,6 +592,18 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_undisturbed_one(name: str, 
         assert job.recovery is not None
         assert (job.recovery.resumed_step, job.recovery.tier) == (step, tier), job.recovery.reasons
         assert_same(anew, undisturbed)
+
+
+def test_the_same_ranks_map_their_own_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is planned and read slice by slice where an image holds just what its rank is to hold."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("slices were read")
+
+    with pytest.raises(Crash):
+        built("foreach_adamw", 1).run(tmp_path, crash_at=CRASH_AT)
+    monkeypatch.setattr(ShardedSource, "plan", refuse)
+    assert built("foreach_adamw", 2).run(tmp_path).restored
 
 
 def test_a_distributed_tensor_where_it_has_no_name_is_refused(tmp_path: Path) -> None:

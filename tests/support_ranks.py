@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import distributed
 
+from strata.torch_compat.groups import settle_at_exit
+
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 240.0
 
@@ -55,6 +57,7 @@ def ranks(
 
 def join(folder: Path) -> tuple[int, int]:
     """Meet the other ranks: this one's number, and how many there are."""
+    settle_at_exit()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world

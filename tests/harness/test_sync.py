@@ -15,7 +15,10 @@ PROGRAM = textwrap.dedent("""
     import torch
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
+    from strata.torch_compat.groups import settle_at_exit
     from strata.trainer.sync import SyncTimer
+
+    settle_at_exit()
 
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()

@@ -10,10 +10,12 @@ PROGRAM = """
 import sys
 import torch
 from torch import distributed
+from strata.torch_compat.groups import settle_at_exit
 from strata.training.exchange import broadcast_state
 from tests.checkpoint.states import assert_same
 from tests.training.test_state import OPTIMIZERS, Trained
 
+settle_at_exit()
 rank, meeting = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
 trained = Trained(OPTIMIZERS["Adam"], seed=rank)

@@ -8,7 +8,7 @@
     modules.py       whether a module or optimizer loads its state in torch's own way
     loaders.py       the processes of a `DataLoader`
     dtensors.py      what a rank holds of a distributed tensor, and the store of its process group
-    groups.py        process groups that DDP lets go of
+    groups.py        threads of gloo that still need Python
     lazy_dynamo.py   the compiler, imported when it is used
 
 A module here calls `require` when it is imported, so a torch that has renamed something gives one error that says what is

@@ -1,4 +1,4 @@
-"""Process groups that DDP lets go of.
+"""Threads of gloo that still need Python: when DDP lets go of their group, and when the script ends.
 
 A gloo group that is destroyed waits for its threads, and these need Python's lock to free the tensors of their last
 collective. Torch gives the lock up when a Python reference to the group is the last one, and not when DDP's reducer has it: then
@@ -7,12 +7,20 @@ after it has joined its group is spared: the compiler keeps the group. In a warm
 
 Here the group outlives the reducer by a Python reference. Torch 2.7 does not give the lock up for that one either: there the
 group stays as long as the process.
+
+Where the group lives to the end of a script, Python ends each thread that asks for its lock from then on, and a thread that is
+ended in the midst of freeing takes the whole process with it ("terminate called without an active exception"): the abort of a
+rank that had finished. So a script first waits until these threads have freed what they hold.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import sys
+import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 from strata.torch_compat import require, torch_version
@@ -25,6 +33,10 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 GIVES_UP_LOCK = torch_version() >= (2, 13)
 """Verified with 2.13 and 2.15; those before keep the group, which is safe with each."""
 _kept: list[object] = []
+THREAD = "pt_gloo_runloop"
+ACTIVITY = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
+SETTLING_S = 1.0
+"""More than freeing takes, and no more than a script's end may be late for a collective that hangs."""
 
 
 def outlive_reducers(model: torch.nn.Module) -> None:
@@ -55,3 +67,37 @@ def _outlive_reducer(wrapper: DistributedDataParallel) -> None:
 def _let_go(group: object) -> None:
     if not GIVES_UP_LOCK:
         _kept.append(group)
+
+
+def settle_at_exit() -> None:
+    """Let the threads of gloo free what they hold before Python ends."""
+    atexit.unregister(_settle)
+    atexit.register(_settle)
+
+
+def _settle() -> None:
+    threads = [task for task in Path("/proc/self/task").glob("*") if _read(task / "comm").strip() == THREAD]
+    deadline = time.monotonic() + SETTLING_S
+    interval, moved = sys.getswitchinterval(), bool(threads)
+    sys.setswitchinterval(
+        0.001
+    )  # Who waits for Python's lock wakes that often, and is so told from who has nothing to do.
+    while moved and time.monotonic() < deadline:
+        before = [_activity(thread) for thread in threads]
+        time.sleep(0.005)
+        moved = any(
+            "R" in seen[:1] or seen != _activity(thread) for thread, seen in zip(threads, before, strict=True)
+        )
+    sys.setswitchinterval(interval)
+
+
+def _activity(thread: Path) -> list[str]:
+    """Its state, and how often it was given a processor and gave it back."""
+    return [line.split()[1] for line in _read(thread / "status").splitlines() if line.startswith(ACTIVITY)]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # The thread has ended.
+        return ""

@@ -80,7 +80,7 @@ from strata.launch import torchrun_trap
 from strata.processes import machine_token
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
-from strata.torch_compat.groups import outlive_reducers
+from strata.torch_compat.groups import outlive_reducers, settle_at_exit
 from strata.training import rng
 from strata.training.account import TimeAccount
 from strata.training.data_world import DataWorld
@@ -244,6 +244,7 @@ class ElasticJob:
         self._epochs = epochs
         self._max_steps = max_steps
         outlive_reducers(model)
+        settle_at_exit()
         self._state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
         self._on_restored = on_restored
         self._checkpoints = checkpoints

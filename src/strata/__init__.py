@@ -27,6 +27,7 @@ _HOMES = {
     "audit": "strata.data.history",
     "current_task": "strata.launch.context",
     "elastic": "strata.training",
+    "recoverable": "strata.training.recoverable",
 }
 
 __all__ = [*_HOMES, "__version__"]
@@ -60,4 +61,5 @@ if TYPE_CHECKING:
     from strata.launch.context import current_task as current_task
     from strata.stores import StorageBackend as StorageBackend
     from strata.training import elastic as elastic
+    from strata.training.recoverable import recoverable as recoverable
     from strata.worker.orchestrator import TrainingOrchestrator as TrainingOrchestrator

@@ -30,8 +30,9 @@ from strata.rendezvous import LOOPBACK, LOOPBACK_ONLY, TORCHRUN_ENVIRONMENT, rdz
 
 MAX_RESTARTS = 1000
 MONITOR_S = 0.1
-VARIABLES = {**TORCHRUN_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
-"""For the agent and all it starts, where the environment says nothing else."""
+VARIABLES = {**TORCHRUN_ENVIRONMENT, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""For the agent and all it starts, where the environment says nothing else. Torch's libraries log twenty lines of addresses for every
+connection that ends with a peer."""
 COMMON_VARIABLES = ("NNODES", "NPROC_PER_NODE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID")
 """What job scripts set, each for the flag of its name."""
 WRONG_CALL = 2

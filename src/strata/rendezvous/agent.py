@@ -36,11 +36,16 @@ class CarefulAgent(Agent):
         self._started_s = time.monotonic()
 
     def failed(self, result: RunResult, error_files: Sequence[str]) -> None:
-        CarefulAgent.last_error = error = _find_error(result, error_files)
+        if self.hopeless(_find_error(result, error_files)) is not None and self.has_restarts:
+            self.give_up()
+
+    def hopeless(self, error: WorkerError | None) -> str | None:
+        """A worker has failed by this error, if it could say so: why another attempt would not help, if that is known."""
+        CarefulAgent.last_error = error
         reason = self._errors.failed(error, lasted_s=time.monotonic() - self._started_s)
         if reason is not None and self.has_restarts:
             CarefulAgent.given_up = reason
-            self.give_up()
+        return reason
 
 
 def _find_error(result: RunResult, error_files: Sequence[str]) -> WorkerError | None:

@@ -79,6 +79,14 @@ def read_report(error_file: str) -> WorkerError | None:
         return None
 
 
+def take_report(error_file: str) -> WorkerError | None:
+    """The same, once: the next worker may have the same file."""
+    found = read_report(error_file)
+    with suppress(OSError):
+        os.unlink(error_file + _BESIDE)
+    return found
+
+
 def _last_step() -> int | None:
     """Of this process; without importing what has not been imported."""
     trace = sys.modules.get("strata.training.trace")

@@ -24,9 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from strata.data.loader_workers import end_with_trainer
 from strata.launch.torchrun_trap import separate_attempts
 from strata.processes import end_with_parent, let_fork_server_end, write_line_by_line
-from strata.rendezvous.agent import CarefulAgent
 from strata.rendezvous.frames import describe, report, script_frames
+from strata.rendezvous.channel import SLOT_VARIABLE
 from strata.rendezvous.preload import SecondServer, note_imports, preload
+from strata.rendezvous.regrouping import RegroupingAgent
 from strata.torch_compat.elastic import WorkerProcesses, use_agent, use_worker_processes
 from strata.torch_compat.groups import outlive_all_reducers
 from strata.torch_compat.stores import join_promptly
@@ -45,7 +46,7 @@ class WarmWorkers(WorkerProcesses):
     ) -> None:
         called = {rank: (entrypoint, *own) for rank, own in args.items()}
         # The server's environment is the agent's of a moment before.
-        envs = {rank: {**os.environ, **own} for rank, own in envs.items()}
+        envs = {rank: {**os.environ, **own, SLOT_VARIABLE: str(rank)} for rank, own in envs.items()}
         super().__init__(name=name, entrypoint=as_a_program, args=called, envs=envs, **more)
         self._run = _run_of(envs)
 
@@ -128,4 +129,4 @@ def warm_up(run: str) -> None:
     """In the agent of a run, before it starts its first worker."""
     preload(run)
     use_worker_processes(WarmWorkers)
-    use_agent(CarefulAgent)
+    use_agent(RegroupingAgent)

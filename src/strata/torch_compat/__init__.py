@@ -9,6 +9,7 @@
     loaders.py       the processes of a `DataLoader`
     dtensors.py      what a rank holds of a distributed tensor, and the store of its process group
     groups.py        threads of gloo that still need Python
+    aborting.py      process groups that are aborted when a rank is lost
     lazy_dynamo.py   the compiler, imported when it is used
 
 A module here calls `require` when it is imported, so a torch that has renamed something gives one error that says what is
@@ -37,11 +38,15 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "elastic": (
         "torch.distributed.launcher.api:LocalElasticAgent._initialize_workers",
         "torch.distributed.launcher.api:LocalElasticAgent._monitor_workers",
+        "torch.distributed.launcher.api:LocalElasticAgent._restart_workers",
+        "torch.distributed.launcher.api:LocalElasticAgent._start_workers",
+        "torch.distributed.elastic.agent.server.local_elastic_agent:start_processes",
         "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._rendezvous",
         "torch.distributed.elastic.multiprocessing:MultiprocessContext._start",
         "torch.distributed.elastic.multiprocessing:MultiprocessContext._poll",
         "torch.distributed.elastic.multiprocessing:MultiprocessContext._close",
         "torch.distributed.elastic.multiprocessing.api:SignalException",
+        "torch.distributed.elastic.multiprocessing.api:_wrap",
     ),
     "rendezvous": (
         "torch.distributed.elastic.rendezvous.api:rendezvous_handler_registry._registry",
@@ -90,6 +95,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._distributed_c10d:PrefixStore.underlying_store",
     ),
     "groups": ("torch.distributed:Reducer", "torch.distributed:Logger"),
+    "aborting": (
+        "torch.distributed.distributed_c10d:_new_process_group_helper",
+        "torch.distributed.distributed_c10d:_world.pg_map",
+        "torch.distributed:ProcessGroup._get_backend",
+    ),
     "lazy_dynamo": ("torch._C:_set_deterministic_algorithms",),
     "loaders": ("torch.utils.data._utils.worker:_worker_loop",),
 }

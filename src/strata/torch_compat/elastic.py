@@ -7,12 +7,14 @@ of torch's, in this process.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import multiprocessing
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from torch.distributed.elastic.agent.server.api import (  # noqa: E402
     WorkerGroup,
     WorkerState,
 )
+from torch import multiprocessing as torch_multiprocessing  # noqa: E402
+from torch.distributed.elastic.agent.server import local_elastic_agent  # noqa: E402
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: E402
 
 START_ATTEMPTS = 10
@@ -62,11 +66,78 @@ class Agent(LocalElasticAgent):
         self.starting()
         super()._initialize_workers(worker_group)
 
+    def look(self) -> WorkerState | None:
+        """Called whenever torch looks after the workers, and may wait a little: their state, if torch is to leave them alone."""
+        return None
+
+    def keep(self) -> bool:
+        """Called when other machines wait to meet: whether the workers stay as they are."""
+        return False
+
+    @property
+    def processes(self) -> WorkerProcesses | None:
+        """The workers, where they are run as functions."""
+        return self._pcontext if isinstance(self._pcontext, WorkerProcesses) else None
+
+    def count_restart(self) -> None:
+        self._remaining_restarts -= 1
+
+    def rank_of(self, slot: int) -> int:
+        """The rank of one worker of this machine, in the newest round that it took part in."""
+        return int(self._worker_group.workers[slot].global_rank)
+
+    def meet(self, slots: Sequence[int]) -> dict[int, dict[str, str]]:
+        """Meet the other machines with these workers only: torch's variables for each of them. Blocks."""
+        group, context = self._worker_group, self._pcontext
+        assert isinstance(context, WorkerProcesses)
+        everyone = dict(enumerate(group.workers))
+        group.spec.local_world_size = len(slots)
+        try:
+            self._rendezvous(group)
+            for slot, worker in zip(slots, group.workers, strict=True):
+                worker.local_rank = slot
+                worker.id = context.pids()[slot]
+                everyone[slot] = worker
+            return self._variables(group)
+        finally:
+            # Torch looks for every process of this machine among the workers, also for those that wait to join.
+            group.spec.local_world_size = len(everyone)
+            group.workers = list(everyone.values())
+            self._pcontext = context
+
+    def _variables(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
+        """What torch would start the group's workers with."""
+        seen: dict[int, dict[str, str]] = {}
+
+        def note(*, envs: dict[int, dict[str, str]], **_: Any) -> Any:
+            seen.update(envs)
+            return _NoProcesses
+
+        torch_start, local_elastic_agent.start_processes = local_elastic_agent.start_processes, note  # type: ignore[attr-defined]
+        try:
+            super()._start_workers(group)
+        finally:
+            local_elastic_agent.start_processes = torch_start  # type: ignore[attr-defined]
+        return seen
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        state = self.look()
+        if state is not None:
+            return RunResult(state=state)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             self.failed(result, tuple(self._pcontext.error_files.values()) if self._pcontext else ())
         return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state is not WorkerState.HEALTHY or not self.keep():
+            super()._restart_workers(worker_group)
+
+
+class _NoProcesses:
+    @staticmethod
+    def pids() -> dict[int, int]:
+        return {}
 
 
 def use_agent(kind: type[Agent]) -> None:
@@ -107,6 +178,42 @@ class WorkerProcesses(workers.MultiprocessContext):
                     process.join()
         super()._start()  # type: ignore[no-untyped-call]
 
+    def exit_codes(self) -> dict[int, int]:
+        """Of the processes that have ended."""
+        assert self._pc is not None
+        codes = {slot: process.exitcode for slot, process in enumerate(self._pc.processes)}
+        return {slot: code for slot, code in codes.items() if code is not None}
+
+    def endings(self) -> dict[int, int]:
+        """For each process, a descriptor that can be read from when it has ended."""
+        assert self._pc is not None
+        return {slot: process.sentinel for slot, process in enumerate(self._pc.processes)}
+
+    def replace(self, slot: int, variables: Mapping[str, str]) -> int:
+        """End the process of one worker, if it is there, and start another in its place, with these variables as well: its
+        number."""
+        assert self._pc is not None
+        old = self._pc.processes[slot]
+        if old.is_alive():
+            old.kill()
+        old.join()
+        self._pc.sentinels.pop(old.sentinel, None)
+        self.envs[slot] = {**self.envs[slot], **variables}
+        self._ret_vals[slot] = multiprocessing.get_context(self.start_method).SimpleQueue()
+        arguments = (
+            *(self.entrypoint, self.args, self.envs, self.stdouts, self.stderrs, self._ret_vals),
+            *(self._worker_finished_event, getattr(self, "_numa_options", None)),
+        )
+        wanted = len(inspect.signature(workers.api._wrap).parameters) - 1  # type: ignore[attr-defined]
+        started: Any = torch_multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+            _in_place_of, args=(slot, *arguments[:wanted]), nprocs=1, join=False, start_method=self.start_method
+        )
+        process = started.processes[0]
+        self._pc.processes[slot] = process
+        self._pc.error_files[slot] = started.error_files[0]
+        self._pc.sentinels[process.sentinel] = slot
+        return int(process.pid)
+
     def _poll(self) -> workers.RunProcsResult | None:
         assert self._pc is not None
         self.before_poll()
@@ -137,6 +244,17 @@ class WorkerProcesses(workers.MultiprocessContext):
         releasing = threading.Thread(target=self._worker_finished_event.set, daemon=True)
         releasing.start()
         releasing.join(RELEASE_S)
+
+
+def _in_place_of(_: int, slot: int, *arguments: Any) -> None:
+    """In a replacement: what it prints is added to what the one before has printed, where that goes to files."""
+    entrypoint, args, envs, stdouts, stderrs, *more = arguments
+    for number, paths in ((1, stdouts), (2, stderrs)):
+        if paths[slot]:
+            with open(paths[slot], "ab") as file:
+                os.dup2(file.fileno(), number)
+            paths[slot] = ""
+    workers.api._wrap(slot, entrypoint, args, envs, stdouts, stderrs, *more)  # type: ignore[attr-defined]
 
 
 def use_worker_processes(kind: type[WorkerProcesses]) -> None:

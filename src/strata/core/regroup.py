@@ -1,0 +1,309 @@
+"""What an agent does with its workers when one of them is lost: the others leave their process group and enter a new one.
+
+One agent has a `Regroup` for the workers of its machine, and gives it what it observes: workers that enter and leave
+`strata.recoverable` functions, processes that end, time. `decide` says what to do next, until it says `Continue`.
+
+A generation is one process group of one set of workers. When a worker is lost, fails, or waits to join, the generation is over:
+every worker in it is asked to leave, which aborts its collectives. Whoever has left meets the workers of the other machines
+and enters the next generation; nobody waits for a replacement that is still starting, or for a worker that is busy. Those
+join when they are ready, by the same way. Only sharded state needs every rank, so there all are waited for.
+
+A process ends for one of four reasons: it was lost by itself; it failed by an error of its own; it did not leave in
+time; or in-process recovery is given up (`Restart`), with the reason, and all workers of the machine are started anew.
+
+Pure: time arrives as `now_s`, and nothing here starts, ends or signals a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+GRACE_S = 1.0
+"""How long those who have left wait for one that has not."""
+START_S = 120.0
+"""How long a replacement may take until it is ready, where nobody can continue without it."""
+
+
+MAX_IN_PROCESS = 100
+TIMEOUT_S = 30.0
+
+
+class Phase(Enum):
+    """Where a worker is."""
+
+    STARTING = "starting"
+    """Its process runs, and has not come to a recoverable function."""
+    READY = "ready"
+    """It waits at the function's entrance, as a replacement does."""
+    INSIDE = "inside"
+    OUTSIDE = "outside"
+    """It has left its generation and waits for the next one."""
+    FINISHED = "finished"
+    """Its function has returned; it waits until that is so everywhere."""
+    ENDING = "ending"
+    """It ends by an error of its own."""
+    LOST = "lost"
+    WITHDRAWN = "withdrawn"
+    """It ends because it was asked to. Such an end is not recovered from here."""
+
+
+WAITING = (Phase.READY, Phase.OUTSIDE, Phase.FINISHED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the user has set: the same for all workers of a function."""
+
+    max_in_process: int = MAX_IN_PROCESS
+    """Recoveries in a row without a new step, before all workers are started anew."""
+    timeout_s: float = TIMEOUT_S
+    """Until a worker that does not leave is replaced."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    phase: Phase = Phase.STARTING
+    since_s: float = 0.0
+    """In this phase."""
+    asked_s: float | None = None
+    """When it was asked to leave."""
+    is_sharded: bool = False
+    """It trains a state that no other rank has."""
+
+
+# --- what to do -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continue:
+    """Nothing, until something happens or this time has come."""
+
+    until_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Ask these workers to leave their generation."""
+
+    workers: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replace:
+    """End this worker's process if it is still there, and start another."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meet:
+    """Form the next generation of these workers and those of the other machines."""
+
+    workers: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The function has returned on every worker: they may continue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Start all workers of this machine anew."""
+
+    reason: str
+
+
+Instruction = Continue | Leave | Replace | Meet | Release | Restart
+
+
+class Regroup:
+    def __init__(self, workers: int, *, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.generation = 0
+        self._workers = {number: Worker() for number in range(workers)}
+        self._reason = ""
+        """Why the present generation is over; empty while it is not."""
+        self._rescued: int | None = None
+        """The furthest step whose state a worker of this machine saves, since the generation was over."""
+        self._in_a_row = 0
+        self._furthest = -1
+        """The newest step of any worker, ever."""
+
+    @property
+    def workers(self) -> Mapping[int, Worker]:
+        return self._workers
+
+    @property
+    def is_active(self) -> bool:
+        """Whether workers are in a recoverable function, and none ends on purpose: only then is there anything to decide."""
+        phases = {worker.phase for worker in self._workers.values()}
+        return Phase.WITHDRAWN not in phases and not phases <= {Phase.STARTING, Phase.LOST}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the present generation is over, and the next one has not been entered."""
+        return bool(self._reason)
+
+    # --- what was observed ------------------------------------------------------------------------------------
+
+    def arrived(self, number: int, *, now_s: float, waits: bool, limits: Limits) -> None:
+        """A worker has come to a recoverable function: it enters at once, or, as a replacement, waits to be let in."""
+        self.limits = limits
+        self._move(number, Phase.READY if waits else Phase.INSIDE, now_s)
+
+    def left(self, number: int, *, now_s: float, error: str = "", is_own: bool = False) -> None:
+        """A worker has left its generation: it was asked to, a collective broke, or (`is_own`) its program failed."""
+        worker = self._workers[number]
+        if worker.phase is not Phase.INSIDE:
+            return
+        self._move(number, Phase.ENDING if is_own else Phase.OUTSIDE, now_s)
+        if not self._reason:
+            self._begin(error or f"worker {number} left")
+
+    def finished(self, number: int, *, now_s: float) -> None:
+        if self._workers[number].phase is Phase.INSIDE:
+            self._move(number, Phase.FINISHED, now_s)
+
+    def withdrew(self, number: int, *, now_s: float) -> None:
+        self._move(number, Phase.WITHDRAWN, now_s)
+
+    def stepped(self, step: int) -> None:
+        """A worker has made this step: the recovery has led somewhere if nobody had made it before."""
+        if step > self._furthest:
+            self._furthest = step
+            self._in_a_row = 0
+
+    def shards(self, number: int, *, is_sharded: bool) -> None:
+        self._workers[number].is_sharded = is_sharded
+
+    def ended(self, number: int, reason: str, *, now_s: float) -> None:
+        """A worker's process has ended before all had finished."""
+        was_inside = self._workers[number].phase in (Phase.INSIDE, Phase.FINISHED, Phase.ENDING)
+        self._move(number, Phase.LOST, now_s)
+        if was_inside and not self._reason:
+            self._begin(reason)
+
+    def others_wait(self) -> None:
+        """Another machine wants to meet: it has lost a worker, joins or leaves."""
+        if not self._reason and self.is_active:
+            self._begin("another machine meets again")
+
+    def may_rescue(self, step: int) -> bool:
+        """A worker that has left has the complete state of this step: whether it should save it. The first of each step
+        does; who is further does too."""
+        if self._rescued is not None and step <= self._rescued:
+            return False
+        self._rescued = step
+        return True
+
+    # --- what was carried out ---------------------------------------------------------------------------------
+
+    def asked(self, numbers: tuple[int, ...], *, now_s: float) -> None:
+        for number in numbers:
+            self._workers[number].asked_s = now_s
+
+    def replaced(self, number: int, *, now_s: float) -> None:
+        self._move(number, Phase.STARTING, now_s)
+
+    def met(self, members: tuple[int, ...], *, now_s: float) -> None:
+        """These workers were let into the next generation."""
+        self.generation += 1
+        self._reason = ""
+        self._rescued = None
+        for number in members:
+            self._move(number, Phase.INSIDE, now_s)
+
+    def released(self, *, now_s: float) -> None:
+        """All have continued behind their function: their ends are not recovered from here."""
+        self.restarted(now_s=now_s)
+
+    def restarted(self, *, now_s: float) -> None:
+        """All processes are new."""
+        self._reason, self._rescued, self._in_a_row = "", None, 0
+        for number in self._workers:
+            self._workers[number] = Worker(since_s=now_s)
+
+    # --- what to do next --------------------------------------------------------------------------------------
+
+    def decide(self, now_s: float) -> Instruction:
+        if not self._reason and self._has_joiners(now_s):
+            self._begin("a replacement joins")
+        if not self._reason:
+            return self._undisturbed(now_s)
+        if self._in_a_row > self.limits.max_in_process:
+            return Restart(reason=f"{self._in_a_row} recoveries in a row have led to no new step")
+        survivors = self._in(Phase.READY, Phase.INSIDE, Phase.OUTSIDE, Phase.FINISHED)
+        if not survivors:
+            return Restart(reason=f"no worker of this machine is left: {self._reason}")
+        if lost := self._in(Phase.LOST):
+            return Replace(worker=lost[0], reason=self._reason)
+        if unasked := tuple(n for n in self._in(Phase.INSIDE) if self._workers[n].asked_s is None):
+            return Leave(workers=unasked, reason=self._reason)
+        if late := self._late(now_s):
+            return Replace(worker=late[0], reason=f"it did not leave within {self.limits.timeout_s:g} s")
+        return self._meet(now_s)
+
+    def _undisturbed(self, now_s: float) -> Continue | Release | Replace:
+        if lost := self._in(Phase.LOST):
+            return Replace(worker=lost[0], reason="its process ended")
+        if len(self._in(Phase.FINISHED)) == len(self._workers):
+            return Release()
+        if late := self._late(now_s):  # Of a generation before.
+            return Replace(worker=late[0], reason=f"it did not leave within {self.limits.timeout_s:g} s")
+        return Continue(until_s=self._next_s(now_s))
+
+    def _meet(self, now_s: float) -> Continue | Meet | Restart:
+        waiting = self._in(*WAITING)
+        busy = [self._workers[n] for n in self._in(Phase.INSIDE)]
+        if any(worker.is_sharded for worker in self._workers.values()):
+            starting = self._in(Phase.STARTING, Phase.ENDING)
+            if any(now_s - self._workers[n].since_s >= START_S for n in starting):
+                return Restart(reason=f"a replacement was not ready within {START_S:g} s")
+            if busy or starting:
+                return Continue(until_s=self._next_s(now_s))
+        elif not waiting or any(now_s - (worker.asked_s or now_s) < GRACE_S for worker in busy):
+            return Continue(until_s=self._next_s(now_s))
+        return Meet(workers=waiting, reason=self._reason)
+
+    def _has_joiners(self, now_s: float) -> bool:
+        """Whether somebody waits to join, and nobody else is about to."""
+        joiners = self._in(Phase.READY, Phase.OUTSIDE)
+        if not joiners or not self._in(Phase.INSIDE, Phase.FINISHED):
+            return False
+        waited_s = max(now_s - self._workers[n].since_s for n in joiners)
+        return not self._in(Phase.STARTING) or waited_s >= GRACE_S
+
+    def _late(self, now_s: float) -> tuple[int, ...]:
+        ending = [n for n in self._in(Phase.ENDING) if now_s - self._workers[n].since_s >= self.limits.timeout_s]
+        asked = {n: self._workers[n].asked_s for n in self._in(Phase.INSIDE)}
+        return (*ending, *(n for n, at_s in asked.items() if at_s is not None and now_s - at_s >= self.limits.timeout_s))
+
+    def _next_s(self, now_s: float) -> float | None:
+        """When time alone changes what is to be done."""
+        times: list[float] = []
+        for worker in self._workers.values():
+            if worker.phase is Phase.INSIDE and worker.asked_s is not None:
+                times += [worker.asked_s + GRACE_S, worker.asked_s + self.limits.timeout_s]
+            elif worker.phase is Phase.ENDING:
+                times.append(worker.since_s + self.limits.timeout_s)
+            elif worker.phase in (Phase.READY, Phase.OUTSIDE):
+                times.append(worker.since_s + GRACE_S)
+            elif worker.phase is Phase.STARTING:
+                times.append(worker.since_s + START_S)
+        return min((time_s for time_s in times if time_s > now_s), default=None)
+
+    def _begin(self, reason: str) -> None:
+        self._reason = reason
+        self._in_a_row += 1
+
+    def _in(self, *phases: Phase) -> tuple[int, ...]:
+        return tuple(number for number, worker in self._workers.items() if worker.phase in phases)
+
+    def _move(self, number: int, phase: Phase, now_s: float) -> None:
+        self._workers[number] = replace(self._workers[number], phase=phase, since_s=now_s, asked_s=None)

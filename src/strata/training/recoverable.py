@@ -1,0 +1,289 @@
+"""`strata.recoverable`: a training function that survives the loss of other ranks inside its process.
+
+    @strata.recoverable
+    def train(run):
+        model = DistributedDataParallel(build())
+        with strata.elastic(model=model, ...) as job:
+            for batch in job:
+                ...
+
+    train()
+
+The function is called with the process group in place. When a rank is lost, the others leave it, by an exception out of whatever
+they were doing, and enter it again in the same process, with a new group and the newest state: imports, CUDA context,
+allocator, page-locked images and what `run.keep` holds stay. A replacement for the lost rank joins when it is ready. What
+happens when is decided by the agent (`strata.core.regroup`); this module leaves and enters.
+
+Without Strata's agent (plain torchrun, or no launcher at all) the function is called once, and everything is as without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from strata.core.regroup import MAX_IN_PROCESS, TIMEOUT_S, Limits
+from strata.rendezvous.channel import ENTRANCE_VARIABLE, KEEPS_IMAGES_VARIABLE, WorkerChannel, worker_channel
+from strata.rendezvous.frames import describe
+from strata.torch_compat.aborting import ProcessGroups
+from strata.training import live
+
+if TYPE_CHECKING:
+    from strata.training.job import ElasticJob
+
+log = logging.getLogger("strata.training")
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class GenerationEnded(BaseException):
+    """The set of ranks has changed: this one leaves its recoverable function, and enters it again.
+
+    Like `KeyboardInterrupt` it is no `Exception`, so that a loop that carries on after a failed batch does not hold it up."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What a recoverable function is called with."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    generation: int
+    """Counts the sets of ranks that have trained together, on this machine."""
+    restarts: int
+    """How often this process has entered the function again."""
+    reason: str = ""
+    """Why it was entered again."""
+    _kept: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def keep(self, name: str, factory: Callable[[], T]) -> T:
+        """What `factory` makes, made once for all entries of this process: a dataset, a tokenizer, a compiled function. Not what
+        belongs to a process group (DDP, FSDP, a device mesh), which must be made anew."""
+        if name not in self._kept:
+            self._kept[name] = factory()
+        kept: T = self._kept[name]
+        return kept
+
+
+@overload
+def recoverable(function: Callable[[Run], R], /) -> Callable[[], R]: ...
+
+
+@overload
+def recoverable(
+    *, max_in_process: int = ..., timeout_s: float = ..., backend: str | None = ..., group_timeout_s: float | None = ...
+) -> Callable[[Callable[[Run], R]], Callable[[], R]]: ...
+
+
+def recoverable(
+    function: Callable[[Run], R] | None = None,
+    /,
+    *,
+    max_in_process: int = MAX_IN_PROCESS,
+    timeout_s: float = TIMEOUT_S,
+    backend: str | None = None,
+    group_timeout_s: float | None = None,
+) -> Callable[[], R] | Callable[[Callable[[Run], R]], Callable[[], R]]:
+    """Make a training function recover inside its process when other ranks are lost.
+
+    `max_in_process` recoveries in a row without a new step, and all workers of the machine are restarted. A rank that does
+    not leave within `timeout_s` is replaced. `backend` is that of the process group: by default NCCL for tensors on GPUs and
+    gloo for others; `group_timeout_s` how long its collectives wait."""
+    limits = Limits(max_in_process=max_in_process, timeout_s=timeout_s)
+    if max_in_process < 0:
+        raise ValueError(f"max_in_process ({max_in_process}) must not be negative")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s ({timeout_s!r}) must be positive")
+    timeout = None if group_timeout_s is None else timedelta(seconds=group_timeout_s)
+
+    def decorate(train: Callable[[Run], R]) -> Callable[[], R]:
+        @functools.wraps(train)
+        def call() -> R:
+            return _Recovery(train, limits, backend, timeout).run()
+
+        # The function is called without the run that it takes.
+        del call.__wrapped__  # type: ignore[attr-defined]
+        return call
+
+    return decorate if function is None else decorate(function)
+
+
+class _Recovery(Generic[R]):
+    """One call of a recoverable function, through all its entries."""
+
+    def __init__(
+        self, train: Callable[[Run], R], limits: Limits, backend: str | None, timeout: timedelta | None
+    ) -> None:
+        self._train = train
+        self._limits = limits
+        self._backend = backend
+        self._timeout = timeout
+        self._groups = ProcessGroups()
+        self._kept: dict[str, Any] = {}
+        self._over = ""
+        """Why the present generation is over."""
+        self._job: ElasticJob | None = None
+        self._lock = threading.Lock()
+        self._channel: WorkerChannel | None = None
+
+    def run(self) -> R:
+        if "RANK" not in os.environ:
+            os.environ.update(_alone())
+        self._channel = worker_channel(observe=self._observe)
+        if self._channel is None:
+            return self._enter(generation=0, restarts=0, reason="")
+        waits = os.environ.get(ENTRANCE_VARIABLE) == "wait"
+        os.environ.pop(ENTRANCE_VARIABLE, None)  # For those that this process starts.
+        limits = self._limits
+        self._channel.send(
+            "arrived",
+            slot=self._channel.slot,
+            waits=waits,
+            max_in_process=limits.max_in_process,
+            timeout_s=limits.timeout_s,
+        )
+        live.set_live_run(self)
+        try:
+            return self._entries(self._channel, waits=waits)
+        except (SystemExit, KeyboardInterrupt):
+            self._channel.send("withdrew")
+            raise
+        finally:
+            live.set_live_run(None)
+            self._channel.close()
+            self._channel = None
+
+    def _entries(self, channel: WorkerChannel, *, waits: bool) -> R:
+        generation, reason, restarts = 0, "", 0
+        if waits:
+            generation, reason = self._let_in(channel.wait("enter"))
+        gc.freeze()  # What was imported stays; what is collected between two entries is what the function has made.
+        while True:
+            try:
+                result = self._enter(generation=generation, restarts=restarts, reason=reason)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                message = self._has_left(channel, error)
+            else:
+                channel.send("finished")
+                message = channel.wait("enter", "release")
+                if message["kind"] == "release":
+                    return result
+                del result
+            self._clean_up()
+            generation, reason = self._let_in(message)
+            restarts += 1
+
+    def _enter(self, *, generation: int, restarts: int, reason: str) -> R:
+        groups = self._groups
+        try:
+            groups.join(self._backend, timeout=self._timeout)
+            self.check()
+            return self._train(
+                Run(
+                    rank=int(os.environ["RANK"]),
+                    world_size=int(os.environ["WORLD_SIZE"]),
+                    local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+                    generation=generation,
+                    restarts=restarts,
+                    reason=reason,
+                    _kept=self._kept,
+                )
+            )
+        finally:
+            groups.leave()
+
+    def _has_left(self, channel: WorkerChannel, error: BaseException) -> dict[str, Any]:
+        """Report it; the agent says whether to enter again. Raises the error where the process is to end with it."""
+        described = describe(error) if not isinstance(error, GenerationEnded) else None
+        channel.send("left", error=described.to_dict() if described is not None else None)
+        if not self._over:
+            log.info("rank %s has left its generation: %s", os.environ.get("RANK"), error)
+        message = channel.wait("enter", "end")
+        if message["kind"] == "end":
+            raise error
+        _forget_frames(error)
+        return message
+
+    def _let_in(self, message: dict[str, Any]) -> tuple[int, str]:
+        os.environ.update(message["variables"])
+        os.environ[KEEPS_IMAGES_VARIABLE] = str(int(message["is_first"]))
+        return int(message["generation"]), str(message["reason"])
+
+    def _clean_up(self) -> None:
+        """Before the next entry: nothing of the last one is left but what is kept."""
+        gc.collect()
+        gc.freeze()
+        if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda).is_initialized():
+            cuda.synchronize()
+
+    # --- in the channel's thread ------------------------------------------------------------------------------
+
+    def _observe(self, message: dict[str, Any]) -> None:
+        """In the order in which the agent speaks: what is over is the generation that was entered last."""
+        if message["kind"] == "enter":
+            with self._lock:
+                self._over, self._groups = "", ProcessGroups()
+        elif message["kind"] == "leave":
+            with self._lock:
+                self._over = str(message["reason"])
+                job, groups = self._job, self._groups
+            if job is not None:
+                job.freeze()
+            groups.abort()
+
+    # --- for the job (`strata.training.live.LiveRun`) ------------------------------------------------------------
+
+    def attach(self, job: ElasticJob) -> None:
+        with self._lock:
+            self._job = job
+        assert self._channel is not None
+        self._channel.send("attached", is_sharded=job.is_sharded)
+
+    def detach(self, job: ElasticJob) -> None:
+        with self._lock:
+            self._job = None
+
+    def check(self) -> None:
+        """Raises `GenerationEnded` where the ranks have changed."""
+        if self._over:
+            raise GenerationEnded(self._over)
+
+    def stepped(self, step: int) -> None:
+        assert self._channel is not None
+        self._channel.send("stepped", step=step)
+
+    def may_rescue(self, step: int) -> bool:
+        assert self._channel is not None
+        self._channel.send("may_rescue", step=step)
+        return bool(self._channel.wait("rescue")["may"])
+
+    def rescued(self, step: int) -> None:
+        pass
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """The function's frames hold its model."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _alone() -> dict[str, str]:
+    """Torchrun's variables for one process by itself."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

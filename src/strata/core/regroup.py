@@ -274,7 +274,7 @@ class Regroup:
     def _has_joiners(self, now_s: float) -> bool:
         """Whether somebody waits to join, and nobody else is about to."""
         joiners = self._in(Phase.READY, Phase.OUTSIDE)
-        if not joiners or not self._in(Phase.INSIDE, Phase.FINISHED):
+        if not joiners:
             return False
         waited_s = max(now_s - self._workers[n].since_s for n in joiners)
         return not self._in(Phase.STARTING) or waited_s >= GRACE_S

@@ -104,7 +104,9 @@ def _what_is_missing(facts: Facts) -> str:
     if (device := _device_at(boundary, facts)) == "pending":
         return f"the device had not made step {boundary.step:,} when the process groups were aborted"
     if device == "unknown":
-        return f"whether the device had made step {boundary.step:,} before a collective was aborted is not known"
+        return (
+            f"whether the device had made step {boundary.step:,} before a collective was aborted is not known"
+        )
     if facts.has_read_on:
         return f"batches were committed {since}, and no step was made with them"
     if facts.changed:

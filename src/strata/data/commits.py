@@ -87,7 +87,11 @@ class DataLedger:
                 raise StateMismatch(f"What other ranks have trained of '{loader.dataset}' is not known here.")
             for rank in range(loader.world_size):
                 derived += loader.sampler.records_of(rank, self._since[loader.dataset])
-        own = {(loader.dataset, loader.sampler.rank) for loader in self._loaders if isinstance(loader, WithSampler)}
+        own = {
+            (loader.dataset, loader.sampler.rank)
+            for loader in self._loaders
+            if isinstance(loader, WithSampler)
+        }
         expected = [record for record in derived if (record.dataset, record.rank) in own]
         if trained_by(expected) != trained_by(self._unsaid):
             raise StateMismatch(

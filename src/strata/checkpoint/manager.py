@@ -218,6 +218,7 @@ class CheckpointManager:
         shards: Shards | None = None,
         destinations: Sequence[str] | None = None,
         keep: CheckpointId | None = None,
+        wait_s: float | None = None,
     ) -> SaveHandle:
         """Begin to save bytes or a state, and return when it has been copied.
 
@@ -226,7 +227,7 @@ class CheckpointManager:
         `position` is the data position that belongs to the state. `tiers` limits the save to some of the stores, by
         their tiers' names; `["MEMORY"]` is for none of them and makes a snapshot that outlives the process but not the
         machine. A save that `must_arrive` waits for an image whatever the policy says, and no newer one overtakes it on its
-        way. With `on_error='fail'`, a failure of an earlier save is raised here.
+        way; one with `wait_s` waits so long. With `on_error='fail'`, a failure of an earlier save is raised here.
 
         With `shards`, `data` is what this rank holds of a sharded state, as `prepared` has returned it, and every rank makes the
         same save, for the same stores; `destinations` are their URLs, and `keep` the snapshot that must stay meanwhile. It needs a
@@ -268,6 +269,7 @@ class CheckpointManager:
             handle=SaveHandle(draft.checkpoint_id, step),
             started_s=started_s,
             must_arrive=must_arrive,
+            wait_s=wait_s,
             replaces=name is not None,
             publisher=publisher,
         )
@@ -538,15 +540,15 @@ class CheckpointManager:
             self._staging.close(keep=keep_memory)
         self.raise_failure()
 
-    def abandon(self) -> None:
+    def abandon(self, *, stay_mapped: bool = False) -> None:
         """Give up the saves under way without waiting for anything, and leave the snapshots in memory to the job's next
-        process: for one that crashes."""
+        process: for one that crashes. With `stay_mapped`, this one will open them again, and they need not be mapped anew."""
         if self._is_closed:
             return
         self._is_closed = True
         self._pipeline.abandon()
         if self._staging is not None:
-            self._staging.close(keep=True, wait=False)
+            self._staging.close(keep=True, wait=False, stay_mapped=stay_mapped)
 
     def __enter__(self) -> Self:
         return self
@@ -656,6 +658,8 @@ class CheckpointManager:
         return _Staged(format=IMAGE, size_bytes=plan.bound_bytes, make=make, by_device=prepared.is_on_cuda)
 
     def _patience_s(self, save: Save) -> float | None:
+        if save.wait_s is not None:
+            return save.wait_s
         return None if save.must_arrive or self._policy.when_full == "wait" else 0.0
 
     def _draft(

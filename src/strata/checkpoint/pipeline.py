@@ -219,6 +219,8 @@ class Save:
     started_s: float
     must_arrive: bool = False
     """No newer save may overtake it."""
+    wait_s: float | None = None
+    """How long it may wait for an image, where that is not the policy's decision."""
     replaces: bool = False
     """Its key is the caller's choice, and what is there makes way."""
     publisher: Publisher | None = None
@@ -262,13 +264,20 @@ class Save:
 
 
 class _Thread:
-    """A daemon thread that does one thing after the other. It ends when it has had nothing to do for a while."""
+    """A daemon thread that does one thing after the other. It ends when it has had nothing to do for a while, or is told to
+    stay no longer than there is something."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: deque[Callable[[], object]] = deque()
         self._changed = threading.Condition()
         self._is_running = False
+        self._is_dismissed = False
+
+    def dismiss(self) -> None:
+        with self._changed:
+            self._is_dismissed = True
+            self._changed.notify()
 
     def submit(self, task: Callable[[], object]) -> None:
         with self._changed:
@@ -281,7 +290,8 @@ class _Thread:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._tasks, _IDLE_S):
+                self._changed.wait_for(lambda: self._tasks or self._is_dismissed, _IDLE_S)
+                if not self._tasks:
                     self._is_running = False
                     return
                 task = self._tasks.popleft()
@@ -420,11 +430,17 @@ class Pipeline:
             is_done = self._changed.wait_for(lambda: not self._saves, timeout_s)
         if not is_done:
             self._give_up_all(deadline)
+        self._dismiss_threads()
 
     def abandon(self) -> None:
         """Give up what is under way, at once."""
         self._stopping.set()
         self._give_up_all("the process ends after an error, and its saves were abandoned")
+        self._dismiss_threads()
+
+    def _dismiss_threads(self) -> None:
+        for thread in (self._hashing, *(lane.thread for lane in self._lanes.values())):
+            thread.dismiss()
 
     def drain(self) -> None:
         """At the end of a process that nobody closed this in: wait for the saves under way."""

@@ -21,6 +21,10 @@ complete one, or the one that training was resumed from, which may have been mad
 Saving. A save has its place in the lineage before a byte of it is copied. It is confirmed or failed when that is known,
 which is when the ranks next exchange news: a failed one was never an ancestor of anything that says so.
 
+Rescuing. Ranks that survive a lost one save their live state where that is known to be complete (`core.live`), each machine
+for itself and without a word to the others, as the newest snapshot of their generation. It is found like any other, by the
+next start.
+
 Ending. A run ends normally when its final state is in every destination. Otherwise it fails and says what is missing.
 
 Pure: no clock, no I/O, no collectives.
@@ -324,6 +328,7 @@ class JobProtocol:
         )
         self._outcome: SaveEnded | None = None  # Of that one.
         self._is_owed = False  # One was due and could not begin.
+        self._saved_step = 0  # Of the newest save, or of what was resumed.
         self._left_out: dict[CheckpointId, tuple[str, ...]] = {}  # By durable saves under way.
         self._resumed: CheckpointId | None = None  # A snapshot, and no newer one is complete.
         self._made: list[CheckpointId] = []  # Sharded ones that may still be in memory, oldest first.
@@ -424,7 +429,7 @@ class JobProtocol:
         if self._struck_parts.get(chosen.checkpoint_id):
             damaged = in_destinations
         self.lineage.go_back_to(chosen, durable=bool(in_destinations))
-        self._resumed = chosen.checkpoint_id
+        self._resumed, self._saved_step = chosen.checkpoint_id, chosen.step
         if in_destinations:
             missing = tuple(
                 f"{name}: {'it is damaged' if name in in_destinations else 'not there yet'}"
@@ -545,10 +550,24 @@ class JobProtocol:
         """Begin a save; the id and the time are those of one rank, the same for all."""
         durable = durable and bool(self.destinations)
         placement = self.lineage.place(checkpoint_id, now_ms=now_ms, durable=durable)
+        self._saved_step = step
         if durable:
             self._newest, self._outcome, self._is_owed = (checkpoint_id, step), None, False
             self._left_out[checkpoint_id] = ()
         return Save(placement=placement, step=step, durable=durable, final=final)
+
+    def rescue(self, checkpoint_id: CheckpointId, *, step: int) -> Save:
+        """Place the snapshot that a rank makes alone of its live state, because others of this generation are lost.
+
+        Ranks of several machines may do so, at steps that differ by what some had still to make: all begin to count at the last
+        save, which they have made together, so the furthest step is the newest. Clocks would not do. The id is the same on all.
+        """
+        return self.save(
+            checkpoint_id,
+            step=step,
+            now_ms=self.lineage.sequence + 1 + step - self._saved_step,
+            durable=False,
+        )
 
     def save_shards(
         self,

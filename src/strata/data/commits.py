@@ -11,6 +11,9 @@
 `commit` gathers what each rank trained since the commit before and adds it to the history the weights have. It
 is called once per checkpoint, at a step boundary.
 
+Where other ranks are lost, `commit_alone` makes the record of a snapshot without asking them: every rank has trained the same
+steps, and which samples of them is arithmetic.
+
 Whoever saves in the background names the checkpoint, `commit(checkpoint_id)`, and reports its outcome later:
 `confirm` or `fail`. Until then nothing relies on it; see `strata.core.ledger.LedgerChain`, which decides all this.
 """
@@ -20,8 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from strata.core.ledger import DataCommit, LedgerChain, RankRecord
+from strata.core.ledger import DataCommit, LedgerChain, RankRecord, trained_by
 from strata.data.errors import StateMismatch
+from strata.data.sampler import WithSampler
 
 Gather = Callable[[list[dict[str, Any]]], Sequence[list[dict[str, Any]]]]
 """Exchange one value among all ranks; every rank gets all of them."""
@@ -56,6 +60,9 @@ class DataLedger:
         self._loaders = loaders
         self._gather = gather or gather_with_torch
         self._chain = LedgerChain()
+        self._unsaid: list[RankRecord] = []
+        """What this rank has trained, and not reported yet: the exchange it was meant for has failed."""
+        self._since = self._positions()
 
     def commit(self, checkpoint_id: str | None = None, *, durable: bool = True) -> dict[str, Any]:
         """The record for the checkpoint being made now. Every rank calls it, with the same arguments.
@@ -63,16 +70,59 @@ class DataLedger:
         A durable checkpoint with an id is pending until `confirm` or `fail`; without an id it counts as confirmed.
         One that is not durable (a snapshot in memory) is never continued by another.
         """
-        mine = [record.to_json() for loader in self._loaders for record in loader.records()]
-        everyone = [RankRecord.from_json(record) for records in self._gather(mine) for record in records]
+        self._take_records()
+        gathered = self._gather([record.to_json() for record in self._unsaid])
+        everyone = [RankRecord.from_json(record) for records in gathered for record in records]
+        return self._commit(everyone, checkpoint_id, durable=durable)
+
+    def commit_alone(self, checkpoint_id: str) -> dict[str, Any]:
+        """The record of a snapshot that this rank makes without the others: of all that trained what it trained.
+
+        Raises `StateMismatch` where their records do not follow from its own.
+        """
+        self._take_records()
+        derived: list[RankRecord] = []
+        for loader in self._loaders:
+            if not isinstance(loader, WithSampler):
+                raise StateMismatch(f"What other ranks have trained of '{loader.dataset}' is not known here.")
+            for rank in range(loader.world_size):
+                derived += loader.sampler.records_of(rank, self._since[loader.dataset])
+        own = {
+            (loader.dataset, loader.sampler.rank)
+            for loader in self._loaders
+            if isinstance(loader, WithSampler)
+        }
+        expected = [record for record in derived if (record.dataset, record.rank) in own]
+        if trained_by(expected) != trained_by(self._unsaid):
+            raise StateMismatch(
+                "What this rank has trained is not all from its last commit to its position, so what others have trained "
+                "does not follow from it."
+            )
+        return self._commit(derived, checkpoint_id, durable=False)
+
+    def _take_records(self) -> None:
+        self._unsaid += [record for loader in self._loaders for record in loader.records()]
+
+    def _commit(
+        self, records: Sequence[RankRecord], checkpoint_id: str | None, *, durable: bool
+    ) -> dict[str, Any]:
         record = self._chain.commit(
-            everyone,
+            records,
             checkpoint_id,
             durable=durable,
             world_size=max((loader.world_size for loader in self._loaders), default=1),
             states={loader.dataset: loader.state_dict() for loader in self._loaders},
         )
+        self._unsaid, self._since = [], self._positions()
         return record.to_json()
+
+    def _positions(self) -> dict[str, tuple[int, int]]:
+        """Epoch and position of each dataset: where the next records begin."""
+        return {
+            loader.dataset: (loader.sampler.epoch, loader.sampler.position)
+            for loader in self._loaders
+            if isinstance(loader, WithSampler)
+        }
 
     def confirm(self, checkpoint_id: str) -> None:
         """This checkpoint is durable. May come late, out of order, or for one that is not known here."""
@@ -97,6 +147,7 @@ class DataLedger:
             if loader.dataset in record.states:
                 loader.load_state_dict(record.states[loader.dataset])
         self._chain.restore(record, checkpoint_id=checkpoint_id, durable=durable)
+        self._unsaid, self._since = [], self._positions()
 
     def _check_names(self, record: DataCommit) -> None:
         """A dataset that is new beside the known ones begins at its beginning; one that was renamed must not."""

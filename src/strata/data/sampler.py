@@ -21,6 +21,7 @@ import numpy as np
 
 from strata.core.ledger import RankRecord
 from strata.core.order import EpochOrder
+from strata.core.spans import Spans
 from strata.data.errors import StateMismatch
 from strata.data.steps import Step, StepPlan
 
@@ -210,6 +211,28 @@ class ElasticSampler:
         """What was committed since the last call. Each call hands over: nothing is reported twice."""
         records, self._records = list(self._records.values()), {}
         return records
+
+    def records_of(self, rank: int, since: tuple[int, int]) -> list[RankRecord]:
+        """What `rank` of this world has committed on the way here from an epoch and position: every rank commits the same steps,
+        so this needs no word from it. Of this rank it is what `records` hands over, unless somebody has moved the position."""
+        found = []
+        for epoch in range(since[0], self.epoch + 1):
+            plan = replace(self.plan((epoch, since[1] if epoch == since[0] else 0)), rank=rank)
+            is_closed = epoch < self.epoch
+            end = plan.end if is_closed else self.position
+            if end > plan.start or is_closed:
+                found.append(
+                    RankRecord(
+                        dataset=self.dataset,
+                        epoch=epoch,
+                        total=self.total,
+                        rank=rank,
+                        runs=plan.trained_to(end),
+                        dropped=plan.dropped if is_closed else Spans(),
+                        closed=is_closed,
+                    )
+                )
+        return found
 
     # Saving and restoring -----------------------------------------------------------------------------------
 

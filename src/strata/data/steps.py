@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from strata.core.order import loss_weight, slice_for
-from strata.core.spans import Spans
+from strata.core.spans import Run, Spans, recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,19 @@ class StepPlan:
             weight=loss_weight(len(piece), self.world_size, batch_stop - batch_start),
             ends_step=part == parts - 1,
         )
+
+    def trained_to(self, position: int) -> tuple[Run, ...]:
+        """What this rank has trained when all steps up to a position are made, as its record would say it."""
+        count, rest = divmod(position - self.start, self.global_batch_size)
+        mine = slice_for(self.rank, self.world_size, self.start, self.global_batch_size)
+        stride = self.global_batch_size if count > 1 else 0
+        full = (
+            [Run(start=mine.start, length=len(mine), stride=stride, count=count)]
+            if count and len(mine)
+            else []
+        )
+        last = slice_for(self.rank, self.world_size, position - rest, rest)
+        return recorded(full, last.start, last.stop)
 
     def _batch(self, step: int) -> tuple[int, int]:
         start = self.start + step * self.global_batch_size

@@ -89,6 +89,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *(f"torch.optim:Optimizer._optimizer{name}" for name in _HOOKS[:2]),
         "torch.optim:Optimizer._optimizer_state_dict_pre_hooks",
         "torch.optim:Optimizer._optimizer_state_dict_post_hooks",
+        "torch:Tensor._version",
     ),
     "dtensors": (
         "torch.distributed.distributed_c10d:_get_default_store",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from strata.torch_compat import require
 from strata.torch_compat.dtensors import local_of
 
 require("modules")
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor was changed in place, as torch counts it. Some kernels (those of batch normalisation) do not let it count."""
 
 
 def is_plain_module(module: torch.nn.Module) -> bool:

@@ -26,6 +26,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -39,13 +40,14 @@ from strata.checkpoint import Author, CheckpointManager, Memory, Policy, SaveHan
 from strata.checkpoint.catalog.manifest import SHARDED, Manifest
 from strata.checkpoint.catalog.naming import Stem, new_id, unique_stem
 from strata.checkpoint.catalog.runs import RunClaim, launch_key, open_run
-from strata.checkpoint.copying.staging import read_snapshot
+from strata.checkpoint.copying.staging import read_snapshot, release_mapped
 from strata.checkpoint.destinations import Destination, open_stores
 from strata.checkpoint.errors import (
     CheckpointError,
     FinalSaveFailed,
     LoadFailed,
     RunInUse,
+    SaveFailed,
     StateMismatch,
     Superseded,
 )
@@ -70,6 +72,7 @@ from strata.core.job import (
     Stop,
     Survey,
 )
+from strata.core.live import Complete, judge
 from strata.core.text import counted
 from strata.core.types import CheckpointId
 from strata.data.commits import DataLedger
@@ -81,7 +84,7 @@ from strata.processes import machine_token
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.torch_compat.groups import outlive_reducers, settle_at_exit
-from strata.training import rng
+from strata.training import live, rng
 from strata.training.account import TimeAccount
 from strata.training.data_world import DataWorld
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
@@ -99,7 +102,16 @@ from strata.training.sharded_job import (
 from strata.training.sharding import refuse_unsupported
 from strata.training.shards import is_sharded
 from strata.training.state import Stateful, TrainingState, tensor_bytes
-from strata.training.trace import Footprints, Recovery, Tracer, clear_run, note_saved, was_saved
+from strata.training.trace import (
+    Footprints,
+    GeneratorTrace,
+    Recovery,
+    Tracer,
+    clear_run,
+    generators,
+    note_saved,
+    was_saved,
+)
 from strata.training.watchdog import Policy as HangPolicy
 from strata.training.watchdog import Watchdog
 
@@ -116,6 +128,8 @@ UNSTEPPED_LIMIT = 1000
 """After so many batches without a step of the optimizer, it is taken to be the wrong one."""
 MEMORY_RUN = "memory-"
 """How the identities of runs begin that have no destination."""
+RESCUE_S = 20.0
+"""How long a survivor may take to save its live state, and how long it waits for an image to save it to."""
 RECENT_S = 600.0
 """A process that died longer ago than this was not recovered from: the run was resumed."""
 
@@ -237,6 +251,8 @@ class ElasticJob:
         """Whether training continues from a checkpoint."""
         self.metrics: dict[str, float] = {}
         """Shown with this worker everywhere; `report` adds to it."""
+        self.live_reason = ""
+        """In a recoverable run, once it was left with an error: why its live state was saved, or was not."""
         # A task's name is given by the coordinator, not by the user: another task may continue its run.
         self._given_name = job if job and job != os.environ.get("STRATA_TASK_ID") else ""
         self._data = data
@@ -271,6 +287,9 @@ class ElasticJob:
         self._preemption: Preemption | None = None
         self._footprints: Footprints | None = None
         self._step_hook: Any = None
+        self._live_run: live.LiveRun | None = None
+        self._live: live.LiveState | None = None
+        self._opened = _Opened()
         self._is_sharded = is_sharded(self._state)
         """Every rank keeps its own part of the state."""
         self._shards: ShardedJob | None = None
@@ -316,13 +335,17 @@ class ElasticJob:
         except BaseException:
             self._close(failed=True)
             raise
+        if self._live_run is not None:
+            self._live_run.attach(self)
         return self
 
     def _start(self) -> None:
         refuse_unsupported(self._state.model, self._state.optimizer)
         if (trap := torchrun_trap.warning()) is not None and self.rank == 0:
             _announce(logging.WARNING, trap)
-        opened = self._open_run()
+        if not self._keeps_state:
+            release_mapped()  # Of an earlier entry as another rank: whoever keeps the images now has a mapping of its own.
+        opened = self._opened = self._open_run()
         self.run = self._protocol.lineage.run = opened.run
         if self.name in ("default", "none"):
             self.name = f"{opened.destination or 'job'}-{self.run[:6]}"
@@ -343,6 +366,7 @@ class ElasticJob:
         note_run(self.name, self._memory_name, root=self._memory_root)
         self._footprints = Footprints(self.name, self._memory_name, rank=self.rank, root=self._memory_root)
         self._step_hook = self._watch_optimizer()
+        self._watch_live_state()
         if self.options.hang_timeout_s > 0:
             self._watchdog = Watchdog(
                 timeout_s=self.options.hang_timeout_s,
@@ -363,7 +387,10 @@ class ElasticJob:
             except BaseException:
                 self._close(failed=True)
                 raise
-        self._close(failed=not (kind is None or kind is Preempted), left=kind is Preempted)
+        failed = not (kind is None or kind is Preempted)
+        if failed and self._live_run is not None:
+            self._rescue(self._live_run)
+        self._close(failed=failed, left=kind is Preempted)
 
     def _close(self, *, failed: bool, left: bool = False) -> None:
         """Let go of everything. After a failure nothing is waited for: this process will be started again, and finds
@@ -375,7 +402,7 @@ class ElasticJob:
             self._watchdog.close()
         if self._manager is not None:
             if failed:
-                self._manager.abandon()
+                self._manager.abandon(stay_mapped=self._live is not None and self._keeps_state)
             else:
                 self._manager.close(keep_memory=left and not self._everyone_leaves)
         if self._claim is not None:
@@ -384,6 +411,8 @@ class ElasticJob:
             self._link.close(leave=not failed)
         if self._footprints is not None:
             self._footprints.close()
+        if self._live is not None:
+            self._live.close()
         if self._preemption is not None:
             self._preemption.close()
         if not failed and (not left or self._everyone_leaves) and self._local_rank == 0:
@@ -391,6 +420,9 @@ class ElasticJob:
                 self._drop_left_over()
             for run in {self.name, self._memory_name, os.environ.get("TORCHELASTIC_RUN_ID", self.name)}:
                 clear_run(run, root=self._memory_root)
+        if self._live_run is not None:
+            self._live_run.detach(self)
+            self._live_run = None
 
     @property
     def had_saved(self) -> bool:
@@ -771,6 +803,8 @@ class ElasticJob:
                         self._take(batch)
                     raise
                 if self._take(batch):
+                    if self._live is not None:
+                        self._live.reach(self.step)
                     self._after_step(batch.step.batch_stop - batch.step.batch_start)
                     if self._is_done():
                         break
@@ -1114,6 +1148,72 @@ class ElasticJob:
             note_saved(self._memory_name, root=self._memory_root)
             self._first_is_noted = True
         self._first = None
+
+    # --- surviving others -----------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Process groups are about to be aborted: what they end with is not to be taken for a result. From any thread, as often as
+        one likes; never waits."""
+        if self._live is not None:
+            self._live.freeze()
+
+    def _watch_live_state(self) -> None:
+        """In a recoverable run."""
+        self._live_run = live.current()
+        if self._live_run is not None:
+            trace = GeneratorTrace(
+                self._memory_name, rank=self.rank, generation=self.generation, root=self._memory_root
+            )
+            self._live = live.LiveState(self._state, self._data, step=self.step, trace=trace)
+
+    def _rescue(self, run: live.LiveRun) -> None:
+        """Others are lost, and cannot be asked: save the state alone, if it is known to be complete. The error that the job is left
+        with stays the one that is raised."""
+        assert self._live is not None
+        try:
+            facts = self._live.facts(is_sharded=self._is_sharded, sees_steps=self._step_hook is not None)
+            judged = judge(facts)
+            self.live_reason = judged.reason
+            if isinstance(judged, Complete) and run.may_rescue(judged.step):
+                self._save_alone(judged.step)
+                run.rescued(judged.step)
+        except Exception as error:
+            self.live_reason = f"{self.live_reason or 'the live state'} could not be saved: {getattr(error, 'message', error)}"
+            log.warning("rank %d at step %d: %s", self.rank, self.step, self.live_reason)
+
+    def _save_alone(self, step: int) -> None:
+        """Make a snapshot in this machine's memory, for the next start."""
+        assert self._live is not None
+        if self._manager is None:  # The process that kept the images is lost, or its state is not complete.
+            self._manager = self._open_manager(self._opened)
+            self._manager.fence(self.generation)
+        if any((info.generation, info.step) == (self.generation, step) for info in self._manager.snapshots()):
+            return  # It was saved with the step.
+        self._live.put_back()
+        save = self._protocol.rescue(CheckpointId(f"{step:08d}-{self._opened.board}"), step=step)
+        position = self._ledger.commit_alone(save.placement.checkpoint_id)
+        known = generators(self._memory_name, step=step, generation=self.generation, root=self._memory_root)
+        known[self.rank] = self._live.generators()
+        state = self._state.capture(
+            step=step,
+            epoch=self._data.epoch,
+            rng_states={str(rank): taken.states() for rank, taken in sorted(known.items())},
+            world_size=self.world_size,
+        )
+        if not self._fits(tensor_bytes(state)):
+            raise CheckpointError("It is larger than snapshots may be (snapshot_limit_bytes).")
+        with suppress(SaveFailed):
+            self._manager.raise_failure()  # Of an earlier save; it is in the log.
+        handle = self._manager.save(
+            state,
+            step,
+            self._data.epoch,
+            position=position,
+            tiers=["MEMORY"],
+            placement=save.placement,
+            wait_s=RESCUE_S,
+        )
+        handle.result(RESCUE_S)
 
     # --- reporting ------------------------------------------------------------------------------------------
 

@@ -2,16 +2,25 @@
 
 A checkpoint holds every rank's generators. A rank that did not exist when it was made starts from rank 0's,
 moved by its own number, so that no two ranks ever draw the same values.
+
+`Watch` takes them after every step, as bytes: what has not changed is not taken again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
+import struct
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+_PYTHON = struct.Struct("<q625IBd")
+"""Version, state, whether a normally distributed value waits, and that value."""
+_MT19937 = struct.Struct("<624Ii")
+_GAUSS = struct.Struct("<Bd")
 
 
 def capture() -> dict[str, Any]:
@@ -52,3 +61,81 @@ def restore(states: Mapping[str, Any], rank: int) -> None:
 
         kind, keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+
+
+class Taken(NamedTuple):
+    """The generators of a process at one moment. Empty for one that it does not use, or whose kind is not known here."""
+
+    torch: bytes = b""
+    cuda: bytes = b""
+    python: bytes = b""
+    numpy: bytes = b""
+
+    def states(self) -> dict[str, Any]:
+        """As `capture` would have said it then."""
+        version, *internal, has_gauss, gauss = _PYTHON.unpack(self.python)
+        found: dict[str, Any] = {
+            "torch": _tensor(self.torch),
+            "python": [version, internal, gauss if has_gauss else None],
+        }
+        if self.cuda:
+            found["cuda"] = _tensor(self.cuda)
+        if self.numpy:
+            *keys, position = _MT19937.unpack_from(self.numpy)
+            cached = _GAUSS.unpack_from(self.numpy, _MT19937.size)
+            found["numpy"] = ["MT19937", torch.tensor(keys), position, *cached]
+        return found
+
+
+class Watch:
+    """This process's generators, taken again and again."""
+
+    def __init__(self) -> None:
+        self._python: tuple[Any, ...] = ()
+        self._numpy = b""
+        self._numpy_generator: Any = None
+        self._last = Taken()
+        self._uses_python = True
+
+    def take(self) -> Taken:
+        python = random.getstate()
+        self._uses_python = python != self._python
+        if self._uses_python:
+            version, internal, gauss = self._python = python
+            packed = _PYTHON.pack(version, *internal, gauss is not None, gauss or 0.0)
+            self._last = self._last._replace(python=packed)
+        return self._take_others()
+
+    def guess(self) -> Taken:
+        """The same in less time: of Python's, whether it is in use was seen the last time."""
+        return self.take() if self._uses_python else self._take_others()
+
+    def _take_others(self) -> Taken:
+        cuda = b""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            cuda = torch.cuda.get_rng_state().numpy().tobytes()
+        self._last = Taken(
+            torch.get_rng_state().numpy().tobytes(), cuda, self._last.python, self._take_numpy()
+        )
+        return self._last
+
+    def _take_numpy(self) -> bytes:
+        """NumPy takes long to say what its generator holds, so it is asked only where the memory of it has changed, or where a value
+        waits beside it, which may be used up without a change."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return b""
+        generator = numpy.random.get_bit_generator()
+        if generator is not self._numpy_generator:
+            self._numpy_generator, self._numpy = generator, b""
+        if type(generator).__name__ != "MT19937":
+            return b""
+        held = ctypes.string_at(generator.ctypes.state_address, _MT19937.size)
+        if not self._numpy or self._numpy[: _MT19937.size] != held or self._numpy[_MT19937.size]:
+            state = numpy.random.get_state(legacy=False)
+            self._numpy = held + _GAUSS.pack(state["has_gauss"], state["gauss"])
+        return self._numpy
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

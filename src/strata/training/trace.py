@@ -5,6 +5,9 @@ compared. Each rank leaves the moment of its last step in a small file below the
 leaves when it began and ended; this process knows its own start. What cannot be known (another machine, another
 rendezvous back end) is counted to the phase around it, never guessed. A run removes its timestamps when it ends; what one
 that was killed left is removed by another run, a day after its last moment.
+
+Beside them, in a recoverable run, each rank leaves its random number generators as they were after its last two steps: a
+survivor that saves the state of such a step adds those of the ranks that were lost.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from mmap import mmap
 from pathlib import Path
 
 from strata.core.text import counted
 from strata.files import write_file
 from strata.shared_memory import NOTED, VERIFIED_MODULES, make_private, remove_empty, run_folder
+from strata.training.rng import Taken
 
 KEPT_S = 86_400.0
 PHASES = ("detect", "rendezvous", "spawn", "load", "first_step")
@@ -118,6 +123,66 @@ class Footprints:
     def close(self) -> None:
         for each in self._maps:
             each.close()
+
+
+_STEP = struct.Struct("<qq")  # step, generation
+_LENGTH = struct.Struct("<I")
+_CAPACITY_BYTES = (8192, 256, 4096, 4096)
+"""For each of a rank's generators."""
+*_PARTS, _SLOT_BYTES = accumulate((_LENGTH.size + size for size in _CAPACITY_BYTES), initial=_STEP.size)
+_NO_STEP = -1
+
+
+class GeneratorTrace:
+    """This rank's random number generators after its last two steps, where they survive the rank.
+
+    The steps take turns in two places. A step's number is removed before its place is written to, and written last: a process that
+    is killed meanwhile leaves the step before it.
+    """
+
+    def __init__(self, job: str, *, rank: int, generation: int, root: Path | None = None) -> None:
+        folder = run_folder(job, root=root)
+        make_private(folder, inside=folder.parent)
+        self._generation = generation
+        self._held = [Taken(), Taken()]
+        self._steps = [_NO_STEP, _NO_STEP]
+        with open(folder / f"generators-{rank}", "w+b") as file:
+            file.truncate(2 * _SLOT_BYTES)
+            self._map = mmap(file.fileno(), 2 * _SLOT_BYTES)
+
+    def leave(self, step: int, taken: Taken) -> None:
+        place = step % 2
+        held, start = self._held[place], place * _SLOT_BYTES
+        if self._steps[place] == step and held == taken:
+            return
+        _STEP.pack_into(self._map, start, _NO_STEP, self._generation)
+        for part, old, at in zip(taken, held, _PARTS, strict=True):
+            if part is not old:
+                _LENGTH.pack_into(self._map, start + at, len(part))
+                at += start + _LENGTH.size
+                self._map[at : at + len(part)] = part
+        _STEP.pack_into(self._map, start, step, self._generation)
+        self._held[place], self._steps[place] = taken, step
+
+    def close(self) -> None:
+        self._map.close()
+
+
+def generators(job: str, *, step: int, generation: int, root: Path | None = None) -> dict[int, Taken]:
+    """By rank, the generators that the ranks of a generation had on this machine after a step."""
+    found = {}
+    with suppress(OSError):
+        for path in run_folder(job, root=root).glob("generators-*"):
+            data = path.read_bytes()
+            start = step % 2 * _SLOT_BYTES
+            if len(data) != 2 * _SLOT_BYTES or _STEP.unpack_from(data, start) != (step, generation):
+                continue
+            parts = []
+            for at in (start + part for part in _PARTS):
+                (length,) = _LENGTH.unpack_from(data, at)
+                parts.append(data[at + _LENGTH.size : at + _LENGTH.size + length])
+            found[int(path.name.removeprefix("generators-"))] = Taken(*parts)
+    return found
 
 
 def footprints(job: str, *, root: Path | None = None) -> list[Footprint]:

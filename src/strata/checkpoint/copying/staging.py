@@ -12,6 +12,10 @@ fit, and nobody has named a root, they live on disk; where two fit nowhere, ther
 goes through anonymous memory and leaves no snapshot: what is too small costs snapshots, never a durable checkpoint.
 
 A process that belongs to a generation (`Staging.fence`) marks nothing once a newer one has started at this root.
+
+A process that closes its images and will open them again, because its job is entered anew after an error, keeps them mapped and
+page-locked meanwhile: faulting in and page-locking gigabytes takes longer than loading them. Nothing else is different: the
+images are left to whoever takes them over, which may be another process.
 """
 
 from __future__ import annotations
@@ -99,6 +103,32 @@ class Holder:
     def __str__(self) -> str:
         where = f"pid {self.pid} on {self.host}" if self.host else f"process {self.token}"
         return f"{where}, {self.launch}" if self.launch else where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mapping:
+    """The file of an image, mapped."""
+
+    map: mmap.mmap
+    bytes: torch.Tensor
+    file: tuple[int, int, int]
+    is_page_locked: bool
+
+    def release(self) -> None:
+        if self.is_page_locked:
+            page_unlock(self.bytes)
+        _close(self.map)
+
+
+_kept_mapped: dict[str, list[_Mapping]] = {}
+"""Of jobs that this process has closed and will open again, by their names."""
+
+
+def release_mapped(job: str | None = None) -> None:
+    """Let go of the images that this process has kept mapped: of one job, or of all."""
+    for name in [job] if job is not None else list(_kept_mapped):
+        for each in _kept_mapped.pop(name, []):
+            each.release()
 
 
 class ImageBuffer:
@@ -211,6 +241,31 @@ class ImageBuffer:
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         return self._bytes
 
+    def take_mapped(self, kept: list[_Mapping]) -> None:
+        """Use the mapping of this very file, if it is among those."""
+        with contextlib.suppress(OSError):
+            file = _identity(self.path.stat())
+            for each in [each for each in kept if each.file == file]:
+                kept.remove(each)
+                self._map, self._bytes, self._mapped_file = each.map, each.bytes, each.file
+                self.is_page_locked = each.is_page_locked
+
+    def leave_mapped(self) -> _Mapping | None:
+        """Close it, all but its mapping; None where it has none that could be of use again."""
+        if self.folder is None or self._map is None or self._bytes is None or self._mapped_file is None:
+            self.close()
+            return None
+        mapping = _Mapping(
+            map=self._map,
+            bytes=self._bytes,
+            file=self._mapped_file,
+            is_page_locked=self.is_page_locked,
+        )
+        self._map = self._bytes = None
+        self.is_page_locked = False
+        self.close()
+        return mapping
+
     def _is_as_mapped(self) -> bool:
         """Whether the file that is mapped is there still, and as long as it was: beyond its end there is only SIGBUS."""
         try:
@@ -315,8 +370,7 @@ class ImageBuffer:
         self.is_page_locked = False
         self._bytes = None
         if self._map is not None:
-            with contextlib.suppress(BufferError):  # A traceback may hold a view; the map goes with it.
-                self._map.close()
+            _close(self._map)
             self._map = None
 
     def discard(self) -> None:
@@ -413,6 +467,8 @@ class Staging:
             self._buffers = [ImageBuffer(folder / str(n), self._fence.refuse) for n in range(self._images)]
             for buffer, number in zip(self._buffers, map(str, range(self._images)), strict=True):
                 buffer.marked = marked.get(number)
+                buffer.take_mapped(_kept_mapped.get(self.job, []))
+            release_mapped(self.job)  # The others were taken over by somebody else, or removed.
             self._is_open = True
         for each in self._roots:
             remove_dead_jobs(root=each, keep=self.job)
@@ -558,17 +614,22 @@ class Staging:
                 if chosen is None or buffer.marked.checkpoint_id in chosen:
                     buffer.discard()
 
-    def close(self, *, keep: bool = False, wait: bool = True) -> None:
+    def close(self, *, keep: bool = False, wait: bool = True, stay_mapped: bool = False) -> None:
         """Let go of the images; they are removed unless `keep`, which leaves them to the job's next process. One that is
-        still being read stays mapped until that is over. Without `wait`, copies under way are not waited for."""
+        still being read stays mapped until that is over. Without `wait`, copies under way are not waited for. With
+        `stay_mapped`, they stay mapped for the next time that this process opens them."""
         self.copier.close(wait=wait)
         with self._changed:
             if not self._is_open or self._process != this_process():
                 return  # A forked child holds nothing.
             for buffer in self._buffers:
                 buffer.is_given_up = True
-                if not buffer.is_busy:
+                if buffer.is_busy:
+                    continue
+                if not stay_mapped:
                     buffer.close()
+                elif (mapping := buffer.leave_mapped()) is not None:
+                    _kept_mapped.setdefault(self.job, []).append(mapping)
             for lock in self._locks.values():
                 if keep and any(_snapshots_in(lock.folder)):
                     with contextlib.suppress(FileNotFoundError):
@@ -998,6 +1059,11 @@ def _number_in(data: bytes) -> int:
         return int(data)
     except ValueError:
         return 0
+
+
+def _close(mapped: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # A traceback may hold a view; the map goes with it.
+        mapped.close()
 
 
 def _identity(found: os.stat_result) -> tuple[int, int, int]:

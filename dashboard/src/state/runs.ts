@@ -224,4 +224,4 @@ export function generationLines(generations: readonly Generation[], jobId: strin
 }
 
 /** The phases of a recovery, in their order. */
-export const PHASES = ["detect", "rendezvous", "spawn", "load", "first_step"] as const;
+export const PHASES = ["detect", "abort", "regroup", "rendezvous", "spawn", "load", "first_step"] as const;

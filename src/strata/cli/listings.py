@@ -216,7 +216,7 @@ def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
     if json:
         print_json(found)
         return
-    phases = ("detect", "rendezvous", "spawn", "load", "first_step")
+    phases = ("detect", "abort", "regroup", "rendezvous", "spawn", "load", "first_step")
     rows = [
         (
             ago(r["at"]),

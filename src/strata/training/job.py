@@ -81,6 +81,7 @@ from strata.data.steps import Batch
 from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
 from strata.processes import machine_token
+from strata.rendezvous.channel import KEEPS_IMAGES_VARIABLE
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.torch_compat.groups import outlive_reducers, settle_at_exit
@@ -266,7 +267,7 @@ class ElasticJob:
         self._checkpoints = checkpoints
         self._stem = stem
         self._memory_root = Path(root) if (root := self.options.memory_root) else None
-        self._tracer = tracer or Tracer.begin(self.name, root=self._memory_root)
+        self._tracer = tracer or self._begin_trace()
         self._account = TimeAccount(self._tracer.before)
         self._data_world = DataWorld(mesh)
         self._ledger = DataLedger(data, gather=self._data_world.gather)
@@ -338,6 +339,15 @@ class ElasticJob:
         if self._live_run is not None:
             self._live_run.attach(self)
         return self
+
+    def _begin_trace(self) -> Tracer:
+        run = live.current()
+        if run is None or run.reentry is None:
+            return Tracer.begin(self.name, root=self._memory_root)
+        times = run.reentry
+        return Tracer.begin_again(
+            self.name, noticed_s=times.noticed_s, left_s=times.left_s, root=self._memory_root
+        )
 
     def _start(self) -> None:
         refuse_unsupported(self._state.model, self._state.optimizer)
@@ -415,7 +425,7 @@ class ElasticJob:
             self._live.close()
         if self._preemption is not None:
             self._preemption.close()
-        if not failed and (not left or self._everyone_leaves) and self._local_rank == 0:
+        if not failed and (not left or self._everyone_leaves) and self._is_first_here:
             if self._has_left_over:
                 self._drop_left_over()
             for run in {self.name, self._memory_name, os.environ.get("TORCHELASTIC_RUN_ID", self.name)}:
@@ -433,7 +443,17 @@ class ElasticJob:
     def _keeps_state(self) -> bool:
         """One process per machine keeps images; of those, rank 0 writes to the destinations. Of a sharded state, every rank does
         both with its part."""
-        return self._is_sharded or self._local_rank == 0
+        return self._is_sharded or self._is_first_here
+
+    @property
+    def _is_first_here(self) -> bool:
+        """Of this machine's ranks. In a recoverable run that need not be the one with the lowest number."""
+        return os.environ.get(KEEPS_IMAGES_VARIABLE, str(int(self._local_rank == 0))) == "1"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every rank keeps its own part of the state."""
+        return self._is_sharded
 
     @property
     def _restarts(self) -> str:
@@ -609,7 +629,7 @@ class ElasticJob:
         surveyed = self._manager.survey(tiers=None if self.rank == 0 or not self._is_sharded else ["MEMORY"])
         self._durable = [(each.where, each.manifest) for each in surveyed.copies if each.distance]
         copies = [(each.manifest, each.tier, each.where, each.distance) for each in surveyed.copies]
-        if self._is_sharded and self._local_rank == 0:
+        if self._is_sharded and self._is_first_here:
             left = left_over_images(
                 self._memory_name, root=self._memory_root, local_world_size=local_world_size()
             )
@@ -792,6 +812,8 @@ class ElasticJob:
         self._step_began_s = time.monotonic()
         while not self._is_done():
             for batch in self._data:
+                if self._live_run is not None:
+                    self._live_run.check()
                 self._alive("training")
                 self._account.enter_step(self.step)
                 try:
@@ -957,6 +979,8 @@ class ElasticJob:
 
     def _first_step(self) -> None:
         self._tracer.mark("stepped")
+        if self._live_run is not None:
+            self._live_run.stepped(self.step)
         if self.recovery is None or self.rank != 0:
             return
         self.recovery = replace(self.recovery, phases=self._tracer.phases())

@@ -41,8 +41,31 @@ OUTLINE_DEPTH = 6
 _cuda: Any = torch.cuda  # Its module is not typed.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reentry:
+    """A process enters its job again, by the monotonic clock."""
+
+    noticed_s: float
+    """It noticed that the ranks were about to change."""
+    left_s: float
+    """It had left its job."""
+
+
 class LiveRun(Protocol):
     """A run whose processes enter their job again when others are lost."""
+
+    @property
+    def reentry(self) -> Reentry | None:
+        """None when a process enters for the first time."""
+        ...
+
+    def check(self) -> None:
+        """Raises where this process must leave its job: the ranks change."""
+        ...
+
+    def stepped(self, step: int) -> None:
+        """The first step since the job was entered."""
+        ...
 
     def attach(self, job: ElasticJob) -> None:
         """A job has started: whoever aborts its process groups calls `job.freeze()` right before."""

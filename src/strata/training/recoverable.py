@@ -25,6 +25,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -132,6 +133,8 @@ class _Recovery(Generic[R]):
         self._kept: dict[str, Any] = {}
         self._over = ""
         """Why the present generation is over."""
+        self._noticed_s = 0.0
+        self.reentry: live.Reentry | None = None
         self._job: ElasticJob | None = None
         self._lock = threading.Lock()
         self._channel: WorkerChannel | None = None
@@ -174,14 +177,18 @@ class _Recovery(Generic[R]):
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:
+                left_s = time.monotonic()
+                noticed_s = self._noticed_s or left_s
                 message = self._has_left(channel, error)
             else:
                 channel.send("finished")
+                noticed_s = left_s = time.monotonic()
                 message = channel.wait("enter", "release")
                 if message["kind"] == "release":
                     return result
                 del result
             self._clean_up()
+            self.reentry = live.Reentry(noticed_s=noticed_s, left_s=left_s)
             generation, reason = self._let_in(message)
             restarts += 1
 
@@ -234,10 +241,11 @@ class _Recovery(Generic[R]):
         """In the order in which the agent speaks: what is over is the generation that was entered last."""
         if message["kind"] == "enter":
             with self._lock:
-                self._over, self._groups = "", ProcessGroups()
+                self._over, self._noticed_s, self._groups = "", 0.0, ProcessGroups()
         elif message["kind"] == "leave":
             with self._lock:
                 self._over = str(message["reason"])
+                self._noticed_s = self._noticed_s or time.monotonic()
                 job, groups = self._job, self._groups
             if job is not None:
                 job.freeze()
@@ -266,6 +274,7 @@ class _Recovery(Generic[R]):
 
     def may_rescue(self, step: int) -> bool:
         assert self._channel is not None
+        self._noticed_s = self._noticed_s or time.monotonic()
         self._channel.send("may_rescue", step=step)
         return bool(self._channel.wait("rescue")["may"])
 

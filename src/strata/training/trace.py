@@ -1,4 +1,5 @@
-"""Where the time of a recovery went: detect, rendezvous, spawn, load, first step.
+"""Where the time of a recovery went: detect, rendezvous, spawn, load, first step; or, where the process has survived: detect, abort,
+regroup, load, first step.
 
 Clocks: `time.monotonic` is the machine's, so the timestamps of dead processes, of the agent and of this one can be
 compared. Each rank leaves the moment of its last step in a small file below the memory root; the agent's rendezvous
@@ -29,7 +30,7 @@ from strata.shared_memory import NOTED, VERIFIED_MODULES, make_private, remove_e
 from strata.training.rng import Taken
 
 KEPT_S = 86_400.0
-PHASES = ("detect", "rendezvous", "spawn", "load", "first_step")
+PHASES = ("detect", "abort", "regroup", "rendezvous", "spawn", "load", "first_step")
 _FOOTPRINT = struct.Struct(
     "<ddqq"
 )  # of the step, of the process's start (monotonic seconds); step; world size
@@ -276,6 +277,13 @@ class Tracer:
             job=job, before=last_footprint(job, root=root), timestamps={"spawned": process_start_mono_s()}
         )
 
+    @classmethod
+    def begin_again(cls, job: str, *, noticed_s: float, left_s: float, root: Path | None = None) -> Tracer:
+        """In a process that has survived: when it noticed that its generation was over, and when it had left it."""
+        return cls(
+            job=job, before=last_footprint(job, root=root), timestamps={"noticed": noticed_s, "left": left_s}
+        )
+
     def find_before(self, job: str, *, root: Path | None, within_s: float) -> bool:
         """Look for the last step under the run's own name, which outlives its launches; whether that changed anything. One
         that was made long ago was resumed from, not recovered: it says how far the run had come, and nothing about time."""
@@ -294,6 +302,8 @@ class Tracer:
     def phases(self) -> dict[str, float]:
         """Seconds by phase, as far as they are known."""
         m = self.timestamps
+        if "noticed" in m:
+            return self._phases_of_survivor()
         spawned = m["spawned"]
         ready = m.get("ready", m.get("joined", spawned))
         joined = m.get("joined", ready)
@@ -311,4 +321,18 @@ class Tracer:
                 phases["detect"] = met[0] - self.before.mono_s
                 phases["rendezvous"] += met[1] - met[0]
                 phases["spawn"] += spawned - met[1]
+        return {name: max(0.0, phases[name]) for name in PHASES if name in phases}
+
+    def _phases_of_survivor(self) -> dict[str, float]:
+        m = self.timestamps
+        joined = m.get("joined", m["left"])
+        loaded = m.get("loaded", joined)
+        phases = {
+            "abort": m["left"] - m["noticed"],
+            "regroup": joined - m["left"],
+            "load": loaded - joined,
+            "first_step": m.get("stepped", loaded) - loaded,
+        }
+        if self.before is not None and self.is_recent:
+            phases["detect"] = m["noticed"] - self.before.mono_s
         return {name: max(0.0, phases[name]) for name in PHASES if name in phases}

@@ -21,7 +21,7 @@ const RUNG_W = 9;
 const RUNG_H = 8;
 const RUNG = RUNG_H + 3;
 
-export const PHASE_COLORS: Record<string, string> = { detect: "bad", rendezvous: "warn", spawn: "busy", load: "accent", first_step: "good" };
+export const PHASE_COLORS: Record<string, string> = { detect: "bad", abort: "warn", regroup: "busy", rendezvous: "warn", spawn: "busy", load: "accent", first_step: "good" };
 
 /** Near to far. A tier nobody has named comes last. */
 const TIER_ORDER = ["memory", "local", "nvme", "disk", "s3", "gcs", "azure"];

@@ -27,7 +27,7 @@ RPS_WINDOW_S = 5.0
 CHECKPOINT_WINDOW_S = 300.0
 BARRIERS_KEPT = 1_000
 _LONG_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 900)
-RECOVERY_PHASES = frozenset({"detect", "rendezvous", "spawn", "load", "first_step"})
+RECOVERY_PHASES = frozenset({"detect", "abort", "regroup", "rendezvous", "spawn", "load", "first_step"})
 _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 
 

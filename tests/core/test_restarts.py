@@ -80,3 +80,14 @@ def test_an_error_survives_the_way_to_the_agent() -> None:
     assert WorkerError.from_dict(error.to_dict()) == error
     with pytest.raises(KeyError):
         WorkerError.from_dict({"type": "E"})
+
+
+def test_where_others_continue_their_steps_do_not_excuse_an_error_that_comes_back() -> None:
+    repeated = RepeatedErrors()
+    found = [
+        repeated.failed(replace(TYPO, step=step), lasted_s=1.0, others_continue=True)
+        for step in (100, 110, 120)
+    ]
+    assert found[:2] == [None, None]
+    assert found[2] is not None
+    assert "came back 2 times in a row" in found[2]

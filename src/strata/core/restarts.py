@@ -2,8 +2,9 @@
 
 A typo, a missing file or a wrong shape fails the same way each time. The second time in a row, without a new step in
 between, the run is given up with that error. A step is new if no attempt before had made it: what a restart repeats does
-not count. What says nothing about the program itself neither counts nor is forgotten: workers that were killed, and those
-that lost a peer. Pure: the caller says how long an attempt lasted.
+not count. Where others continue while one is replaced, steps are theirs too, so there the third time counts, whatever was made.
+What says nothing about the program itself neither counts nor is forgotten: workers that were killed, and those that lost a
+peer. Pure: the caller says how long an attempt lasted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 
 QUICK_S = 60.0
 """A program that reports no steps may still have made progress if an attempt lasted longer."""
+
+MOST_ALIKE = 3
+"""So often one worker may fail by the same error, soon after it was replaced, while others continue."""
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 _PEERS = re.compile(
@@ -89,13 +93,20 @@ class RepeatedErrors:
 
     _last: WorkerError | None = None
     _last_was_quick: bool = False
+    _alike: int = 0
 
-    def failed(self, error: WorkerError | None, *, lasted_s: float) -> str | None:
+    def failed(
+        self, error: WorkerError | None, *, lasted_s: float, others_continue: bool = False
+    ) -> str | None:
         """An attempt has failed; None where no worker could say why. Returns the reason to give up, if there is one."""
         if error is None or error.is_about_peers:
             return None
         before, before_was_quick = self._last, self._last_was_quick
         self._last, self._last_was_quick = error, lasted_s < QUICK_S
+        is_repeated = before is not None and error.is_like(before) and lasted_s < QUICK_S
+        self._alike = self._alike + 1 if is_repeated else 1
+        if others_continue and self._alike >= MOST_ALIKE:
+            return f"the same error came back {self._alike - 1} times in a row: {error}"
         if before is None or not error.is_like(before):
             return None
         if error.step is None and before.step is None:

@@ -39,10 +39,11 @@ class CarefulAgent(Agent):
         if self.hopeless(_find_error(result, error_files)) is not None and self.has_restarts:
             self.give_up()
 
-    def hopeless(self, error: WorkerError | None) -> str | None:
+    def hopeless(self, error: WorkerError | None, *, others_continue: bool = False) -> str | None:
         """A worker has failed by this error, if it could say so: why another attempt would not help, if that is known."""
         CarefulAgent.last_error = error
-        reason = self._errors.failed(error, lasted_s=time.monotonic() - self._started_s)
+        lasted_s = time.monotonic() - self._started_s
+        reason = self._errors.failed(error, lasted_s=lasted_s, others_continue=others_continue)
         if reason is not None and self.has_restarts:
             CarefulAgent.given_up = reason
         return reason

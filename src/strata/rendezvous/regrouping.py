@@ -155,7 +155,10 @@ class RegroupingAgent(CarefulAgent):
             log.error("%s", reason)
             with self._lock:
                 self._regroup.ended(slot, reason, now_s=time.monotonic())
-            given_up = self.hopeless(error) if self.has_restarts else "there are no restarts left"
+            given_up: str | None = "there are no restarts left"
+            if self.has_restarts:
+                given_up = self.hopeless(error, others_continue=True)
+                super().starting()  # The next attempt.
             if given_up is not None:
                 self.give_up()
                 return given_up

@@ -98,6 +98,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "groups": ("torch.distributed:Reducer", "torch.distributed:Logger"),
     "aborting": (
         "torch.distributed.distributed_c10d:_new_process_group_helper",
+        "torch.distributed.distributed_c10d:_world.group_count",
         "torch.distributed.distributed_c10d:_world.pg_map",
         "torch.distributed:ProcessGroup._get_backend",
     ),

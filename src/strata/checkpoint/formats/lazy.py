@@ -7,7 +7,6 @@ it is in memory than `Memory` allows. What a checkpoint's manifest describes is 
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import os
@@ -194,34 +193,6 @@ class VerifiedPart:
         span = Span(part=self.number, offset_bytes=start_bytes, size_bytes=size_bytes)
         for _, piece in self.parts.reader(self.number).pieces(span, name=tensor):
             yield piece
-
-
-class RangeIO(io.RawIOBase):
-    """Bytes as a file object, for the standard library."""
-
-    def __init__(self, source: Bytes) -> None:
-        self._source = source
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size_bytes}[whence]
-        if base + offset < 0:
-            raise ValueError("a position before the beginning of the file")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._source.size_bytes - self._at))
-        view[:count] = read_bytes(self._source, self._at, count)
-        self._at += count
-        return count
 
 
 def _check_range(source: Bytes, start_bytes: int, size_bytes: int, tensor: str) -> None:

@@ -97,7 +97,7 @@ def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         ">SHARDS",
         ">EPOCH/STEP",
         "=TASK",
-        ">HEARD",
+        ">HEARTBEAT",
         ">CPU",
         "REASON",
     )
@@ -179,7 +179,7 @@ def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         ">SPEED",
         "TIERS",
         "=BY",
-        ">MADE",
+        ">CREATED",
         "=PATH",
     )
     print_table(columns, rows, empty="No checkpoints have been saved yet.")

@@ -353,9 +353,8 @@ def _own_coordinator(
     with tempfile.TemporaryDirectory(prefix="strata-recipes-") as folder:
         os.environ["STRATA_TASK_WORKERS"] = str(max(workers, os.cpu_count() or 1))
         os.environ["STRATA_LAUNCHER"] = "local"
-        os.environ.setdefault(
-            "STRATA_TASK_ENVIRONMENT", "*"
-        )  # Whoever types this is the operator, and the script is theirs.
+        # Whoever types this is the operator, and the script is theirs.
+        os.environ.setdefault("STRATA_TASK_ENVIRONMENT", "*")
         name = None
         if script is not None:
             name = re.sub(r"[^a-z0-9._-]", "-", script.stem.lower()).strip("-._") or "script"

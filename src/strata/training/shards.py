@@ -38,7 +38,7 @@ def is_sharded(state: TrainingState) -> bool:
 
 
 def is_generator_of(ranks: Collection[int], path: Path) -> bool:
-    """Whether something that was saved is of the random number generators that one of these ranks goes on with: its own, or where
+    """Whether something that was saved is of the random number generators that one of these ranks continues with: its own, or where
     there was no such rank, the first one's."""
     return path[0] == RNG and path[1] in {"0", *map(str, ranks)}
 
@@ -170,7 +170,7 @@ class ShardedState:
         return found
 
     def adopt(self, state: Mapping[str, Any], *, rank: int) -> None:
-        """Go on from a state whose tensors are those of `targets`."""
+        """Continue from a state whose tensors are those of `targets`."""
         mine = self._state
         _adopt_module(unwrap(mine.model), state.get(MODEL, {}))
         if OPTIMIZER in state:

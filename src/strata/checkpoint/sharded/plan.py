@@ -231,10 +231,10 @@ class Marked:
 
     def spans(self, tensors: Sequence[TensorEntry], *, part: int) -> Iterator[tuple[Chunk, Span]]:
         """Where in the image each tensor is."""
-        places = {entry.name: entry for entry in tensors}
+        by_name = {entry.name: entry for entry in tensors}
         for chunk in self.chunks:
             if chunk.dtype:
-                entry = places[chunk.name]
+                entry = by_name[chunk.name]
                 yield chunk, Span(part=part, offset_bytes=entry.offset_bytes, size_bytes=entry.size_bytes)
 
 

@@ -39,6 +39,7 @@ app = typer.Typer(
 Destination = Annotated[
     str,
     typer.Argument(
+        metavar="DESTINATION",
         help="A folder, or a URL such as s3://bucket/prefix.",
         envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET", "CHECKPOINT_DIR"],
         show_default=False,
@@ -99,11 +100,16 @@ def verify(destination: Destination, step: Step = None, id: Id = None, json: AsJ
 @app.command("export")
 def export_command(
     source: Annotated[
-        str, typer.Argument(help="A folder or URL with checkpoints, or one .pt file.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="A folder or URL with checkpoints, or one .pt file.", show_default=False
+        ),
     ],
     to: Annotated[
         str,
-        typer.Argument(help="What to write: a file, a folder for hf and dcp, or a URL.", show_default=False),
+        typer.Argument(
+            metavar="TO", help="What to write: a file, a folder for hf and dcp, or a URL.", show_default=False
+        ),
     ],
     format: Annotated[
         str | None, typer.Option("--format", "-f", help=f"{', '.join(FORMATS)}; by default as TO ends.")
@@ -160,6 +166,7 @@ def import_command(
     path: Annotated[
         str,
         typer.Argument(
+            metavar="PATH",
             help="A .pt or .safetensors file, a Hugging Face folder, or a folder of dcp.save.",
             show_default=False,
         ),
@@ -201,7 +208,7 @@ def rm(
     destination: Destination,
     chosen: Annotated[
         list[str] | None,
-        typer.Argument(help="Steps, ids or file names.", show_default=False),
+        typer.Argument(metavar="STEP|ID|FILE", help="Steps, ids or file names.", show_default=False),
     ] = None,
     steps: Annotated[
         list[int] | None, typer.Option("--step", min=0, help="Of this step; may be given again.")

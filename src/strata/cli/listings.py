@@ -138,9 +138,7 @@ def datasets(context: typer.Context, api: Api = DEFAULT_API, json: AsJson = Fals
 
 @datasets_app.command("rm")
 def remove_datasets(
-    dataset_ids: Annotated[
-        list[str], typer.Argument(metavar="ID...", help="As `strata datasets` lists them.")
-    ],
+    dataset_ids: Annotated[list[str], typer.Argument(metavar="ID", help="As `strata datasets` lists them.")],
     api: Api = DEFAULT_API,
 ) -> None:
     """Forget datasets. Their files are not touched."""

@@ -71,7 +71,7 @@ def recipes(api: Api = DEFAULT_API, as_json: AsJson = False) -> None:
 def submit(
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A YAML or JSON file, and settings over it."),
+        typer.Argument(metavar="FILE|KEY=VALUE", help="A YAML or JSON file, and settings over it."),
     ] = None,
     type: Annotated[str | None, typer.Option(help="Name of a recipe. [training]")] = None,
     name: Name = None,
@@ -150,9 +150,7 @@ def run(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[ARGUMENTS]...", help="A script's own arguments; a recipe's settings: key=value."
-        ),
+        typer.Argument(metavar="ARGUMENTS", help="A script's own arguments; a recipe's settings: key=value."),
     ] = None,
     workers: Workers = None,
     name: Name = None,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from strata.checkpoint.errors import StateMismatch
-from strata.checkpoint.image.nested import PLAIN
+from strata.checkpoint.image.nested import PLAIN, leaves
 from strata.checkpoint.sharded.plan import Path
 from strata.torch_compat.dtensors import is_distributed_tensor, local_of
 from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors
@@ -90,7 +90,7 @@ class Locals:
                 return known[1]
             before, taken = taken, set()
             found = {key: visit(value) for key, value in node.items()}
-            kept = all(local.is_contiguous() for local in map(local_of, _tensors_in(node)))
+            kept = all(local_of(tensor).is_contiguous() for _, tensor in leaves(node, leaf=torch.Tensor))
             if kept and not before & taken:  # What had to be copied is copied each time.
                 self._known[id(node)] = node, found, frozenset(taken)
             taken |= before
@@ -100,14 +100,6 @@ class Locals:
         return {
             name: visit(part) if name in (MODEL, OPTIMIZER, EXTRA) else part for name, part in state.items()
         }
-
-
-def _tensors_in(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for value in state.values():
-        if isinstance(value, torch.Tensor):
-            yield value
-        else:
-            yield from _tensors_in(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from strata.files import fresh_file, move_into_place, sync_folder, write_file
+from strata.files import RangeFile, fresh_file, move_into_place, sync_folder, write_file
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -74,3 +75,17 @@ def test_errors_are_those_of_the_system(tmp_path: Path) -> None:
         write_file(tmp_path / "missing" / "note", b"", durable=True)
     with pytest.raises(FileNotFoundError):
         sync_folder(tmp_path / "missing")
+
+
+def test_what_is_read_by_ranges_reads_like_a_file() -> None:
+    content = bytes(range(256)) * 10
+    file = io.BufferedReader(RangeFile(lambda start, size: content[start : start + size], len(content)), 100)
+    assert file.read(3) == content[:3]
+    assert file.seek(-5, os.SEEK_END) == len(content) - 5
+    assert file.read() == content[-5:]
+    assert file.seek(1000) == file.tell() == 1000
+    assert file.read(777) == content[1000:1777]
+    assert file.seek(len(content) + 9) == len(content) + 9
+    assert file.read(1) == b""
+    with pytest.raises(ValueError, match="before the start"):
+        file.seek(-1)

@@ -11,6 +11,10 @@ import pytest
 
 import strata
 import strata.checkpoint
+import strata.checkpoint.dcp
+import strata.data
+import strata.stores
+import strata.training
 
 ROOT = Path(__file__).parent.parent
 
@@ -109,25 +113,34 @@ MAY_BE_ANY = {
     "recipes": "JSON of the API",
     "restore_copy": "tensors to be filled, in any nesting",
     "commit": "a ledger's commit, as JSON",
+    "read": "samples, as the dataset has them",
+    "options": "of the store that the URL names: every kind has its own",
+    "read_metadata": "as PyTorch's own",
+    "set_up_storage_reader": "as PyTorch's own",
+    "set_up_storage_writer": "as PyTorch's own",
 }
 """Parameters and functions whose values the API passes on without knowing what they are."""
 
 
+PUBLIC = (strata, strata.checkpoint, strata.checkpoint.dcp, strata.data, strata.stores, strata.training)
+
+
 def public() -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
-    for module in (strata, strata.checkpoint):
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.isclass(value):
-                found += [
-                    (f"{name}.{method}", each)
-                    for method, each in vars(value).items()
-                    if inspect.isfunction(each)
-                    and (not method.startswith("_") or method == "__init__")
-                    and each.__module__.startswith("strata")  # A protocol's `__init__` is Python's own.
-                ]
-            elif callable(value):
-                found.append((name, value))
+    values = {
+        each: name for module in PUBLIC for name in module.__all__ if callable(each := getattr(module, name))
+    }
+    for value, name in values.items():
+        if inspect.isclass(value):
+            found += [
+                (f"{name}.{method}", each)
+                for method, each in vars(value).items()
+                if inspect.isfunction(each)
+                and (not method.startswith("_") or method == "__init__")
+                and each.__module__.startswith("strata")  # A protocol's `__init__` is Python's own.
+            ]
+        else:
+            found.append((name, value))
     return found
 
 

@@ -8,6 +8,8 @@ and for what can be made again.
 Stores (`strata.stores.files`) keep unfinished values in a place of their own, for they must tell those of the dead from those
 of the living; they flush folders with `sync_folder`.
 
+`RangeFile` makes a file object of what is read by its ranges, wherever it is.
+
 Files are their user's alone, unless they are meant for others too (`mode`, less what the umask takes away). Needs nothing but
 Python.
 """
@@ -15,10 +17,11 @@ Python.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 
 def write_file(path: Path, content: bytes | str, *, durable: bool, mode: int = 0o600) -> None:
@@ -73,3 +76,32 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class RangeFile(io.RawIOBase):
+    """Bytes that `read(start_bytes, size_bytes)` gives, as the file object that other libraries want."""
+
+    def __init__(self, read: Callable[[int, int], bytes | bytearray | memoryview], size_bytes: int) -> None:
+        self._read = read
+        self._size_bytes = size_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
+        if base + offset < 0:
+            raise ValueError("a position before the start of the file")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self._read(self._at, max(0, min(len(view), self._size_bytes - self._at)))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)

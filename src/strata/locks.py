@@ -76,9 +76,8 @@ def take(folder: Path) -> FolderLock | None:
             return None
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_there = _key(os.stat(path)) == _key(
-                os.fstat(fd)
-            )  # Or others have renamed or removed it meanwhile.
+            # Not if others have renamed or removed it meanwhile.
+            is_there = _key(os.stat(path)) == _key(os.fstat(fd))
         except OSError:
             is_there = False
         if not is_there:

@@ -32,9 +32,8 @@ _NAMES = 8
 _RUN_NAME = "run"
 ROOT_VARIABLE = "STRATA_MEMORY_ROOT"
 _SHARED_MEMORY = Path("/dev/shm")
-_DISK = Path(
-    "/var/tmp"
-)  # Not /tmp, which may be memory as well, and does not survive a restart of the machine.
+# Not /tmp, which may be memory as well, and does not survive a restart of the machine.
+_DISK = Path("/var/tmp")
 
 
 def memory_root(named: str | os.PathLike[str] | None = None) -> Path:
@@ -120,9 +119,8 @@ def _own_folder(root: Path, name: str) -> Path:
     if _is_own(usual, or_absent=True):
         return usual
     others = others or [root / f"{name}-{suffix}" for suffix in _suffixes(_make_key(), name)]
-    return next(
-        (path for path in others if _is_own(path, or_absent=True)), usual
-    )  # Who makes the usual one is told whose it is.
+    # Without one, whoever creates the usual one gets an error that says whose it is.
+    return next((path for path in others if _is_own(path, or_absent=True)), usual)
 
 
 def _is_own(path: Path, *, or_absent: bool = False) -> bool:
@@ -154,7 +152,7 @@ def _read_key() -> bytes | None:
 
 
 def _make_key() -> bytes | None:
-    """Written once, whole, by whoever of this user's processes is first."""
+    """Written once, completely, by whoever of this user's processes is first."""
     with suppress(OSError, RuntimeError):
         path = _key_path()
         path.parent.mkdir(mode=0o700, exist_ok=True)

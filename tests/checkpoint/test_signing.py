@@ -210,7 +210,7 @@ def test_a_public_key_checks_and_cannot_sign(tmp_path: Path, use: Use) -> None:
         (None, 0, "cannot be read"),
     ],
 )
-def test_a_key_that_cannot_be_used_is_told(
+def test_a_key_that_cannot_be_used_is_reported(
     tmp_path: Path, use: Use, content: bytes | None, mode: int, told: str
 ) -> None:
     path = tmp_path / "key"

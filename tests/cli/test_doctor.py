@@ -202,7 +202,7 @@ def test_port_in_use_names_the_process_that_holds_it() -> None:
     assert f"lsof -i :{port}" in checks[f"port {port}"]["fix"]
 
 
-def test_leftover_and_contradictory_torchrun_variables_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_and_contradictory_torchrun_variables_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     code, checks = examine()
     assert (code, checks["environment"]["verdict"]) == (1, "fail")

@@ -48,6 +48,15 @@ def test_a_help_page_swallows_nothing_that_stands_in_brackets(path: tuple[str, .
     assert [word for text in texts(command) for word in BRACKETED.findall(text) if word not in shown] == []
 
 
+@pytest.mark.parametrize("path", [path for path, _ in PAGES], ids=" ".join)
+def test_the_usage_names_arguments_in_capitals_and_brackets_them_once(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*path, "--help"], env=WIDE)
+    usage = next(line for line in result.output.splitlines() if "Usage:" in line)
+    arguments = usage.partition("[OPTIONS]")[2]
+    assert arguments == arguments.upper()
+    assert not re.search(r"\[\[|\.\.\.[]}]", arguments)
+
+
 @pytest.mark.parametrize(
     "group", [path for path, command in PAGES if hasattr(command, "commands")], ids=" ".join
 )

@@ -42,7 +42,7 @@ def entries_from_lines(
 ) -> list[LogLine]:
     """The entries of a text that is there as a whole."""
     assembler = LineAssembler(source=source, task_id=task_id)
-    entries = [entry for line in lines for entry in assembler.feed_line(line, at_s)]
+    entries = [entry for line in lines for entry in assembler.feed(f"{line}\n".encode(), at_s)]
     return entries + assembler.close(at_s)
 
 

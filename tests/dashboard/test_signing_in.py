@@ -107,7 +107,7 @@ def test_a_link_signs_in_once_and_leaves_the_address_bar(
     assert visitor.evaluate("fetch('/api/session').then(r => r.status)") == 401
 
 
-def test_a_viewer_is_offered_no_change_and_told_why(visitor: Browser, guarded: Coordinator) -> None:
+def test_a_viewer_is_offered_no_change_and_sees_why(visitor: Browser, guarded: Coordinator) -> None:
     sign_in(visitor, token(guarded, "viewer")["token"], "/tasks?start=1")
     visitor.see(css="header button[aria-disabled=true]", text="Start task")
     why = "document.querySelector('header button[aria-disabled]').title"
@@ -180,7 +180,7 @@ def test_an_admin_creates_and_revokes_a_token_and_reads_who_did_what(
     assert visitor.serious() == []
 
 
-def test_whoever_is_bound_to_a_job_sees_that_job_and_is_told_so(
+def test_whoever_is_bound_to_a_job_sees_that_job_alone_and_why(
     visitor: Browser, guarded: Coordinator
 ) -> None:
     task = guarded.post("/api/tasks", {"name": "mine", "type": "training"}, token=ADMIN)[1]["task_id"]

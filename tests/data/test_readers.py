@@ -235,6 +235,16 @@ def test_example_numbers_below_zero_and_bytes_that_are_no_example(tmp_path: Path
     ]
 
 
+def test_a_tar_whose_member_ends_before_the_start_of_the_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    write_tar(path, 1)
+    header = tarfile.TarInfo("a.txt")
+    header.size = -5000
+    path.write_bytes(header.tobuf(tarfile.GNU_FORMAT) + path.read_bytes())
+    with pytest.raises(DataError, match="damaged or not a tar file"):
+        DatasetReader(path)
+
+
 def test_a_cut_tar_is_named_or_its_last_sample_skipped(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
     write_tar(path, 5)

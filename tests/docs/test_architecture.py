@@ -87,3 +87,27 @@ def test_every_hop_exists_and_is_reached_from_one_before_it(journey: str) -> Non
 
 def test_every_file_that_is_named_exists() -> None:
     assert [name for name in NAMED_FILE.findall(TEXT) if not (ROOT / name).is_file()] == []
+
+
+def packages() -> dict[str, str]:
+    """What is said of each package and module directly below src/strata."""
+    block = TEXT.partition("src/strata/\n")[2].partition("src/elastic_harness/")[0]
+    found = re.split(r"^  (?=\w)", block, flags=re.MULTILINE)[1:]
+    return {re.match(r"\w+", text)[0]: text for text in found}  # type: ignore[index]
+
+
+def test_every_package_is_described() -> None:
+    there = {
+        path.stem for path in SOURCES.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    described = set(re.findall(r"\w+", " ".join(packages().values())))
+    assert there - described - {"__init__", "errors"} == set()
+    assert set(packages()) <= there
+
+
+@pytest.mark.parametrize("package", ["core", "training", "torch_compat"])
+def test_every_module_that_is_listed_exists(package: str) -> None:
+    lists = [line.rpartition(":")[2] for line in packages()[package].splitlines() if "·" in line]
+    listed = set(re.findall(r"\w+", " ".join(lists)))
+    assert listed
+    assert listed - {path.stem for path in (SOURCES / package).glob("*.py")} == set()

@@ -111,7 +111,7 @@ def short() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_the_demo_ends_well_and_prints_what_it_proved(short: Path) -> None:
+def test_the_demo_ends_well_and_prints_what_it_verified(short: Path) -> None:
     command = [sys.executable, "-m", "strata.cli.main", "demo", "--once", "--steps", "300"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env={**os.environ, "TMPDIR": str(short)}

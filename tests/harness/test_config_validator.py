@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_harness.config_validator import (
+    COUNT,
+    FRACTION,
+    OPTIONAL_TEXT,
     OTHER_NAMES,
     SECTIONS,
+    Key,
     validate_config,
     validate_elastic_config,
     validate_s3_access,
@@ -304,3 +308,13 @@ def test_no_value_anywhere_breaks_the_validator_or_is_changed_by_it(
     result = validate_config(built)
     assert repr(built) == before
     assert result.valid == (not result.errors)
+
+
+def test_keys_by_their_earlier_names_are_the_schemas_of_today() -> None:
+    assert Key(kind="int", at_least=1) == COUNT
+    assert Key(kind="number", at_least=0, at_most=1) == FRACTION
+    assert Key(kind="str", nullable=True) == OPTIONAL_TEXT
+    assert Key(kind="str", choices=("fp32", "bf16")) == SECTIONS["training"]["precision"]
+    assert Key(kind="int", above=0, nullable=True) == SECTIONS["scaling"]["target_global_batch_size"]
+    assert Key(kind="names") == SECTIONS["data"]["files"]
+    assert Key(kind="mapping") == SECTIONS["elastic"]["rdzv_conf"]

@@ -54,7 +54,7 @@ def test_a_loop_that_makes_no_step_is_reported_once(
             clock.now_s += TIMEOUT_S / 5
             clock.look_twice()
     (told,) = caplog.messages
-    assert "rank 0 has made no step for" in told
+    assert "rank 0 has completed no step for" in told
     assert "while the backward pass" in told
     assert "test_a_loop_that_makes_no_step_is_reported_once" in told, "with its stack"
 

@@ -228,7 +228,7 @@ def test_torchs_own_rendezvous_runs_what_a_stranger_wrote_and_ours_does_not(runs
     assert not proof.exists()
 
 
-def test_who_asks_for_torchs_rendezvous_is_told_what_it_opens(runs: Runs) -> None:
+def test_who_asks_for_torchs_rendezvous_is_warned_what_it_opens(runs: Runs) -> None:
     runs.start("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=mine")
     runs.ready(1)
     (said,) = runs.finish()

@@ -107,7 +107,7 @@ def test_a_small_file_that_decodes_to_gigabytes_costs_the_coordinator_nothing(
     assert preview(coordinator, "small", small, "jsonl")[0] == 200
 
 
-def test_previews_go_on_after_any_number_of_files_that_cannot_be_read(
+def test_previews_continue_after_any_number_of_files_that_cannot_be_read(
     coordinator: Coordinator, small: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.csv").write_bytes(b"\xff\xfe,\n\x00")

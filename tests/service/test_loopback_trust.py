@@ -33,7 +33,7 @@ def ask(
 
 
 @needs_root
-def test_another_local_user_needs_a_token_and_is_told_how_to_get_one(shared: Coordinator) -> None:
+def test_another_local_user_needs_a_token_and_learns_how_to_get_one(shared: Coordinator) -> None:
     with relayed(shared.http_port) as port:
         for method, path in (("GET", "/api/workers"), ("GET", "/api/events"), ("POST", "/api/tasks/x/stop")):
             status, answer = ask(port, path, method=method)

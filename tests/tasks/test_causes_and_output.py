@@ -10,7 +10,7 @@ from pathlib import Path
 
 from strata.core.restarts import WorkerError
 from strata.launch.causes import SAME_ROUNDS, Failures
-from strata.launch.output import OutputFile, OutputReader, Place
+from strata.launch.output import OutputFile, OutputReader, Position
 
 
 class Story:
@@ -129,16 +129,16 @@ def test_a_run_that_left_as_asked_has_no_cause_and_one_that_was_killed_for_it_ha
 
 def test_output_is_read_from_where_it_was_left_across_segments(tmp_path: Path) -> None:
     writer = OutputFile(tmp_path, segment_bytes=200, segments_kept=100)
-    place = Place()
+    position = Position()
     texts: list[str] = []
     for number in range(60):
         writer.write([f"line {number}"], at_s=float(number), stream="stdout", rank=number % 2)
         if number % 7 == 0:
-            piece = OutputReader(tmp_path, place).read(150)  # A new reader each time, as after a crash.
+            piece = OutputReader(tmp_path, position).read(150)  # A new reader each time, as after a crash.
             texts += [line.text for line in piece.lines]
             assert piece.missed == 0
     writer.close()
-    while lines := OutputReader(tmp_path, place).read(150).lines:
+    while lines := OutputReader(tmp_path, position).read(150).lines:
         texts += [line.text for line in lines]
     assert texts == [f"line {n}" for n in range(60)]
     assert len(list(tmp_path.glob("output-*"))) > 5
@@ -147,7 +147,7 @@ def test_output_is_read_from_where_it_was_left_across_segments(tmp_path: Path) -
 def test_a_flood_is_bounded_on_disk_and_what_is_missed_is_counted(tmp_path: Path) -> None:
     writer = OutputFile(tmp_path, segment_bytes=10_000, segments_kept=3)
     writer.write(["first"], at_s=0.0, stream="stderr", rank=None)
-    reader = OutputReader(tmp_path, Place())
+    reader = OutputReader(tmp_path, Position())
     assert [line.text for line in reader.read(1 << 20).lines] == ["first"]
     for number in range(5_000):
         writer.write([f"line {number}"], at_s=1.0, stream="stdout", rank=0)
@@ -163,7 +163,7 @@ def test_a_torn_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path
     writer = OutputFile(tmp_path)
     writer.write(["whole"], at_s=0.0, stream="stdout", rank=0)
     path = tmp_path / "output-000001.jsonl"
-    reader = OutputReader(tmp_path, Place())
+    reader = OutputReader(tmp_path, Position())
     with open(path, "ab") as file:
         file.write(b'[1.0, "stdout", 0, "ha')
     assert [line.text for line in reader.read(1 << 20).lines] == ["whole"]
@@ -191,7 +191,7 @@ def test_an_agent_that_continues_after_it_was_given_up_is_stopped_again(tmp_path
     subprocess.run([*supervisor, sys.executable, str(agent)], timeout=120, check=True)
     cause = json.loads((tmp_path / "ended.json").read_text())["cause"]
     assert (cause["message"], cause["may_retry"]) == ("rank 0 ended with status 1 (3 times in a row)", False)
-    said = [line.text for line in OutputReader(tmp_path, Place()).read(1 << 20).lines]
+    said = [line.text for line in OutputReader(tmp_path, Position()).read(1 << 20).lines]
     total = int(next(text for text in said if text.isdecimal()))
     assert 3 <= sum(text.startswith("failed") for text in said) < total, (
         "what it says afterwards is of no use"

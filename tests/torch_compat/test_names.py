@@ -105,3 +105,5 @@ def test_the_versions_that_are_declared_are_those_that_are_tested() -> None:
     jobs = yaml.safe_load((SRC.parent / ".github/workflows/ci.yml").read_text())["jobs"]
     first, *_, last = jobs["torch"]["strategy"]["matrix"]["torch"]
     assert (first, last) == (f"{oldest}.0", f"{newest}.0")
+    for page in ("README.md", "docs/quick-start.md"):
+        assert f"PyTorch {oldest} to {newest}" in (SRC.parent / page).read_text()

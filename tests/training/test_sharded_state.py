@@ -688,7 +688,7 @@ def test_a_job_starts_from_what_another_has_exported(
         assert_moments(script, moments(finished) if imported.has_optimizer else {})
 
 
-def test_an_unsharded_job_goes_on_from_a_sharded_one(tmp_path: Path) -> None:
+def test_an_unsharded_job_continues_from_a_sharded_one(tmp_path: Path) -> None:
     before, then = built("foreach_adamw", 1), []
 
     def note(step: int) -> None:
@@ -706,7 +706,7 @@ def test_an_unsharded_job_goes_on_from_a_sharded_one(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "job" / "run")[0] == STEPS
 
 
-def test_a_sharded_job_says_how_to_go_on_from_an_unsharded_one(tmp_path: Path) -> None:
+def test_a_sharded_job_says_how_to_continue_from_an_unsharded_one(tmp_path: Path) -> None:
     before = plain(1)
     before.run(tmp_path / "job")
     with (

@@ -18,7 +18,7 @@ export interface Line {
   fill?: boolean;
 }
 
-/** Room for half a time at the right end of the axis. */
+/** Space for half a time at the right end of the axis. */
 export const RIGHT = 28;
 
 /** A time this near to the left end would run into the numbers there. */
@@ -41,7 +41,7 @@ interface Props {
   empty?: string;
   /** Moments marked with a vertical line, with a colour token. */
   marks?: readonly { at: number; color: string }[];
-  /** Room for the numbers at the left, so that charts and a timeline line up. */
+  /** Space for the numbers at the left, so that charts and a timeline line up. */
   gutter?: number;
 }
 

@@ -17,7 +17,7 @@ const LOOKS: Record<ButtonLook, string> = {
 
 interface ButtonProps extends ButtonHTMLAttributes<HTMLButtonElement> {
   look?: ButtonLook;
-  /** The role that may do this. Whoever has less finds it disabled, and is told why: also by keyboard, so it keeps the focus. */
+  /** The role that may do this. Whoever has less finds it disabled, with the reason: also by keyboard, so it keeps the focus. */
   needs?: Role;
 }
 

@@ -11,7 +11,7 @@ const SNAPSHOT_EVERY = 4;
 
 let simulation: Simulation | null = null;
 
-/** One run for as long as the page is open, begun a quarter of an hour ago. */
+/** One run for as long as the page is open, started a quarter of an hour ago. */
 function current(): Simulation {
   simulation ??= new Simulation({ startedAt: Date.now() / 1000 - PAST_S });
   return simulation;

@@ -21,7 +21,7 @@ describe("the simulated run", () => {
     expect(played(120, 8).events).not.toEqual(played(120).events);
   });
 
-  it("fails and recovers, saves tier by tier, and goes on", () => {
+  it("fails and recovers, saves tier by tier, and continues", () => {
     const { simulation, kinds } = played(420);
     expect(kinds.get("worker_failed")).toBe(2);
     expect(kinds.get("worker_left")).toBe(2);

@@ -210,10 +210,10 @@ export class Simulation {
     const before = this.step;
     this.step += STEPS_PER_S * TICK_S * slow * (0.25 + 0.75 * share);
     const reached = Math.floor(this.step);
-    for (let step = Math.floor(before) + 1; step <= reached; step += 1) this.made(step);
+    for (let step = Math.floor(before) + 1; step <= reached; step += 1) this.completed(step);
   }
 
-  private made(step: number): void {
+  private completed(step: number): void {
     this.loss = 2.31 + 8.2 * Math.exp(-step / 420) + this.random.around(0, 0.03);
     if (step % SNAPSHOT_EVERY === 0) this.safeStep = step;
     if (step % SAVE_EVERY === 0) this.save(step);
@@ -309,7 +309,7 @@ export class Simulation {
     });
   }
 
-  private gone(rank: number, kind: "worker_failed" | "worker_left", reason: string): Worker {
+  private lose(rank: number, kind: "worker_failed" | "worker_left", reason: string): Worker {
     const worker = this.workers.get(`${JOB}-rank${rank}`)!;
     this.numbers.generation += 1;
     Object.assign(worker, { status: "failed", reason, connected: false, resources: null, metrics: {} });
@@ -326,7 +326,7 @@ export class Simulation {
   }
 
   private crash(rank: number): void {
-    const worker = this.gone(rank, "worker_failed", "connection lost 0.5 s ago, not reconnected");
+    const worker = this.lose(rank, "worker_failed", "connection lost 0.5 s ago, not reconnected");
     const lastStep = Math.floor(this.step);
     this.log("error", `Rank ${rank}: CUDA error: uncorrectable ECC error encountered`, worker.id);
     this.log("error", `worker '${worker.id}' failed: ${worker.reason}`, null, "coordinator");
@@ -374,7 +374,7 @@ export class Simulation {
     const name = `${JOB}-rank${rank}`;
     const lastStep = Math.floor(this.step);
     this.log("warn", "preemption notice: 30 s left; saving and leaving", name);
-    this.gone(rank, "worker_left", "preempted; saved and left");
+    this.lose(rank, "worker_left", "preempted; saved and left");
     this.safeStep = lastStep;
     this.becomeAll("recovering");
     this.replan(`${name} left`);

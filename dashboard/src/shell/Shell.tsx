@@ -52,7 +52,7 @@ function Gate(props: { children: ReactNode }) {
   );
 }
 
-/** A browser that is bound to a job is told so in the place of what is about the whole cluster. */
+/** A browser that is bound to a job reads so in the place of what is about the whole cluster. */
 function Content(props: { path: string }) {
   const job = useOnlyJob();
   const mode = useMode();

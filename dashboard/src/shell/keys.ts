@@ -86,7 +86,7 @@ function step(by: 1 | -1): void {
   next?.scrollIntoView({ block: "nearest" });
 }
 
-/** A virtual list has a few rows more than there is room for. */
+/** A virtual list has a few rows more than there is space for. */
 function isSeen(row: HTMLElement): boolean {
   const frame = (row.closest("[data-rows]") ?? document.documentElement).getBoundingClientRect();
   const { top, bottom } = row.getBoundingClientRect();

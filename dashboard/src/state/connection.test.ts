@@ -114,7 +114,7 @@ it("takes a broken stream up where it ended, without a word to anybody", async (
   expect(state.connection.phase).toBe("live");
 });
 
-it("asks for everything anew when told to", async () => {
+it("asks for everything anew when asked to", async () => {
   await isLive();
   const before = coordinator.snapshots;
   coordinator.workers = [worker({ id: "new" })];

@@ -117,7 +117,7 @@ describe("work at risk", () => {
     expect(exposure(runsOf(stateOf({})), NOW)).toMatchObject({ seconds: 600, steps: 100 });
   });
 
-  it("a save that failed or goes on makes nothing safe", () => {
+  it("a save that failed or is in progress makes nothing safe", () => {
     const state = stateOf({ checkpoints: [checkpoint({ id: "x", status: "in_progress", step: 99, created_at: NOW - 1 }), checkpoint({ id: "y", status: "failed", step: 98, created_at: NOW - 2 }), checkpoint()] });
     expect(exposure(runsOf(state), NOW).seconds).toBe(20);
   });

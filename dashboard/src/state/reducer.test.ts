@@ -40,7 +40,7 @@ describe("a snapshot", () => {
     expect(state.skewS).toBe(5);
   });
 
-  it("does not undo what was told after it was asked for", () => {
+  it("does not undo what was reported after it was asked for", () => {
     const news = failed({ worker_id: "w0", incarnation: 1 });
     const state = started({ type: "events", events: [news], atMs: AT_MS }, { type: "snapshot", snapshot: snapshot(), since: [news], atMs: AT_MS + 50 });
     expect(state.workers.get("w0")?.status).toBe("failed");
@@ -75,7 +75,7 @@ describe("every event can be applied twice", () => {
   it.each(Object.entries(stories))("%s", (_, events) => {
     const once = after(...events);
     const twice = reduce(once, { type: "snapshot", snapshot: snapshotOf(once), since: events, atMs: AT_MS });
-    const known = (s: State) => ({ workers: [...s.workers], checkpoints: s.checkpoints, barriers: s.barriers, tasks: s.tasks, recoveries: s.recoveries, logs: s.logs, datasets: [...s.datasets], told: s.eventLines, generations: s.generations });
+    const known = (s: State) => ({ workers: [...s.workers], checkpoints: s.checkpoints, barriers: s.barriers, tasks: s.tasks, recoveries: s.recoveries, logs: s.logs, datasets: [...s.datasets], events: s.eventLines, generations: s.generations });
     expect(known(twice)).toEqual(known(once));
   });
 });
@@ -156,7 +156,7 @@ describe("the past", () => {
     expect(state.generations[0]).toMatchObject({ number: 2, kind: "joined", workerId: "w1" });
   });
 
-  it("recoveries are not told twice", () => {
+  it("recoveries are not shown twice", () => {
     const r = recovery({ at: NOW });
     const { at, total_s, ...data } = r;
     const state = started({ type: "recoveries", recoveries: [r] }, { type: "events", events: [event("recovery_recorded", { ...data, at_s: at })], atMs: AT_MS });
@@ -165,7 +165,7 @@ describe("the past", () => {
   });
 });
 
-it("a gap in what was heard is a gap in the curve", () => {
+it("a gap in what was reported is a gap in the curve", () => {
   const state = started({ type: "events", events: [event("metrics", metrics)], atMs: AT_MS }, { type: "events", events: [event("metrics", metrics)], atMs: AT_MS + 60_000 });
   expect(state.series.rps).toEqual([10, null, 10]);
 });

@@ -386,8 +386,8 @@ function appendLogs(known: readonly LogEntry[], entries: readonly LogEntry[]): r
   const after = last === undefined ? -1 : logNumber(last.id);
   const fresh = entries.filter((e) => logNumber(e.id) > after);
   if (fresh.length === 0) return known;
-  const room = Math.max(0, LIMITS.logs - fresh.length);
-  return [...(room === 0 ? [] : known.slice(-room)), ...fresh.slice(-LIMITS.logs)];
+  const space = Math.max(0, LIMITS.logs - fresh.length);
+  return [...(space === 0 ? [] : known.slice(-space)), ...fresh.slice(-LIMITS.logs)];
 }
 
 function prepend(fresh: readonly EventLine[], known: readonly EventLine[], limit: number): readonly EventLine[] {

@@ -14,7 +14,7 @@ describe("the rank of a worker", () => {
     for (const id of ["node-7", "rank3-job", "job-rank3b", "job-frank3", "another-rank3"]) expect(of(id, 1)).toBe(1);
   });
 
-  it("is none for whoever is gone", () => {
+  it("is none for a worker that is lost", () => {
     expect(of("job-rank0", null)).toBeNull();
   });
 });

@@ -27,7 +27,7 @@ import { exportLogs } from "./logs/export";
 const ROW_PX = 24;
 const FETCHED = 2_000;
 const AGAIN_MS = 3_000;
-/** As many as there is room for. */
+/** As many as there is space for. */
 const NAME_LETTERS = 25;
 
 export function Logs() {

@@ -155,7 +155,7 @@ function Story({ run, now }: { run: Run; now: number }) {
         <Figure label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
         <Figure label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} lost` : `generation ${count(run.generation)}`} />
         <Figure label="Work at risk" value={run.risk.since === null ? "none" : age(now - run.risk.since)} hint={run.risk.since === null ? "not training" : plural(run.risk.steps, "step")} />
-        <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last took ${duration(run.recoveries[0].total_s)}` : "none"} />
+        <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last: ${duration(run.recoveries[0].total_s)}` : "none"} />
       </div>
       <Card
         title="Timeline"

@@ -107,7 +107,7 @@ class CheckpointConfig:
     s3_bucket: str | None = None
     s3_prefix: str = ""
     async_save: bool = True
-    """Saves go on in the background once the state has been copied. False waits until each is durable."""
+    """Saves continue in the background once the state has been copied. False waits until each is durable."""
     keep_last_n: int = 3
     async_save_policy: str = AsyncSavePolicy.WARN
     async_save_retries: int = 3
@@ -194,7 +194,7 @@ class CheckpointManager(Closing):
                 try:
                     handle = self._engine.save(state.to_dict(), state.step, state.epoch, tiers=[tier.name])
                 except SaveFailed:
-                    continue  # An earlier one, which its own handle has told us of already.
+                    continue  # An earlier one, which its own handle has reported already.
                 self._pending.add(handle.future)
                 return handle
 

@@ -53,7 +53,7 @@ class Pending:
         return not wait(futures, timeout_s).not_done
 
     def take_failures(self) -> list[BaseException]:
-        """What those that have ended failed of; each is told once."""
+        """What those that have ended failed of; each is reported once."""
         with self._lock:
             ended = [future for future in self._futures if future.done()]
             self._futures = [future for future in self._futures if not future.done()]

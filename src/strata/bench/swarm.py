@@ -72,11 +72,11 @@ class Stream:
 
     def flush(self) -> None:
         while self._unsent:
-            room = min(self.window_bytes, self._connection.window_bytes, _FRAME_LIMIT)
-            if room <= 0:
+            credit_bytes = min(self.window_bytes, self._connection.window_bytes, _FRAME_LIMIT)
+            if credit_bytes <= 0:
                 self._connection.blocked[self.id] = self
                 return
-            piece, self._unsent = self._unsent[:room], self._unsent[room:]
+            piece, self._unsent = self._unsent[:credit_bytes], self._unsent[credit_bytes:]
             self.window_bytes -= len(piece)
             self._connection.window_bytes -= len(piece)
             flags = _END_STREAM if self.ends and not self._unsent else 0

@@ -93,7 +93,7 @@ class Started:
 
 
 class Observer(Protocol):
-    """Told about every save, from the engine's own threads; what it raises is logged and goes no further."""
+    """Notified of every save, from the engine's own threads; what it raises is logged and goes no further."""
 
     def on_started(self, save: Started) -> None: ...
 

@@ -33,7 +33,7 @@ app = typer.Typer(
 )
 
 DataDir = Annotated[
-    Path | None, typer.Option(help="Change the tokens of this data directory, without asking a coordinator.")
+    Path | None, typer.Option(help="Use the tokens of this data directory, without asking a coordinator.")
 ]
 
 

@@ -32,7 +32,7 @@ VERDICTS = {
 
 def audit(
     dataset: Annotated[
-        str, typer.Argument(help="The dataset's id. Optional if the history has only one.")
+        str, typer.Argument(metavar="DATASET", help="The dataset's id. Optional if the history has only one.")
     ] = "",
     source: Annotated[
         str,

@@ -77,7 +77,9 @@ def init(
 
 @app.command()
 def issue(
-    name: Annotated[str, typer.Argument(help="What to call it: the common name, and the files.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="What to call it: the common name, and the files.")
+    ],
     role: Annotated[str, typer.Option(help="viewer, worker, operator or admin.")] = "worker",
     job: Annotated[str | None, typer.Option(help="The only job it acts for and sees. [all jobs]")] = None,
     hosts: Annotated[

@@ -52,7 +52,7 @@ def chaos(
         bool,
         typer.Option("--verify-progress", help="Also check that training progressed after every fault."),
     ] = False,
-    workers: Annotated[int, typer.Option(min=1, max=64)] = 2,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 2,
     agents: Annotated[int, typer.Option(min=1, max=16, help="Agents, each simulating a machine.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed for the choice of faults and victims.")] = 0,
     compare: Annotated[

@@ -36,9 +36,10 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Place = Annotated[
+Destination = Annotated[
     str,
     typer.Argument(
+        metavar="DESTINATION",
         help="A folder, or a URL such as s3://bucket/prefix.",
         envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET", "CHECKPOINT_DIR"],
         show_default=False,
@@ -51,10 +52,10 @@ _MEMORY, _MAX_SHARD_SIZE = "512MB", f"{MAX_SHARD_BYTES // 10**9}GB"
 
 
 @app.command("ls")
-def ls(place: Place, json: AsJson = False) -> None:
+def ls(destination: Destination, json: AsJson = False) -> None:
     """List the checkpoints, newest first, and files that have no manifest."""
     with _answering(json):
-        store = _opened(place)
+        store = _opened(destination)
         listing = Catalog(store).list()
         rows = [_row(store, entry) for entry in listing.entries]
         rows += [_file_row(store, blob.key, blob.size_bytes, blob.modified_s) for blob in plain_files(store)]
@@ -72,18 +73,18 @@ def ls(place: Place, json: AsJson = False) -> None:
             )
             for row in rows
         ]
-        columns = (">STEP", "=FILE", "FORMAT", ">SIZE", ">WORLD", ">MADE")
-        print_table(columns, table, empty=f"There are no checkpoints in {place}.")
+        columns = (">STEP", "=FILE", "FORMAT", ">SIZE", ">WORLD", ">CREATED")
+        print_table(columns, table, empty=f"There are no checkpoints in {destination}.")
         for problem in listing.problems:
             say_error(StrataError(problem))
 
 
 @app.command("verify")
-def verify(place: Place, step: Step = None, id: Id = None, json: AsJson = False) -> None:
+def verify(destination: Destination, step: Step = None, id: Id = None, json: AsJson = False) -> None:
     """Verify checksums, and name each damaged tensor."""
     with _answering(json):
         results = []
-        for verified in _verified(place, step, id):
+        for verified in _verified(destination, step, id):
             results.append(verified)
             if not json:
                 _print_verified(verified)
@@ -92,18 +93,23 @@ def verify(place: Place, step: Step = None, id: Id = None, json: AsJson = False)
             checkpoints = [{**asdict(each), **_verdict(each.is_intact)} for each in results]
             print_json({**_verdict(is_intact), "checkpoints": checkpoints})
         elif not results:
-            console.print(f"There are no checkpoints in {place}.", markup=False, style="dim")
+            console.print(f"There are no checkpoints in {destination}.", markup=False, style="dim")
     raise typer.Exit(DONE if is_intact else NO)
 
 
 @app.command("export")
 def export_command(
-    place: Annotated[
-        str, typer.Argument(help="A folder or URL with checkpoints, or one .pt file.", show_default=False)
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="A folder or URL with checkpoints, or one .pt file.", show_default=False
+        ),
     ],
     to: Annotated[
         str,
-        typer.Argument(help="What to write: a file, a folder for hf and dcp, or a URL.", show_default=False),
+        typer.Argument(
+            metavar="TO", help="What to write: a file, a folder for hf and dcp, or a URL.", show_default=False
+        ),
     ],
     format: Annotated[
         str | None, typer.Option("--format", "-f", help=f"{', '.join(FORMATS)}; by default as TO ends.")
@@ -129,9 +135,9 @@ def export_command(
     model's weights alone, as sharded safetensors with an index.
     """
     with _answering(json):
-        _check_there(place)
+        _check_there(source)
         made = export(
-            place,
+            source,
             to,
             format=format,
             step=step,
@@ -160,6 +166,7 @@ def import_command(
     path: Annotated[
         str,
         typer.Argument(
+            metavar="PATH",
             help="A .pt or .safetensors file, a Hugging Face folder, or a folder of dcp.save.",
             show_default=False,
         ),
@@ -198,10 +205,10 @@ def import_command(
 
 @app.command("rm")
 def rm(
-    place: Place,
+    destination: Destination,
     chosen: Annotated[
         list[str] | None,
-        typer.Argument(help="Steps, ids or file names.", show_default=False),
+        typer.Argument(metavar="STEP|ID|FILE", help="Steps, ids or file names.", show_default=False),
     ] = None,
     steps: Annotated[
         list[int] | None, typer.Option("--step", min=0, help="Of this step; may be given again.")
@@ -220,9 +227,9 @@ def rm(
         if not named:
             raise StrataError(
                 "No checkpoint was named.",
-                hint=f"Name steps or ids: strata checkpoint rm {place} --step 400. `strata checkpoint ls` shows them.",
+                hint=f"Name steps or ids: strata checkpoint rm {destination} --step 400. `strata checkpoint ls` shows them.",
             )
-        removed = remove_chosen(_opened(place), named, force=force)
+        removed = remove_chosen(_opened(destination), named, force=force)
         if json:
             print_json({"removed": [asdict(each) for each in removed]})
             return
@@ -261,22 +268,24 @@ def _bytes_of(text: str, option: str) -> int:
     return count
 
 
-def _opened(place: str) -> Store:
-    _check_there(place)
-    return open_store(place)
+def _opened(destination: str) -> Store:
+    _check_there(destination)
+    return open_store(destination)
 
 
-def _check_there(place: str) -> None:
+def _check_there(destination: str) -> None:
     """A folder that does not exist is a mistake, not an empty one."""
-    path = place.removeprefix("file://")
+    path = destination.removeprefix("file://")
     if "://" not in path and not os.path.exists(path):
-        raise StrataError(f"There is no '{place}'.", hint="Name the folder or URL where the checkpoints are.")
+        raise StrataError(
+            f"There is no '{destination}'.", hint="Name the folder or URL where the checkpoints are."
+        )
 
 
-def _verified(place: str, step: int | None, id: str | None) -> Iterator[Verified]:
-    _check_there(place)
-    if place.endswith(".pt") or step is not None or id is not None:
-        store, found = find(place, step=step, checkpoint_id=id)
+def _verified(destination: str, step: int | None, id: str | None) -> Iterator[Verified]:
+    _check_there(destination)
+    if destination.endswith(".pt") or step is not None or id is not None:
+        store, found = find(destination, step=step, checkpoint_id=id)
         if isinstance(found, str):
             blob = store.stat(found)
             assert blob is not None
@@ -284,7 +293,7 @@ def _verified(place: str, step: int | None, id: str | None) -> Iterator[Verified
         else:
             yield from verify_store(store, [found])
         return
-    yield from verify_store(open_store(place))
+    yield from verify_store(open_store(destination))
 
 
 def _verdict(is_intact: bool) -> dict[str, bool]:

@@ -164,12 +164,12 @@ class Demonstration:
         if not all(report.clean for report in reports):
             raise DemoFailed("The ledger is not exact.", hint="This is a bug.")
         if len(recoveries) < self.killed:
-            raise DemoFailed(f"{self.killed} workers were killed, {len(recoveries)} recoveries made.")
+            raise DemoFailed(f"{self.killed} workers were killed, {len(recoveries)} recoveries recorded.")
 
 
 def _picture(state: dict[str, Any]) -> Group:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("WORKER", "STATUS", "STEP", "LOSS", "TOKENS/S", "HEARD"):
+    for name in ("WORKER", "STATUS", "STEP", "LOSS", "TOKENS/S", "HEARTBEAT"):
         table.add_column(name, justify="left" if name in ("WORKER", "STATUS") else "right")
     for w in sorted(state["workers"], key=lambda w: str(w["id"])):
         metrics = w["metrics"]

@@ -15,7 +15,8 @@ from strata.data.tokens.progress import TerminalProgress
 
 def index(
     files: Annotated[
-        list[str], typer.Argument(help="JSONL, plain text or parquet files, gzipped too; or patterns.")
+        list[str],
+        typer.Argument(metavar="FILE", help="JSONL, plain text or parquet files, gzipped too; or patterns."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the index.")],
     tokenizer: Annotated[

@@ -97,7 +97,7 @@ def workers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         ">SHARDS",
         ">EPOCH/STEP",
         "=TASK",
-        ">HEARD",
+        ">HEARTBEAT",
         ">CPU",
         "REASON",
     )
@@ -138,9 +138,7 @@ def datasets(context: typer.Context, api: Api = DEFAULT_API, json: AsJson = Fals
 
 @datasets_app.command("rm")
 def remove_datasets(
-    dataset_ids: Annotated[
-        list[str], typer.Argument(metavar="ID...", help="As `strata datasets` lists them.")
-    ],
+    dataset_ids: Annotated[list[str], typer.Argument(metavar="ID", help="As `strata datasets` lists them.")],
     api: Api = DEFAULT_API,
 ) -> None:
     """Forget datasets. Their files are not touched."""
@@ -179,7 +177,7 @@ def checkpoints(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         ">SPEED",
         "TIERS",
         "=BY",
-        ">MADE",
+        ">CREATED",
         "=PATH",
     )
     print_table(columns, rows, empty="No checkpoints have been saved yet.")

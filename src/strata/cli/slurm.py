@@ -15,9 +15,14 @@ from strata.worker.address import coordinator_address
 
 
 def slurm(
-    target: Annotated[Path, typer.Argument(help="The trainer's YAML file, or a script of your own (.py).")],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="The trainer's YAML file, or a script of your own (.py).")
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, or the script's own arguments, after --.")
+        list[str] | None,
+        typer.Argument(
+            metavar="ARGUMENTS", help="section.key=value, or the script's own arguments, after --."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of job and rendezvous. [the file's name]")] = None,
     nodes: Annotated[int, typer.Option(help="Nodes to request.")] = 1,

@@ -71,7 +71,7 @@ def recipes(api: Api = DEFAULT_API, as_json: AsJson = False) -> None:
 def submit(
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A YAML or JSON file, and settings over it."),
+        typer.Argument(metavar="FILE|KEY=VALUE", help="A YAML or JSON file, and settings over it."),
     ] = None,
     type: Annotated[str | None, typer.Option(help="Name of a recipe. [training]")] = None,
     name: Name = None,
@@ -150,9 +150,7 @@ def run(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[ARGUMENTS]...", help="A script's own arguments; a recipe's settings: key=value."
-        ),
+        typer.Argument(metavar="ARGUMENTS", help="A script's own arguments; a recipe's settings: key=value."),
     ] = None,
     workers: Workers = None,
     name: Name = None,
@@ -353,9 +351,8 @@ def _own_coordinator(
     with tempfile.TemporaryDirectory(prefix="strata-recipes-") as folder:
         os.environ["STRATA_TASK_WORKERS"] = str(max(workers, os.cpu_count() or 1))
         os.environ["STRATA_LAUNCHER"] = "local"
-        os.environ.setdefault(
-            "STRATA_TASK_ENVIRONMENT", "*"
-        )  # Whoever types this is the operator, and the script is theirs.
+        # Whoever types this is the operator, and the script is theirs.
+        os.environ.setdefault("STRATA_TASK_ENVIRONMENT", "*")
         name = None
         if script is not None:
             name = re.sub(r"[^a-z0-9._-]", "-", script.stem.lower()).strip("-._") or "script"

@@ -35,9 +35,10 @@ class Problem:
 
 
 def validate(
-    config: Annotated[str, typer.Argument(help="The configuration, a YAML file.")],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings that replace those of the file: training.lr=1e-4")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file: training.lr=1e-4"),
     ] = None,
     s3: Annotated[bool, typer.Option("--s3", help="Also check access to the S3 bucket it names.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,

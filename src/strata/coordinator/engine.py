@@ -332,9 +332,8 @@ class Engine:
         if hard:
             for listener in self.listeners:
                 listener(hard)
-            await asyncio.sleep(
-                0
-            )  # Who waited for `settled` has a turn before the next commit, however many follow.
+            # Who waited for `settled` has a turn before the next commit, however many follow.
+            await asyncio.sleep(0)
 
     def _charge(self, client: str, events: Sequence[Event], now: Instant) -> int:
         """How many bytes these are in the journal."""

@@ -18,7 +18,7 @@ from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.http.feed import Feed
 from strata.coordinator.http.pages import Pages
-from strata.coordinator.http.streams import StreamPlaces
+from strata.coordinator.http.streams import StreamSlots
 from strata.coordinator.inspection.checkpoints import Verifications
 from strata.coordinator.inspection.datasets import DatasetInspection
 from strata.coordinator.inspection.processes import VERIFYING_VARIABLES, InspectionProcesses
@@ -66,13 +66,13 @@ class Runtime:
     """Once it runs; none where tasks are only kept."""
     task_secrets: TaskSecrets | None = None
     """Where secret values of tasks are kept; none where there is no folder for them."""
-    event_readers: StreamPlaces = field(
-        default_factory=lambda: StreamPlaces(
+    event_readers: StreamSlots = field(
+        default_factory=lambda: StreamSlots(
             "events", most=4_096, most_per_client=256, instead="ask /api/events/recent now and then"
         )
     )
-    log_followers: StreamPlaces = field(  # Each costs something with every line.
-        default_factory=lambda: StreamPlaces(
+    log_followers: StreamSlots = field(  # Each costs something with every line.
+        default_factory=lambda: StreamSlots(
             "the log", most=256, most_per_client=16, instead="ask /api/logs now and then with `after`"
         )
     )

@@ -159,9 +159,8 @@ class EpochCommit:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> EpochCommit:
         ranks = {int(rank): _runs_from_json(runs) for rank, runs in record["ranks"].items()}
-        expanded(
-            run for runs in ranks.values() for run in runs
-        )  # Refused here, not when somebody adds it up.
+        # Refused here, not when somebody adds it up.
+        expanded(run for runs in ranks.values() for run in runs)
         epoch, count = _count_from_json(record["epoch"]), _count_from_json(record.get("count", 1))
         if count < 1 or epoch + count > MAX_POSITION:
             raise ValueError(f"{count} is not a number of epochs")

@@ -83,12 +83,6 @@ class LineAssembler:
             self._rest = b""
         return done
 
-    def feed_line(self, line: str, now_s: float) -> list[LogLine]:
-        """The same for whoever has whole lines, without their ends."""
-        done: list[LogLine] = []
-        self._take(line[:LINE_LIMIT_BYTES], now_s, done)
-        return done
-
     def idle(self, now_s: float) -> list[LogLine]:
         """Nothing has come for a while: an entry that has waited long enough is complete."""
         done: list[LogLine] = []

@@ -259,9 +259,9 @@ class Membership:
 
     def _overdue(self, pulse: Pulse, now: Instant) -> str:
         if pulse.disconnected_mono_s is not None:
-            gone_s = now.mono_s - pulse.disconnected_mono_s
-            if gone_s >= self.limits.disconnect_grace_s:
-                return f"connection lost {gone_s:.1f} s ago, not reconnected"
+            lost_s = now.mono_s - pulse.disconnected_mono_s
+            if lost_s >= self.limits.disconnect_grace_s:
+                return f"connection lost {lost_s:.1f} s ago, not reconnected"
         silent_s = now.mono_s - pulse.last_heartbeat_mono_s
         if silent_s >= self.limits.heartbeat_timeout_s:
             return f"no heartbeat for {silent_s:.1f} s (heartbeat_timeout is {self.limits.heartbeat_timeout_s:g} s)"

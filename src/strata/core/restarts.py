@@ -1,4 +1,4 @@
-"""Whether starting a run's workers again can help: not after an error that comes back although no step was made.
+"""Whether starting a run's workers again can help: not after an error that comes back although no step was completed.
 
 A typo, a missing file or a wrong shape fails the same way each time. The second time in a row, without a new step in
 between, the run is given up with that error. A step is new if no attempt before had made it: what a restart repeats does
@@ -114,8 +114,10 @@ class RepeatedErrors:
                 return None
         elif (error.step or 0) > (before.step or 0):
             return None
-        made = "no step was made" if not error.step else f"no step was made after step {error.step:,}"
-        return f"the same error came back and {made} in between: {error}"
+        progress = (
+            "no step was completed" if not error.step else f"no step was completed after step {error.step:,}"
+        )
+        return f"the same error came back and {progress} in between: {error}"
 
 
 def _text(message: str) -> str:

@@ -90,11 +90,10 @@ class Moves:
         order = np.argsort(self.to, kind="stable")
         owners, starts = np.unique(self.to[order], return_index=True)
         groups = np.split(self.shards[order], starts[1:])
+        # No moves split into one empty group.
         return {
             "" if owner == UNOWNED else self.names[owner]: ids.tolist()
-            for owner, ids in zip(
-                owners.tolist(), groups, strict=False
-            )  # No moves split into one empty group.
+            for owner, ids in zip(owners.tolist(), groups, strict=False)
         }
 
     @classmethod

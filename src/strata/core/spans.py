@@ -47,9 +47,8 @@ class Spans:
         return hash(self.bounds.tobytes())
 
     def __or__(self, other: Spans) -> Spans:
-        if (
-            not self or not other
-        ):  # Most are: the ledger adds up many records of which few have dropped anything.
+        # The usual case: the ledger adds up many records of which few have dropped anything.
+        if not self or not other:
             return self or other
         return Spans(np.concatenate([self.bounds, other.bounds]))
 
@@ -68,12 +67,10 @@ class Spans:
         if not self:
             return np.zeros(edges.shape, np.int64)
         total_before = np.r_[0, np.cumsum(self.bounds[:, 1] - self.bounds[:, 0])]
-        index = np.searchsorted(
-            self.bounds[:, 0], edges, side="right"
-        )  # Spans that start at or before the edge.
-        beyond = np.maximum(
-            self.bounds[index - 1, 1] - edges, 0
-        )  # The part of the last one that does not count.
+        # Spans that start at or before the edge.
+        index = np.searchsorted(self.bounds[:, 0], edges, side="right")
+        # The part of the last one that does not count.
+        beyond = np.maximum(self.bounds[index - 1, 1] - edges, 0)
         return np.asarray(total_before[index] - np.where(index > 0, beyond, 0))
 
     def to_json(self) -> list[list[int]]:

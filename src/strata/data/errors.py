@@ -28,7 +28,7 @@ class DataError(StrataError):
 
 
 class StateMismatch(StrataError):
-    """A data position was used with data, an order or a turn it does not belong to. Going on would lose or
+    """A data position was used with data, an order or a turn it does not belong to. Continuing would lose or
     repeat samples, so nothing was changed."""
 
     code = "data_state_mismatch"

@@ -2,7 +2,7 @@
 
 `$STRATA_CACHE_DIR`, else `~/.cache/strata`. An entry belongs to one file as it was (path, size, time of change)
 and one way of reading it; a changed file simply has another name here. A cache that cannot be read or written is no
-error, only slower. Entries are written whole or not at all.
+error, only slower. Entries are written completely or not at all.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 handed to the trainer; with `commit="explicit"` only those it passed to `commit`, one by one or, where gradients are
 accumulated over several, all at once when the optimizer has stepped. Prefetched batches that were never consumed are read
 again after a resume, and are nowhere in the ledger. So are batches that were not committed when a loop is left and
-another begun; a loop that read to the epoch's end is not left, and the next one reads the next epoch. What loader processes draw at random for
+another started; a loop that read to the epoch's end is not left, and the next one reads the next epoch. What loader processes draw at random for
 a sample does not depend on them either: see `strata.data.draws`.
 """
 

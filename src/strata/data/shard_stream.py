@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from strata.core.ledger import RankRecord
 from strata.core.order import EpochOrder
 from strata.data.shards import Shard
+from strata.data.steps import MapDataset
 
 
 class ShardBatch(NamedTuple):
@@ -30,7 +31,7 @@ class ShardStream:
 
     def __init__(
         self,
-        samples: Any,
+        samples: MapDataset,
         shards: Sequence[Shard],
         *,
         total: int,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import glob
-import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -176,34 +175,6 @@ def refuse_compressed(source: Source) -> None:
                 f"it is compressed with {name}, and cannot be read from the middle",
                 hint="Decompress it first, or convert it to parquet.",
             )
-
-
-class SourceFile(io.RawIOBase):
-    """A source as the file object that other libraries want."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._source.read(self._at, len(buffer))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size_bytes}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
 
 
 def _find_local(text: str) -> Iterator[FileRef]:

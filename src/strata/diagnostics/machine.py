@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from strata.diagnostics.report import CheckResult, Targets
+from strata.torch_compat import OLDEST
 
-OLDEST_TORCH = (2, 7)
 GIB = 1 << 30
 OPTIONAL_PACKAGES = ("obstore", "omegaconf", "tokenizers", "pyarrow", "nvidia-ml-py")
 
@@ -33,9 +33,12 @@ def versions(_: Targets) -> Iterator[CheckResult]:
             found=f"{found}; torch is missing",
             fix="Install it: pip install 'strata-runtime[torch]'",
         )
-    elif tuple(int(part) for part in torch.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
+    elif _numbers(torch) < _numbers(OLDEST):
         yield CheckResult(
-            name="versions", verdict="fail", found=found, fix="Upgrade: pip install --upgrade 'torch>=2.7'"
+            name="versions",
+            verdict="fail",
+            found=found,
+            fix=f"Upgrade: pip install --upgrade 'torch>={OLDEST}'",
         )
     else:
         yield CheckResult(name="versions", verdict="ok", found=found)
@@ -139,6 +142,11 @@ def limits(_: Targets) -> Iterator[CheckResult]:
         found=f"open files {'unlimited' if files == unlimited else files}, locked memory {text}",
         fix="Data loaders and NCCL open many files: ulimit -n 65536" if few else "",
     )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def _version(package: str) -> str | None:

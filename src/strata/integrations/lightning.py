@@ -18,7 +18,7 @@ import threading
 from functools import partial
 from typing import Any
 
-from strata.checkpoint.catalog.listing import Catalog
+from strata.checkpoint.catalog.listing import Catalog, Entry
 from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.catalog.retention import remove
 from strata.checkpoint.events import CheckpointInfo, SaveHandle
@@ -94,9 +94,8 @@ class StrataCheckpointIO(CheckpointIO):
             saving.exception()  # Waits; a failure is raised by the next save.
         manager.drop_snapshots([info.checkpoint_id for info in self._named(manager, name)])
         catalog = Catalog(open_store(folder))
-        for entry in catalog.list().entries:
-            if entry.manifest.metadata.get(_NAME) == name:
-                remove(catalog, entry)
+        for entry in _entries(catalog, name):
+            remove(catalog, entry)
 
     def teardown(self) -> None:
         for manager in self._managers.values():
@@ -118,8 +117,8 @@ class StrataCheckpointIO(CheckpointIO):
             return
         catalog = Catalog(open_store(folder))
         try:
-            named = [entry for entry in catalog.list().entries if entry.manifest.metadata.get(_NAME) == name]
-            ids = [entry.manifest.checkpoint_id for entry in named]  # Newest first.
+            named = _entries(catalog, name)
+            ids = [entry.manifest.checkpoint_id for entry in named]
             for entry in named[ids.index(checkpoint_id) + 1 :] if checkpoint_id in ids else ():
                 remove(catalog, entry)
         except StoreError as error:
@@ -134,6 +133,11 @@ class StrataCheckpointIO(CheckpointIO):
     def _named(manager: CheckpointManager, name: str) -> list[CheckpointInfo]:
         """Newest first."""
         return [info for info in manager.all_checkpoints() if info.metadata.get(_NAME) == name]
+
+
+def _entries(catalog: Catalog, name: str) -> list[Entry]:
+    """Newest first."""
+    return [entry for entry in catalog.list().entries if entry.manifest.metadata.get(_NAME) == name]
 
 
 def _split(path: Any) -> tuple[str, str]:

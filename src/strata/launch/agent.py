@@ -22,9 +22,8 @@ from typing import Any
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # Until torchrun has one of its own.
+    # Until torchrun has a handler of its own.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         code = _run(sys.argv[1:])
     except SystemExit as end:

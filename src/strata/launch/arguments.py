@@ -165,9 +165,8 @@ def launch(words: Sequence[str]) -> int:
     args = parse(words)
     warm_up(args.rdzv_id)
     with ExitStack() as cleanup:
-        if (
-            args.log_dir is None and args.redirects == args.tee == "0"
-        ):  # Torch would leave an empty one behind.
+        # Torch would leave an empty one behind.
+        if args.log_dir is None and args.redirects == args.tee == "0":
             args.log_dir = cleanup.enter_context(TemporaryDirectory(prefix="strata-torchrun-"))
         return _launch(args)
 
@@ -210,8 +209,7 @@ def _report_failure(failed: Any) -> int:
         print(f"strata torchrun: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
     else:
         print(f"strata torchrun: rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
-    if (
-        error is not None and error.traceback and SUPERVISOR_VARIABLE not in os.environ
-    ):  # Whoever keeps a run has it already.
+    # Whoever keeps a run has it already.
+    if error is not None and error.traceback and SUPERVISOR_VARIABLE not in os.environ:
         print(error.traceback, end="", file=sys.stderr)
     return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)

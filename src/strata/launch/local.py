@@ -25,7 +25,7 @@ from typing import Any
 from strata.core.messages import ExitCause, TaskId
 from strata.files import write_file
 from strata.launch.cleanup import RUN_VARIABLE, end_processes, processes_of
-from strata.launch.output import OutputReader, Place
+from strata.launch.output import OutputReader, Position
 from strata.launch.protocol import (
     Capacity,
     Exited,
@@ -46,7 +46,7 @@ READ_BYTES = 256 << 10
 """Output read from one run at a time: a flood waits on disk, where it is bounded."""
 BREATH_S = 0.01
 """Between two pieces of what a flood has left: others have the event loop too."""
-PLACE_S = 1.0
+POSITION_S = 1.0
 SAFE_S = 5.0
 """After so long, what was reported is on the listener's disk too."""
 APPEAR_S = 30.0
@@ -64,7 +64,7 @@ class _Run:
     supervisor: Process | None = None
     watching: asyncio.Task[None] | None = None
     stopping: asyncio.Task[None] | None = None
-    places: deque[tuple[float, Place]] = field(default_factory=deque)
+    positions: deque[tuple[float, Position]] = field(default_factory=deque)
     """Where the reader was, and when; from the last one written on."""
 
 
@@ -118,7 +118,7 @@ class LocalLauncher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for run in self._runs.values():
-            self._write_place(run, run.reader.place)
+            self._write_position(run, run.reader.position)
         self._runs.clear()
 
     # --- starting -------------------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ class LocalLauncher:
 
     def _remember(self, plan: LaunchPlan, gpus: tuple[int, ...]) -> _Run:
         facts = _read(plan.run_dir / "told.json")
-        place = Place(**facts) if facts is not None else Place()
-        run = _Run(plan=plan, reader=OutputReader(plan.run_dir, place), gpus=gpus)
+        position = Position(**facts) if facts is not None else Position()
+        run = _Run(plan=plan, reader=OutputReader(plan.run_dir, position), gpus=gpus)
         self._runs[plan.run_id] = run
         return run
 
@@ -237,16 +237,16 @@ class LocalLauncher:
                     dropped=piece.missed,
                 )
             )
-            self._note_place(run)
+            self._note_position(run)
         return bool(piece.lines)
 
-    def _note_place(self, run: _Run) -> None:
+    def _note_position(self, run: _Run) -> None:
         """What was reported long enough ago is safe with the listener: the next reader starts after it."""
         now_s = time.monotonic()
-        if not run.places or now_s - run.places[-1][0] > PLACE_S:
-            run.places.append((now_s, replace(run.reader.place)))
-        if now_s - run.places[0][0] > SAFE_S:
-            self._write_place(run, run.places.popleft()[1])
+        if not run.positions or now_s - run.positions[-1][0] > POSITION_S:
+            run.positions.append((now_s, replace(run.reader.position)))
+        if now_s - run.positions[0][0] > SAFE_S:
+            self._write_position(run, run.positions.popleft()[1])
 
     async def _pass_all_on(self, run: _Run) -> None:
         while True:
@@ -254,9 +254,9 @@ class LocalLauncher:
                 return
             await asyncio.sleep(BREATH_S)
 
-    def _write_place(self, run: _Run, place: Place) -> None:
+    def _write_position(self, run: _Run, position: Position) -> None:
         with suppress(OSError):  # At worst some lines are reported twice.
-            write_file(run.plan.run_dir / "told.json", json.dumps(asdict(place)), durable=False)
+            write_file(run.plan.run_dir / "told.json", json.dumps(asdict(position)), durable=False)
 
     async def _wait_for_leaving(self, run: _Run) -> None:
         deadline_s = time.monotonic() + LEAVE_S

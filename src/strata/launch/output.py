@@ -78,7 +78,7 @@ class OutputFile:
 
 
 @dataclass(slots=True)
-class Place:
+class Position:
     """How far a reader has come."""
 
     segment: int = 0
@@ -93,11 +93,11 @@ class Piece:
 
 
 class OutputReader:
-    """Follows the segments from `place` on."""
+    """Follows the segments from `position` on."""
 
-    def __init__(self, run_dir: Path, place: Place) -> None:
+    def __init__(self, run_dir: Path, position: Position) -> None:
         self._run_dir = run_dir
-        self.place = place
+        self.position = position
 
     def read(self, limit_bytes: int) -> Piece:
         """What is new, at most about `limit_bytes` of it."""
@@ -110,11 +110,11 @@ class OutputReader:
                 except ValueError:
                     continue
                 if isinstance(value, dict):
-                    missed += max(0, value["before"] - self.place.lines)
-                    self.place.lines = value["before"]
+                    missed += max(0, value["before"] - self.position.lines)
+                    self.position.lines = value["before"]
                     continue
                 at_s, stream, rank, text = value
-                self.place.lines += 1
+                self.position.lines += 1
                 lines.append(
                     OutputLine(
                         at_s=at_s, stream=cast(Literal["stdout", "stderr"], stream), rank=rank, text=text
@@ -124,18 +124,18 @@ class OutputReader:
 
     def _new(self, limit_bytes: int) -> Iterator[bytes]:
         for number in _segments(self._run_dir):
-            if number < self.place.segment or limit_bytes <= 0:
+            if number < self.position.segment or limit_bytes <= 0:
                 continue
-            if number > self.place.segment:
-                self.place.segment, self.place.offset = number, 0
+            if number > self.position.segment:
+                self.position.segment, self.position.offset = number, 0
             try:
                 with open(_segment(self._run_dir, number), "rb") as file:
-                    file.seek(self.place.offset)
+                    file.seek(self.position.offset)
                     body = file.read(limit_bytes)
             except FileNotFoundError:
                 continue
             whole = body[: body.rfind(b"\n") + 1]
-            self.place.offset += len(whole)
+            self.position.offset += len(whole)
             limit_bytes -= len(whole)
             yield whole
             if len(whole) < len(body):

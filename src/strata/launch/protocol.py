@@ -139,7 +139,7 @@ class Lost:
 
 Observation = Started | Output | Exited | Lost
 Listener = Callable[[Observation], None]
-"""Told on the launcher's event loop. Must not block."""
+"""Called on the launcher's event loop. Must not block."""
 
 
 class Launcher(Protocol):

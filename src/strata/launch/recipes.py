@@ -33,8 +33,8 @@ from strata.validation import Problem, Schema, check, filled, nearest, schema_pr
 
 MAX_RECIPES = 1_000
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_PLACE = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
-_OWN_PLACES = frozenset({"task_id", "task_dir", "checkpoints", "dataset_path"})
+_PLACEHOLDER = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
+_OWN_PLACEHOLDERS = frozenset({"task_id", "task_dir", "checkpoints", "dataset_path"})
 
 
 PROBLEMS_SHOWN = 20
@@ -146,10 +146,10 @@ class Recipe:
         values = {**{key: _written(value) for key, value in config.items()}, **places}
         arguments = []
         for argument in self.arguments:
-            names = _PLACE.findall(argument)
+            names = _PLACEHOLDER.findall(argument)
             if all(name in values for name in names):
-                arguments.append(_PLACE.sub(lambda found: values[found[1]], argument))
-            elif arguments and arguments[-1].startswith("--") and not _PLACE.search(arguments[-1]):
+                arguments.append(_PLACEHOLDER.sub(lambda found: values[found[1]], argument))
+            elif arguments and arguments[-1].startswith("--") and not _PLACEHOLDER.search(arguments[-1]):
                 arguments.pop()  # The flag of a value that was not given.
         return (*self.program, *arguments)
 
@@ -245,14 +245,14 @@ def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> R
     program = _program(path, declared, problems)
     arguments = tuple(map(str, declared.get("arguments", [])))
     for argument in arguments:
-        for place in _PLACE.findall(argument):
+        for place in _PLACEHOLDER.findall(argument):
             if schema["properties"].get(place, {}).get("type") == "secret":
                 problems.append(
                     f"{path}: arguments: {{{place}}} is a secret, and everybody on a machine can read its command lines; the "
                     "program finds it in its environment"
                 )
-            elif place not in schema["properties"] and place not in _OWN_PLACES:
-                known = {**schema["properties"], **dict.fromkeys(_OWN_PLACES)}
+            elif place not in schema["properties"] and place not in _OWN_PLACEHOLDERS:
+                known = {**schema["properties"], **dict.fromkeys(_OWN_PLACEHOLDERS)}
                 problems.append(
                     f"{path}: arguments: {{{place}}} is not a key of config; {nearest(place, known)}"
                 )

@@ -31,6 +31,8 @@ FAST_RECOVERY: Mapping[str, int] = MappingProxyType(
 )
 """`--rdzv-conf` for recovery in seconds. With torch's defaults a lost node costs more than half a minute."""
 
+SECONDS_NOT_MINUTES = FAST_RECOVERY  # Its name in earlier versions.
+
 TORCHRUN_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     # Torch reuses the agent's key-value store across restarts, and restarted workers may then read the addresses
     # of dead ones. A fresh store for every round makes each restart clean.
@@ -99,6 +101,7 @@ __all__ = [
     "LOOPBACK_ONLY",
     "PRELOAD_VARIABLE",
     "RENDEZVOUS_BACKENDS",
+    "SECONDS_NOT_MINUTES",
     "TORCHRUN_ENVIRONMENT",
     "etcd_plugin",
     "rdzv_conf",

@@ -1,7 +1,7 @@
 """Values on a local disk, which survive the machine losing power.
 
 `put` returns when the bytes, the name and every directory on the way to it have been flushed. Large values go
-around the page cache, straight from the caller's memory where that is page-aligned. Room is checked before a
+around the page cache, straight from the caller's memory where that is page-aligned. Free space is checked before a
 write begins. A failed flush is final: the value is dropped, never flushed again and never published.
 
 Not for network file systems without `link` and `flock`.

@@ -91,7 +91,7 @@ class Store(Protocol):
         ...
 
     def free_bytes(self) -> int | None:
-        """Room left, or None where that has no meaning (object storage)."""
+        """Free space, or None where that has no meaning (object storage)."""
         ...
 
 

@@ -9,7 +9,7 @@ Here the group outlives the reducer by a Python reference. Torch 2.7 does not gi
 group stays as long as the process.
 
 Where the group lives to the end of a script, Python ends each thread that asks for its lock from then on, and a thread that is
-ended in the midst of freeing takes the whole process with it ("terminate called without an active exception"): the abort of a
+ended in the midst of freeing takes the process with it ("terminate called without an active exception"): the abort of a
 rank that had finished. So a script first waits until these threads have freed what they hold.
 """
 
@@ -37,6 +37,8 @@ THREAD = "pt_gloo_runloop"
 ACTIVITY = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 SETTLING_S = 1.0
 """More than freeing takes, and no more than a script's end may be late for a collective that hangs."""
+_SWITCH_INTERVAL_S, _LOOK_S = 0.001, 0.005
+"""A thread that waits for Python's lock wakes several times between two looks."""
 
 
 def outlive_reducers(model: torch.nn.Module) -> None:
@@ -76,19 +78,25 @@ def settle_at_exit() -> None:
 
 
 def _settle() -> None:
+    """Wait until none of them has moved for a few milliseconds, `SETTLING_S` at most.
+
+    Who waits for Python's lock wakes once in every switch interval: a short one tells it from who has nothing to do.
+    """
     threads = [task for task in Path("/proc/self/task").glob("*") if _read(task / "comm").strip() == THREAD]
-    deadline = time.monotonic() + SETTLING_S
-    interval, moved = sys.getswitchinterval(), bool(threads)
-    sys.setswitchinterval(
-        0.001
-    )  # Who waits for Python's lock wakes that often, and is so told from who has nothing to do.
-    while moved and time.monotonic() < deadline:
+    deadline_s = time.monotonic() + SETTLING_S
+    switch_interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    while threads and time.monotonic() < deadline_s:
         before = [_activity(thread) for thread in threads]
-        time.sleep(0.005)
-        moved = any(
-            "R" in seen[:1] or seen != _activity(thread) for thread, seen in zip(threads, before, strict=True)
-        )
-    sys.setswitchinterval(interval)
+        time.sleep(_LOOK_S)
+        if not any(_has_moved(thread, since) for thread, since in zip(threads, before, strict=True)):
+            break
+    sys.setswitchinterval(switch_interval_s)
+
+
+def _has_moved(thread: Path, since: list[str]) -> bool:
+    """Whether it was running then, or has run or waited since."""
+    return since[:1] == ["R"] or since != _activity(thread)
 
 
 def _activity(thread: Path) -> list[str]:

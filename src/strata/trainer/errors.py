@@ -264,7 +264,7 @@ class MemoryLimitExceeded(CheckpointError):
 
 
 class TopologyChangeError(ElasticTrainingError):
-    """The world changed and training cannot go on in the new one."""
+    """The world changed and training cannot continue in the new one."""
 
     code = "topology_change"
 

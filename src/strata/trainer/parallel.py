@@ -75,7 +75,7 @@ def _split_tensors(model: GPT, mesh: DeviceMesh) -> None:
     """Each rank of a group has some of the heads and of the feed-forward layer's columns.
 
     The queries, keys and values of a head are apart in one matrix, whose columns are divided as they come: what each rank has
-    computed is gathered, and it goes on with its own heads.
+    computed is gathered, and it continues with its own heads.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (

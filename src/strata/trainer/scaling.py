@@ -173,9 +173,8 @@ class LRScalingManager:
     def on_topology_change(self, new_world_size: int, batch_size: int | None = None) -> float:
         """Aim at the rate of the new world, and return it. The way there takes `warmup_steps` steps."""
         before = self.current_lr
-        target = scaled_lr(
-            self.config, new_world_size, batch_size
-        )  # Refuses bad input before anything changes.
+        # Refuses bad input before anything changes.
+        target = scaled_lr(self.config, new_world_size, batch_size)
         self.world_size = new_world_size
         self.batch_size = batch_size or self.config.base_batch_size
         steps = self.config.warmup_steps
@@ -318,7 +317,7 @@ class ScalingDecision:
 
 
 class ElasticScalingManager:
-    """One door for both answers to a changed world.
+    """Both answers to a changed world in one class.
 
     `constant_batch` holds the global batch with accumulation and leaves the learning rate alone;
     `variable_batch` lets the global batch follow the world and scales the learning rate with it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from strata.rendezvous import RENDEZVOUS_BACKENDS
 from strata.trainer.errors import ConfigurationError
@@ -53,11 +53,21 @@ class ValidationResult:
 
 
 def _or_null(schema: Schema) -> Schema:
-    return {**schema, "type": [schema["type"], "null"]}
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    return {**schema, "type": [*types, "null"]}
 
 
 def _one_of(*names: str) -> Schema:
     return {"type": "string", "enum": list(names)}
+
+
+def _integer_or(*names: str) -> Schema:
+    return {
+        "title": f"a whole number or {names[0] if len(names) == 1 else f'one of {list(names)}'}",
+        "type": ["integer", "string"],
+        "if": {"type": "string"},
+        "then": {"enum": list(names)},
+    }
 
 
 INTEGER: Schema = {"type": "integer"}
@@ -76,7 +86,34 @@ NAMES: Schema = {
     "pattern": r"\S",
     "items": {"type": "string"},
 }
-_PROCESSES = ["auto", "gpu", "cpu"]
+
+Kind = Literal["int", "number", "str", "bool", "list", "names", "mapping", "int_or_str"]
+
+
+def Key(
+    *,
+    kind: Kind,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] = (),
+    nullable: bool = False,
+) -> Schema:
+    """What one setting may be, in the names that this table had before it was JSON Schema."""
+    schemas: dict[Kind, Schema] = {
+        "int": INTEGER,
+        "number": {"type": "number"},
+        "str": _one_of(*choices) if choices else TEXT,
+        "bool": FLAG,
+        "list": {"type": "array"},
+        "names": NAMES,
+        "mapping": {"type": "object", "additionalProperties": True},
+        "int_or_str": _integer_or(*choices) if choices else {"type": ["integer", "string"]},
+    }
+    limits = {"minimum": at_least, "exclusiveMinimum": above, "maximum": at_most}
+    schema = {**schemas[kind], **{name: limit for name, limit in limits.items() if limit is not None}}
+    return _or_null(schema) if nullable else schema
+
 
 SECTIONS: dict[str, dict[str, Schema]] = {
     "model": {
@@ -150,13 +187,7 @@ SECTIONS: dict[str, dict[str, Schema]] = {
     "elastic": {
         "min_nodes": COUNT,
         "max_nodes": COUNT,
-        "nproc_per_node": {
-            "title": f"a whole number or one of {_PROCESSES}",
-            "type": ["integer", "string"],
-            "minimum": 1,
-            "if": {"type": "string"},
-            "then": {"enum": _PROCESSES},
-        },
+        "nproc_per_node": Key(kind="int_or_str", at_least=1, choices=("auto", "gpu", "cpu")),
         "max_restarts": NOT_NEGATIVE_INT,
         "rdzv_backend": _one_of(*RENDEZVOUS_BACKENDS),
         "rdzv_endpoint": TEXT,
@@ -170,13 +201,7 @@ SECTIONS: dict[str, dict[str, Schema]] = {
         "job_id": TEXT,
     },
     "parallel": {
-        "dp": {
-            "title": "a whole number or auto",
-            "type": ["integer", "string"],
-            "minimum": 1,
-            "if": {"type": "string"},
-            "then": {"enum": ["auto"]},
-        },
+        "dp": Key(kind="int_or_str", at_least=1, choices=("auto",)),
         "tp": COUNT,
         "fsdp": FLAG,
     },
@@ -396,13 +421,13 @@ class _Check:
 
     def sections(self) -> None:
         """Every section and key by itself."""
-        told: set[str] = set()
+        reported: set[str] = set()
         for violation in violations(SCHEMA, self._as_read()):
             path = ".".join(map(str, violation.path[:2]))
             if violation.keyword == "additionalProperties":
                 self.warn(path, _unknown(*violation.path))
-            elif path not in told:
-                told.add(path)  # A list has one problem, however many of its items have it.
+            elif path not in reported:
+                reported.add(path)  # A list has one problem, however many of its items have it.
                 self.error(path, self._problem(violation))
 
     def _problem(self, violation: Violation) -> str:

@@ -268,7 +268,7 @@ class ShardedJob:
         if not images or self._world_size == 1:
             return ()
         wanted = [] if reading is None else reading.elsewhere()
-        everyone = gather([(place.name, item, stored) for place, item, stored in wanted])
+        everyone = gather([(file.name, item, stored) for file, item, stored in wanted])
         lost: set[str] = set()
         for rank, slices in enumerate(everyone):
             for name, item, stored in slices:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from strata.checkpoint.errors import StateMismatch
-from strata.checkpoint.image.nested import PLAIN
+from strata.checkpoint.image.nested import PLAIN, leaves
 from strata.checkpoint.sharded.plan import Path
 from strata.torch_compat.dtensors import is_distributed_tensor, local_of
 from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors
@@ -38,7 +38,7 @@ def is_sharded(state: TrainingState) -> bool:
 
 
 def is_generator_of(ranks: Collection[int], path: Path) -> bool:
-    """Whether something that was saved is of the random number generators that one of these ranks goes on with: its own, or where
+    """Whether something that was saved is of the random number generators that one of these ranks continues with: its own, or where
     there was no such rank, the first one's."""
     return path[0] == RNG and path[1] in {"0", *map(str, ranks)}
 
@@ -90,7 +90,7 @@ class Locals:
                 return known[1]
             before, taken = taken, set()
             found = {key: visit(value) for key, value in node.items()}
-            kept = all(local.is_contiguous() for local in map(local_of, _tensors_in(node)))
+            kept = all(local_of(tensor).is_contiguous() for _, tensor in leaves(node, leaf=torch.Tensor))
             if kept and not before & taken:  # What had to be copied is copied each time.
                 self._known[id(node)] = node, found, frozenset(taken)
             taken |= before
@@ -100,14 +100,6 @@ class Locals:
         return {
             name: visit(part) if name in (MODEL, OPTIMIZER, EXTRA) else part for name, part in state.items()
         }
-
-
-def _tensors_in(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for value in state.values():
-        if isinstance(value, torch.Tensor):
-            yield value
-        else:
-            yield from _tensors_in(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +162,7 @@ class ShardedState:
         return found
 
     def adopt(self, state: Mapping[str, Any], *, rank: int) -> None:
-        """Go on from a state whose tensors are those of `targets`."""
+        """Continue from a state whose tensors are those of `targets`."""
         mine = self._state
         _adopt_module(unwrap(mine.model), state.get(MODEL, {}))
         if OPTIMIZER in state:

@@ -89,7 +89,7 @@ class TrainingState:
         return LiveTargets(self)
 
     def adopt(self, state: Mapping[str, Any], *, rank: int) -> None:
-        """Go on from a restored state. Tensors that are the live ones already, or can become them, are not copied."""
+        """Continue from a restored state. Tensors that are the live ones already, or can become them, are not copied."""
         _adopt(unwrap(self.model), state[MODEL])
         _adopt(self.optimizer, state[OPTIMIZER])
         if self.scheduler is not None and state.get(SCHEDULER) is not None:

@@ -1,6 +1,6 @@
 """A rank that makes no progress is named, with the Python stack of every thread, and by policy ends.
 
-Each rank watches itself from a thread of its own. When the training loop has made no step for `timeout_s`, the
+Each rank watches itself from a thread of its own. When the training loop has completed no step for `timeout_s`, the
 stacks are written to the log (and so reach the coordinator); with the policy `restart` the process then ends, so
 that torchrun starts the job anew from its last snapshot. A rank that only waits for others says so: the one that
 does not is the culprit. Time in which the whole process stood still is nobody's fault and is not counted.
@@ -80,7 +80,7 @@ class Watchdog:
     def _report(self, silent_s: float) -> None:
         verdict = "waits for other ranks" if self._only_waits() else "is stuck itself"
         log.error(
-            "%s has made no step for %.1f s while %s; it %s. Stacks:\n%s",
+            "%s has completed no step for %.1f s while %s; it %s. Stacks:\n%s",
             self._name,
             silent_s,
             self._doing,

@@ -45,7 +45,7 @@ it("shows everybody at once, also a thousand", () => {
   expect(hitAt(crowd, data, 500, crowd.rowsTop + 700.5 * crowd.rowHeight)).toMatchObject({ kind: "row", workerId: "w700" });
 });
 
-it("time axes have round marks, as many as there is room for", () => {
+it("time axes have round marks, as many as there is space for", () => {
   expect(timeTicks(100, 220, 500)).toEqual([120, 150, 180, 210]);
   for (const span of [3, 47, 600, 86_400, 9e6]) {
     const ticks = timeTicks(NOW, NOW + span, 700);

@@ -15,7 +15,7 @@ const RECOVERIES = 22;
 const BOTTOM = 24;
 /** However many workers there are, they are seen all at once. */
 const ROWS_MOST = 440;
-/** Of a thousand workers, the one that is gone must be seen too. */
+/** Of a thousand workers, the one that is lost must be seen too. */
 const GONE_LEAST = 2;
 const RUNG_W = 9;
 const RUNG_H = 8;
@@ -172,10 +172,10 @@ function drawNames(ctx: CanvasRenderingContext2D, layout: Layout, data: Timeline
 }
 
 /** The end of a name tells workers apart; its beginning is what they share. */
-function shorten(ctx: CanvasRenderingContext2D, text: string, room: number): string {
-  if (ctx.measureText(text).width <= room) return text;
+function shorten(ctx: CanvasRenderingContext2D, text: string, widthPx: number): string {
+  if (ctx.measureText(text).width <= widthPx) return text;
   let cut = 1;
-  while (cut < text.length && ctx.measureText(`…${text.slice(cut)}`).width > room) cut += 1;
+  while (cut < text.length && ctx.measureText(`…${text.slice(cut)}`).width > widthPx) cut += 1;
   return `…${text.slice(cut)}`;
 }
 
@@ -206,7 +206,7 @@ function drawSpan(ctx: CanvasRenderingContext2D, layout: Layout, span: Span, row
   ctx.globalAlpha = 1;
 }
 
-/** Gone must be seen without colour too. */
+/** Lost must be seen without colour too. */
 function hatch(ctx: CanvasRenderingContext2D, x: number, y: number, w: number, h: number): void {
   ctx.save();
   ctx.beginPath();

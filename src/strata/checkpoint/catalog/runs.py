@@ -112,7 +112,7 @@ class RunClaim:
         farthest = stores[-1]
         saved = max((_newest_saved(store) for store in stores), default=0)
         newest = newest_claim(farthest)
-        first, since_s, told = newest, time.monotonic(), False
+        first, since_s, reported = newest, time.monotonic(), False
         while True:
             if newest != first and (newest is None or first is None or newest.generation != first.generation):
                 first, since_s = newest, time.monotonic()
@@ -149,8 +149,8 @@ class RunClaim:
                     "generation %d of the run at %s: %s", claim.generation, farthest.url, decision.reason
                 )
                 return cls(stores, claim)
-            if not told:
-                told = True
+            if not reported:
+                reported = True
                 on_wait(f"waiting: {decision.reason}")
             time.sleep(WATCH_S)
             newest = newest_claim(farthest)

@@ -408,9 +408,8 @@ class ImagePayload:
         hashed_on_the_way = self._copying.digest
         if hashed_on_the_way is not None:
             return hashed_on_the_way()
-        with (
-            helping_threads() as pool
-        ):  # Until it is hashed, an image that a device has filled is no snapshot.
+        # Until it is hashed, an image that a device has filled is no snapshot.
+        with helping_threads() as pool:
             return digest_of(self.view, pool=pool)
 
     def keep(self, manifest: Manifest) -> str | None:
@@ -702,9 +701,8 @@ class Staging:
         if sparing is not None:
             free = [b for b in free if b.marked is None or b.marked.checkpoint_id not in sparing]
         elif len(self._buffers) > 1 and len(marked) == 1:
-            free = [
-                buffer for buffer in free if buffer not in marked
-            ]  # It is the only one that a crash would leave.
+            # It is the only one that a crash would leave.
+            free = [buffer for buffer in free if buffer not in marked]
         # The oldest snapshot makes way; of images that hold none, one that is laid out already is the quickest.
         return min(
             free, key=lambda b: (b.marked.order if b.marked else (-1,), b.plan is not plan), default=None

@@ -7,12 +7,11 @@ it is in memory than `Memory` allows. What a checkpoint's manifest describes is 
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -22,7 +21,7 @@ from strata.checkpoint.catalog.listing import where
 from strata.checkpoint.catalog.manifest import Manifest, Part
 from strata.checkpoint.copying.digest import WindowBuffer
 from strata.checkpoint.errors import CheckpointError, Damaged, UnsupportedState
-from strata.checkpoint.image.nested import PLAIN, dotted, leaves, replaced
+from strata.checkpoint.image.nested import PLAIN, dotted, leaves, leaves_by, replaced
 from strata.checkpoint.sharded.layout import Span
 from strata.checkpoint.sharded.parts import PartReader
 from strata.stores.protocol import Store
@@ -194,34 +193,6 @@ class VerifiedPart:
         span = Span(part=self.number, offset_bytes=start_bytes, size_bytes=size_bytes)
         for _, piece in self.parts.reader(self.number).pieces(span, name=tensor):
             yield piece
-
-
-class RangeIO(io.RawIOBase):
-    """Bytes as a file object, for the standard library."""
-
-    def __init__(self, source: Bytes) -> None:
-        self._source = source
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size_bytes}[whence]
-        if base + offset < 0:
-            raise ValueError("a position before the beginning of the file")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._source.size_bytes - self._at))
-        view[:count] = read_bytes(self._source, self._at, count)
-        self._at += count
-        return count
 
 
 def _check_range(source: Bytes, start_bytes: int, size_bytes: int, tensor: str) -> None:
@@ -534,22 +505,17 @@ def flatten(state: Mapping[Any, Any], *, keep_keys: bool = False) -> tuple[dict[
     values: dict[str, Any] = {}
     paths: dict[str, Path] = {}
 
-    def visit(path: Path, node: Any) -> None:
-        if isinstance(node, Mapping) and (
-            all(isinstance(key, str) for key in node) or (not keep_keys and _has_tensors(node))
-        ):
-            for key, value in node.items():
-                visit((*path, str(key)), value)
-        elif isinstance(node, list | tuple) and any(map(_is_entered, node)):
-            for number, value in enumerate(node):
-                visit((*path, number), value)
-        else:
-            name = ".".join(map(str, path))
-            if name in values:
-                raise NameClash(f"Two values would be called '{name}'.", hint="Choose one part with --key.")
-            values[name], paths[name] = node, path
+    def inner(path: Path, node: Any) -> Iterable[tuple[str | int, Any]] | None:
+        if isinstance(node, Mapping):
+            is_entered = all(isinstance(key, str) for key in node) or (not keep_keys and _has_tensors(node))
+            return ((str(key), value) for key, value in node.items()) if is_entered else None
+        return enumerate(node) if isinstance(node, list | tuple) and any(map(_is_entered, node)) else None
 
-    visit((), state)
+    for path, node in leaves_by(state, inner):
+        name = ".".join(map(str, path))
+        if name in values:
+            raise NameClash(f"Two values would be called '{name}'.", hint="Choose one part with --key.")
+        values[name], paths[name] = node, path
     return values, paths
 
 

@@ -19,6 +19,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import PurePosixPath
 from typing import IO, Any, Protocol
 
@@ -35,7 +36,6 @@ from strata.checkpoint.formats.lazy import (
     LazyTensor,
     LocalFile,
     Memory,
-    RangeIO,
     Record,
     Region,
     StoredFile,
@@ -53,6 +53,7 @@ from strata.checkpoint.image.reading import open_image as open_in_memory
 from strata.checkpoint.image.state import rebuild
 from strata.checkpoint.image.unpickling import check_recipe, head_bytes, put_in_place, read_outline
 from strata.checkpoint.sharded.reader import load_object
+from strata.files import RangeFile
 from strata.stores.protocol import Store
 from strata.torch_compat.checkpoints import MemoryFormat, StorageInfo, layout_of
 
@@ -128,7 +129,9 @@ def named_file(folder: Folder, name: object) -> Bytes:
 def open_pt(file: Bytes, *, memory: Memory, trusted_source: bool = False, verified: bool = False) -> Any:
     """The state in a `.pt` file. Its checksums are compared first, unless the bytes are `verified` already."""
     looked_at = _in_memory_if_small(file)
-    stream = io.BufferedReader(RangeIO(looked_at), buffer_size=file.read_ahead_bytes)
+    stream = io.BufferedReader(
+        RangeFile(partial(read_bytes, looked_at), looked_at.size_bytes), buffer_size=file.read_ahead_bytes
+    )
     if bytes(read_bytes(looked_at, 0, min(4, file.size_bytes))) != b"PK\3\4":
         return _open_old(file, memory, trusted_source)
     if not verified:

@@ -3,14 +3,15 @@
 A node's path is the tuple of keys and positions that leads to it, in the order of the containers. `leaf` names types that are
 leaves although they are tuples. A state that contains itself ends: a container is never entered from within itself.
 
-The one walk that does not go through here is `strata.checkpoint.image.state.scan`, which runs on the training thread at every
-save and takes a quarter of the time, because it looks at the types of a container's nodes instead of at each node.
+Two walks do not go through here, both of the training thread at every save: `strata.checkpoint.image.state.scan`, which takes a
+quarter of the time, because it looks at the types of a container's nodes instead of at each node; and that of
+`strata.training.shards.Locals`, which keeps what it found of a part that is still the same.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -44,6 +45,22 @@ def nodes(state: Any, *, leaf: Leaf = (), once: bool = False) -> list[tuple[Path
 def leaves(state: Any, *, leaf: Leaf = (), once: bool = False) -> list[tuple[Path, Any]]:
     """The same without the containers."""
     return _collect(state, leaf, once, containers=False)
+
+
+def leaves_by(
+    state: Any, inner: Callable[[Path, Any], Iterable[tuple[Any, Any]] | None]
+) -> Iterator[tuple[Path, Any]]:
+    """The leaves by a rule of the caller's: `inner(path, node)` is what is in a node, with keys, or None for a leaf."""
+
+    def visit(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
+        pairs = inner(path, node)
+        if pairs is None:
+            yield path, node
+            return
+        for key, value in pairs:
+            yield from visit((*path, key), value)
+
+    return visit((), state)
 
 
 def _collect(state: Any, leaf: Leaf, once: bool, *, containers: bool) -> list[tuple[Path, Any]]:

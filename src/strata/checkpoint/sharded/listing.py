@@ -1,4 +1,4 @@
-"""Which sharded checkpoints a place has."""
+"""The sharded checkpoints of a destination."""
 
 from __future__ import annotations
 

@@ -73,9 +73,8 @@ class PartWriter:
         self._store = store
         self.key = f"{FOLDER}/{new_id(step)}{SUFFIX}"
         self._digest = StreamingDigest(chunk_bytes=chunk_bytes_for(size_hint_bytes))
-        self._hashing = ThreadPoolExecutor(
-            1, thread_name_prefix="strata-digest"
-        )  # Starts with its first work.
+        # Starts with its first work.
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="strata-digest")
         with _lock:
             _unnamed.setdefault(store.url, set()).add(self.key)
         self._blob = store.open_write(self.key, size_hint_bytes=size_hint_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 
 from strata.checkpoint.catalog.manifest import Json, TensorEntry
 from strata.checkpoint.errors import UnsupportedState
-from strata.checkpoint.image.nested import leaves
+from strata.checkpoint.image.nested import leaves, leaves_by
 from strata.checkpoint.sharded.layout import DTYPES, Span
 from strata.torch_compat.dtensors import is_distributed_tensor
 
@@ -52,17 +52,12 @@ def flattened(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     """The tensors and objects of a nested state. Mappings with keys that are no text, lists without tensors, and whatever is
     empty are objects: what was saved comes back with all its keys."""
 
-    def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    def inner(path: Path, value: Any) -> Iterable[tuple[str | int, Any]] | None:
         if isinstance(value, Mapping) and (value or not path) and all(isinstance(key, str) for key in value):
-            for key, inner in value.items():
-                yield from visit((*path, key), inner)
-        elif isinstance(value, list) and not _is_terminal(value):
-            for number, inner in enumerate(value):
-                yield from visit((*path, number), inner)
-        else:
-            yield path, value
+            return value.items()
+        return enumerate(value) if isinstance(value, list) and not _is_terminal(value) else None
 
-    return visit((), state)
+    return leaves_by(state, inner)
 
 
 def outer_paths(path: Path) -> Iterator[Path]:
@@ -231,10 +226,10 @@ class Marked:
 
     def spans(self, tensors: Sequence[TensorEntry], *, part: int) -> Iterator[tuple[Chunk, Span]]:
         """Where in the image each tensor is."""
-        places = {entry.name: entry for entry in tensors}
+        by_name = {entry.name: entry for entry in tensors}
         for chunk in self.chunks:
             if chunk.dtype:
-                entry = places[chunk.name]
+                entry = by_name[chunk.name]
                 yield chunk, Span(part=part, offset_bytes=entry.offset_bytes, size_bytes=entry.size_bytes)
 
 

@@ -2,7 +2,7 @@
 
 Every rank writes its part and reports it (`Board`); the first rank waits for all reports, puts the manifest, and reports
 the outcome, which the others wait for: a save has ended alike on every rank. A rank that cannot write its part reports that,
-and the save fails everywhere with its reason. Nothing here is a collective, so training goes on meanwhile, and a rank that
+and the save fails everywhere with its reason. Nothing here is a collective, so training continues meanwhile, and a rank that
 dies keeps nobody waiting for longer than its processes live.
 """
 
@@ -246,12 +246,12 @@ class ShardPublisher:
     def _write(self, store: Store, draft: Manifest, image: Image) -> _Report:
         chunks = self._plan.written_by(self._plan.rank)
         writer = PartWriter(store, draft.step, size_hint_bytes=sum(aligned(chunk.nbytes) for chunk in chunks))
-        places = {entry.name: entry for entry in image.tensors}
+        entries = {entry.name: entry for entry in image.tensors}
         objects: dict[str, tuple[int, int]] = {}
         try:
             for chunk in chunks:
                 if chunk.dtype:
-                    entry = places[chunk.name]
+                    entry = entries[chunk.name]
                     end_bytes = entry.offset_bytes + entry.size_bytes
                     image.wait(end_bytes)
                     writer.add(image.view[entry.offset_bytes : end_bytes])

@@ -54,7 +54,7 @@ class Unusable(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PartFile:
     """A file that chunks are read from."""
 
     name: str
@@ -62,8 +62,6 @@ class Place:
     store: Store | None
     """None for one that is in the memory of another machine."""
     part: Part
-    rank: int = -1
-    """Who can read it there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +93,7 @@ class ShardedSource:
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self.paths: dict[str, Path] = {}
         """In the order of the state that was saved."""
-        self._places: list[Place] = []
+        self._files: list[PartFile] = []
         self._stored: dict[MetadataIndex, Stored | None] = {}
         self._objects: dict[Path, Any] = {}
         self._stored_objects: dict[str, Stored | None] = {}
@@ -103,8 +101,8 @@ class ShardedSource:
     def add_image(self, found: ImageFound, *, is_here: bool) -> None:
         part = replace(found.manifest.parts[0], key=FILE_NAME)
         store = LocalStore(FilePath(found.path).parent) if is_here else None
-        number = len(self._places)
-        self._places.append(Place(name=found.name, store=store, part=part, rank=found.rank))
+        number = len(self._files)
+        self._files.append(PartFile(name=found.name, store=store, part=part))
         marked = Marked.of(found.manifest.layout)
         assert marked is not None
         for each in marked.chunks:
@@ -118,14 +116,14 @@ class ShardedSource:
     def add_destination(self, store: Store, manifest: Manifest, *, struck: Collection[str]) -> None:
         """`struck` are the names of parts that are not to be read: what is in them is known to be missing. Raises `Damaged`."""
         metadata = decode(manifest, path=store.url)
-        first = len(self._places)
-        self._places += [
-            Place(name=where(store, part.key), store=store, part=part) for part in manifest.parts
+        first = len(self._files)
+        self._files += [
+            PartFile(name=where(store, part.key), store=store, part=part) for part in manifest.parts
         ]
         paths = {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}
         self.paths |= {name: path for name, path in paths.items() if name not in self.paths}
         for index, stored in metadata.storage_data.items():
-            is_struck = self._places[first + stored.span.part].name in struck
+            is_struck = self._files[first + stored.span.part].name in struck
             there = replace(stored, span=replace(stored.span, part=first + stored.span.part))
             path = paths.get(stored.name, (stored.name,))
             if stored.dtype is None:
@@ -167,19 +165,18 @@ class ShardedSource:
                 continue
             if stored is None:
                 raise _nowhere(name)
-            place = self._places[stored.span.part]
-            assert place.store is not None
-            with naming(place):
-                reader = PartReader(place.store, place.part, buffer)
+            file = self._files[stored.span.part]
+            assert file.store is not None
+            with naming(file):
+                reader = PartReader(file.store, file.part, buffer)
                 raw = bytes(reader.read(stored.span, name=stored.name))
             found[self.paths[name]] = load_object(raw, name=name)
         return found
 
     def in_order(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
         """Leaves in the order of the state that was saved: what loads a state may go by it."""
-        entered = {
-            outer for path in values for outer in outer_paths(path)
-        }  # Elsewhere it may have been empty.
+        # What is entered here may have been empty elsewhere.
+        entered = {outer for path in values for outer in outer_paths(path)}
         return {path: values[path] for path in self.paths.values() if path in values and path not in entered}
 
     def plan(self, targets: Mapping[str, torch.Tensor]) -> Reading:
@@ -215,10 +212,10 @@ class ShardedSource:
             if found[name] < local_of(target).numel():
                 raise _nowhere(name)
 
-    def stored(self, item: ReadItem) -> tuple[Place, Stored]:
+    def stored(self, item: ReadItem) -> tuple[PartFile, Stored]:
         found = self._stored[item.storage_index]
         assert found is not None
-        return self._places[found.span.part], found
+        return self._files[found.span.part], found
 
 
 def _nowhere(name: str) -> Unusable:
@@ -236,23 +233,23 @@ class Reading:
     def read(self) -> None:
         """Read what can be read from here, one file after the other. Raises `Unusable`."""
         wanted: dict[str, list[tuple[ReadItem, Stored]]] = {}
-        places: dict[str, Place] = {}
+        files: dict[str, PartFile] = {}
         for item in self._items:
-            place, stored = self._source.stored(item)
-            places[place.name] = place
-            wanted.setdefault(place.name, []).append(
+            file, stored = self._source.stored(item)
+            files[file.name] = file
+            wanted.setdefault(file.name, []).append(
                 (item, replace(stored, span=replace(stored.span, part=0)))
             )
         for name, slices in wanted.items():
-            place = places[name]
-            if place.store is not None:
-                with naming(place):
-                    read_tensors(place.store, [place.part], slices, self._planner)
+            file = files[name]
+            if file.store is not None:
+                with naming(file):
+                    read_tensors(file.store, [file.part], slices, self._planner)
 
-    def elsewhere(self) -> list[tuple[Place, ReadItem, Stored]]:
+    def elsewhere(self) -> list[tuple[PartFile, ReadItem, Stored]]:
         """What is in the memory of other machines."""
         found = [(*self._source.stored(item), item) for item in self._items]
-        return [(place, item, stored) for place, stored, item in found if place.store is None]
+        return [(file, item, stored) for file, stored, item in found if file.store is None]
 
     def target(self, item: ReadItem) -> torch.Tensor:
         target: torch.Tensor = self._planner.resolve_tensor(item)
@@ -267,12 +264,12 @@ def slice_of(found: ImageFound, item: ReadItem, stored: Stored) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def naming(place: Place) -> Iterator[None]:
+def naming(file: PartFile) -> Iterator[None]:
     """What cannot be read there becomes `Unusable`."""
     try:
         yield
     except (Damaged, StoreError) as error:
-        raise Unusable(error, names=[place.name]) from error
+        raise Unusable(error, names=[file.name]) from error
 
 
 def nested_state(values: Mapping[Path, Any]) -> dict[str, Any]:

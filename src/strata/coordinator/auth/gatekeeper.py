@@ -151,7 +151,7 @@ class Gatekeeper:
         return found
 
     def check_token(self, token: str, connection: Connection) -> Principal | None:
-        """Whose token this is. A client that guesses is told to wait, whatever it presents."""
+        """Whose token this is. A client that guesses has to wait, whatever it presents."""
         digest = digest_of(token)
         if self._failures.is_blocked(connection.client, digest):
             self._on_failure("throttled")

@@ -105,7 +105,7 @@ class ReadScope:
         scheme, _, rest = url.partition("://")
         if scheme not in SCHEMES:
             raise StrataError(
-                f"'{name}' is no place that data is read from.",
+                f"'{name}' is not a location that data is read from.",
                 hint="Use a path, or s3://, gs:// or az://.",
             )
         is_plain = not any(part in ("", ".", "..") for part in rest.rstrip("/").split("/"))

@@ -79,7 +79,7 @@ async def live_logs(
     request: Request,
     task_id: NameFilter = None,
 ) -> StreamingResponse:
-    """Entries as they come, as `log` events; `missed` says how many a slow reader was not told of.
+    """Entries as they come, as `log` events; `missed` says how many a slow reader has not received.
 
     Resumes after `Last-Event-ID`, or after the entry `after`.
     """

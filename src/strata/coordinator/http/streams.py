@@ -19,7 +19,7 @@ from strata.coordinator.auth.principals import Principal
 from strata.core.messages import Overloaded
 
 
-class StreamPlaces:
+class StreamSlots:
     def __init__(self, what: str, *, most: int, most_per_client: int, instead: str) -> None:
         """`instead`: what to do without such a stream."""
         self._what = what

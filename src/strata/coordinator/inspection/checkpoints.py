@@ -92,7 +92,7 @@ class Verifications:
                 hint="Try again when one is done.",
             )
         work = asyncio.create_task(self._verify(record, scope), name="verifying")
-        work.add_done_callback(_heard)
+        work.add_done_callback(_retrieve_exception)
         self._started[record.checkpoint_id, scope] = work
         return work
 
@@ -122,16 +122,16 @@ class Verifications:
             hint=SEE_HINT,
         )
         if "missing" in found:
-            return _outcome(record, [_whole_file(record, found["missing"])], 1)
+            return _outcome(record, [_missing_file(record, found["missing"])], 1)
         return _outcome(record, [DamageView(**damage) for damage in found["damages"]], found["count"])
 
 
-def _heard(ended: asyncio.Task[VerificationView]) -> None:
+def _retrieve_exception(ended: asyncio.Task[VerificationView]) -> None:
     if not ended.cancelled():
         ended.exception()  # Whoever asked may have left.
 
 
-def _whole_file(record: CheckpointRecord, reason: str) -> DamageView:
+def _missing_file(record: CheckpointRecord, reason: str) -> DamageView:
     return DamageView(path=record.path, reason=reason, start_bytes=0, end_bytes=record.size_bytes, tensors=[])
 
 

@@ -1,7 +1,7 @@
 """Work on files that a client has named, each in a process of its own (`child`), within limits.
 
 One at a time for each client, and a few altogether; nobody waits for ever, and a coordinator that stops waits for none of
-them. However such a process ends, its place is free again and its caller is told what happened. It gets no environment but
+them. However such a process ends, its slot is free again and its caller learns what happened. It gets no environment but
 what reading needs: credentials of object stores are there, the coordinator's own secrets are not.
 """
 
@@ -107,7 +107,7 @@ class InspectionProcesses:
         return answer["result"]
 
     def close(self) -> None:
-        """End them all; their callers are told that nothing came."""
+        """End them all; their callers learn that nothing came."""
         for process in self._running:
             with suppress(ProcessLookupError):
                 process.kill()

@@ -241,7 +241,7 @@ class LogArchive:
             now_s = time.monotonic()
             if now_s >= self._next_tidy_s:
                 self._next_tidy_s = now_s + TIDY_EVERY_S
-                self._make_room()
+                self._make_space()
             if self._failing:
                 self._failing = False
                 log.info("the log is written to disk again")
@@ -253,7 +253,7 @@ class LogArchive:
                     "the log cannot be written to %s, lines are kept in memory only: %s", self.path, error
                 )
 
-    def _make_room(self) -> None:
+    def _make_space(self) -> None:
         """The oldest go: what is too old, and a little more than what is too much."""
         self._drop_below(int((time.time() - self._keep_s) * 1e6))
         if self.used_bytes() <= self._limit_bytes:

@@ -102,7 +102,7 @@ class LogStore:
         self.counts = dict.fromkeys(LEVELS, 0)
         """Entries taken in, by level."""
         self.dropped_total = 0
-        self._refused_told = 0
+        self._refused_reported = 0
         self.followers = 0
         self.on_entries: Callable[[Sequence[LogView]], None] = lambda entries: None
 
@@ -174,15 +174,15 @@ class LogStore:
             elif budget.tokens >= budget.burst:
                 del self._budgets[sender]  # Quiet for long enough to begin anew.
         refused = self.archive.refused_total if self.archive is not None else 0
-        if refused > self._refused_told:
+        if refused > self._refused_reported:
             self.add(
                 level="warn",
-                message=f"{refused - self._refused_told:,} log lines are not on disk, which did not keep up; the "
+                message=f"{refused - self._refused_reported:,} log lines are not on disk, which did not keep up; the "
                 f"newest {self._entries_kept:,} lines can be read meanwhile",
                 source="coordinator",
                 at_s=time.time(),
             )
-            self._refused_told = refused
+            self._refused_reported = refused
 
     def _refilled(self, sender: str) -> _Budget:
         now_mono_s = time.monotonic()

@@ -314,9 +314,8 @@ class TaskRunner:
 
     def _post(self, command: QueueTask | EndAttempt | NoteProgress) -> None:
         def answered(answer: Reply | StrataError) -> None:
-            if isinstance(answer, StrataError) and not isinstance(
-                answer, StorageFull
-            ):  # Which is logged once.
+            # A full disk is logged once, by the engine.
+            if isinstance(answer, StrataError) and not isinstance(answer, StorageFull):
                 log.warning("task %s: %s", command.task_id, answer)
 
         try:

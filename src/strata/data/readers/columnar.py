@@ -17,7 +17,8 @@ import numpy as np
 
 from strata.data.errors import DataError
 from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row, arrow, group_rows
-from strata.data.sources import LocalSource, Source, SourceFile
+from strata.data.sources import LocalSource, Source
+from strata.files import RangeFile
 
 Pieces = tuple[list[int], Callable[[int], Any]]
 """Rows of each piece of a file, and how to read one as a table."""
@@ -111,7 +112,7 @@ def _file(source: Source) -> Any:
     if isinstance(source, LocalSource) and source.size_bytes:
         # Through the file that is open, not its path: that may lead elsewhere by now.
         return pa.BufferReader(pa.py_buffer(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)))
-    return pa.PythonFile(SourceFile(source), mode="r")
+    return pa.PythonFile(RangeFile(source.read, source.size_bytes), mode="r")
 
 
 PARQUET = ColumnarFormat(name="parquet", suffixes=(".parquet", ".pq"), pieces=_parquet)

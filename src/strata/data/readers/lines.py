@@ -87,7 +87,7 @@ def _line_ends(chunk: bytes, quotes: int | None) -> tuple[NDArray[np.int64], int
 
 
 def _not_blank(chunk: bytes, ends: NDArray[np.int64], *, first: bool) -> NDArray[np.bool_]:
-    """Which lines of a chunk hold anything; the first may have begun before it."""
+    """Which lines of a chunk hold anything; the first may have started before it."""
     keep = np.ones(len(ends), np.bool_)
     keep[0] = first
     begins = ends[:-1]

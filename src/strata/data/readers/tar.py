@@ -19,7 +19,8 @@ import numpy as np
 
 from strata.data.errors import DataError
 from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row
-from strata.data.sources import Source, SourceFile, refuse_compressed
+from strata.data.sources import Source, refuse_compressed
+from strata.files import RangeFile
 
 _BUFFER_BYTES = 64 * 1024
 
@@ -37,9 +38,8 @@ class TarFormat:
         places: list[tuple[int, int]] = []
         bad = 0
         try:
-            with tarfile.open(
-                fileobj=io.BufferedReader(SourceFile(source), _BUFFER_BYTES), mode="r:"
-            ) as archive:
+            file = RangeFile(source.read, source.size_bytes)
+            with tarfile.open(fileobj=io.BufferedReader(file, _BUFFER_BYTES), mode="r:") as archive:
                 for member in archive:
                     archive.members = []  # type: ignore[attr-defined]  # tarfile would keep every header in memory.
                     folder, _, name = member.name.rpartition("/")
@@ -54,7 +54,7 @@ class TarFormat:
                         raise tarfile.ReadError(f"'{member.name}' goes beyond the end of the file")
                     suffixes.append(suffix.lower())
                     places.append((member.offset_data, member.size))
-        except (tarfile.TarError, EOFError) as error:
+        except (tarfile.TarError, EOFError, ValueError) as error:
             if options.on_bad == "raise" or not source.size_bytes:
                 raise DataError.at(
                     source.path, f"damaged or not a tar file ({error})", line=len(places) + 1, unit="member"

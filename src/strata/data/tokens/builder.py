@@ -43,7 +43,7 @@ WORTH_A_PROCESS_BYTES = 1 << 20
 
 
 class Progress(Protocol):
-    """Told of each chunk that is done; see `progress` for one that draws."""
+    """Notified of each chunk that is done; see `progress` for one that draws."""
 
     def begin(self, *, total_bytes: int, done_bytes: int) -> None: ...
     def advance(self, *, source_bytes: int, tokens: int) -> None: ...

@@ -25,7 +25,7 @@ import ray
 from strata.core.messages import ExitCause
 from strata.files import write_file
 from strata.launch.cleanup import RUN_VARIABLE, end_processes
-from strata.launch.output import OutputReader, Place
+from strata.launch.output import OutputReader, Position
 from strata.launch.ray.messages import AgentPlan, AgentReport
 from strata.launch.torchrun import TorchrunSpec
 from strata.processes import end_with_parent
@@ -45,7 +45,7 @@ class RayAgent:
         self._node: str = ray.util.get_node_ip_address()
         self._mark = f"{agent.plan.run_id}#{agent.index}-{self._incarnation}"
         self._folder = Path(tempfile.mkdtemp(prefix="strata-agent-"))
-        self._reader = OutputReader(self._folder, Place())
+        self._reader = OutputReader(self._folder, Position())
         self._reading = threading.Lock()
         self._report = AgentReport(incarnation=self._incarnation, node=self._node)
         agent.plan.task_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -100,9 +100,8 @@ class RayAgent:
         try:
             self._supervisor.wait(patience_s)
         except subprocess.TimeoutExpired:
-            end_processes(
-                self._mark, spare=(self._supervisor.pid,)
-            )  # The supervisor writes down how it ended.
+            # The supervisor writes down how it ended.
+            end_processes(self._mark, spare=(self._supervisor.pid,))
 
     def clear(self, snapshots: bool) -> None:
         """Nothing of this agent is left on its node afterwards; of the task, only snapshots that it may continue from."""

@@ -103,9 +103,8 @@ class RayLauncher:
     async def start(self, plan: LaunchPlan) -> None:
         """Hands the plan to the cluster, which may first have to make capacity for it."""
         try:
-            plan.run_dir.mkdir(
-                parents=True, exist_ok=True, mode=0o700
-            )  # The trace of an attempt, for `forget`.
+            # The trace of an attempt, for `forget`.
+            plan.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise LaunchFailed(
                 f"Task '{plan.task_id}' cannot be started: {error}.", hint=f"Look at {plan.task_dir}."
@@ -124,9 +123,8 @@ class RayLauncher:
 
     async def forget(self, task_id: TaskId) -> None:
         runs = [f"{task_id}-{path.name[4:]}" for path in (self._tasks_dir / task_id).glob("run-*")]
-        if (
-            len(runs) > 1 or task_id not in self._cleared
-        ):  # Else its only run has done so, on every node it had.
+        # Else its only run has done so, on every node it had.
+        if len(runs) > 1 or task_id not in self._cleared:
             self._ask(Forget(jobs=(task_id, *runs)))
         self._cleared.discard(task_id)
 

@@ -7,7 +7,8 @@ step. It keeps what the next forward pass may change: the generators, and copies
 kernels change without a trace) and of larger ones once they were seen to change.
 
 When the job is left with an error, a state that is known to be complete is saved by one rank of each machine, alone: a
-**rescue**, which the next start finds in memory like any other snapshot.
+**rescue**, which the next start finds in memory like any other snapshot. Where ranks have running statistics of their own, it has
+those of the rank that saved it, as any snapshot of that machine has.
 """
 
 from __future__ import annotations

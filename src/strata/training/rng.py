@@ -92,23 +92,30 @@ class Watch:
 
     def __init__(self) -> None:
         self._python: tuple[Any, ...] = ()
+        self._python_before: tuple[Any, ...] = ()
+        self._uses_python = True
         self._numpy = b""
         self._numpy_generator: Any = None
         self._last = Taken()
-        self._uses_python = True
 
     def take(self) -> Taken:
-        python = random.getstate()
-        self._uses_python = python != self._python
-        if self._uses_python:
-            version, internal, gauss = self._python = python
-            packed = _PYTHON.pack(version, *internal, gauss is not None, gauss or 0.0)
-            self._last = self._last._replace(python=packed)
+        self._take_python()
+        self._uses_python = self._python is not self._python_before
+        self._python_before = self._python
         return self._take_others()
 
     def guess(self) -> Taken:
-        """The same in less time: of Python's, whether it is in use was seen the last time."""
-        return self.take() if self._uses_python else self._take_others()
+        """The same in less time, between two calls of `take`: Python's own generator is looked at only where it was in use before."""
+        if self._uses_python:
+            self._take_python()
+        return self._take_others()
+
+    def _take_python(self) -> None:
+        python = random.getstate()
+        if python != self._python:
+            version, internal, gauss = self._python = python
+            packed = _PYTHON.pack(version, *internal, gauss is not None, gauss or 0.0)
+            self._last = self._last._replace(python=packed)
 
     def _take_others(self) -> Taken:
         cuda = b""

@@ -91,8 +91,8 @@ class Watch:
     """This process's generators, taken again and again."""
 
     def __init__(self) -> None:
-        self._python: tuple[Any, ...] = ()
-        self._python_before: tuple[Any, ...] = ()
+        self._seen: tuple[Any, ...] = ()
+        self._seen_before: tuple[Any, ...] = ()
         self._uses_python = True
         self._numpy = b""
         self._numpy_generator: Any = None
@@ -100,8 +100,8 @@ class Watch:
 
     def take(self) -> Taken:
         self._take_python()
-        self._uses_python = self._python is not self._python_before
-        self._python_before = self._python
+        self._uses_python = self._seen is not self._seen_before
+        self._seen_before = self._seen
         return self._take_others()
 
     def guess(self) -> Taken:
@@ -112,14 +112,17 @@ class Watch:
 
     def _take_python(self) -> None:
         python = random.getstate()
-        if python != self._python:
-            version, internal, gauss = self._python = python
+        version, internal, gauss = python
+        # The position, and words of the state that differ after every seeding and renewal: to compare all 625 takes longer.
+        seen = (internal[-1], internal[1:9], gauss)
+        if seen != self._seen:
+            self._seen = seen
             packed = _PYTHON.pack(version, *internal, gauss is not None, gauss or 0.0)
             self._last = self._last._replace(python=packed)
 
     def _take_others(self) -> Taken:
         cuda = b""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             cuda = torch.cuda.get_rng_state().numpy().tobytes()
         self._last = Taken(
             torch.get_rng_state().numpy().tobytes(), cuda, self._last.python, self._take_numpy()

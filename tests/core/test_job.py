@@ -1,4 +1,4 @@
-"""Sharded state: what is loaded from many memories and destinations, and when a save may begin."""
+"""Sharded state: what is loaded from many memories and destinations, and when a save may begin. And what survivors save alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from strata.core.job import (
     Fence,
     Finished,
     JobProtocol,
+    Load,
     LoadReport,
     LoadShards,
     LookAgain,
@@ -439,3 +440,81 @@ def test_a_final_state_that_never_arrives_ends_the_run_with_what_is_missing() ->
         job.learn([SaveEnded(checkpoint_id=name, is_durable=True, missing=("s3: part 1 failed",))])
     stop = job.finish(10, CheckpointId("final-3"), now_ms=9, ready=[ready(), ready()])
     assert stop == Stop(kind="final", reasons=("s3: part 1 failed",))
+
+
+# --- rescuing ---------------------------------------------------------------------------------------------------
+
+
+def resumed(*, generation: int = 2) -> JobProtocol:
+    """A rank of a start that continues from step 10, in memory."""
+    job = protocol()
+    found = replace(image(A, 0, of=1), is_sharded=False, part="", parts=())
+    job.surveyed([Survey(machine="m0", offers=(found,), generation=generation, destinations=("disk",))])
+    assert isinstance(job.loaded([FINE]), Resume)
+    return job
+
+
+def rescued(job: JobProtocol, name: str, *, step: int, where: str = "image") -> Offer:
+    """What the next start would find of a rescue."""
+    save = job.rescue(CheckpointId(name), step=step)
+    assert not save.durable
+    placement = save.placement
+    return Offer(
+        checkpoint_id=placement.checkpoint_id,
+        run=placement.run,
+        step=save.step,
+        generation=placement.generation,
+        sequence=placement.sequence,
+        lineage=placement.lineage,
+        parent=placement.parent,
+        durable_parent=placement.durable_parent,
+        tier=MEMORY,
+        where=where,
+        distance=0,
+    )
+
+
+def chosen(*offers: Offer, generation: int = 9) -> Load:
+    """What a start loads that finds these, each on a machine of its own."""
+    instruction = protocol().surveyed(
+        [
+            Survey(machine=f"m{rank}", offers=(offer,), generation=generation)
+            for rank, offer in enumerate(offers)
+        ]
+    )
+    assert isinstance(instruction, Load)
+    return instruction
+
+
+def test_the_furthest_rescue_wins_whatever_the_clocks_say() -> None:
+    behind, ahead = resumed(), resumed()
+    for job in (behind, ahead):
+        job.save(B, step=20, now_ms=5_000, durable=True)
+    offers = [rescued(behind, "at-26", step=26), rescued(ahead, "at-27", step=27)]
+    assert chosen(*offers).offer.step == chosen(*reversed(offers)).offer.step == 27
+
+
+def test_a_rescue_is_newer_than_what_its_generation_saved_before() -> None:
+    job = resumed()
+    saved = replace(
+        rescued(job, "snapshot", step=20),
+        sequence=job.save(B, step=20, now_ms=9_999, durable=False).placement.sequence,
+    )
+    assert chosen(saved, rescued(job, "rescue", step=20)).offer.checkpoint_id == "rescue"
+
+
+def test_rescues_of_one_step_are_copies_of_one_checkpoint() -> None:
+    offers = [rescued(resumed(), "same", step=26, where=f"image-{n}") for n in range(2)]
+    load = chosen(*offers)
+    assert (load.source, load.mapped, load.images) == (0, (1,), ("image-1",))
+
+
+def test_nothing_of_an_older_generation_is_preferred_to_a_newer_one() -> None:
+    zombie = rescued(resumed(generation=2), "zombie", step=500)
+    successor = rescued(resumed(generation=3), "successor", step=11)
+    assert chosen(zombie, successor).offer.checkpoint_id == "successor"
+
+
+def test_a_rescue_continues_what_its_rank_resumed() -> None:
+    offer = rescued(resumed(), "rescue", step=11)
+    assert (offer.parent, offer.lineage, offer.generation) == (A, "a", 2)

@@ -9,7 +9,11 @@ In every second simulation (odd seeds) the state is sharded: every rank has its 
 memory has many of them, worlds change their size between lives, some have replicas, and copying, marking and uploading
 are a coroutine per rank, so that a crash finds each of them somewhere else. The first rank publishes the manifest.
 
+Where the state is not sharded, losing a rank or a machine may leave survivors. Those of each machine save the state they have, by
+themselves, and some have made a step more than others: a rescue, that may be cut off, frozen and carried out too late.
+
 Checked from outside: every restart continues from the best state that exists (a restart never costs what was saved);
+the furthest rescue wins, and is one state wherever it was made;
 nobody restores what a superseded process published, what belongs to another run, or what is damaged; training never
 starts anew while a checkpoint exists; retention removes only what nobody could need; a run that ends normally has its
 final state in every destination; and the history of the checkpoints has every sample exactly once. Of sharded state: what is
@@ -23,6 +27,7 @@ import functools
 import hashlib
 from collections import Counter, deque
 from collections.abc import Generator, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -255,6 +260,10 @@ class Life:
         self.trained: tuple[int, ...] = ()
         self.unrecorded: list[int] = []
         self.is_frozen = False
+        self.is_training = False
+        self.is_saving = False
+        self.rescuing = 0
+        """Machines whose survivors are not done with it."""
         self.renewed_s = 0.0
         self.is_over = False
         self.asked_to_leave = False
@@ -460,6 +469,7 @@ class Life:
 
     def _train(self) -> Steps:
         sim = self.sim
+        self.is_training = True
         while self.step < sim.total_steps and not self.asked_to_leave:
             yield
             batch = self.step
@@ -468,10 +478,58 @@ class Life:
             self.step += 1
             due = self._agreed([p.due(self.step) for p in self.protocols])
             if due is not None:
+                self.is_saving = True
                 yield from self._save(durable=due == "durable")
+                self.is_saving = False
                 if self.is_over:
                     return
+        self.is_saving = True
         yield from self._finish()
+
+    # --- surviving ------------------------------------------------------------------------------------------
+
+    def lose_ranks(self, survivors: Iterable[Machine], why: str) -> None:
+        """Nobody can go on. Ranks that are left save what they have, one on each of these machines, and end."""
+        machines = list(dict.fromkeys(survivors))
+        if not machines or not self.is_training or self.rescuing or isinstance(self, ShardedLife):
+            self.end(why)
+            return
+        self.sim.tell(
+            f"{self} {why}, and survivors on {', '.join(m.name for m in machines)} save what they have"
+        )
+        self.rescuing = len(machines)
+        # Where the gradients of all had arrived, some have made the next step, and some have not.
+        may_be_ahead = not self.is_saving and self.step < self.sim.total_steps
+        self.tasks = [
+            self._rescue_on(machine, why, steps_more=int(may_be_ahead and self.sim.chance(0.5)))
+            for machine in machines
+        ]
+
+    def _rescue_on(self, machine: Machine, why: str, *, steps_more: int) -> Steps:
+        protocol, ledger = deepcopy(self.protocols[-1]), deepcopy(self.ledger)
+        step = self.step + steps_more
+        made = tuple(range(self.step, step))
+        save = protocol.rescue(CheckpointId(f"{step:04d}-{self.number}-rescue"), step=step)
+        checkpoint = Checkpoint(
+            placement=save.placement,
+            step=step,
+            trained=(*self.trained, *made),
+            data=ledger.commit(
+                self.sim.records([*self.unrecorded, *made], len(self.machines)),
+                save.placement.checkpoint_id,
+                durable=False,
+                world_size=len(self.machines),
+            ),
+        )
+        for _ in range(self.sim.random.randint(1, 12)):
+            yield
+        if machine in self.sim.machines and not machine.memory_fails:
+            self.sim.counts["rescued"] += 1
+            self._keep_image(machine, checkpoint)
+            self.sim.tell(f"step {step} of {self} is rescued on {machine.name}")
+        self.rescuing -= 1
+        if not self.rescuing:
+            self.end(why)
 
     def _keep_claim(self) -> Steps:
         """The thread that renews the claim."""
@@ -977,6 +1035,8 @@ class Simulation:
                 "resharded",
                 "filled",
                 "older",
+                "rescued",
+                "rescued furthest",
             ),
             0,
         )
@@ -1086,6 +1146,8 @@ class Simulation:
                 "crash",
                 "crash",
                 "crash",
+                "rank",
+                "rank",
                 "machine",
                 "freeze",
                 "damage",
@@ -1101,14 +1163,17 @@ class Simulation:
         if kind == "crash" and current.is_alive:
             self.counts["crashes"] += 1
             current.end("crashes")
+        elif kind == "rank" and current.is_alive:
+            current.lose_ranks(current.machines, "loses a rank")
         elif kind == "machine":
             lost = self.random.choice(self.machines)
             self.counts["machines lost"] += 1
             self.tell(f"machine {lost.name} is lost")
-            for life in self.lives:
-                if lost in life.machines:
-                    life.end(f"is lost with {lost.name}")
             self.machines.remove(lost)
+            for life in self.lives:
+                if lost in life.machines and not life.is_over:
+                    left = [machine for machine in life.machines if machine in self.machines]
+                    life.lose_ranks(left if self.chance(0.5) else (), f"is lost with {lost.name}")
             self.machines.append(Machine(name=f"m{self.machines_made}"))
             self.machines_made += 1
         elif kind == "freeze" and current.is_alive:
@@ -1321,6 +1386,23 @@ class Simulation:
             f"{life} restored what its user has removed",
         )
         offered = self._offered(life)
+        same = [copy for copy in offered if copy.checkpoint_id == loaded.checkpoint_id]
+        must(
+            all((copy.step, copy.trained) == (loaded.step, loaded.trained) for copy in same),
+            f"{life} restored {loaded.checkpoint_id}, of which there are copies of another state",
+        )
+        further = [
+            copy.checkpoint_id
+            for copy in complete(offered, intact=True)
+            if copy.order > loaded.order or (copy.generation == loaded.generation and copy.step > loaded.step)
+        ]
+        self.counts["rescued furthest"] += loaded.checkpoint_id.endswith("rescue") and any(
+            copy.generation == loaded.generation and copy.step < loaded.step for copy in offered
+        )
+        must(
+            not further or self.counts["damages"] > 0,  # Then it is told by descent, below.
+            f"{life} resumed from {loaded.checkpoint_id} although {further} are further",
+        )
         self.counts["older"] += any(copy.order > loaded.order for copy in offered)
         best = best_by_descent(offered, complete(offered, intact=True))
         must(

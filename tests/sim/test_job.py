@@ -33,6 +33,7 @@ from strata.core.job import (
 from strata.core.ledger import LedgerChain
 from strata.core.lineage import Lineage
 from strata.core.runs import Claim, Take
+from strata.core.types import CheckpointId
 from tests.sim import job as sim
 from tests.sim.job import ShardedLife, SimulationFailed, fingerprint, simulate
 
@@ -58,6 +59,7 @@ def test_a_restart_never_costs_what_was_saved(seeds: range) -> None:
         expected = {"crashes": 100, "machines lost": 30, "zombies": 30, "damages": 30, "outages": 20}
         expected |= {"resumed": 100, "anew": 50, "stopped": 5, "removed": 200}
         expected |= {"skipped": 200, "resharded": 20, "filled": 2, "older": 2}
+        expected |= {"rescued": 30, "rescued furthest": 5}
         for what, least in expected.items():
             assert counts[what] > least, f"only {counts[what]} {what}"
 
@@ -114,6 +116,32 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
         return StartAnew(reason="") if isinstance(found, Stop) and found.kind == "unloadable" else found
 
     wrapping(JobProtocol, "_choose", choose)(monkeypatch)
+
+
+@mistake("of two rescues the one that is behind is the newer")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rescue(_: Any, self: JobProtocol, checkpoint_id: CheckpointId, *, step: int) -> Save:
+        now_ms = self.lineage.sequence + 1000 - step
+        return self.save(checkpoint_id, step=step, now_ms=now_ms, durable=False)
+
+    wrapping(JobProtocol, "rescue", rescue)(monkeypatch)
+
+
+@mistake("rescues of different steps have one name")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rescue(original: Any, self: JobProtocol, checkpoint_id: CheckpointId, *, step: int) -> Any:
+        return original(self, CheckpointId(checkpoint_id.partition("-")[2]), step=step)
+
+    wrapping(JobProtocol, "rescue", rescue)(monkeypatch)
+
+
+@mistake("a rescue is older than what was saved before it")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rescue(original: Any, self: JobProtocol, checkpoint_id: CheckpointId, *, step: int) -> Any:
+        save = original(self, checkpoint_id, step=step)
+        return replace(save, placement=replace(save.placement, sequence=0))
+
+    wrapping(JobProtocol, "rescue", rescue)(monkeypatch)
 
 
 @mistake("a copy that could not be loaded is tried for ever")

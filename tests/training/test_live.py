@@ -64,12 +64,17 @@ def sparse(checkpoints: Any, **options: Any) -> Loop:
 
 def leave(loop: Loop, at: int, how: Callable[[Loop, Batch], None]) -> Loop:
     """Make so many steps, then one that `how` ends."""
-    with pytest.raises(Crash), loop.job as job:
+    with pytest.raises(Crash):
+        train(loop, at, how)
+    return loop
+
+
+def train(loop: Loop, at: int, how: Callable[[Loop, Batch], None]) -> None:
+    with loop.job as job:
         for batch in job:
             if job.step == at:
                 how(loop, batch)
             loop.train(batch)
-    return loop
 
 
 def in_forward(loop: Loop, batch: Batch) -> None:
@@ -265,15 +270,11 @@ def test_gradients_of_a_global_batch_that_has_not_ended_are_left_out(tmp_path: P
     """In the middle of accumulating, the state is that of the step before."""
     options = {"sampler": {"micro_batch_size": 2}}
 
-    def second_part(loop: Loop) -> Loop:
-        with pytest.raises(Crash), loop.job as job:
-            for batch in job:
-                loop.train(batch)
-                if job.step == 5 and not batch.step.ends_step:
-                    raise Crash
-        return loop
+    def second_part(loop: Loop, batch: Batch) -> None:
+        if batch.step.start != batch.step.slice_start:
+            raise Crash
 
-    second_part(sparse(tmp_path / "a", **options))
+    leave(sparse(tmp_path / "a", **options), 5, second_part)
     assert run.saved == [5]
     again = sparse(tmp_path / "a", **options).run()
     assert torch.equal(again.weights, undisturbed(tmp_path, **options).weights)
@@ -281,28 +282,16 @@ def test_gradients_of_a_global_batch_that_has_not_ended_are_left_out(tmp_path: P
 
 
 def test_a_step_that_began_before_the_abort_counts_and_a_later_one_does_not(tmp_path: Path, run: Run) -> None:
-    def frozen_in_optimizer(loop: Loop, batch: Batch) -> None:
-        if not frozen:
-            frozen.append(loop.optimizer.register_step_pre_hook(lambda *_: freeze_elsewhere(loop)))
-
     def freeze_elsewhere(loop: Loop) -> None:
-        thread = threading.Thread(target=loop.job.freeze)
-        thread.start()
-        thread.join()
+        if loop.job.step == 5:
+            thread = threading.Thread(target=loop.job.freeze)
+            thread.start()
+            thread.join()
 
-    for steps_more, reason in [
-        (1, "complete at step 6"),
-        (2, "step 7 began after the process groups were aborted"),
-    ]:
-        frozen: list[Any] = []
-        loop = sparse(tmp_path / str(steps_more))
-        with pytest.raises(Crash), loop.job as job:
-            for batch in job:
-                if job.step == 5:
-                    frozen_in_optimizer(loop, batch)
-                if job.step == 5 + steps_more:
-                    raise Crash
-                loop.train(batch)
+    for at, reason in [(6, "complete at step 6"), (7, "step 7 began after the process groups were aborted")]:
+        loop = sparse(tmp_path / str(at))
+        loop.optimizer.register_step_post_hook(lambda *_, loop=loop: freeze_elsewhere(loop))
+        leave(loop, at, in_forward)
         assert reason in loop.job.live_reason
 
 
@@ -355,6 +344,15 @@ def test_a_generator_taken_as_bytes_is_what_capture_says() -> None:
         assert taken["python"] == expected["python"]
         assert torch.equal(taken["numpy"][1], expected["numpy"][1])
         assert [taken["numpy"][0], *taken["numpy"][2:]] == [expected["numpy"][0], *expected["numpy"][2:]]
+
+
+def test_a_guess_between_two_steps_is_what_a_step_would_have_taken() -> None:
+    watch = rng.Watch()
+    for _ in range(5):
+        random.random()
+        torch.rand(1)
+        assert watch.guess() == rng.Watch().take()
+        watch.take()
 
 
 def test_generators_of_the_last_two_steps_survive_their_rank() -> None:

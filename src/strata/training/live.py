@@ -7,7 +7,8 @@ step. It keeps what the next forward pass may change: the generators, and copies
 kernels change without a trace) and of larger ones once they were seen to change.
 
 When the job is left with an error, a state that is known to be complete is saved by one rank of each machine, alone: a
-**rescue**, which the next start finds in memory like any other snapshot.
+**rescue**, which the next start finds in memory like any other snapshot. Where ranks have running statistics of their own, it has
+those of the rank that saved it, as any snapshot of that machine has.
 """
 
 from __future__ import annotations
@@ -137,6 +138,13 @@ class LiveState:
         self._tensors: list[OwnedTensor] = []
         """What only the optimizer changes: parameters, and its state."""
         self._states = -1
+        self._with_settings = list(self._optimizers().values())
+        others = [state.scheduler, *(state.extra or {}).values()]
+        self._with_attributes = [
+            item
+            for item in others
+            if item is not None and not isinstance(item, torch.nn.Module | torch.optim.Optimizer)
+        ]
         self._look_at_modules()
         self._look_at_optimizers()
         self._loose_versions = _versions(self._loose)
@@ -177,7 +185,7 @@ class LiveState:
         self._noted = _Noted(
             boundary=Boundary(step=step, made=self._ended),
             events=tuple(map(_record, self._devices)),
-            versions=_versions(self._tensors),
+            versions=list(map(version_of, self._watched)),
             loose_versions=loose_versions,
             outline=self._outline(),
             position=(self._sampler.epoch, self._sampler.position),
@@ -242,14 +250,6 @@ class LiveState:
         items |= {f"extra '{name}'": item for name, item in (self._state.extra or {}).items()}
         return {name: item for name, item in items.items() if isinstance(item, torch.optim.Optimizer)}
 
-    def _others(self) -> Iterable[tuple[str, object]]:
-        """What keeps its state in attributes."""
-        if self._state.scheduler is not None:
-            yield "scheduler", self._state.scheduler
-        for name, item in (self._state.extra or {}).items():
-            if not isinstance(item, torch.nn.Module | torch.optim.Optimizer):
-                yield f"extra '{name}'", item
-
     def _look_at_modules(self) -> None:
         self._of_modules: list[OwnedTensor] = []
         for name, module in self._modules().items():
@@ -280,6 +280,7 @@ class LiveState:
             if tensors is None:
                 self._unwatched.append(f"{name}, whose state for its parameters is more than tensors")
             self._tensors += tensors or []
+        self._watched = [each.tensor for each in self._tensors]
         self._devices = _devices_of((*self._tensors, *self._kept, *self._loose))
 
     def _keep(self, buffer: OwnedTensor) -> None:
@@ -299,8 +300,8 @@ class LiveState:
         """Whatever is not in tensors: the settings of optimizers, schedulers, and extras."""
         try:
             return [
-                *(_outline(_settings(optimizer)) for optimizer in self._optimizers().values()),
-                *(_outline(vars(item)) for _, item in self._others()),
+                *(_outline(_settings(optimizer)) for optimizer in self._with_settings),
+                *(_outline(vars(item)) for item in self._with_attributes),
             ]
         except (_Unwatchable, TypeError):
             return None
@@ -381,9 +382,11 @@ def _outline(value: Any, depth: int = 0) -> object:
     if isinstance(value, torch.Tensor):
         return id(value), version_of(value)
     if isinstance(value, dict):
-        return [(key, _outline(each, depth + 1)) for key, each in value.items()]
+        return [
+            (key, each if type(each) in _PLAIN else _outline(each, depth + 1)) for key, each in value.items()
+        ]
     if isinstance(value, list | tuple):
-        return [_outline(each, depth + 1) for each in value]
+        return [each if type(each) in _PLAIN else _outline(each, depth + 1) for each in value]
     if isinstance(value, _BY_IDENTITY):
         return id(value)
     return [kind, _outline(vars(value), depth + 1)]  # TypeError where it has no attributes.

@@ -91,28 +91,38 @@ class Watch:
     """This process's generators, taken again and again."""
 
     def __init__(self) -> None:
-        self._python: tuple[Any, ...] = ()
+        self._seen: tuple[Any, ...] = ()
+        self._seen_before: tuple[Any, ...] = ()
+        self._uses_python = True
         self._numpy = b""
         self._numpy_generator: Any = None
         self._last = Taken()
-        self._uses_python = True
 
     def take(self) -> Taken:
-        python = random.getstate()
-        self._uses_python = python != self._python
-        if self._uses_python:
-            version, internal, gauss = self._python = python
-            packed = _PYTHON.pack(version, *internal, gauss is not None, gauss or 0.0)
-            self._last = self._last._replace(python=packed)
+        self._take_python()
+        self._uses_python = self._seen is not self._seen_before
+        self._seen_before = self._seen
         return self._take_others()
 
     def guess(self) -> Taken:
-        """The same in less time: of Python's, whether it is in use was seen the last time."""
-        return self.take() if self._uses_python else self._take_others()
+        """The same in less time, between two calls of `take`: Python's own generator is looked at only where it was in use before."""
+        if self._uses_python:
+            self._take_python()
+        return self._take_others()
+
+    def _take_python(self) -> None:
+        python = random.getstate()
+        version, internal, gauss = python
+        # The position, and words of the state that differ after every seeding and renewal: to compare all 625 takes longer.
+        seen = (internal[-1], internal[1:9], gauss)
+        if seen != self._seen:
+            self._seen = seen
+            packed = _PYTHON.pack(version, *internal, gauss is not None, gauss or 0.0)
+            self._last = self._last._replace(python=packed)
 
     def _take_others(self) -> Taken:
         cuda = b""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             cuda = torch.cuda.get_rng_state().numpy().tobytes()
         self._last = Taken(
             torch.get_rng_state().numpy().tobytes(), cuda, self._last.python, self._take_numpy()

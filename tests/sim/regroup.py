@@ -184,7 +184,10 @@ class Fleet:
     def _replace(self, machine: Machine, slot: int) -> None:
         old = machine.processes[slot]
         if old.is_alive and old.pid not in self.excused:
-            raise Violation(f"seed {self.seed}: process {old.pid} was replaced, and had done nothing\n" + "\n".join(self.story[-30:]))
+            raise Violation(
+                f"seed {self.seed}: process {old.pid} was replaced, and had done nothing\n"
+                + "\n".join(self.story[-30:])
+            )
         old.is_alive = False
         self._broken(old)
         new = machine.processes[slot] = Process(next(self._pids), machine.number, slot)

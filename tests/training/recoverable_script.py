@@ -72,7 +72,9 @@ def faults(step: int) -> None:
 
 @strata.recoverable(timeout_s=float(os.environ.get("TIMEOUT_S", "60")))
 def train(run: Run) -> None:
-    note(entered=run.generation, rank=run.rank, world=run.world_size, restarts=run.restarts, reason=run.reason)
+    note(
+        entered=run.generation, rank=run.rank, world=run.world_size, restarts=run.restarts, reason=run.reason
+    )
     data = run.keep("data", Numbers)
     sampler = strata.ElasticSampler(SAMPLES, global_batch_size=BATCH, dataset="numbers", seed=5)
     loader = strata.ElasticLoader(data, sampler)

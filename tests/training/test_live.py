@@ -34,6 +34,14 @@ class Run:
         self.asked: list[int] = []
         self.saved: list[int] = []
 
+    @property
+    def reentry(self) -> None:
+        return None
+
+    def check(self) -> None: ...
+
+    def stepped(self, step: int) -> None: ...
+
     def attach(self, job: object) -> None:
         self.attached.append(job)
 

@@ -280,9 +280,14 @@ class Regroup:
         return not self._in(Phase.STARTING) or waited_s >= GRACE_S
 
     def _late(self, now_s: float) -> tuple[int, ...]:
-        ending = [n for n in self._in(Phase.ENDING) if now_s - self._workers[n].since_s >= self.limits.timeout_s]
+        ending = [
+            n for n in self._in(Phase.ENDING) if now_s - self._workers[n].since_s >= self.limits.timeout_s
+        ]
         asked = {n: self._workers[n].asked_s for n in self._in(Phase.INSIDE)}
-        return (*ending, *(n for n, at_s in asked.items() if at_s is not None and now_s - at_s >= self.limits.timeout_s))
+        return (
+            *ending,
+            *(n for n, at_s in asked.items() if at_s is not None and now_s - at_s >= self.limits.timeout_s),
+        )
 
     def _next_s(self, now_s: float) -> float | None:
         """When time alone changes what is to be done."""

@@ -136,7 +136,9 @@ class RegroupingAgent(CarefulAgent):
         if not isinstance(instruction, Continue):
             return
         now_s = time.monotonic()
-        limit_s = self._pause_s if instruction.until_s is None else min(self._pause_s, instruction.until_s - now_s)
+        limit_s = (
+            self._pause_s if instruction.until_s is None else min(self._pause_s, instruction.until_s - now_s)
+        )
         ended = self.processes.exit_codes()
         endings = [fd for slot, fd in self.processes.endings().items() if slot not in ended]
         multiprocessing.connection.wait([self._channel.news, *endings], timeout=max(limit_s, 0.0))
@@ -151,7 +153,9 @@ class RegroupingAgent(CarefulAgent):
                 continue
             self._noted.add(pids[slot])
             error = take_report(self.processes.error_files[slot]) if code > 0 else None
-            reason = f"rank {self.rank_of(slot)} ({socket.gethostname()}, pid {pids[slot]}) {_ended(code, error)}"
+            reason = (
+                f"rank {self.rank_of(slot)} ({socket.gethostname()}, pid {pids[slot]}) {_ended(code, error)}"
+            )
             log.error("%s", reason)
             with self._lock:
                 self._regroup.ended(slot, reason, now_s=time.monotonic())
@@ -220,4 +224,3 @@ def _ended(code: int, error: WorkerError | None) -> str:
             name = signal.Signals(-code).name
         return f"was killed by {name}"
     return f"failed: {error}" if error is not None else f"ended with status {code}"
-

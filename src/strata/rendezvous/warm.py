@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from strata.data.loader_workers import end_with_trainer
 from strata.launch.torchrun_trap import separate_attempts
 from strata.processes import end_with_parent, let_fork_server_end, write_line_by_line
-from strata.rendezvous.frames import describe, report, script_frames
 from strata.rendezvous.channel import SLOT_VARIABLE
+from strata.rendezvous.frames import describe, report, script_frames
 from strata.rendezvous.preload import SecondServer, note_imports, preload
 from strata.rendezvous.regrouping import RegroupingAgent
 from strata.torch_compat.elastic import WorkerProcesses, use_agent, use_worker_processes

@@ -39,7 +39,7 @@ class ProcessGroups:
         """The descriptors of this generation's connections, each with what it stands for."""
         self._making: list[dict[int, str]] = []
         """For each group that is being made: what there was before."""
-        self._is_aborted = False
+        self._aborted = threading.Event()
 
     def join(self, backend: str | None, *, timeout: timedelta | None = None) -> None:
         """Make the default group, by torchrun's variables. Raises what torch raises, also where the group was aborted before."""
@@ -52,7 +52,7 @@ class ProcessGroups:
         """Free whoever waits in a collective, or for its peers to join; that fails, and so does every later one. From any
         thread."""
         with self._changed:
-            self._is_aborted = True
+            self._aborted.set()
             _shut_down(self._sockets)
             while self._making:  # It may still open connections.
                 _shut_down(_new_since(self._making[0]))
@@ -68,7 +68,9 @@ class ProcessGroups:
         if distributed.is_initialized():
             with suppress(Exception):  # Of a group that was aborted.
                 distributed.destroy_process_group()
-        _c10d._world.group_count = 0  # Ranks name their groups by it, and one that was not made in the end has counted.
+        _c10d._world.group_count = (
+            0  # Ranks name their groups by it, and one that was not made in the end has counted.
+        )
         self._sockets = {}
 
     def _noting(self, helper: Any) -> Any:
@@ -83,7 +85,7 @@ class ProcessGroups:
         """Note the connections that are made meanwhile."""
         before = _sockets()
         with self._changed:
-            if self._is_aborted:
+            if self._aborted.is_set():
                 raise ConnectionAbortedError("the process group was aborted before it was made")
             self._making.append(before)
         try:
@@ -93,7 +95,7 @@ class ProcessGroups:
                 self._sockets |= _new_since(before)
                 self._making.remove(before)
                 self._changed.notify_all()
-                if self._is_aborted:  # Before it was begun, or before its last connections were made.
+                if self._aborted.is_set():  # Before it was begun, or before its last connections were made.
                     _shut_down(self._sockets)
 
 

@@ -22,16 +22,16 @@ from strata.torch_compat import require
 
 require("elastic")
 
+from torch import multiprocessing as torch_multiprocessing  # noqa: E402
 from torch.distributed import launcher  # noqa: E402
 from torch.distributed.elastic import multiprocessing as workers  # noqa: E402
+from torch.distributed.elastic.agent.server import local_elastic_agent  # noqa: E402
 from torch.distributed.elastic.agent.server.api import (  # noqa: E402
     RunResult,
     SimpleElasticAgent,
     WorkerGroup,
     WorkerState,
 )
-from torch import multiprocessing as torch_multiprocessing  # noqa: E402
-from torch.distributed.elastic.agent.server import local_elastic_agent  # noqa: E402
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: E402
 
 START_ATTEMPTS = 10
@@ -113,11 +113,12 @@ class Agent(LocalElasticAgent):
             seen.update(envs)
             return _NoProcesses
 
-        torch_start, local_elastic_agent.start_processes = local_elastic_agent.start_processes, note  # type: ignore[attr-defined]
+        module: Any = local_elastic_agent
+        torch_start, module.start_processes = module.start_processes, note
         try:
             super()._start_workers(group)
         finally:
-            local_elastic_agent.start_processes = torch_start  # type: ignore[attr-defined]
+            module.start_processes = torch_start
         return seen
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -200,14 +201,20 @@ class WorkerProcesses(workers.MultiprocessContext):
         self._pc.sentinels.pop(old.sentinel, None)
         self.envs[slot] = {**self.envs[slot], **variables}
         self._ret_vals[slot] = multiprocessing.get_context(self.start_method).SimpleQueue()
-        queues = {slot: self._ret_vals[slot]}  # Those of others may be replaced before this one has opened them.
+        queues = {
+            slot: self._ret_vals[slot]
+        }  # Those of others may be replaced before this one has opened them.
         arguments = (
             *(self.entrypoint, self.args, self.envs, self.stdouts, self.stderrs, queues),
             *(self._worker_finished_event, getattr(self, "_numa_options", None)),
         )
-        wanted = len(inspect.signature(workers.api._wrap).parameters) - 1  # type: ignore[attr-defined]
+        wanted = len(inspect.signature(workers.api._wrap).parameters) - 1
         started: Any = torch_multiprocessing.start_processes(  # type: ignore[no-untyped-call]
-            _in_place_of, args=(slot, *arguments[:wanted]), nprocs=1, join=False, start_method=self.start_method
+            _in_place_of,
+            args=(slot, *arguments[:wanted]),
+            nprocs=1,
+            join=False,
+            start_method=self.start_method,
         )
         process = started.processes[0]
         self._pc.processes[slot] = process
@@ -255,7 +262,7 @@ def _in_place_of(_: int, slot: int, *arguments: Any) -> None:
             with open(paths[slot], "ab") as file:
                 os.dup2(file.fileno(), number)
             paths[slot] = ""
-    workers.api._wrap(slot, entrypoint, args, envs, stdouts, stderrs, *more)  # type: ignore[attr-defined]
+    workers.api._wrap(slot, entrypoint, args, envs, stdouts, stderrs, *more)
 
 
 def use_worker_processes(kind: type[WorkerProcesses]) -> None:

@@ -82,7 +82,11 @@ def recoverable(function: Callable[[Run], R], /) -> Callable[[], R]: ...
 
 @overload
 def recoverable(
-    *, max_in_process: int = ..., timeout_s: float = ..., backend: str | None = ..., group_timeout_s: float | None = ...
+    *,
+    max_in_process: int = ...,
+    timeout_s: float = ...,
+    backend: str | None = ...,
+    group_timeout_s: float | None = ...,
 ) -> Callable[[Callable[[Run], R]], Callable[[], R]]: ...
 
 
@@ -113,7 +117,7 @@ def recoverable(
             return _Recovery(train, limits, backend, timeout).run()
 
         # The function is called without the run that it takes.
-        del call.__wrapped__  # type: ignore[attr-defined]
+        del call.__wrapped__
         return call
 
     return decorate if function is None else decorate(function)
@@ -295,4 +299,10 @@ def _alone() -> dict[str, str]:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

@@ -319,7 +319,7 @@ class ElasticJob:
         return self
 
     def _start(self) -> None:
-        refuse_unsupported(self._state.model, self._state.optimizer)
+        refuse_unsupported(self._state.model, self._state.optimizer, self._state.extra)
         if (trap := torchrun_trap.warning()) is not None and self.rank == 0:
             _announce(logging.WARNING, trap)
         opened = self._open_run()

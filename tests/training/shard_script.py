@@ -1,6 +1,6 @@
 """One rank of a job with sharded state: `python -m tests.training.shard_script KIND FOLDER MAX_STEPS [DIE_AT]`.
 
-KIND is `fsdp`, `tp` (data parallel by tensor parallel, `TP` ranks each), `hsdp` or `ddp`. Each step's loss goes to `losses-RANK` in the folder, and the
+KIND is `fsdp`, `tp` (data parallel by tensor parallel, `TP` ranks each), `hsdp`, `mixed` (FSDP2 of all sorts of tensors and modules) or `ddp`. Each step's loss goes to `losses-RANK` in the folder, and the
 final parameters, gathered, to `final`. With APART in the environment each rank is a machine of its own. With DIE_AT the rank named by `DIES` kills itself in that step.
 With FULL=RANK:STEP[:NAME] the destinations, or the one of that name, have no space for that rank's part of that step, and with STOPPED=RANK:STEP that rank stops (SIGSTOP) when it is about to put the manifest of that step.
 """
@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import TensorDataset
@@ -59,8 +60,48 @@ class Model(nn.Module):
         return out
 
 
+class Mixed(nn.Module):
+    """Tied, frozen, narrow, of one number and of none; compiled, and computed twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(
+            [cast(nn.Module, torch.compile(Block(), backend="eager")), checkpoint_wrapper(Block())]
+        )
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+        self.narrow = nn.Linear(6, 5, dtype=torch.bfloat16)
+        self.last = nn.Linear(5, 1)  # On one rank alone.
+        self.first.bias.requires_grad_(False)
+        self.nothing = nn.Parameter(torch.empty(0, 3), requires_grad=False)
+        self.eight: torch.Tensor
+        self.count: torch.Tensor
+        self.register_buffer("eight", torch.randn(3, 5).to(torch.float8_e4m3fn))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.narrow(self.two(torch.tanh(self.one(x))).to(torch.bfloat16)).float()
+        out: torch.Tensor = self.last(x + self.eight.float().mean())
+        return out
+
+
 def build(kind: str, world: int) -> tuple[nn.Module, DeviceMesh | None]:
     torch.manual_seed(1)
+    if kind == "mixed":
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+        mixed = Mixed()
+        offload = CPUOffloadPolicy(pin_memory=False)
+        fully_shard(mixed.narrow, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        for block in mixed.blocks:
+            fully_shard(block, mesh=mesh, offload_policy=offload)
+        fully_shard(mixed, mesh=mesh, offload_policy=offload)
+        return mixed, mesh
     model = Model()
     if kind == "ddp":
         return (nn.parallel.DistributedDataParallel(model) if world > 1 else model), None
@@ -133,7 +174,10 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
     model, mesh = build(kind, world)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=kind == "hsdp"
+        [p for p in model.parameters() if p.requires_grad],
+        lr=0.02,
+        foreach=kind == "hsdp",
+        fused=kind == "mixed",
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.97)
     ema = Ema(model)

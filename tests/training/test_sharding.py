@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, nn
+from torch.utils.data import TensorDataset
 
+import strata
 from strata.training.sharding import UnsupportedSharding, refuse_unsupported
 
 # What torch imports for FSDP1 and ZeRO uses parts of itself that it wants to remove.
@@ -51,6 +53,34 @@ def test_zero_is_refused_also_inside_a_wrapper(wrapped: bool) -> None:
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(UnsupportedSharding, match=r"ZeroRedundancyOptimizer.*fully_shard"):
         refuse_unsupported(model, Wrapper(zero) if wrapped else zero)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_is_saved_beside_the_model_is_refused_on_entering_too() -> None:
+    """An average in FSDP1, or a second optimizer, would make the first save hang or fail."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    average = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    second = ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), torch.optim.SGD, lr=0.1)
+    for item, reason in (
+        (average, r"extra\['kept'\] is sharded with FSDP1.*fully_shard"),
+        (second, r"extra\['kept'\] is a ZeroRedundancyOptimizer.*fully_shard"),
+    ):
+        model = nn.Linear(1, 1)
+        loader = strata.ElasticLoader(
+            TensorDataset(torch.zeros(4, 1)), strata.ElasticSampler(4, global_batch_size=2, dataset="numbers")
+        )
+        job = strata.elastic(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data=loader,
+            extra={"kept": item},
+            checkpoints=[],
+            max_steps=1,
+        )
+        with pytest.raises(UnsupportedSharding, match=reason), job:
+            raise AssertionError("it was taken")
 
 
 def test_deepspeed_is_refused() -> None:

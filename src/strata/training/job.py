@@ -350,7 +350,7 @@ class ElasticJob:
         )
 
     def _start(self) -> None:
-        refuse_unsupported(self._state.model, self._state.optimizer)
+        refuse_unsupported(self._state.model, self._state.optimizer, self._state.extra)
         if (trap := torchrun_trap.warning()) is not None and self.rank == 0:
             _announce(logging.WARNING, trap)
         if not self._keeps_state:

@@ -8,7 +8,7 @@ types alone: no collective, and nothing is imported that the script has not impo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -22,32 +22,50 @@ class UnsupportedSharding(StrataError):
     code: ClassVar[str] = "unsupported_sharding"
 
 
-def refuse_unsupported(model: torch.nn.Module, optimizer: object) -> None:
-    """Raise `UnsupportedSharding` for FSDP1, ZeRO and DeepSpeed, wherever they are wrapped into."""
+def refuse_unsupported(
+    model: torch.nn.Module, optimizer: object, extra: Mapping[str, object] | None = None
+) -> None:
+    """Raise `UnsupportedSharding` for FSDP1, ZeRO and DeepSpeed, wherever they are wrapped into, and in what is saved beside the
+    model and its optimizer as well."""
+    for what, found in {
+        "The model": model,
+        "The optimizer": optimizer,
+        **{f"extra['{name}']": item for name, item in (extra or {}).items()},
+    }.items():
+        if isinstance(found, torch.nn.Module):
+            _refuse_module(what, found)
+        else:
+            _refuse_optimizer(what, found)
+
+
+def _refuse_module(what: str, model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if _is_a(module, "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"):
             where = f"its module '{name}'" if name else "it"
             raise UnsupportedSharding(
-                f"The model is sharded with FSDP1: {where} is a FullyShardedDataParallel, whose shards cannot be saved one "
+                f"{what} is sharded with FSDP1: {where} is a FullyShardedDataParallel, whose shards cannot be saved one "
                 "by one.",
                 hint="Use FSDP2: torch.distributed.fsdp.fully_shard(module, mesh=mesh) for each block, then for the model.",
             )
         if _is_of_package(module, "deepspeed"):
-            raise _deepspeed("model", module)
+            raise _deepspeed(what, module)
+
+
+def _refuse_optimizer(what: str, optimizer: object) -> None:
     for each in _unwrapped(optimizer):
         if _is_a(each, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"):
             raise UnsupportedSharding(
-                "The optimizer is a ZeroRedundancyOptimizer, which keeps each rank's part of its state to itself.",
+                f"{what} is a ZeroRedundancyOptimizer, which keeps each rank's part of its state to itself.",
                 hint="Use FSDP2, which shards the optimizer's state with the model's: "
                 "torch.distributed.fsdp.fully_shard(module, mesh=mesh), and an ordinary optimizer made after it.",
             )
         if _is_of_package(each, "deepspeed"):
-            raise _deepspeed("optimizer", each)
+            raise _deepspeed(what, each)
 
 
 def _deepspeed(what: str, found: object) -> UnsupportedSharding:
     return UnsupportedSharding(
-        f"The {what} is DeepSpeed's ({type(found).__name__}), which saves its state by itself.",
+        f"{what} is DeepSpeed's ({type(found).__name__}), which saves its state by itself.",
         hint="Use FSDP2 (torch.distributed.fsdp.fully_shard) instead of ZeRO: it shards parameters, gradients and the "
         "optimizer's state alike.",
     )

@@ -63,7 +63,9 @@ def test_survivors_meet_at_once_and_the_replacement_joins_when_it_is_ready() -> 
     assert meet == Meet(workers=(0, 2), reason="worker 1 was killed")
     regroup.met((0, 2), now_s=1.1)
     assert isinstance(regroup.decide(1.2), Continue)
-    regroup.arrived(1, now_s=2.0, waits=True, limits=LIMITS)
+    regroup.arrived(1, now_s=1.5, waits=True, limits=LIMITS)
+    assert isinstance(regroup.decide(1.6), Continue)  # They have not made a step yet.
+    regroup.stepped(8)
     leave(regroup, 2.0)
     for number in (0, 2):
         regroup.left(number, now_s=2.1)
@@ -132,6 +134,7 @@ def test_replacements_of_several_join_together() -> None:
     leave(regroup, 1.0)
     regroup.left(0, now_s=1.0)
     regroup.met((0,), now_s=1.0)
+    regroup.stepped(8)
     regroup.arrived(1, now_s=1.5, waits=True, limits=LIMITS)
     assert isinstance(regroup.decide(1.6), Continue)
     regroup.arrived(2, now_s=1.7, waits=True, limits=LIMITS)

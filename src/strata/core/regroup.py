@@ -132,6 +132,9 @@ class Regroup:
         self._rescued: int | None = None
         """The furthest step whose state a worker of this machine saves, since the generation was over."""
         self._in_a_row = 0
+        self._met_s = 0.0
+        self._has_stepped = False
+        """In the present generation."""
         self._furthest = -1
         """The newest step of any worker, ever."""
 
@@ -175,6 +178,7 @@ class Regroup:
 
     def stepped(self, step: int) -> None:
         """A worker has made this step: the recovery has led somewhere if nobody had made it before."""
+        self._has_stepped = True
         if step > self._furthest:
             self._furthest = step
             self._in_a_row = 0
@@ -214,6 +218,7 @@ class Regroup:
     def met(self, members: tuple[int, ...], *, now_s: float) -> None:
         """These workers were let into the next generation."""
         self.generation += 1
+        self._met_s, self._has_stepped = now_s, False
         self._reason = ""
         self._rescued = None
         for number in members:
@@ -272,9 +277,10 @@ class Regroup:
         return Meet(workers=waiting, reason=self._reason)
 
     def _has_joiners(self, now_s: float) -> bool:
-        """Whether somebody waits to join, and nobody else is about to."""
+        """Whether somebody waits to join, nobody else is about to, and those who train have begun."""
         joiners = self._in(Phase.READY, Phase.OUTSIDE)
-        if not joiners:
+        is_settling = not self._has_stepped and now_s - self._met_s < GRACE_S
+        if not joiners or (is_settling and self._in(Phase.INSIDE)):
             return False
         waited_s = max(now_s - self._workers[n].since_s for n in joiners)
         return not self._in(Phase.STARTING) or waited_s >= GRACE_S
@@ -291,7 +297,7 @@ class Regroup:
 
     def _next_s(self, now_s: float) -> float | None:
         """When time alone changes what is to be done."""
-        times: list[float] = []
+        times = [self._met_s + GRACE_S]
         for worker in self._workers.values():
             if worker.phase is Phase.INSIDE and worker.asked_s is not None:
                 times += [worker.asked_s + GRACE_S, worker.asked_s + self.limits.timeout_s]

@@ -99,6 +99,15 @@ class ProcessGroups:
                     _shut_down(self._sockets)
 
 
+def warm_up() -> None:
+    """What a process does when it first makes a group, and first uses its device: before others wait for it."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.all_reduce(torch.zeros(1))
+    distributed.destroy_process_group()
+    if torch.cuda.is_available():
+        torch.zeros(1, device=f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}")
+
+
 _torch_helper = _c10d._new_process_group_helper
 
 

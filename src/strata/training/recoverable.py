@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from strata.core.regroup import MAX_IN_PROCESS, TIMEOUT_S, Limits
 from strata.rendezvous.channel import ENTRANCE_VARIABLE, KEEPS_IMAGES_VARIABLE, WorkerChannel, worker_channel
 from strata.rendezvous.frames import describe
-from strata.torch_compat.aborting import ProcessGroups
+from strata.torch_compat.aborting import ProcessGroups, warm_up
 from strata.training import live
 
 if TYPE_CHECKING:
@@ -151,6 +151,8 @@ class _Recovery(Generic[R]):
             return self._enter(generation=0, restarts=0, reason="")
         waits = os.environ.get(ENTRANCE_VARIABLE) == "wait"
         os.environ.pop(ENTRANCE_VARIABLE, None)  # For those that this process starts.
+        if waits:
+            warm_up()
         limits = self._limits
         self._channel.send(
             "arrived",

@@ -397,15 +397,14 @@ class ElasticJob:
             except BaseException:
                 self._close(failed=True)
                 raise
-        failed = not (kind is None or kind is Preempted)
-        if failed and self._live_run is not None:
-            self._rescue(self._live_run)
-        self._close(failed=failed, left=kind is Preempted)
+        self._close(failed=not (kind is None or kind is Preempted), left=kind is Preempted)
 
     def _close(self, *, failed: bool, left: bool = False) -> None:
         """Let go of everything. After a failure nothing is waited for: this process will be started again, and finds
-        its newest snapshot in memory."""
+        its newest snapshot in memory; in a recoverable run, that of the step it had reached."""
         self._is_closed = True
+        if failed and self._live_run is not None:
+            self._rescue(self._live_run)
         if self._step_hook is not None:
             self._step_hook.remove()
         if self._watchdog is not None:
@@ -1221,7 +1220,7 @@ class ElasticJob:
         state = self._state.capture(
             step=step,
             epoch=self._data.epoch,
-            rng_states={str(rank): taken.states() for rank, taken in sorted(known.items())},
+            rng_states={str(rank): rng.Taken(*taken).states() for rank, taken in sorted(known.items())},
             world_size=self.world_size,
         )
         if not self._fits(tensor_bytes(state)):

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import distributed
@@ -98,8 +97,7 @@ def current() -> LiveRun | None:
     return current_live_run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Noted:
+class _Noted(NamedTuple):
     """A boundary, and what was true at it."""
 
     boundary: Boundary

@@ -27,7 +27,6 @@ from pathlib import Path
 from strata.core.text import counted
 from strata.files import write_file
 from strata.shared_memory import NOTED, VERIFIED_MODULES, make_private, remove_empty, run_folder
-from strata.training.rng import Taken
 
 KEPT_S = 86_400.0
 PHASES = ("detect", "abort", "regroup", "rendezvous", "spawn", "load", "first_step")
@@ -133,6 +132,9 @@ _CAPACITY_BYTES = (8192, 256, 4096, 4096)
 *_PARTS, _SLOT_BYTES = accumulate((_LENGTH.size + size for size in _CAPACITY_BYTES), initial=_STEP.size)
 _NO_STEP = -1
 
+Generators = tuple[bytes, bytes, bytes, bytes]
+"""The random number generators of a process (`strata.training.rng.Taken`)."""
+
 
 class GeneratorTrace:
     """This rank's random number generators after its last two steps, where they survive the rank.
@@ -145,13 +147,13 @@ class GeneratorTrace:
         folder = run_folder(job, root=root)
         make_private(folder, inside=folder.parent)
         self._generation = generation
-        self._held = [Taken(), Taken()]
+        self._held: list[Generators] = [(b"", b"", b"", b"")] * 2
         self._steps = [_NO_STEP, _NO_STEP]
         with open(folder / f"generators-{rank}", "w+b") as file:
             file.truncate(2 * _SLOT_BYTES)
             self._map = mmap(file.fileno(), 2 * _SLOT_BYTES)
 
-    def leave(self, step: int, taken: Taken) -> None:
+    def leave(self, step: int, taken: Generators) -> None:
         place = step % 2
         held, start = self._held[place], place * _SLOT_BYTES
         if self._steps[place] == step and held == taken:
@@ -169,20 +171,18 @@ class GeneratorTrace:
         self._map.close()
 
 
-def generators(job: str, *, step: int, generation: int, root: Path | None = None) -> dict[int, Taken]:
+def generators(job: str, *, step: int, generation: int, root: Path | None = None) -> dict[int, Generators]:
     """By rank, the generators that the ranks of a generation had on this machine after a step."""
     found = {}
     with suppress(OSError):
         for path in run_folder(job, root=root).glob("generators-*"):
             data = path.read_bytes()
             start = step % 2 * _SLOT_BYTES
+            places = [start + at + _LENGTH.size for at in _PARTS]
             if len(data) != 2 * _SLOT_BYTES or _STEP.unpack_from(data, start) != (step, generation):
                 continue
-            parts = []
-            for at in (start + part for part in _PARTS):
-                (length,) = _LENGTH.unpack_from(data, at)
-                parts.append(data[at + _LENGTH.size : at + _LENGTH.size + length])
-            found[int(path.name.removeprefix("generators-"))] = Taken(*parts)
+            parts = [data[at : at + _LENGTH.unpack_from(data, at - _LENGTH.size)[0]] for at in places]
+            found[int(path.name.removeprefix("generators-"))] = (parts[0], parts[1], parts[2], parts[3])
     return found
 
 

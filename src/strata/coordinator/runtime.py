@@ -161,6 +161,7 @@ class Runtime:
             self.metrics.workers.labels(state).set(counts.get(state, 0))
         self.metrics.generation.set(cluster.membership.generation)
         self.metrics.sessions.set(len(self.sessions))
+        self.metrics.agents.set(len(self.agents))
         self.metrics.event_readers.set(self.feed.readers)
         tasks = Counter(task.status for task in cluster.tasks.tasks.values())
         for task_status in get_args(TaskStatus):

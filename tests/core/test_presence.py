@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from strata.core.messages import AgentConnected, AgentDisconnected, ClockResumed, InvalidArgument
-from strata.core.presence import FORGOTTEN_AFTER_S, GRACE_S, MAX_DROPPED
+from strata.core.presence import FORGOTTEN_AFTER_S, MAX_DROPPED, PresenceLimits
 from tests.core.builders import Fleet, instant
+
+GRACE_S = PresenceLimits().grace_s
 
 
 class Meeting:
@@ -105,7 +107,7 @@ def test_the_lost_are_forgotten_in_time_and_in_number() -> None:
         meeting.end(f"n{node}")
     assert len(meeting.fleet.cluster.presence.dropped_mono_s) <= MAX_DROPPED
     assert not meeting.fleet.cluster.presence.streams
-    assert meeting.after(FORGOTTEN_AFTER_S) == {}
+    assert meeting.after(GRACE_S + FORGOTTEN_AFTER_S) == {}
     meeting.open("another")
     assert not meeting.fleet.cluster.presence.dropped_mono_s
 
@@ -154,7 +156,9 @@ class Streams(RuleBasedStateMachine):
     @invariant()
     def lost_are_those_whose_last_stream_dropped(self) -> None:
         now_s = self.meeting.fleet.now_s
-        lost = {n for n, at_s in self.dropped_s.items() if GRACE_S <= now_s - at_s < FORGOTTEN_AFTER_S}
+        lost = {
+            n for n, at_s in self.dropped_s.items() if GRACE_S <= now_s - at_s < GRACE_S + FORGOTTEN_AFTER_S
+        }
         assert self.meeting.after(0.0) == ({"run": frozenset(lost)} if lost else {})
 
 

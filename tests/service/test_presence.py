@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import pytest
 
-from strata.core.presence import GRACE_S
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc
 from strata.rpc.cas import CoordinatorCasClient
@@ -23,6 +22,7 @@ from tests.support import Coordinator, eventually
 from tests.support_proxy import Proxy
 
 PATIENCE_S = 60.0
+GRACE_S = 2.0
 
 
 class Agent:
@@ -60,6 +60,13 @@ def agents(stack: ExitStack, coordinator: Coordinator, key: str, count: int = 3)
     return [Agent(stack, coordinator, f"host_{number}_0", key) for number in range(count)]
 
 
+def patient(tmp_path: Path, stack: ExitStack) -> Coordinator:
+    """One that gives agents on a slow machine the time to come back."""
+    coordinator = Coordinator(tmp_path / "coordinator", env={"STRATA_AGENT_GRACE": f"{GRACE_S}"}).start()
+    stack.callback(coordinator.stop)
+    return coordinator
+
+
 def losses(coordinator: Coordinator, key: str) -> list[str]:
     return [line for line in coordinator.output if f"'{key}' is lost" in line]
 
@@ -91,17 +98,18 @@ def test_a_wait_for_news_ends_with_a_loss(shared: Coordinator, stack: ExitStack)
 
 
 def test_one_that_reconnects_at_once_and_one_that_says_goodbye_are_not_lost(
-    shared: Coordinator, stack: ExitStack
+    tmp_path: Path, stack: ExitStack
 ) -> None:
-    one, two, three = agents(stack, shared, "gaps")
+    coordinator = patient(tmp_path, stack)
+    one, two, three = agents(stack, coordinator, "gaps")
     assert two.proxy.cut(), "it has a connection to lose"
     three.presence.close()
     two.until_connected()
-    last = Agent(stack, shared, "last", "gaps")
+    last = Agent(stack, coordinator, "last", "gaps")
     last.proxy.refusing = True
     last.proxy.cut()
     one.until_lost(last.name)  # Whoever dropped earlier would be known by now.
-    assert len(losses(shared, "gaps")) == 1
+    assert len(losses(coordinator, "gaps")) == 1
 
 
 def test_a_connection_that_is_there_and_silent_is_a_loss_after_the_heartbeat_timeout(
@@ -137,12 +145,11 @@ def test_a_killed_coordinator_that_comes_back_has_lost_nobody_but_who_drops_then
 def test_a_frozen_coordinator_takes_nobody_for_lost_who_came_back_meanwhile(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    coordinator = Coordinator(tmp_path / "coordinator").start()
-    stack.callback(coordinator.stop)
+    coordinator = patient(tmp_path, stack)
     one, two = agents(stack, coordinator, "frozen", 2)
     coordinator.process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
     two.proxy.cut()
-    time.sleep(4 * GRACE_S)  # Longer than an agent may be away.
+    time.sleep(2 * GRACE_S)  # Longer than an agent may be away.
     coordinator.process.send_signal(signal.SIGCONT)  # type: ignore[union-attr]
     two.until_connected()
     last = Agent(stack, coordinator, "last", "frozen")

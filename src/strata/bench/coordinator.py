@@ -19,7 +19,7 @@ from strata.bench.fleet import ROUND_TIMEOUT_S, AgentSwarm, Fleet, heartbeat
 from strata.bench.serving import Served, bare_grpc_server, served_coordinator
 from strata.bench.table import Row, number, report
 from strata.bench.unary import calls_per_second, driver
-from strata.core.presence import GRACE_S
+from strata.core.presence import PresenceLimits
 from strata.core.sharding import ShardPlan, first_plan, moves_between, replan
 from strata.data.shards import ShardManager
 from strata.rpc import coordinator_pb2 as pb
@@ -290,7 +290,7 @@ async def _loss_rows(load: Load) -> list[Row]:
             unit="s",
             target=0.5,
             better="lower",
-            note=f"{_spread(of_agents_s)}; {GRACE_S:g} s of it are the time in which it may come back",
+            note=f"{_spread(of_agents_s)}; {PresenceLimits().grace_s:g} s of it are the time in which it may come back",
         ),
         Row(
             name=f"a lost worker → {load.fleet:,} others have the new generation",

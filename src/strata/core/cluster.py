@@ -89,7 +89,7 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from strata.core.presence import Presence
+from strata.core.presence import Presence, PresenceLimits
 from strata.core.recoveries import Recoveries
 from strata.core.tasks import Tasks
 from strata.core.values import Values
@@ -99,6 +99,7 @@ from strata.core.values import Values
 class Limits:
     membership: MembershipLimits = field(default_factory=MembershipLimits)
     barriers: BarrierLimits = field(default_factory=BarrierLimits)
+    presence: PresenceLimits = field(default_factory=PresenceLimits)
 
 
 class Cluster:
@@ -111,7 +112,7 @@ class Cluster:
         self.tasks = Tasks()
         self.recoveries = Recoveries()
         self.values = Values()
-        self.presence = Presence()
+        self.presence = Presence(limits.presence)
 
     # --- commands in, events out ----------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-* An agent is lost when its stream ended without a goodbye and was not opened again within `GRACE_S`. It is lost no longer
+* An agent is lost when its stream ended without a goodbye and was not opened again within the grace. It is lost no longer
   once it is back.
 * Nobody is lost who was never seen: a coordinator that has just started knows no streams, and their ends at its own end say
   nothing about their agents.
@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from strata.core import checks
 from strata.core.messages import AgentConnected, AgentDisconnected, Instant
 
-GRACE_S = 0.25
-"""How long an agent whose stream dropped may take to open another. A live one needs some milliseconds."""
 FORGOTTEN_AFTER_S = 60.0
+"""How long a lost one is spoken of."""
 MAX_DROPPED = 20_000
 KEY_LIMIT = 1024
 
@@ -30,8 +30,15 @@ Agent = tuple[str, str]
 """The key of a rendezvous, and a name within it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresenceLimits:
+    grace_s: float = 0.25
+    """How long an agent whose stream dropped may take to open another. A live one needs some milliseconds."""
+
+
 class Presence:
-    def __init__(self) -> None:
+    def __init__(self, limits: PresenceLimits) -> None:
+        self.limits = limits
         self.streams: Counter[Agent] = Counter()
         """How many each agent has open: the new one of an agent may be open before the end of its old one is noticed."""
         self.dropped_mono_s: dict[Agent, float] = {}
@@ -64,12 +71,13 @@ class Presence:
         """By rendezvous."""
         found: dict[str, set[str]] = {}
         for (key, node), at_s in self.dropped_mono_s.items():
-            if GRACE_S <= now.mono_s - at_s < FORGOTTEN_AFTER_S:
+            if self.limits.grace_s <= now.mono_s - at_s < self.limits.grace_s + FORGOTTEN_AFTER_S:
                 found.setdefault(key, set()).add(node)
         return {key: frozenset(nodes) for key, nodes in found.items()}
 
     def _forget(self, now: Instant) -> None:
+        kept_s = self.limits.grace_s + FORGOTTEN_AFTER_S
         for agent, at_s in list(self.dropped_mono_s.items()):
-            if now.mono_s - at_s < FORGOTTEN_AFTER_S and len(self.dropped_mono_s) < MAX_DROPPED:
+            if now.mono_s - at_s < kept_s and len(self.dropped_mono_s) < MAX_DROPPED:
                 return
             del self.dropped_mono_s[agent]

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,20 @@ def test_a_change_is_announced_and_a_keep_alive_is_not(shared: Coordinator, stac
     late = Agent(stack, shared, "late", "changes")
     assert late.presence.has_changed(soft), "known from the first notice"
     assert not late.presence.has_changed(hard)
+
+
+def test_a_coordinator_of_an_earlier_version_is_asked_once() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))  # Knows no method at all.
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    client = CoordinatorCasClient(f"127.0.0.1:{port}", timeout_s=PATIENCE_S)
+    presence = client.join("old", node="n", run_id="run")
+    presence._thread.join(PATIENCE_S)
+    assert not presence._thread.is_alive()
+    assert not presence.is_connected, "so it polls, and goes by keep-alives"
+    presence.close()
+    client.close()
+    server.stop(None).wait()
 
 
 @pytest.mark.parametrize(

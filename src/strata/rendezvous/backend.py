@@ -14,7 +14,7 @@ Five things that torch's own back ends leave to luck are settled here:
 * **Earlier runs.** A closed rendezvous belongs to its run as long as one member of it is alive. After that the id is
   free: the next agent starts a new incarnation, and nothing the old one left is read.
 
-Not thread-safe; the handler takes turns.
+Not thread-safe but for what it knows (`has_news`, `is_lost`); the handler takes turns.
 """
 
 from __future__ import annotations
@@ -100,10 +100,11 @@ class CasRendezvousBackend(RendezvousBackend):
 
     def is_lost(self, node: Node) -> bool:
         """Whether its connection dropped, and its counter has not moved since."""
-        if str(node) not in self._lost_at:
+        lost_at, known = self._lost_at, self._known
+        if str(node) not in lost_at:
             return False
-        counter = self._lost_at[str(node)]
-        return self._known is None or self._known.beats.get(node, counter) == counter
+        counter = lost_at[str(node)]
+        return known is None or known.beats.get(node, counter) == counter
 
     def wait_for_news(self, timeout_s: float) -> None:
         self.presence.wait(self._token, self._lost_at.keys(), timeout_s)

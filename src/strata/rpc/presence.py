@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
@@ -74,13 +75,13 @@ class AgentPresence:
     def _run(self) -> None:
         backoff = Backoff(first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S)
         while not self._closing.is_set():
+            opened_s = time.monotonic()
             try:
                 self._to_send = queue.SimpleQueue()
                 self._to_send.put(pb.AgentMessage(hello=pb.AgentHello(key=self._key, node=self._node)))
                 self._call = self._open_stream(iter(self._to_send.get, None))
                 for notice in self._call:
                     self._take(notice)
-                    backoff.worked()
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     logger.info(
@@ -91,6 +92,8 @@ class AgentPresence:
                 self._to_send.put(None)  # Its reader, a thread of gRPC's, ends.
                 with self._news:
                     self._notice = None
+            if time.monotonic() - opened_s > LONGEST_RETRY_S:
+                backoff.worked()
             self._closing.wait(backoff.pause_s() or 0.0)
 
     def _take(self, notice: pb.PresenceNotice) -> None:

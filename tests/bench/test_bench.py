@@ -34,6 +34,8 @@ def test_coordinator_bench_measures_every_figure() -> None:
         "unary Heartbeat",
         "unary GetDataShard",
         "barrier of",
+        "a lost agent",
+        "a lost worker",
         "one browser: CPU",
         "5 browsers: CPU",
         "RSS",

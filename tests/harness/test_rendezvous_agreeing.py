@@ -64,8 +64,7 @@ def test_a_member_that_seems_silent_counts_for_everybody_or_for_nobody(coordinat
         handler._stop_heartbeats()  # Nobody tells the server that the other one seems gone.
 
     def seems_alone() -> bool:
-        one.num_nodes_waiting()
-        return other._this_node not in one._state_holder.state.participants
+        return other._this_node not in one.sync_state().participants
 
     eventually(seems_alone, within_s=PATIENCE_S, what="the other one seems gone")
     assert one._get_world() == (ranks[0], 2)

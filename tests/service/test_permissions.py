@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -164,7 +165,15 @@ ABOUT_A_WORKER: dict[str, Any] = {
     "ReportRecovery": pb.ReportRecoveryRequest,
     "DeregisterWorker": pb.DeregisterWorkerRequest,
 }
-OTHERS = {"RegisterWorker", "RegisterDataset", "ListDatasets", "ReadValue", "SwapValue", "Session"}
+OTHERS = {
+    "RegisterWorker",
+    "RegisterDataset",
+    "ListDatasets",
+    "ReadValue",
+    "SwapValue",
+    "Presence",
+    "Session",
+}
 
 
 def test_every_method_is_in_the_table() -> None:
@@ -279,6 +288,32 @@ def test_values_of_jobs_are_apart(guarded: Coordinator, tokens: dict[tuple[str, 
             pb.SwapValueRequest(key="k", value=b"theirs"), metadata=foreign, timeout=30
         ).swapped
         assert calls.ReadValue(pb.ReadValueRequest(key="k"), metadata=own, timeout=30).value == b"mine"
+
+
+def test_agents_of_jobs_are_apart_and_a_viewer_is_none(
+    guarded: Coordinator, tokens: dict[tuple[str, str | None], str]
+) -> None:
+    hello = pb.AgentMessage(hello=pb.AgentHello(key="met", node="n"))
+    with stub(guarded.address) as calls:
+        for token in (tokens["viewer", OWN], tokens["viewer", None]):
+            answers = calls.Presence(iter([hello]), metadata=metadata(token), timeout=30)
+            assert refused(partial(list, answers)) == "PERMISSION_DENIED forbidden"
+        nobody = calls.Presence(iter([hello]), timeout=30)
+        assert refused(partial(list, nobody)).startswith("UNAUTHENTICATED")
+        own, foreign = metadata(tokens["worker", OWN]), metadata(tokens["worker", FOREIGN])
+        swapped = calls.SwapValue(pb.SwapValueRequest(key="met", value=b"mine"), metadata=own, timeout=30)
+        for whose, version in ((own, swapped.version), (foreign, 0)):
+            waiting = threading.Event()
+            stream = calls.Presence(_then(hello, waiting), metadata=whose, timeout=30)
+            assert next(stream).version == version
+            waiting.set()
+            stream.cancel()
+
+
+def _then(hello: pb.AgentMessage, waiting: threading.Event) -> Iterator[pb.AgentMessage]:
+    """A stream that stays open until it is over."""
+    yield hello
+    waiting.wait(30)
 
 
 def test_a_session_is_ones_own(

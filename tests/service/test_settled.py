@@ -90,6 +90,7 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
     service = CoordinatorService(
         runtime.engine,
         runtime.sessions,
+        runtime.agents,
         runtime.logs,
         runtime.metrics,
         GrpcAccess(gatekeeper, audit_log, ours=lambda: ("127.0.0.1", port), mutual_tls=False),

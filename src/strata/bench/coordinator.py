@@ -15,10 +15,11 @@ from statistics import median
 
 from strata.bench import tcpstore
 from strata.bench.browsers import Browser
-from strata.bench.fleet import ROUND_TIMEOUT_S, Fleet, heartbeat
+from strata.bench.fleet import ROUND_TIMEOUT_S, AgentSwarm, Fleet, heartbeat
 from strata.bench.serving import Served, bare_grpc_server, served_coordinator
 from strata.bench.table import Row, number, report
 from strata.bench.unary import calls_per_second, driver
+from strata.core.presence import PresenceLimits
 from strata.core.sharding import ShardPlan, first_plan, moves_between, replan
 from strata.data.shards import ShardManager
 from strata.rpc import coordinator_pb2 as pb
@@ -79,6 +80,7 @@ def run(load: Load) -> Iterator[Row]:
         peer = _barrier_peer(workers, load.peer_rounds)
         for connections in (load.shared_connections, workers):
             yield asyncio.run(_barrier_row(workers, connections, rounds, target_ms, peer))
+    yield from asyncio.run(_loss_rows(load))
     yield from asyncio.run(_fleet_rows(load))
 
 
@@ -269,6 +271,35 @@ def _barrier_peer(clients: int, rounds: int) -> str:
         return NO_PEER
     times_ms = [seconds * 1000 for seconds in tcpstore.barriers_s(clients=clients, rounds=rounds)]
     return f"TCPStore add and wait: median {median(times_ms):.0f} ms, worst {max(times_ms):.0f} ms"
+
+
+# --- losses ---------------------------------------------------------------------------------------------------
+
+
+async def _loss_rows(load: Load) -> list[Row]:
+    """How long after a death everybody else knows of it."""
+    with served_coordinator() as coordinator:
+        async with AgentSwarm(coordinator, load.fleet + load.repeats) as agents:
+            of_agents_s = [await agents.lose_one() for _ in range(load.repeats)]
+        async with Fleet(coordinator, load.fleet + load.repeats) as fleet:
+            of_workers_s = [await fleet.lose_one() for _ in range(load.repeats)]
+    return [
+        Row(
+            name=f"a lost agent → {load.fleet:,} others are notified",
+            measured=median(of_agents_s),
+            unit="s",
+            target=0.5,
+            better="lower",
+            note=f"{_spread(of_agents_s)}; {PresenceLimits().grace_s:g} s of it are the time in which it may come back",
+        ),
+        Row(
+            name=f"a lost worker → {load.fleet:,} others have the new generation",
+            measured=median(of_workers_s),
+            unit="s",
+            better="lower",
+            note=f"{_spread(of_workers_s)}; of it `disconnect_grace`",
+        ),
+    ]
 
 
 # --- a fleet, and people watching it --------------------------------------------------------------------------

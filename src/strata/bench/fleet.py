@@ -1,4 +1,4 @@
-"""A fleet of workers as the coordinator sees it: each with a session, and unless asked otherwise a connection.
+"""A fleet of workers as the coordinator sees it: each with a session, and unless asked otherwise a connection. And one of agents.
 
 The workers are real to the coordinator (registered, heartbeating, meeting at barriers); on this side they are
 cheap streams of one process, see `swarm`.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 
 from strata.bench.serving import HOST, Served
@@ -158,6 +160,20 @@ class Fleet:
             worker.session.on_message, worker.session.on_end = _ignore, lambda: None
         return elapsed_s
 
+    async def lose_one(self) -> float:
+        """Seconds from the death of the last worker until each of the others has the new generation."""
+        victim = self.workers.pop()
+        self.size -= 1
+        waiting = _Everybody(self.size)
+        for number, worker in enumerate(self.workers):
+            worker.session.on_message = partial(self._hear_topology, waiting, number)
+        return await waiting.after(victim.connection.abort)
+
+    def _hear_topology(self, waiting: _Everybody, number: int, data: bytes) -> None:
+        message = pb.CoordinatorMessage.FromString(data)
+        if message.HasField("topology") and message.topology.world_size == self.size:
+            waiting.arrived(number)
+
     async def beat_at_1_hz(self) -> None:
         """Until cancelled: every worker once a second, evenly spread over it, as a real fleet is."""
         slices = 100
@@ -168,6 +184,75 @@ class Fleet:
                 self.workers[place].say(pb.WorkerMessage(heartbeat=heartbeat(step, worker=place)))
             turn += 1
             await asyncio.sleep(max(0.0, began_s + turn / slices - time.monotonic()))
+
+
+class AgentSwarm:
+    """Agents of one rendezvous as the coordinator sees them: each with a connection, and the stream of its presence."""
+
+    def __init__(self, coordinator: Served, size: int) -> None:
+        self._coordinator = coordinator
+        self._agents = [f"10.0.0.{number}_{1000 + number}_0" for number in range(size)]
+        self._connections: list[Connection] = []
+        self._streams: list[Stream] = []
+
+    async def __aenter__(self) -> AgentSwarm:
+        welcomed = _Everybody(len(self._agents))
+        for number, name in enumerate(self._agents):
+            connection = await Connection.open(HOST, self._coordinator.grpc_port)
+            stream = connection.call("Presence")
+            stream.on_message = partial(_arrive, welcomed, number)
+            hello = pb.AgentMessage(hello=pb.AgentHello(key="bench", node=name))
+            stream.send(framed(hello.SerializeToString()))
+            self._connections.append(connection)
+            self._streams.append(stream)
+        await welcomed.after(lambda: None)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in self._connections:
+            connection.close()
+        await asyncio.sleep(0)
+
+    async def lose_one(self) -> float:
+        """Seconds from the death of the last agent until each of the others has been notified."""
+        name, victim = self._agents.pop(), self._connections.pop()
+        self._streams.pop()
+        waiting = _Everybody(len(self._agents))
+
+        def hear(number: int, data: bytes) -> None:
+            if name in pb.PresenceNotice.FromString(data).lost:
+                waiting.arrived(number)
+
+        for number, stream in enumerate(self._streams):
+            stream.on_message = partial(hear, number)
+        return await waiting.after(victim.abort)
+
+
+class _Everybody:
+    """A count of those who have something, each of them once."""
+
+    def __init__(self, count: int) -> None:
+        self._missing = set(range(count))
+        self._all: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def arrived(self, number: int) -> None:
+        self._missing.discard(number)
+        if not self._missing and not self._all.done():
+            self._all.set_result(None)
+
+    async def after(self, cause: Callable[[], None]) -> float:
+        """Seconds from `cause` until the last one has it."""
+        began_s = time.perf_counter()
+        cause()
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            await self._all
+        return time.perf_counter() - began_s
+
+
+def _arrive(waiting: _Everybody, number: int, data: bytes) -> None:
+    waiting.arrived(number)
 
 
 def _ignore(data: bytes) -> None:

@@ -133,7 +133,9 @@ def _await_calm(folder: Path, agent: Agent, workers: int) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     while agent.is_running and time.monotonic() < deadline_s:
         now_s = time.monotonic()
-        recent = {line.pid for line in _lines(folder) if line.at_s > now_s - 0.5 and line.what.startswith("step")}
+        recent = {
+            line.pid for line in _lines(folder) if line.at_s > now_s - 0.5 and line.what.startswith("step")
+        }
         began_s = [line.at_s for line in _lines(folder) if line.what.startswith("resumed")][-workers:]
         if len(recent) == workers and len(began_s) == workers and now_s - max(began_s) > PEACE_S:
             return
@@ -174,7 +176,11 @@ def _lines(folder: Path) -> list[Line]:
         return []
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 400_000))
-        texts = file.read().decode().split("\n")[1:-1] if file.tell() > 400_000 else path.read_text().split("\n")[:-1]
+        texts = (
+            file.read().decode().split("\n")[1:-1]
+            if file.tell() > 400_000
+            else path.read_text().split("\n")[:-1]
+        )
     found = []
     for text in texts:
         at_s, pid, step, what = text.split(" ", 3)

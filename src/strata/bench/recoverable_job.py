@@ -24,7 +24,13 @@ from strata.training import live
 from strata.training.job import ElasticOptions
 from strata.training.recoverable import Run
 
-NAME, FOLDER, STATE_BYTES, DEVICE, BACKEND = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+NAME, FOLDER, STATE_BYTES, DEVICE, BACKEND = (
+    sys.argv[1],
+    Path(sys.argv[2]),
+    int(sys.argv[3]),
+    sys.argv[4],
+    sys.argv[5],
+)
 STEP_S = 0.005
 
 
@@ -64,7 +70,11 @@ def train(run: Run) -> None:
         for batch in job:
             if job.recovery is not None and job.recovery.phases and not is_reported:
                 is_reported = True
-                note(file, job.step, "phases:" + ",".join(f"{n}={s:.3f}" for n, s in job.recovery.phases.items()))
+                note(
+                    file,
+                    job.step,
+                    "phases:" + ",".join(f"{n}={s:.3f}" for n, s in job.recovery.phases.items()),
+                )
             optimizer.zero_grad(set_to_none=True)
             (model(inputs).float().square().mean() * batch.weight).backward()
             optimizer.step()

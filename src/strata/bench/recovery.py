@@ -33,7 +33,7 @@ def run(*, quick: bool = False) -> Iterator[Row]:
         coordinator = CoordinatorProcess(folder / "coordinator").start()
         try:
             yield from _crashes(folder, coordinator, kills, peace_s)
-            yield from _lost_agent(folder, coordinator, 1 if quick else 4, peace_s)
+            yield from _lost_agent(folder, coordinator, 1 if quick else 6, peace_s)
             if not quick:
                 yield from _kill_a_minute(folder, coordinator)
             yield from _plain_torchrun(folder, 1 if quick else 4)
@@ -99,12 +99,12 @@ def _lost_agent(folder: Path, coordinator: CoordinatorProcess, losses: int, peac
             _until_world(run, 2)
             ratios.append(_rate(run, 2 * peace_s) / full)
     yield Row(
-        name="lost agent → next new step",
-        measured=max(times),
+        name="lost agent → next new step, p50",
+        measured=statistics.median(times),
         unit="s",
-        target=10.0,
+        target=1.5,
         better="lower",
-        note=f"the worst of {len(times)}; median {statistics.median(times):.2f} s",
+        note=f"{len(times)} of two agents killed with their workers, {min(times):.2f} to {max(times):.2f} s",
     )
     yield Row(
         name="throughput after 2→1→2 workers, beside before",

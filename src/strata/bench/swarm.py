@@ -145,6 +145,10 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         self._transport.close()
 
+    def abort(self) -> None:
+        """As when its process is killed: nothing more is sent, and nothing said."""
+        self._transport.abort()
+
     # --- asyncio.Protocol -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -138,6 +138,8 @@ class Engine:
         self.on_plan: Callable[[float], None] = lambda seconds: None
         self.on_events: Callable[[int], None] = lambda count: None
         """Called with how many a batch had, soft ones among them."""
+        self.on_tick: Callable[[], None] = lambda: None
+        """Called after every tick, when all of its consequences are durable and stalls are credited."""
         self.space = journal.space
         self.refused_full_total = 0
         """Commands that were refused for lack of space."""
@@ -329,6 +331,8 @@ class Engine:
             self.on_events(len(events))
         for answered, answer in answers:
             answered(answer)
+        if tick:
+            self.on_tick()
         if hard:
             for listener in self.listeners:
                 listener(hard)

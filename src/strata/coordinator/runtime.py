@@ -15,6 +15,7 @@ import orjson
 import strata
 from strata.coordinator.auth.paths import ReadRules
 from strata.coordinator.engine import Engine, SystemClock
+from strata.coordinator.grpc.presence import Agents
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.http.feed import Feed
 from strata.coordinator.http.pages import Pages
@@ -53,6 +54,7 @@ LOGS_AT_ONCE = 500
 class Runtime:
     engine: Engine
     sessions: Sessions
+    agents: Agents
     logs: LogStore
     feed: Feed
     metrics: CoordinatorMetrics
@@ -98,6 +100,7 @@ class Runtime:
         runtime = cls(
             engine=engine,
             sessions=Sessions(engine),
+            agents=Agents(engine),
             logs=logs,
             feed=feed,
             metrics=metrics,
@@ -112,11 +115,13 @@ class Runtime:
         engine.listeners += [
             runtime.metrics.committed,
             runtime.sessions.committed,
+            runtime.agents.committed,
             runtime.feed.committed,
         ]
         metrics.registry.register(LogCollector(logs))
         metrics.registry.register(StorageCollector(engine))
         metrics.registry.register(JobCollector(runtime.watch, cluster.checkpoints))
+        engine.on_tick = runtime.agents.look
         engine.on_plan = runtime.metrics.planned
         engine.on_events = runtime.metrics.decided
         runtime.logs.on_entries = runtime._publish_logs
@@ -156,6 +161,7 @@ class Runtime:
             self.metrics.workers.labels(state).set(counts.get(state, 0))
         self.metrics.generation.set(cluster.membership.generation)
         self.metrics.sessions.set(len(self.sessions))
+        self.metrics.agents.set(len(self.agents))
         self.metrics.event_readers.set(self.feed.readers)
         tasks = Counter(task.status for task in cluster.tasks.tasks.values())
         for task_status in get_args(TaskStatus):

@@ -145,6 +145,7 @@ class Server:
         """Say goodbye to everyone, write a snapshot, leave nothing behind."""
         self.runtime.engine.stop()  # First, so that nobody is failed for a connection that we close.
         self.runtime.sessions.end_all("the coordinator is stopping")
+        self.runtime.agents.end_all()
         if self._grpc is not None:
             await self._grpc.stop(0.2)
         if self._http:
@@ -204,6 +205,7 @@ class Server:
         service = CoordinatorService(
             runtime.engine,
             runtime.sessions,
+            runtime.agents,
             runtime.logs,
             runtime.metrics,
             access,
@@ -264,6 +266,7 @@ class Server:
                 await self.runtime.pulse()
                 self._audit_log.flush()
                 self.runtime.sessions.end_revoked(self._gatekeeper.still_counts)
+                self.runtime.agents.end_revoked(self._gatekeeper.still_counts)
                 if self._certificates is not None:
                     self._certificates.refresh()
                 if self._otel is not None:

@@ -16,6 +16,7 @@ from strata.coordinator.auth.principals import ROLES, Role
 from strata.core.barriers import BarrierLimits
 from strata.core.cluster import Limits
 from strata.core.membership import MembershipLimits
+from strata.core.presence import PresenceLimits
 
 SECTION = "coordinator"
 TOKEN_CHARACTERS = 16
@@ -64,6 +65,13 @@ class CoordinatorSettings:
         0.5,
         "Seconds in which a worker whose connection dropped may reconnect.",
         env="STRATA_DISCONNECT_GRACE",
+        least=0,
+        most=3600,
+    )
+    agent_grace: float = setting(
+        0.25,
+        "Seconds in which an agent of a rendezvous whose connection dropped may reconnect before the others meet without it.",
+        env="STRATA_AGENT_GRACE",
         least=0,
         most=3600,
     )
@@ -208,6 +216,7 @@ class CoordinatorSettings:
                 max_workers=self.max_workers,
             ),
             barriers=BarrierLimits(timeout_s=self.barrier_timeout),
+            presence=PresenceLimits(grace_s=self.agent_grace),
         )
 
     @property

@@ -25,6 +25,8 @@ from strata.core.datasets import Datasets
 from strata.core.membership import Membership, MembershipLimits
 from strata.core.messages import (
     Accepted,
+    AgentConnected,
+    AgentDisconnected,
     ArriveAtBarrier,
     BarrierArrived,
     BarrierBroken,
@@ -87,6 +89,7 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from strata.core.presence import Presence, PresenceLimits
 from strata.core.recoveries import Recoveries
 from strata.core.tasks import Tasks
 from strata.core.values import Values
@@ -96,6 +99,7 @@ from strata.core.values import Values
 class Limits:
     membership: MembershipLimits = field(default_factory=MembershipLimits)
     barriers: BarrierLimits = field(default_factory=BarrierLimits)
+    presence: PresenceLimits = field(default_factory=PresenceLimits)
 
 
 class Cluster:
@@ -108,6 +112,7 @@ class Cluster:
         self.tasks = Tasks()
         self.recoveries = Recoveries()
         self.values = Values()
+        self.presence = Presence(limits.presence)
 
     # --- commands in, events out ----------------------------------------------------------------------------
 
@@ -279,8 +284,13 @@ class Cluster:
                 self.datasets.take_progress(observation, self.membership)
             case StragglersMarked():
                 self.membership.mark_stragglers(observation)
+            case AgentConnected():
+                self.presence.take_connection(observation, now)
+            case AgentDisconnected():
+                self.presence.take_disconnection(observation, now)
             case LoopStalled():
                 self.membership.credit_stall(observation.stall_s, now)
+                self.presence.credit_stall(observation.stall_s, now)
             case ClockResumed():
                 self.membership.resume_clock(now)
                 self.values.resume_clock(now)

@@ -75,6 +75,8 @@ __all__ = [
     "DEFAULT_JOB",
     "SOFT_EVENTS",
     "Accepted",
+    "AgentConnected",
+    "AgentDisconnected",
     "ArriveAtBarrier",
     "BarrierArrived",
     "BarrierBroken",
@@ -421,6 +423,23 @@ class StragglersMarked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConnected:
+    """An agent of the rendezvous under `key` has opened a stream."""
+
+    key: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentDisconnected:
+    """A stream of an agent has ended."""
+
+    key: str
+    node: str
+    said_goodbye: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStalled:
     """For so long the coordinator may have read no messages."""
 
@@ -438,6 +457,8 @@ Observation = (
     | WorkerDisconnected
     | ProgressReported
     | StragglersMarked
+    | AgentConnected
+    | AgentDisconnected
     | LoopStalled
     | ClockResumed
 )

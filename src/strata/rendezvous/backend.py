@@ -1,6 +1,6 @@
 """Where the agents of one run find each other: one value on a compare-and-swap server.
 
-Four things that torch's own back ends leave to luck are settled here:
+Five things that torch's own back ends leave to luck are settled here:
 
 * **Clocks.** Torch compares heartbeat times across machines, so a clock three seconds off would kill a node. Here a
   heartbeat is a counter, and each agent goes by its own clock: a node is alive as long as its counter keeps moving.
@@ -9,14 +9,17 @@ Four things that torch's own back ends leave to luck are settled here:
 * **Lost memory.** A server that comes back empty is sent the state again by the first member that notices, before a
   newcomer can take the empty place for a new run. A write that moves nothing but heartbeat counters is soft: the server
   need not keep it through a restart. Counters that jump back are counters that have moved.
+* **Lost machines.** A node whose connection dropped (`presence`) counts as silent at once, not after a window, unless its counter
+  moves again. Where the server does not know connections, keep-alives decide alone.
 * **Earlier runs.** A closed rendezvous belongs to its run as long as one member of it is alive. After that the id is
   free: the next agent starts a new incarnation, and nothing the old one left is read.
 
-Not thread-safe; the handler takes turns.
+Not thread-safe but for what it knows (`has_news`, `is_lost`); the handler takes turns.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
@@ -30,8 +33,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from strata.rendezvous.cas import CasClient, Token
+from strata.rendezvous.presence import KeepAlivesAlone, Presence
 from strata.rendezvous.state import SharedState
 from strata.torch_compat.rendezvous import Node, unpack_state
+
+logger = logging.getLogger(__name__)
 
 ROOT = "/torch/elastic"
 POLL_S = 0.1
@@ -63,6 +69,11 @@ class CasRendezvousBackend(RendezvousBackend):
         self._entered = False
         self._stale_token: Token | None = None
         self._known: SharedState | None = None
+        self._token: Token | None = None
+        self._lost_at: dict[str, int | None] = {}
+        """Of those whose connection dropped: the counter at the first reading after that, None where there was none."""
+        self._silent: frozenset[Node] = frozenset()
+        self.presence: Presence = KeepAlivesAlone()
 
     @property
     def name(self) -> str:
@@ -81,6 +92,22 @@ class CasRendezvousBackend(RendezvousBackend):
     def known(self) -> SharedState | None:
         """What the server held when this node last read it: the same for everybody, whoever seems silent."""
         return self._known
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the state has changed, or somebody was lost or came back, since it was read."""
+        return self.presence.has_changed(self._token) or self.presence.lost != self._lost_at.keys()
+
+    def is_lost(self, node: Node) -> bool:
+        """Whether its connection dropped, and its counter has not moved since."""
+        lost_at, known = self._lost_at, self._known
+        if str(node) not in lost_at:
+            return False
+        counter = lost_at[str(node)]
+        return known is None or known.beats.get(node, counter) == counter
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        self.presence.wait(self._token, self._lost_at.keys(), timeout_s)
 
     def get_state(self) -> tuple[bytes, Token] | None:
         self._stale_token = None
@@ -118,11 +145,11 @@ class CasRendezvousBackend(RendezvousBackend):
         self._stale_token = None
         if written:
             assert now_there is not None
-            self._entered, self._known = True, shared
+            self._entered, self._known, self._token = True, shared, now_there[1]
             self._seen, self._handed = seen, dict(mine.last_heartbeats)
             return state, now_there[1], True
         found = self._restore_state() if now_there is None else now_there
-        return None if found is None else (self._for_torch(self._adopt(found[0])), found[1], False)
+        return None if found is None else (self._for_torch(self._adopt(*found)), found[1], False)
 
     def leave(self, node: Node) -> None:
         """Take this node out of the shared state, so that its run id is free again without a wait."""
@@ -147,7 +174,7 @@ class CasRendezvousBackend(RendezvousBackend):
         except ConnectionError as error:
             self._raise_unreachable(error)
         there = self._restore_state() if found is None else (SharedState.from_json(found[0]), found[1])
-        return None if there is None else (self._adopt(there[0]), there[1])
+        return None if there is None else (self._adopt(*there), there[1])
 
     def _cas(
         self, state: SharedState, token: Token | None, *, soft: bool = False
@@ -167,7 +194,7 @@ class CasRendezvousBackend(RendezvousBackend):
             return None
         return self._cas(self._known, None)[1]
 
-    def _adopt(self, state: SharedState) -> SharedState:
+    def _adopt(self, state: SharedState, token: Token) -> SharedState:
         """Remember when, by this machine's clock, each node's counter last moved."""
         now_s = time.monotonic()
         if self._last_read_s is None or now_s - self._last_read_s > self._window_s:
@@ -178,17 +205,27 @@ class CasRendezvousBackend(RendezvousBackend):
             node: earlier[node] if node in earlier and earlier[node][0] == beat else (beat, now_s)
             for node, beat in state.beats.items()
         }
+        counters = {str(node): beat for node, beat in state.beats.items()}
+        self._lost_at = {name: self._lost_at.get(name, counters.get(name)) for name in self.presence.lost}
         self._incarnation = state.incarnation
-        self._known = state
+        self._known, self._token = state, token
         return state
 
     def _for_torch(self, state: SharedState) -> bytes:
         # Torch reckons in wall-clock time; worked out anew at each reading, so that a clock that is set does no harm.
         now_s, now = time.monotonic(), datetime.now(UTC)
+        ages_s = {node: now_s - seen_s for node, (_, seen_s) in self._seen.items()}
+        self._note_silent(frozenset(node for node, age_s in ages_s.items() if age_s > self._window_s))
         self._handed = {
-            node: now - timedelta(seconds=now_s - seen_s) for node, (_, seen_s) in self._seen.items()
+            node: now - timedelta(seconds=2 * self._window_s if self.is_lost(node) else age_s)
+            for node, age_s in ages_s.items()
         }
         return state.to_torch(self._handed)
+
+    def _note_silent(self, silent: frozenset[Node]) -> None:
+        for node in sorted(silent - self._silent):
+            logger.warning("node %s is lost: no keep-alive for more than %g s", node, self._window_s)
+        self._silent = silent
 
     def _outlive(self, state: SharedState, token: Token) -> Token | None:
         """Watch a closed rendezvous of others: its token once all members are silent, None if one is alive."""

@@ -1,8 +1,8 @@
 """Torch's dynamic rendezvous over a compare-and-swap server, with times in seconds and errors in words.
 
 Guarantees beyond torch's own handler: an outage of the server does not disturb a running job and is waited for
-by one that is joining; a member that is lost before all know their ranks is not waited for; time-outs and closed
-runs say who was there, and what to do; the workers of each round meet at a store of its own, which the agent of rank 0 holds
+by one that is joining; a member that is lost before all know their ranks is not waited for, and neither is one of the round
+before whose connection dropped; time-outs and closed runs say who was there, and what to do; the workers of each round meet at a store of its own, which the agent of rank 0 holds
 (`worker_store`).
 """
 
@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -33,7 +33,7 @@ from strata.rendezvous.cas import CasClient, CasStore
 from strata.rendezvous.warm import warm_up
 from strata.rendezvous.worker_store import announce_round_stores, interface_of, serve
 from strata.torch_compat.elastic import wrap_rendezvous
-from strata.torch_compat.rendezvous import DynamicHandler, Node
+from strata.torch_compat.rendezvous import DynamicHandler, Node, State, share_s
 from strata.torch_compat.stores import Store
 from strata.training.trace import forget_rendezvous, note_rendezvous
 
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
+ALREADY = datetime.fromtimestamp(0, UTC)
 
 
 class RoundLost(Exception):
@@ -57,6 +58,7 @@ class CasRendezvousHandler(DynamicHandler):
     _round = 0
     _members: frozenset[Node] = frozenset()
     _workers_store: Store | None = None
+    _next_look_s = 0.0
 
     @property
     def use_agent_store(self) -> bool:
@@ -95,13 +97,48 @@ class CasRendezvousHandler(DynamicHandler):
         return serve(place.master_addr, place.master_port, bind=bind)[0]
 
     def num_nodes_waiting(self) -> int:
-        """Zero while the server is away: a running job continues without it."""
-        return self._tolerating_outage(super().num_nodes_waiting, meanwhile=0)
+        """How many need another round: those who wait for one, and members of this one whose connection dropped. Answered from
+        memory where news arrive by themselves. Zero while the server is away: a running job continues without it."""
+        if self.backend.presence.is_connected and not self.backend.has_news:
+            return self._count_waiting()
+        return self._tolerating_outage(self._look_who_waits, meanwhile=0)
+
+    def _look_who_waits(self) -> int:
+        self._refresh()
+        super().num_nodes_waiting()
+        return self._count_waiting()
+
+    def _count_waiting(self) -> int:
+        lost = sum(1 for node in self._members if self.backend.is_lost(node))
+        return len(self.last_state.wait_list) + lost
+
+    def _refresh(self) -> None:
+        """Where there is news, look at what is stored now; not more often than all nodes together may."""
+        if self.backend.has_news and time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + share_s(self.last_state)
+            self.expire_state()
+
+    def wait_for_others(self, least_s: float, most_s: float) -> None:
+        if not self.backend.presence.is_connected:
+            super().wait_for_others(least_s, most_s)
+            return
+        time.sleep(least_s)
+        self.backend.wait_for_news(most_s - least_s)
+
+    def shorten_last_call(self, state: State) -> None:
+        """A round that follows this node's last one waits for nobody else once all who are left of that one have joined, and all
+        who had waited. A first round does: machines start seconds apart."""
+        if not self._members or state.complete or state.deadline is None or state.wait_list:
+            return
+        left = {node for node in self._members if not self.backend.is_lost(node)}
+        if state.round == self._round + 1 and left <= state.participants.keys():
+            state.deadline = ALREADY
 
     def is_closed(self) -> bool:
         return self._tolerating_outage(super().is_closed, meanwhile=False)
 
     def shutdown(self) -> bool:
+        self.backend.presence.close()
         closed = super().shutdown()
         self._workers_store = None
         forget_rendezvous(self.settings.run_id)
@@ -131,6 +168,7 @@ class CasRendezvousHandler(DynamicHandler):
                 raise RoundLost(f"Round {self._round} of '{self.settings.run_id}' was lost")
 
     def _look_around(self) -> tuple[int, frozenset[Node]]:
+        self._refresh()
         state = self.sync_state()
         return state.round, frozenset(state.participants)
 

@@ -1,7 +1,7 @@
 """The `strata` rendezvous back end: the coordinator itself, so that no etcd is needed to start.
 
-`torchrun --rdzv-backend=strata --rdzv-endpoint=HOST:50051`. The coordinator keeps the values; everything else is
-shared with the etcd back end.
+`torchrun --rdzv-backend=strata --rdzv-endpoint=HOST:50051`. The coordinator keeps the values and knows who is
+present; everything else is shared with the etcd back end.
 """
 
 from __future__ import annotations
@@ -31,4 +31,7 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
             f"or check it: strata doctor --coordinator {address}"
         )
 
-    return create_cas_handler(client, params, unreachable=unreachable)
+    handler = create_cas_handler(client, params, unreachable=unreachable)
+    key, node = handler.backend.state_key, str(handler.this_node)
+    handler.backend.presence = client.join(key, node=node, run_id=params.run_id)
+    return handler

@@ -1,14 +1,16 @@
-"""The coordinator's compare-and-swap values, for callers that block (torchrun's agents)."""
+"""The coordinator's compare-and-swap values and who is present, for callers that block (torchrun's agents)."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any, cast
 
 import grpc
 
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc
+from strata.rpc.presence import AgentPresence
 from strata.rpc.tls import channel_credentials
 
 
@@ -16,7 +18,12 @@ class CoordinatorCasClient:
     """Raises `ConnectionError` when the coordinator does not answer in time; the outcome is then unknown."""
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
-        options = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 100)]
+        options = [
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+        ]
         credentials = channel_credentials(secure=False)
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options=options)
@@ -41,6 +48,14 @@ class CoordinatorCasClient:
         if not answer.version:
             return answer.swapped, None, None
         return answer.swapped, answer.value, str(answer.version)
+
+    def join(self, key: str, *, node: str, run_id: str) -> AgentPresence:
+        """Be there, as `node`, among those who share the value under `key`."""
+
+        def open_stream(messages: Iterator[pb.AgentMessage]) -> object:
+            return self._stub.Presence(messages, metadata=self._metadata, wait_for_ready=True)
+
+        return AgentPresence(open_stream, key=key, node=node, run_id=run_id)
 
     def close(self) -> None:
         self._channel.close()

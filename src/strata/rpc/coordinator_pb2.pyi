@@ -569,6 +569,30 @@ class ValueResponse(_message.Message):
     version: int
     def __init__(self, swapped: _Optional[bool] = ..., value: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
 
+class AgentHello(_message.Message):
+    __slots__ = ("key", "node")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    node: str
+    def __init__(self, key: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+
+class AgentMessage(_message.Message):
+    __slots__ = ("hello", "goodbye")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    hello: AgentHello
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+
+class PresenceNotice(_message.Message):
+    __slots__ = ("version", "lost")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    lost: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class Hello(_message.Message):
     __slots__ = ("worker_id", "incarnation")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

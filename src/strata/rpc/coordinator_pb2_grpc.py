@@ -114,6 +114,12 @@ class CoordinatorStub:
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ValueResponse.FromString,
             _registered_method=True,
         )
+        self.Presence = channel.stream_stream(
+            "/coordinator.Coordinator/Presence",
+            request_serializer=strata_dot_rpc_dot_coordinator__pb2.AgentMessage.SerializeToString,
+            response_deserializer=strata_dot_rpc_dot_coordinator__pb2.PresenceNotice.FromString,
+            _registered_method=True,
+        )
         self.Session = channel.stream_stream(
             "/coordinator.Coordinator/Session",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.WorkerMessage.SerializeToString,
@@ -203,6 +209,14 @@ class CoordinatorServicer:
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
+    def Presence(self, request_iterator, context):
+        """One stream per agent of a rendezvous, open as long as it takes part: the others are notified when it is lost, and
+        each when the rendezvous has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("Method not implemented!")
+        raise NotImplementedError("Method not implemented!")
+
     def Session(self, request_iterator, context):
         """One stream per worker: heartbeats, barrier arrivals and releases, plan changes, commands, log batches."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -276,6 +290,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             servicer.SwapValue,
             request_deserializer=strata_dot_rpc_dot_coordinator__pb2.SwapValueRequest.FromString,
             response_serializer=strata_dot_rpc_dot_coordinator__pb2.ValueResponse.SerializeToString,
+        ),
+        "Presence": grpc.stream_stream_rpc_method_handler(
+            servicer.Presence,
+            request_deserializer=strata_dot_rpc_dot_coordinator__pb2.AgentMessage.FromString,
+            response_serializer=strata_dot_rpc_dot_coordinator__pb2.PresenceNotice.SerializeToString,
         ),
         "Session": grpc.stream_stream_rpc_method_handler(
             servicer.Session,
@@ -671,6 +690,36 @@ class Coordinator:
             "/coordinator.Coordinator/SwapValue",
             strata_dot_rpc_dot_coordinator__pb2.SwapValueRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ValueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True,
+        )
+
+    @staticmethod
+    def Presence(
+        request_iterator,
+        target,
+        options=(),
+        channel_credentials=None,
+        call_credentials=None,
+        insecure=False,
+        compression=None,
+        wait_for_ready=None,
+        timeout=None,
+        metadata=None,
+    ):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            "/coordinator.Coordinator/Presence",
+            strata_dot_rpc_dot_coordinator__pb2.AgentMessage.SerializeToString,
+            strata_dot_rpc_dot_coordinator__pb2.PresenceNotice.FromString,
             options,
             channel_credentials,
             insecure,

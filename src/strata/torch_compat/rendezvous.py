@@ -30,6 +30,12 @@ OFTEN_S, SELDOM_S = 0.1, 1.0
 POLLS_PER_S = 200
 """Of all nodes together, where they are too many for each to poll that often."""
 
+
+def share_s(state: State) -> float:
+    """How long each of the nodes has to leave between two polls, for all of them to make no more than `POLLS_PER_S`."""
+    return min((len(state.participants) + len(state.wait_list)) / POLLS_PER_S, SELDOM_S)
+
+
 Node = dynamic._NodeDesc
 State = dynamic._RendezvousState
 
@@ -80,6 +86,10 @@ class FastPolling(dynamic._DistributedRendezvousOpExecutor):
 
     _state_holder: dynamic._BackendRendezvousStateHolder
 
+    def __init__(self, handler: DynamicHandler) -> None:
+        super().__init__(handler._this_node, handler._state_holder, handler.settings)
+        self._handler = handler
+
     def run(
         self,
         state_handler: Callable[[dynamic._RendezvousContext, float], dynamic._Action],
@@ -87,26 +97,39 @@ class FastPolling(dynamic._DistributedRendezvousOpExecutor):
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
         def polling(context: dynamic._RendezvousContext, until: float) -> dynamic._Action:
-            while (action := state_handler(context, until)) == dynamic._Action.SYNC:
-                state = context.state
-                poll_s = (len(state.participants) + len(state.wait_list)) / POLLS_PER_S
-                time.sleep(min(max(poll_s, OFTEN_S), SELDOM_S))
-                self._state_holder._last_sync_time = -1  # Not the state of a moment ago.
+            while (action := decide(context, until)) == dynamic._Action.SYNC:
+                least_s = share_s(context.state)
+                self._handler.wait_for_others(least_s, max(least_s, OFTEN_S))
+                self._handler.expire_state()
                 self._state_holder.sync()
                 self._state = self._state_holder.state
                 context = dynamic._RendezvousContext(self._node, self._state, self._settings)
             return action
 
+        def decide(context: dynamic._RendezvousContext, until: float) -> dynamic._Action:
+            self._handler.shorten_last_call(context.state)
+            return state_handler(context, until)
+
         super().run(polling, deadline, update_deadline)
 
 
 class DynamicHandler(dynamic.DynamicRendezvousHandler):
-    """Torch's handler, polling fast. `world` may be overridden: this node's rank, and how many there are."""
+    """Torch's handler, polling fast. What may be overridden: `world`, this node's rank, and how many there are;
+    `wait_for_others` and `shorten_last_call`."""
+
+    _state_holder: dynamic._BackendRendezvousStateHolder
 
     def poll_fast(self) -> None:
         # Torch looks through its whole stack, source files included, for the name of each event that nobody reads.
         dynamic.get_method_name = lambda depth=2: "rendezvous"
-        self._op_executor = FastPolling(self._this_node, self._state_holder, self.settings)
+        self._op_executor = FastPolling(self)
+
+    def wait_for_others(self, least_s: float, most_s: float) -> None:
+        """Until the shared state may have changed: no less and no more than this."""
+        time.sleep(most_s)
+
+    def shorten_last_call(self, state: State) -> None:
+        """May set the deadline of a round that nobody is missing from to an earlier one. `state` is this node's copy."""
 
     def world(self) -> tuple[int, int]:
         return super()._get_world()
@@ -119,6 +142,10 @@ class DynamicHandler(dynamic.DynamicRendezvousHandler):
     def last_state(self) -> State:
         """As this node last read it."""
         return self._state_holder.state
+
+    def expire_state(self) -> None:
+        """The next one to be read is not that of a moment ago."""
+        self._state_holder._last_sync_time = -1
 
     def sync_state(self) -> State:
         with self._heartbeat_lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -59,6 +60,11 @@ def unreadable(message: Malformed) -> InvalidArgument:
         f"cannot be read: {message.why}.",
         hint="Send what proto/strata/rpc/coordinator.proto describes; texts must be UTF-8.",
     )
+
+
+def own_key(key: str, caller: Principal) -> str:
+    """The values of a caller that is bound to a job are that job's own, whatever the job is called."""
+    return key if caller.job is None else f"job/{quote(caller.job, safe='')}/{key}"
 
 
 def barrier_text(request: pb.WaitBarrierRequest, reason: str) -> str:

@@ -10,14 +10,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar, cast
-from urllib.parse import quote
 
 import grpc
 import grpc.aio
 
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import Engine
-from strata.coordinator.grpc.middleware import Context, GrpcAccess, barrier_text, refuse, unreadable
+from strata.coordinator.grpc.middleware import Context, GrpcAccess, barrier_text, own_key, refuse, unreadable
+from strata.coordinator.grpc.presence import Agents
 from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.grpc.streams import Streams
 from strata.coordinator.grpc.waits import Outcome
@@ -89,6 +89,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self,
         engine: Engine,
         sessions: Sessions,
+        agents: Agents,
         logs: LogStore,
         metrics: CoordinatorMetrics,
         access: GrpcAccess,
@@ -108,6 +109,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._streams = Streams(
             engine, sessions, logs, metrics, access, heartbeat_interval_ms=self.heartbeat_interval_ms
         )
+        self._agents = agents
 
     # --- membership -----------------------------------------------------------------------------------------
 
@@ -357,7 +359,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def ReadValue(
         self, request: pb.ReadValueRequest, context: Context, caller: Principal
     ) -> pb.ValueResponse:
-        value = (await self.engine.settled()).values.get(_own_key(request.key, caller))
+        value = (await self.engine.settled()).values.get(own_key(request.key, caller))
         if value is None:
             return pb.ValueResponse()
         return pb.ValueResponse(value=value.body, version=value.version)
@@ -367,13 +369,17 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: pb.SwapValueRequest, context: Context, caller: Principal
     ) -> pb.ValueResponse:
         command = SwapValue(
-            key=_own_key(request.key, caller),
+            key=own_key(request.key, caller),
             body=request.value,
             expected_version=request.expected_version,
             soft=request.soft,
         )
         reply = cast(Swapped, await self.engine.submit(command, client=caller.client))
         return pb.ValueResponse(swapped=reply.made, value=reply.body, version=reply.version)
+
+    async def Presence(self, request_iterator: object, context: Context) -> None:
+        self.metrics.request("Presence")
+        await self._agents.serve(context, self.access)
 
     # --- session --------------------------------------------------------------------------------------------
 
@@ -397,11 +403,6 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 status=403,
                 hint="Choose another worker id: other jobs' ids are not yours to take.",
             )
-
-
-def _own_key(key: str, caller: Principal) -> str:
-    """The values of a caller that is bound to a job are that job's own, whatever the job is called."""
-    return key if caller.job is None else f"job/{quote(caller.job, safe='')}/{key}"
 
 
 def _target(request: object) -> str:

@@ -102,6 +102,7 @@ class CoordinatorMetrics:
         self.workers = Gauge("strata_workers", "Known workers by status", ["status"], registry=self.registry)
         self.generation = Gauge("strata_generation", "Changes of the member set", registry=self.registry)
         self.sessions = Gauge("strata_sessions", "Connected worker sessions", registry=self.registry)
+        self.agents = Gauge("strata_agents", "Connected agents of rendezvous", registry=self.registry)
         for family, values in (
             (self._checkpoints, ("completed", "failed")),
             (self._barriers, ("released", "broken")),

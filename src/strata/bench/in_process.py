@@ -124,7 +124,7 @@ def _measure(kills: int, *, workers: int, state_bytes: int, device: str, backend
                 print((folder / "steps").read_text()[-200_000:])
         finally:
             agent.kill()
-            forget_jobs([name])
+            forget_jobs(name)
     return losses
 
 

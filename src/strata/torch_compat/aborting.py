@@ -21,6 +21,7 @@ import torch
 from torch import distributed
 
 from strata.torch_compat import require
+from strata.torch_compat.stores import HashStore
 
 require("aborting")
 
@@ -101,7 +102,7 @@ class ProcessGroups:
 
 def warm_up() -> None:
     """What a process does when it first makes a group, and first uses its device: before others wait for it."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     distributed.all_reduce(torch.zeros(1))
     distributed.destroy_process_group()
     if torch.cuda.is_available():

@@ -72,6 +72,17 @@ def test_survivors_meet_at_once_and_the_replacement_joins_when_it_is_ready() -> 
     assert regroup.decide(2.1) == Meet(workers=(0, 1, 2), reason="a replacement joins")
 
 
+def test_a_replacement_that_is_ready_early_joins_after_the_survivors_first_step() -> None:
+    regroup = training()
+    regroup.ended(1, "killed", now_s=1.0)
+    replace(regroup, 1.0)
+    leave(regroup, 1.0)
+    regroup.arrived(1, now_s=1.1, waits=True, limits=LIMITS)
+    for number in (0, 2):
+        regroup.left(number, now_s=1.2)
+    assert regroup.decide(1.2) == Meet(workers=(0, 2), reason="killed")
+
+
 def test_a_broken_collective_is_enough_to_begin() -> None:
     """The agent may see the end of a process later than its peers do."""
     regroup = training()
@@ -202,7 +213,30 @@ def test_a_worker_that_ends_as_asked_is_not_recovered_from() -> None:
 
 def test_one_worker_rescues_each_step_and_whoever_is_further_too() -> None:
     regroup = training()
-    assert [regroup.may_rescue(step) for step in (7, 7, 8, 7)] == [True, False, True, False]
+    asked = [regroup.may_rescue(number, step) for number, step in ((0, 7), (1, 7), (2, 8), (1, 7))]
+    assert asked == [True, False, True, False]
     regroup.others_wait()
     regroup.met((0, 1, 2), now_s=1.0)
-    assert regroup.may_rescue(7)
+    assert regroup.may_rescue(0, 7)
+
+
+def test_who_saves_its_state_is_waited_for_longer_than_who_is_only_busy() -> None:
+    regroup = training()
+    regroup.ended(1, "killed", now_s=1.0)
+    replace(regroup, 1.0)
+    leave(regroup, 1.0)
+    regroup.left(0, now_s=1.0)
+    assert regroup.may_rescue(2, 7)
+    assert isinstance(regroup.decide(5.0), Continue)
+    regroup.left(2, now_s=5.0)
+    assert isinstance(regroup.decide(5.0), Meet)
+
+
+def test_a_replacement_does_not_begin_before_a_survivor() -> None:
+    regroup = training(2)
+    regroup.ended(1, "killed", now_s=1.0)
+    replace(regroup, 1.0)
+    leave(regroup, 1.0)
+    regroup.arrived(1, now_s=1.5, waits=True, limits=LIMITS)
+    assert isinstance(regroup.decide(1.0 + 2 * GRACE_S), Continue)
+    assert isinstance(regroup.decide(1.0 + LIMITS.timeout_s), Replace)

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+JOINS = "a replacement joins"
 GRACE_S = 1.0
 """How long those who have left wait for one that has not."""
 START_S = 120.0
@@ -69,6 +70,8 @@ class Worker:
     """In this phase."""
     asked_s: float | None = None
     """When it was asked to leave."""
+    is_leaving: bool = False
+    """It has a complete state, and is about to leave: whoever waits for it waits for that."""
     is_sharded: bool = False
     """It trains a state that no other rank has."""
 
@@ -198,9 +201,10 @@ class Regroup:
         if not self._reason and self.is_active:
             self._begin("another machine meets again")
 
-    def may_rescue(self, step: int) -> bool:
-        """A worker that has left has the complete state of this step: whether it should save it. The first of each step
-        does; who is further does too."""
+    def may_rescue(self, number: int, step: int) -> bool:
+        """A worker that leaves has the complete state of this step: whether it should save it. The first of each step does; who is
+        further does too."""
+        self._workers[number].is_leaving = True
         if self._rescued is not None and step <= self._rescued:
             return False
         self._rescued = step
@@ -238,7 +242,7 @@ class Regroup:
 
     def decide(self, now_s: float) -> Instruction:
         if not self._reason and self._has_joiners(now_s):
-            self._begin("a replacement joins")
+            self._begin(JOINS)
         if not self._reason:
             return self._undisturbed(now_s)
         if self._in_a_row > self.limits.max_in_process:
@@ -266,15 +270,27 @@ class Regroup:
     def _meet(self, now_s: float) -> Continue | Meet | Restart:
         waiting = self._in(*WAITING)
         busy = [self._workers[n] for n in self._in(Phase.INSIDE)]
-        if any(worker.is_sharded for worker in self._workers.values()):
+        is_sharded = any(worker.is_sharded for worker in self._workers.values())
+        if is_sharded:
             starting = self._in(Phase.STARTING, Phase.ENDING)
             if any(now_s - self._workers[n].since_s >= START_S for n in starting):
                 return Restart(reason=f"a replacement was not ready within {START_S:g} s")
             if busy or starting:
                 return Continue(until_s=self._next_s(now_s))
-        elif not waiting or any(now_s - (worker.asked_s or now_s) < GRACE_S for worker in busy):
+        elif not waiting or self._should_wait_for(busy, now_s):
             return Continue(until_s=self._next_s(now_s))
+        survivors = self._in(Phase.OUTSIDE, Phase.FINISHED)
+        if self._reason != JOINS and survivors and not is_sharded:
+            waiting = survivors  # A new process is slow at its first step: it joins after theirs.
         return Meet(workers=waiting, reason=self._reason)
+
+    def _should_wait_for(self, busy: list[Worker], now_s: float) -> bool:
+        """Replacements have no state: they do not begin before somebody who has one, as long as there is somebody."""
+        has_survivors = bool(self._in(Phase.OUTSIDE, Phase.FINISHED))
+        return any(
+            worker.is_leaving or not has_survivors or now_s - (worker.asked_s or now_s) < GRACE_S
+            for worker in busy
+        )
 
     def _has_joiners(self, now_s: float) -> bool:
         """Whether somebody waits to join, nobody else is about to, and those who train have begun."""
@@ -317,4 +333,6 @@ class Regroup:
         return tuple(number for number, worker in self._workers.items() if worker.phase in phases)
 
     def _move(self, number: int, phase: Phase, now_s: float) -> None:
-        self._workers[number] = replace(self._workers[number], phase=phase, since_s=now_s, asked_s=None)
+        self._workers[number] = replace(
+            self._workers[number], phase=phase, since_s=now_s, asked_s=None, is_leaving=False
+        )

@@ -95,7 +95,7 @@ class RegroupingAgent(CarefulAgent):
             elif kind == "stepped":
                 regroup.stepped(int(message["step"]))
             elif kind == "may_rescue":
-                return {"kind": "rescue", "may": regroup.may_rescue(int(message["step"]))}
+                return {"kind": "rescue", "may": regroup.may_rescue(slot, int(message["step"]))}
         return None
 
     # --- what is done, in torch's ------------------------------------------------------------------------------

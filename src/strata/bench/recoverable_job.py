@@ -38,6 +38,14 @@ def note(file: int, step: int, what: str) -> None:
     os.write(file, f"{time.monotonic()} {os.getpid()} {step} {what}\n".encode())
 
 
+def memory_bytes() -> int:
+    """What this process holds, on its device if it has one, else without what is shared."""
+    if DEVICE == "cuda":
+        return torch.cuda.memory_allocated()
+    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
 def watch_for_leave() -> None:
     path = FOLDER / "leave"
     while True:
@@ -82,8 +90,7 @@ def train(run: Run) -> None:
                 torch.cuda.synchronize()
             else:
                 time.sleep(STEP_S)
-            memory = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-            note(file, job.step + 1, f"step:{memory}")
+            note(file, job.step + 1, f"step:{memory_bytes()}")
     os.close(file)
 
 

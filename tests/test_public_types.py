@@ -113,6 +113,7 @@ MAY_BE_ANY = {
     "recipes": "JSON of the API",
     "restore_copy": "tensors to be filled, in any nesting",
     "commit": "a ledger's commit, as JSON",
+    "commit_alone": "the same",
     "read": "samples, as the dataset has them",
     "options": "of the store that the URL names: every kind has its own",
     "read_metadata": "as PyTorch's own",

@@ -289,14 +289,21 @@ def test_gradients_of_a_global_batch_that_has_not_ended_are_left_out(tmp_path: P
     assert all(strata.audit(tmp_path / "a", "numbers", epoch).exact for epoch in range(2))
 
 
-def test_a_step_that_began_before_the_abort_counts_and_a_later_one_does_not(tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("world", "later"), [(2, "step 7 began after the process groups were aborted"), (1, "complete at step 7")]
+)
+def test_a_step_that_began_before_the_abort_counts_and_a_later_one_only_of_a_rank_by_itself(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, world: int, later: str
+) -> None:
+    monkeypatch.setattr(live, "rank_and_world", lambda: (0, world))
+
     def freeze_elsewhere(loop: Loop) -> None:
         if loop.job.step == 5:
             thread = threading.Thread(target=loop.job.freeze)
             thread.start()
             thread.join()
 
-    for at, reason in [(6, "complete at step 6"), (7, "step 7 began after the process groups were aborted")]:
+    for at, reason in [(6, "complete at step 6"), (7, later)]:
         loop = sparse(tmp_path / str(at))
         loop.optimizer.register_step_post_hook(lambda *_, loop=loop: freeze_elsewhere(loop))
         leave(loop, at, in_forward)

@@ -72,10 +72,12 @@ def job(folder: Path, kind: str, *, workers: int, steps: int, **variables: str) 
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
     }
-    command = [Path(sys.executable).parent / "strata", "torchrun", f"--nproc-per-node={workers}"]
     with open(folder / "output", "w") as output:
         process = subprocess.Popen(
-            [*map(str, command), str(SCRIPT), str(folder), kind, str(steps)],
+            [
+                *(sys.executable, "-m", "strata.cli.main", "torchrun", f"--nproc-per-node={workers}"),
+                *(str(SCRIPT), folder, kind, str(steps)),
+            ],
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -213,8 +215,8 @@ def test_stopped_rank_is_waited_for_and_continues(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_rank_that_hangs_while_another_is_lost_is_left_behind_and_replaced(tmp_path: Path) -> None:
-    with job(tmp_path / "job", "ddp", workers=3, steps=150, TIMEOUT_S="4") as running:
-        inject(running, 2, "import time\nif step >= 30: path.unlink(); time.sleep(600)")
+    with job(tmp_path / "job", "ddp", workers=3, steps=600, TIMEOUT_S="4") as running:
+        inject(running, 2, "import time\nif step == 30: path.unlink(); time.sleep(600)")
         inject(running, 1, "import os\nif step == 30: path.unlink(); os.kill(os.getpid(), 9)")
         running.finish()
     assert "it did not leave within 4 s" in running.output()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from strata.bench import in_process
 from strata.bench.kills import kill_worker
 from strata.bench.table import Row, report
 from strata.chaos.run import ChaosRun
@@ -33,6 +34,7 @@ def run(*, quick: bool = False) -> Iterator[Row]:
         coordinator = CoordinatorProcess(folder / "coordinator").start()
         try:
             yield from _crashes(folder, coordinator, kills, peace_s)
+            yield from in_process.run(quick=quick)
             yield from _lost_agent(folder, coordinator, 1 if quick else 6, peace_s)
             if not quick:
                 yield from _kill_a_minute(folder, coordinator)

@@ -1,6 +1,6 @@
 """What an agent and its workers say to each other while workers recover without a restart: lines of JSON on a Unix socket.
 
-The agent listens in the run's private folder; a worker connects when it comes to a recoverable function. Both ends have a thread
+The agent listens in a private folder of its own; a worker connects when it comes to a recoverable function. Both ends have a thread
 that reads, so a worker that is stuck in a collective hears that its generation is over, and an agent that waits for other
 machines still answers.
 

@@ -47,10 +47,12 @@ class RegroupingAgent(CarefulAgent):
             spec.monitor_interval = 0.0  # The wait is in `look`, where it ends when something happens.
 
     def _listen(self, run: str) -> AgentChannel | None:
-        folder = run_folder(run)
+        folder = run_folder(
+            f"agent-{os.getpid()}-{run}"
+        )  # Not the run's, which a job clears when it has ended.
         try:
             make_private(folder, inside=folder.parent)
-            channel = AgentChannel(folder / f"agent-{os.getpid()}", self._heard)
+            channel = AgentChannel(folder / "socket", self._heard)
         except OSError as error:
             log.warning("workers cannot recover without a restart: %s", error)
             return None

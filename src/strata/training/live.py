@@ -28,7 +28,7 @@ from strata.data.loader import ElasticLoader
 from strata.torch_compat.images import copy_all
 from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors, version_of
 from strata.training import rng
-from strata.training.exchange import is_distributed
+from strata.training.exchange import is_distributed, rank_and_world
 from strata.training.state import TrainingState, unwrap
 from strata.training.trace import GeneratorTrace
 
@@ -149,6 +149,7 @@ class LiveState:
         self._loose_versions = _versions(self._loose)
         self._hooks: list[Any] = []
         # Nccl's own watchdog aborts what hangs, and nobody knows when.
+        self._is_alone = rank_and_world()[1] == 1
         self._aborts_itself = is_distributed() and "nccl" in str(distributed.get_backend())
         if isinstance(state.optimizer, torch.optim.Optimizer):
             self._hooks = [
@@ -193,7 +194,10 @@ class LiveState:
         self._trace.leave(step, generators)
 
     def freeze(self) -> None:
-        """Process groups are about to be aborted: remember what is known now. From any thread; never waits."""
+        """Process groups are about to be aborted: remember what is known now. From any thread; never waits. A rank by itself has no
+        contributions of others to miss; what its device has still to do may be torn all the same."""
+        if self._is_alone and not self._devices:
+            return
         with self._lock:
             if self._frozen is None:
                 began, noted = self._began, self._noted

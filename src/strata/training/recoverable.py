@@ -147,10 +147,11 @@ class _Recovery(Generic[R]):
         if "RANK" not in os.environ:
             os.environ.update(_alone())
         self._channel = worker_channel(observe=self._observe)
+        waits = os.environ.pop(ENTRANCE_VARIABLE, "") == "wait"  # Not for those that this process starts.
+        if self._channel is None and waits:
+            raise ConnectionError("This process replaces another, and its agent does not answer.")
         if self._channel is None:
             return self._enter(generation=0, restarts=0, reason="")
-        waits = os.environ.get(ENTRANCE_VARIABLE) == "wait"
-        os.environ.pop(ENTRANCE_VARIABLE, None)  # For those that this process starts.
         if waits:
             warm_up()
         limits = self._limits

@@ -220,6 +220,8 @@ def test_rank_that_hangs_while_another_is_lost_is_left_behind_and_replaced(tmp_p
         inject(running, 1, "import os\nif step == 30: path.unlink(); os.kill(os.getpid(), 9)")
         running.finish()
     assert "it did not leave within 4 s" in running.output()
+    assert "rank 2 was asked to leave and has not" in running.output()
+    assert "in faults" in running.output()  # Where it hangs.
     assert {slot: len(pids) for slot, pids in running.pids().items()} == {0: 1, 1: 2, 2: 2}
     assert_exact(running.folder)
 

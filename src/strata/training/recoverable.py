@@ -19,6 +19,7 @@ Without Strata's agent (plain torchrun, or no launcher at all) the function is c
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import logging
@@ -27,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from strata.training.job import ElasticJob
 
 log = logging.getLogger("strata.training")
+
+LATE = 0.5
+"""After so much of the time that a rank has to leave, it says where it is."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -138,6 +143,8 @@ class _Recovery(Generic[R]):
         self._over = ""
         """Why the present generation is over."""
         self._noticed_s = 0.0
+        self._late: threading.Timer | None = None
+        """Runs from being asked to leave until that is done."""
         self.reentry: live.Reentry | None = None
         self._job: ElasticJob | None = None
         self._lock = threading.Lock()
@@ -220,6 +227,8 @@ class _Recovery(Generic[R]):
 
     def _has_left(self, channel: WorkerChannel, error: BaseException) -> dict[str, Any]:
         """Report it; the agent says whether to enter again. Raises the error where the process is to end with it."""
+        if self._late is not None:
+            self._late.cancel()
         described = describe(error) if not isinstance(error, GenerationEnded) else None
         channel.send("left", error=described.to_dict() if described is not None else None)
         if not self._over:
@@ -257,6 +266,9 @@ class _Recovery(Generic[R]):
             if job is not None:
                 job.freeze()
             groups.abort()
+            self._late = threading.Timer(self._limits.timeout_s * LATE, _dump_stacks)
+            self._late.daemon = True
+            self._late.start()
 
     # --- for the job (`strata.training.live.LiveRun`) ------------------------------------------------------------
 
@@ -287,6 +299,16 @@ class _Recovery(Generic[R]):
 
     def rescued(self, step: int) -> None:
         pass
+
+
+def _dump_stacks() -> None:
+    print(
+        f"strata: rank {os.environ.get('RANK')} was asked to leave and has not, and will be replaced. It is at:",
+        file=sys.stderr,
+        flush=True,
+    )
+    with suppress(OSError, ValueError):  # What takes the output may be no file.
+        faulthandler.dump_traceback(all_threads=True)
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -17,6 +17,8 @@ OURS = ("STRATA_", "COORDINATOR_", "CHECKPOINT_", "RDZV_")
 
 KNOWN = frozenset(
     [
+        "STRATA_AGENT",
+        "STRATA_AGENT_GRACE",
         "STRATA_ALLOWED_HOSTS",
         "STRATA_API_URL",
         "STRATA_BARRIER_TIMEOUT",
@@ -27,6 +29,7 @@ KNOWN = frozenset(
         "STRATA_DATA_ROOTS",
         "STRATA_DISCONNECT_GRACE",
         "STRATA_DISK_RESERVE_MB",
+        "STRATA_ENTRANCE",
         "STRATA_GRPC_PORT",
         "STRATA_HEARTBEAT_INTERVAL",
         "STRATA_HEARTBEAT_TIMEOUT",
@@ -34,6 +37,7 @@ KNOWN = frozenset(
         "STRATA_HTTP_PORT",
         "STRATA_JOB_ID",
         "STRATA_KEEPER",
+        "STRATA_KEEPS_IMAGES",
         "STRATA_LAUNCH",
         "STRATA_LAUNCHER",
         "STRATA_LOG",
@@ -56,6 +60,7 @@ KNOWN = frozenset(
         "STRATA_SEEN_IMPORTS",
         "STRATA_SHIP_LOGS",
         "STRATA_SIGNING_KEY",
+        "STRATA_SLOT",
         "STRATA_TASK",
         "STRATA_TASK_ENVIRONMENT",
         "STRATA_TASK_GPUS",

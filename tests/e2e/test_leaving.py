@@ -69,7 +69,7 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_job_restarts(run: ChaosR
     os.kill(victim, signal.SIGSTOP)
 
     def told() -> list[str]:
-        entries = get(run.coordinator.api, "/api/logs?limit=1000&level=error&q=has+made+no+step")
+        entries = get(run.coordinator.api, "/api/logs?limit=1000&level=error&q=has+completed+no+step")
         return [e["message"] for e in entries if run.job.name in e["message"]]
 
     try:

@@ -61,7 +61,12 @@ def build(run: Run) -> tuple[nn.Module, torch.optim.Optimizer]:
 def note(**what: Any) -> None:
     """One write, so that lines of several processes do not mix."""
     with open(FOLDER / "log", "a") as file:
-        file.write(repr({"pid": os.getpid(), "slot": int(os.environ.get("STRATA_SLOT", "0")), **what}) + "\n")
+        who = {
+            "pid": os.getpid(),
+            "slot": int(os.environ.get("STRATA_SLOT", "0")),
+            "machine": os.environ.get("MACHINE"),
+        }
+        file.write(repr({**who, **what}) + "\n")
 
 
 def faults(step: int) -> None:

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from strata.data.history import audit_epochs
+from strata.launch.coordinator import CoordinatorProcess
 from tests.support import eventually
 
 SCRIPT = Path(__file__).parent / "recoverable_script.py"
@@ -65,23 +66,28 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, kind: str, *, workers: int, steps: int, **variables: str) -> Iterator[Job]:
+def job(
+    folder: Path, kind: str, *, workers: int, steps: int, flags: Sequence[str] = (), **variables: str
+) -> Iterator[Job]:
+    """An agent and its workers: a machine of its own, with memory of its own below `memory` or `folder`."""
     folder.mkdir(exist_ok=True)
     root = Path(__file__).parents[2]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
     }
-    with open(folder / "output", "w") as output:
+    memory = variables.pop("memory", str(folder))
+    Path(memory).mkdir(exist_ok=True)
+    with open(folder / "output", "a") as output:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "strata.cli.main", "torchrun", f"--nproc-per-node={workers}"),
+                *(sys.executable, "-m", "strata.cli.main", "torchrun", f"--nproc-per-node={workers}", *flags),
                 *(str(SCRIPT), folder, kind, str(steps)),
             ],
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**environment, "STRATA_MEMORY_ROOT": str(folder), **variables},
+            env={**environment, "STRATA_MEMORY_ROOT": memory, **variables},
         )
     try:
         yield Job(folder, process)
@@ -224,6 +230,35 @@ def test_rank_that_hangs_while_another_is_lost_is_left_behind_and_replaced(tmp_p
     assert "in faults" in running.output()  # Where it hangs.
     assert {slot: len(pids) for slot, pids in running.pids().items()} == {0: 1, 1: 2, 2: 2}
     assert_exact(running.folder)
+
+
+@pytest.mark.timeout(600)
+def test_workers_of_other_machines_stay_when_one_is_lost_and_when_a_machine_is(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    coordinator = CoordinatorProcess(tmp_path / "coordinator").start()
+    endpoint = coordinator.address
+    flags = ["--nnodes=1:2", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--local-addr=127.0.0.1"]
+    options: dict[str, Any] = {"workers": 2, "steps": 600, "flags": flags, "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        with (
+            job(folder, "ddp", **options, memory=str(tmp_path / "a"), MACHINE="a") as first,
+            job(folder, "ddp", **options, memory=str(tmp_path / "b"), MACHINE="b") as second,
+        ):
+            first.await_line(lambda line: line.get("world") == 4, count=4)
+            first.await_line(lambda line: "resumed" in line, count=4)
+            inject(
+                first, 1, "import os\nif os.environ['MACHINE'] == 'b': path.unlink(); os.kill(os.getpid(), 9)"
+            )
+            first.await_line(lambda line: line.get("world") == 4, count=8)
+            of_a = {line["pid"] for line in first.log() if line["machine"] == "a"}
+            assert len(of_a) == 2, first.output()
+            second.process.kill()  # Its workers end with it.
+            second.process.wait()
+            first.finish()
+            assert {line["pid"] for line in first.log() if line["machine"] == "a"} == of_a, first.output()
+    finally:
+        coordinator.stop()
+    assert_exact(folder)
 
 
 @pytest.mark.timeout(600)

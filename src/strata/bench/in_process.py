@@ -120,8 +120,6 @@ def _measure(kills: int, *, workers: int, state_bytes: int, device: str, backend
                 loss = _lose(folder, agent, workers, number % workers)
                 if loss is not None:
                     losses.append(loss)
-            if os.environ.get("STRATA_BENCH_LINES"):
-                print((folder / "steps").read_text()[-200_000:])
         finally:
             agent.kill()
             forget_jobs(name)

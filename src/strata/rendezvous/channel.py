@@ -179,7 +179,7 @@ class WorkerChannel:
             message = self._messages.get()
             if message["kind"] in kinds:
                 return message
-            if message["kind"] == "gone":
+            if message["kind"] == "ended":
                 raise ConnectionError("the agent has ended")
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class WorkerChannel:
                 message: Message = json.loads(line)
                 self._observe(message)
                 self._messages.put(message)
-        self._messages.put({"kind": "gone"})
+        self._messages.put({"kind": "ended"})
 
 
 def worker_channel(*, observe: Callable[[Message], None]) -> WorkerChannel | None:

@@ -71,6 +71,7 @@ class RegroupingAgent(CarefulAgent):
             channel, self._channel = self._channel, None
             channel.close()
             remove_empty(channel.path.parent)
+            remove_empty(channel.path.parent.parent)
 
     # --- what workers say, in the channel's thread ------------------------------------------------------------
 

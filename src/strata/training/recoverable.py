@@ -158,7 +158,10 @@ class _Recovery(Generic[R]):
         if self._channel is None and waits:
             raise ConnectionError("This process replaces another, and its agent does not answer.")
         if self._channel is None:
-            return self._enter(generation=0, restarts=0, reason="")
+            try:
+                return self._enter(generation=0, restarts=0, reason="")
+            finally:
+                self._groups.leave()
         if waits:
             warm_up()
         limits = self._limits
@@ -186,6 +189,7 @@ class _Recovery(Generic[R]):
             generation, reason = self._let_in(channel.wait("enter"))
         gc.freeze()  # What was imported stays; what is collected between two entries is what the function has made.
         while True:
+            groups = self._groups
             try:
                 result = self._enter(generation=generation, restarts=restarts, reason=reason)
             except (SystemExit, KeyboardInterrupt):
@@ -199,31 +203,29 @@ class _Recovery(Generic[R]):
                 noticed_s = left_s = time.monotonic()
                 message = channel.wait("enter", "release")
                 if message["kind"] == "release":
+                    groups.leave()
                     return result
                 del result
+            groups.leave()  # Not before all have left: who closes its connections may disturb one that has not.
             self._clean_up()
             self.reentry = live.Reentry(noticed_s=noticed_s, left_s=left_s)
             generation, reason = self._let_in(message)
             restarts += 1
 
     def _enter(self, *, generation: int, restarts: int, reason: str) -> R:
-        groups = self._groups
-        try:
-            groups.join(self._backend, timeout=self._timeout)
-            self.check()
-            return self._train(
-                Run(
-                    rank=int(os.environ["RANK"]),
-                    world_size=int(os.environ["WORLD_SIZE"]),
-                    local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-                    generation=generation,
-                    restarts=restarts,
-                    reason=reason,
-                    _kept=self._kept,
-                )
+        self._groups.join(self._backend, timeout=self._timeout)
+        self.check()
+        return self._train(
+            Run(
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+                generation=generation,
+                restarts=restarts,
+                reason=reason,
+                _kept=self._kept,
             )
-        finally:
-            groups.leave()
+        )
 
     def _has_left(self, channel: WorkerChannel, error: BaseException) -> dict[str, Any]:
         """Report it; the agent says whether to enter again. Raises the error where the process is to end with it."""

@@ -64,7 +64,8 @@ def clear_run(job: str, *, root: Path | None = None) -> None:
     folder = run_folder(job, root=root)
     with suppress(OSError):
         for path in folder.iterdir():
-            path.unlink()
+            if not path.is_dir():  # An agent's own, which may have workers of another job.
+                path.unlink()
     remove_empty(folder)
 
 

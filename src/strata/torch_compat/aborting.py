@@ -2,10 +2,10 @@
 
 A rank that waits in a collective for one that is lost must be freed by another thread. NCCL has `abort` for that. Gloo's does
 nothing in the versions we know, but a gloo group whose connections are closed fails at once, as if its peers had ended:
-so its sockets, and those of the store that ranks meet at, are noted when a group is made, and shut down for reading when it
-is aborted. Not for writing, and a rank closes its connections only when all have left: gloo forgets a send that fails while it is
-begun, and whoever waits for that one waits in vain. That can still happen when a peer dies just then; such a rank is stuck, and
-its process is replaced. The descriptors stay gloo's own, to be closed by it.
+so its sockets, and those of the store that ranks meet at, are noted when a group is made, and shut down when it is
+aborted. Gloo may lose a send that is under way when its connection ends, by an abort or by the death of a peer, and whoever
+waits for that one waits for ever: such a rank's process must be replaced. Shut down in both directions, and closed as soon as a
+rank has left, that is rare. The descriptors stay gloo's own, to be closed by it.
 """
 
 from __future__ import annotations
@@ -146,4 +146,4 @@ def _shut_down(sockets: dict[int, str]) -> None:
                 is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
                 is_listener = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if is_internet and not is_listener:  # Gloo ends the process over a listener that fails.
-                    connection.shutdown(socket.SHUT_RD)
+                    connection.shutdown(socket.SHUT_RDWR)

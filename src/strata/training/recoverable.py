@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strata.training")
 
+STUCK_S = 2.0
+"""An aborted collective fails at once, or never does."""
+EXIT_STUCK = 76
 LATE = 0.5
 """After so much of the time that a rank has to leave, it says where it is."""
 
@@ -143,8 +146,8 @@ class _Recovery(Generic[R]):
         self._over = ""
         """Why the present generation is over."""
         self._noticed_s = 0.0
-        self._late: threading.Timer | None = None
-        """Runs from being asked to leave until that is done."""
+        self._late: list[threading.Timer] = []
+        """Run from being asked to leave until that is done."""
         self.reentry: live.Reentry | None = None
         self._job: ElasticJob | None = None
         self._lock = threading.Lock()
@@ -158,10 +161,7 @@ class _Recovery(Generic[R]):
         if self._channel is None and waits:
             raise ConnectionError("This process replaces another, and its agent does not answer.")
         if self._channel is None:
-            try:
-                return self._enter(generation=0, restarts=0, reason="")
-            finally:
-                self._groups.leave()
+            return self._enter(generation=0, restarts=0, reason="")
         if waits:
             warm_up()
         limits = self._limits
@@ -189,7 +189,6 @@ class _Recovery(Generic[R]):
             generation, reason = self._let_in(channel.wait("enter"))
         gc.freeze()  # What was imported stays; what is collected between two entries is what the function has made.
         while True:
-            groups = self._groups
             try:
                 result = self._enter(generation=generation, restarts=restarts, reason=reason)
             except (SystemExit, KeyboardInterrupt):
@@ -203,34 +202,36 @@ class _Recovery(Generic[R]):
                 noticed_s = left_s = time.monotonic()
                 message = channel.wait("enter", "release")
                 if message["kind"] == "release":
-                    groups.leave()
                     return result
                 del result
-            groups.leave()  # Not before all have left: who closes its connections may disturb one that has not.
             self._clean_up()
             self.reentry = live.Reentry(noticed_s=noticed_s, left_s=left_s)
             generation, reason = self._let_in(message)
             restarts += 1
 
     def _enter(self, *, generation: int, restarts: int, reason: str) -> R:
-        self._groups.join(self._backend, timeout=self._timeout)
-        self.check()
-        return self._train(
-            Run(
-                rank=int(os.environ["RANK"]),
-                world_size=int(os.environ["WORLD_SIZE"]),
-                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-                generation=generation,
-                restarts=restarts,
-                reason=reason,
-                _kept=self._kept,
+        groups = self._groups
+        try:
+            groups.join(self._backend, timeout=self._timeout)
+            self.check()
+            return self._train(
+                Run(
+                    rank=int(os.environ["RANK"]),
+                    world_size=int(os.environ["WORLD_SIZE"]),
+                    local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+                    generation=generation,
+                    restarts=restarts,
+                    reason=reason,
+                    _kept=self._kept,
+                )
             )
-        )
+        finally:
+            groups.leave()  # Whoever waits for this rank fails now.
 
     def _has_left(self, channel: WorkerChannel, error: BaseException) -> dict[str, Any]:
         """Report it; the agent says whether to enter again. Raises the error where the process is to end with it."""
-        if self._late is not None:
-            self._late.cancel()
+        for timer in self._late:
+            timer.cancel()
         described = describe(error) if not isinstance(error, GenerationEnded) else None
         channel.send("left", error=described.to_dict() if described is not None else None)
         if not self._over:
@@ -268,9 +269,17 @@ class _Recovery(Generic[R]):
             if job is not None:
                 job.freeze()
             groups.abort()
-            self._late = threading.Timer(self._limits.timeout_s * LATE, _dump_stacks)
-            self._late.daemon = True
-            self._late.start()
+            self._watch_leaving()
+
+    def _watch_leaving(self) -> None:
+        limit_s = self._limits.timeout_s
+        self._late = [
+            threading.Timer(min(STUCK_S, limit_s), _end_if_stuck),
+            threading.Timer(limit_s * LATE, _dump_stacks),
+        ]
+        for timer in self._late:
+            timer.daemon = True
+            timer.start()
 
     # --- for the job (`strata.training.live.LiveRun`) ------------------------------------------------------------
 
@@ -301,6 +310,19 @@ class _Recovery(Generic[R]):
 
     def rescued(self, step: int) -> None:
         pass
+
+
+def _end_if_stuck() -> None:
+    """Gloo may lose a send that was under way when its connection ended: whoever waits for it waits for ever. Then this process can
+    only be replaced."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
+        print(
+            f"strata: rank {os.environ.get('RANK')} is stuck in a collective that was aborted, and is replaced",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_STUCK)
 
 
 def _dump_stacks() -> None:

@@ -47,9 +47,8 @@ class RegroupingAgent(CarefulAgent):
             spec.monitor_interval = 0.0  # The wait is in `look`, where it ends when something happens.
 
     def _listen(self, run: str) -> AgentChannel | None:
-        folder = run_folder(
-            f"agent-{os.getpid()}-{run}"
-        )  # Not the run's, which a job clears when it has ended.
+        # Not the run's own folder, which a job clears when it has ended.
+        folder = run_folder(f"agent-{os.getpid()}-{run}")
         try:
             make_private(folder, inside=folder.parent)
             channel = AgentChannel(folder / "socket", self._heard)
@@ -71,7 +70,6 @@ class RegroupingAgent(CarefulAgent):
             channel, self._channel = self._channel, None
             channel.close()
             remove_empty(channel.path.parent)
-            remove_empty(channel.path.parent.parent)
 
     # --- what workers say, in the channel's thread ------------------------------------------------------------
 

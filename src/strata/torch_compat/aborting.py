@@ -71,9 +71,8 @@ class ProcessGroups:
         if distributed.is_initialized():
             with suppress(Exception):  # Of a group that was aborted.
                 distributed.destroy_process_group()
-        _c10d._world.group_count = (
-            0  # Ranks name their groups by it, and one that was not made in the end has counted.
-        )
+        # Ranks name their groups by it, and one that was not made in the end has counted.
+        _c10d._world.group_count = 0
         self._sockets = {}
 
     def _noting(self, helper: Any) -> Any:

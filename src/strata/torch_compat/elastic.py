@@ -201,9 +201,8 @@ class WorkerProcesses(workers.MultiprocessContext):
         self._pc.sentinels.pop(old.sentinel, None)
         self.envs[slot] = {**self.envs[slot], **variables}
         self._ret_vals[slot] = multiprocessing.get_context(self.start_method).SimpleQueue()
-        queues = {
-            slot: self._ret_vals[slot]
-        }  # Those of others may be replaced before this one has opened them.
+        # Only its own: those of others may be replaced before this one has opened them.
+        queues = {slot: self._ret_vals[slot]}
         arguments = (
             *(self.entrypoint, self.args, self.envs, self.stdouts, self.stderrs, queues),
             *(self._worker_finished_event, getattr(self, "_numa_options", None)),

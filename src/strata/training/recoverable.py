@@ -230,8 +230,7 @@ class _Recovery(Generic[R]):
 
     def _has_left(self, channel: WorkerChannel, error: BaseException) -> dict[str, Any]:
         """Report it; the agent says whether to enter again. Raises the error where the process is to end with it."""
-        for timer in self._late:
-            timer.cancel()
+        self._stop_watching()
         described = describe(error) if not isinstance(error, GenerationEnded) else None
         channel.send("left", error=described.to_dict() if described is not None else None)
         if not self._over:
@@ -258,6 +257,8 @@ class _Recovery(Generic[R]):
 
     def _observe(self, message: dict[str, Any]) -> None:
         """In the order in which the agent speaks: what is over is the generation that was entered last."""
+        if message["kind"] in ("enter", "end", "release"):
+            self._stop_watching()  # It may have left by itself while it was asked to.
         if message["kind"] == "enter":
             with self._lock:
                 self._over, self._noticed_s, self._groups = "", 0.0, ProcessGroups()
@@ -270,6 +271,10 @@ class _Recovery(Generic[R]):
                 job.freeze()
             groups.abort()
             self._watch_leaving()
+
+    def _stop_watching(self) -> None:
+        for timer in self._late:
+            timer.cancel()
 
     def _watch_leaving(self) -> None:
         limit_s = self._limits.timeout_s

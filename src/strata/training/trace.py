@@ -64,8 +64,7 @@ def clear_run(job: str, *, root: Path | None = None) -> None:
     folder = run_folder(job, root=root)
     with suppress(OSError):
         for path in folder.iterdir():
-            if not path.is_dir():  # An agent's own, which may have workers of another job.
-                path.unlink()
+            path.unlink()
     remove_empty(folder)
 
 

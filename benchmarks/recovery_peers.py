@@ -2,10 +2,11 @@
 
     python recovery_peers.py torchft NAME FOLDER     one replica group, under torchrun
     python recovery_peers.py ray NAME FOLDER         driver of an elastic Ray Train run
+    python recovery_peers.py nvrx NAME FOLDER        one rank, wrapped by NVRx's in-process restart
 
 Runs in an environment of the peer's own, so it imports of Strata only what leaves footprints. Each is written as its
-project's documentation shows: torchft's DDP example with gloo, Ray Train's `TorchTrainer` with elastic scaling. Each
-worker leaves its process id in FOLDER.
+project's documentation shows: torchft's DDP example with gloo, Ray Train's `TorchTrainer` with elastic scaling, NVRx's in-process
+example with gloo. Each worker leaves its process id in FOLDER.
 """
 
 from __future__ import annotations
@@ -61,6 +62,63 @@ def torchft(name: str, folder: str) -> None:
         optimizer.step()
         moments.leave(manager.current_step(), manager.num_participants())
         time.sleep(PAUSE_S)
+
+
+def nvrx(name: str, folder: str) -> None:
+    """Runs until it is killed. The survivors of a lost rank restart the function in their processes, with one rank less."""
+    import torch
+    from nvidia_resiliency_ext import inprocess
+    from torch import distributed, nn
+
+    from strata.training.trace import Footprints
+
+    c10d: Any = distributed  # Its stores are not typed.
+    port, started_as = int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    settings = {}
+    if os.environ["NVRX_SETTINGS"] == "fast":  # Each is a second where nothing is said.
+        often = timedelta(seconds=0.1)
+        settings = {
+            "monitor_thread_interval": often,
+            "monitor_process_interval": often,
+            "heartbeat_interval": often,
+            "progress_watchdog_interval": often,
+            "last_call_wait": timedelta(0),
+        }
+
+    def train(call: Any = None) -> None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        meeting = c10d.TCPStore(
+            "127.0.0.1", port, is_master=rank == 0, multi_tenant=True, wait_for_workers=False
+        )
+        store = c10d.PrefixStore(str(call.iteration), meeting)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step, saved = 0, Path(folder) / "state.pt"
+        if saved.exists():
+            state = torch.load(saved, weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step = int(state["step"])
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        moments = Footprints(name, rank=started_as)
+        leave_pid(folder, started_as)
+        while True:
+            x = torch.randn(64, 96)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(wrapped(x), x).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            step += 1
+            moments.leave(step, world_size)
+            if step % SAVE_EVERY == 0 and rank == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state, saved.with_suffix(".new"))
+                saved.with_suffix(".new").replace(saved)
+            time.sleep(PAUSE_S)
+
+    train.__annotations__["call"] = inprocess.CallWrapper  # The class itself: by it NVRx finds the parameter.
+    inprocess.Wrapper(store_kwargs={"port": port + 1}, **settings)(train)()
 
 
 def ray(name: str, folder: str) -> None:
@@ -129,4 +187,4 @@ def ray_loop(config: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    {"torchft": torchft, "ray": ray}[sys.argv[1]](*sys.argv[2:])
+    {"torchft": torchft, "ray": ray, "nvrx": nvrx}[sys.argv[1]](*sys.argv[2:])

@@ -21,8 +21,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import programs
@@ -70,19 +71,17 @@ def build_all(images: tuple[str, ...] | list[str], *, storage: Path | None, from
             "Only root can build images without an engine. With Docker: see docs/operating/deploying.md"
         )
     buildah = Buildah(storage)
+    steps: list[tuple[str, Callable[[progress.Step], str]]] = []
     if from_debian and not buildah.has(BASE):
-        with progress.Step("base image from Debian's packages"):
-            make_base(buildah)
-    for image in images:
-        with progress.Step(f"strata-{image}") as step:
-            buildah.build(image, pull=not from_debian, step=step)
-            step.state = f"{buildah.size_bytes(f'strata-{image}') / 1e6:,.0f} MB"
+        steps.append(("base image from Debian's packages", lambda _: make_base(buildah)))
+    steps += [(f"strata-{image}", partial(buildah.build, image, pull=not from_debian)) for image in images]
     if "coordinator" in images:
-        with progress.Step("the coordinator runs from its image") as step:
-            step.state = check_coordinator(buildah)
+        steps.append(("the coordinator runs from its image", lambda _: check_coordinator(buildah)))
     if "worker" in images:
-        with progress.Step("torchrun runs from the worker's image") as step:
-            step.state = check_worker(buildah)
+        steps.append(("torchrun runs from the worker's image", lambda _: check_worker(buildah)))
+    for number, (title, act) in enumerate(steps, start=1):
+        with progress.Step(title, number=number, count=len(steps)) as step:
+            step.state = act(step)
 
 
 class Buildah:
@@ -99,7 +98,8 @@ class Buildah:
         self._environment = {**os.environ, "BUILDAH_ISOLATION": "chroot"}
         self._log = Path(tempfile.gettempdir()) / f"strata-images-{os.getpid()}.log"
 
-    def build(self, image: str, *, pull: bool, step: progress.Step) -> None:
+    def build(self, image: str, step: progress.Step, *, pull: bool) -> str:
+        """How large it is."""
         dockerfile = DOCKER / f"Dockerfile.{image}"
 
         def watch(line: str) -> None:
@@ -123,6 +123,7 @@ class Buildah:
             watch=watch,
             env=self._environment,
         )
+        return f"{self.size_bytes(f'strata-{image}') / 1e6:,.0f} MB"
 
     def ask(self, *arguments: str) -> str:
         done = subprocess.run(
@@ -165,7 +166,7 @@ class Buildah:
         return found
 
 
-def make_base(buildah: Buildah) -> None:
+def make_base(buildah: Buildah) -> str:
     """The same Debian and Python as the image the Dockerfiles name, under its name."""
     debootstrap = programs.find("debootstrap")
     if debootstrap is None:
@@ -178,13 +179,14 @@ def make_base(buildah: Buildah) -> None:
             log=Path(tempfile.gettempdir()) / f"strata-base-{os.getpid()}.log",
         )
         buildah.ask("commit", "--quiet", name, BASE)
+        return "done"
     finally:
         buildah.ask("rm", name)
 
 
 def lent_files() -> list[str]:
     """How packages are reached, as `host:container:ro`: files and folders of configuration that this machine has, and the
-    local folders that pip is told to look into."""
+    local folders that pip looks into."""
     home = Path.home()
     lent = {
         Path("/etc/pip.conf"): Path("/etc/pip.conf"),
@@ -195,8 +197,8 @@ def lent_files() -> list[str]:
         Path("/etc/apt/sources.list.d"): Path("/etc/apt/sources.list.d"),
         Path("/etc/ssl/certs"): Path("/etc/ssl/certs"),
     }
-    told = [path.read_text() for path in lent if path.name == "pip.conf" and path.is_file()]
-    local = set(re.findall(r"(?:(?<==)|(?<=\s)|(?<=file://))/[^\s:]+", " ".join(told)))
+    settings = [path.read_text() for path in lent if path.name == "pip.conf" and path.is_file()]
+    local = set(re.findall(r"(?:(?<==)|(?<=\s)|(?<=file://))/[^\s:]+", " ".join(settings)))
     # The files of a package index lie beside its pages.
     folders = [path.parent if path.name == "simple" else path for path in map(Path, sorted(local))]
     lent |= {path: path for path in folders if path.is_dir()}

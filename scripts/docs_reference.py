@@ -28,6 +28,7 @@ FACES = (
     "strata.data",
     "strata.stores",
     "strata.client",
+    "strata.sinks",
     "strata.errors",
 )
 """Modules whose public names are documented, each on a page of its own. `strata` itself comes last: it mostly repeats."""
@@ -301,6 +302,8 @@ KINDS = {
     9: "string",
     12: "bytes",
     13: "uint32",
+    17: "sint32",
+    18: "sint64",
 }
 
 

@@ -207,6 +207,25 @@ def recovery_plot() -> str:
     )
 
 
+def in_process_plot() -> str:
+    column = "next new step, median (range)"
+    rows = table("recovery.md", "one rank is killed", column)
+    return bars(
+        "One rank killed: the next new step of the others",
+        [
+            Bar(
+                name=name,
+                value=number(row[column]),
+                shown=f"{number(row[column]):g} s",
+                is_ours=name.startswith("Strata"),
+            )
+            for name, row in rows.items()
+        ],
+        note="Median, one after the other in the same quarter of an hour on two busy cores. Shorter is better.",
+        about="Seconds from killing a rank to the next new step of those that survive, beside peers",
+    )
+
+
 def saving_plot() -> str:
     rows = table("checkpoint.md", "saver", "256 tensors, to durable")
     return bars(
@@ -486,6 +505,7 @@ FILES: dict[str, Callable[[], str]] = {
     "order.svg": order,
     "engine.svg": engine,
     "recovery.svg": recovery_plot,
+    "recovery-in-process.svg": in_process_plot,
     "saving.svg": saving_plot,
     "damage.svg": damage_plot,
     "stall.svg": stall_plot,

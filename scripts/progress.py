@@ -59,11 +59,11 @@ class Step:
         self._show(f"{self._title}: {outcome}, {duration(time.monotonic() - self._began_s)}", "\n")
 
     def _tick(self) -> None:
-        told, seldom = "", 0
+        shown, seldom = "", 0
         while not self._over.wait(ON_A_TERMINAL_EVERY_S if self._is_terminal else IN_A_LOG_EVERY_S):
             state, seldom = self._now(), seldom + 1
-            if self._is_terminal or state != told or seldom % UNCHANGED_EVERY == 0:
-                told = state
+            if self._is_terminal or state != shown or seldom % UNCHANGED_EVERY == 0:
+                shown = state
                 words = f": {state}" if state else " …"
                 self._show(f"{self._title}{words}, {duration(time.monotonic() - self._began_s)}", "\r")
 

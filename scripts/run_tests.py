@@ -27,7 +27,7 @@ AT_A_TIME = 2
 APART = (Path("tests/data/tokens"),)
 """Folders inside an area that are an area of their own."""
 LONGEST = ("tests/e2e", "tests/service", "tests/data", "tests/checkpoint", "tests/tasks")
-"""Begun first, so that none of them is left for the end."""
+"""Started first, so that none of them is left for the end."""
 OUTCOMES = ("passed", "failed", "skipped")
 CLOSING_LINES = 40
 """How much of what a failed area said last is said again."""

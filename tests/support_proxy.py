@@ -14,10 +14,11 @@ CHUNK_BYTES = 65_536
 
 
 class Proxy:
-    """Forwards 127.0.0.1:`port` to 127.0.0.1:`target_port`. Use as a context manager."""
+    """Forwards `host`:`port` to 127.0.0.1:`target_port`. Use as a context manager."""
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, *, host: str = "127.0.0.1") -> None:
         self.target_port = target_port
+        self.host = host
         self.port = 0
         self.latency_s = 0.0
         self.refusing = False
@@ -30,7 +31,7 @@ class Proxy:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def __enter__(self) -> Proxy:
         self._thread.start()
@@ -57,7 +58,7 @@ class Proxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _open(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, self.host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:

@@ -6,6 +6,9 @@ from importlib import import_module
 
 import pytest
 
+from strata.checkpoint import CheckpointInfo
+from strata.core.messages import CheckpointId
+
 TODAY = {
     "elastic_harness.checkpoint.config:CheckpointConfig": "elastic_harness.checkpoint:CheckpointConfig",
     "elastic_harness.checkpoint.config:CheckpointTier": "elastic_harness.checkpoint:CheckpointTier",
@@ -26,3 +29,18 @@ def look_up(name: str) -> object:
 @pytest.mark.parametrize("name", TODAY)
 def test_an_earlier_name_is_the_one_of_today(name: str) -> None:
     assert look_up(name) is look_up(TODAY[name])
+
+
+def test_a_checkpoint_still_has_its_lasting_parent() -> None:
+    info = CheckpointInfo(
+        checkpoint_id=CheckpointId("b"),
+        step=2,
+        epoch=0,
+        path="/b",
+        size_bytes=1,
+        created_at=0.0,
+        digest="",
+        tiers=("NVME",),
+        durable_parent=CheckpointId("a"),
+    )
+    assert info.lasting_parent == "a"

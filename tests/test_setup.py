@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -115,14 +116,19 @@ def test_in_a_log_a_step_says_what_how_far_and_how_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "IN_A_LOG_EVERY_S", 0.001)
-    states = iter(["1 of 2", "2 of 2"])
-    shown = ""
+    states, is_shown = iter(["1 of 2", "2 of 2"]), threading.Event()
+
+    def state() -> str:
+        found = next(states, None)
+        if found is None:  # The one before has been shown.
+            is_shown.set()
+        return found or "2 of 2"
+
     with progress.Step("Python packages", number=2, count=4) as step:
-        step.state = lambda: next(states, "2 of 2")
-        while "2 of 2" not in shown:
-            shown += capsys.readouterr().out
+        step.state = state
+        assert is_shown.wait(60)
         step.state = "2 installed"
-    lines = (shown + capsys.readouterr().out).splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[2/4] Python packages …"
     assert "[2/4] Python packages: 1 of 2, 0 s" in lines
     assert re.fullmatch(r"\[2/4\] Python packages: 2 installed, \d s", lines[-1])

@@ -30,10 +30,14 @@ _HOMES = {
     "recoverable": "strata.training.recoverable",
 }
 
+_MODULES = ("sinks",)
+
 __all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"strata.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'strata' has no attribute '{name}'")
@@ -43,12 +47,13 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOMES))
+    return sorted(set(globals()) | set(_HOMES) | set(_MODULES))
 
 
 separate_attempts()  # Where torchrun has restarted this process, before it meets the others.
 
 if TYPE_CHECKING:
+    from strata import sinks as sinks
     from strata.checkpoint import AsyncCheckpointWriter as AsyncCheckpointWriter
     from strata.checkpoint import CheckpointManager as CheckpointManager
     from strata.client import Client as Client

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from strata.bench import sharded
 from strata.bench.checkpoint import QUICK, _save_rows
 from strata.bench.checkpoint_damage import count
@@ -29,6 +31,7 @@ def test_a_flipped_bit_is_noticed_here_and_not_by_plain_files(tmp_path: Path) ->
     assert all(v.noticed + v.harmless + v.silently_wrong == 12 for v in verdicts.values())
 
 
+@pytest.mark.timeout(900)  # A dozen worlds, whose ranks each import torch.
 def test_every_figure_of_sharded_state_is_there_and_nothing_is_left(tmp_path: Path) -> None:
     rows = list(sharded.run(sharded.QUICK, folder=tmp_path))
     names = [row.name for row in rows]

@@ -119,7 +119,7 @@ def check_store(folder: Path, newest: dict[str, Any] | None, note: str) -> None:
     if newest is not None:
         found = {entry.manifest.checkpoint_id: entry.manifest.digest for entry in listing.entries}
         newer = [entry for entry in listing.entries if entry.manifest.step > newest["step"]]
-        # It makes room for newer ones only: of those that were killed before they could report.
+        # It makes space for newer ones only: of those that were killed before they could report.
         made_room = newest["id"] not in found and len(newer) >= KEPT
         assert made_room or found.get(newest["id"]) == newest["digest"], (note, newest, found)
     files = [path for path in folder.rglob("*") if path.is_file()]

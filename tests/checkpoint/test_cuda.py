@@ -42,7 +42,7 @@ def keep_device_busy() -> None:
 
 @pytest.fixture(params=[True, False], ids=["spare memory", "no spare memory"])
 def has_spare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the device has room for a second copy of the state."""
+    """Whether the device has space for a second copy of the state."""
     if not request.param:
         monkeypatch.setattr(device.SpareMemory, "take", lambda *_: None)
     return bool(request.param)

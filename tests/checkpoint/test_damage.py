@@ -55,7 +55,7 @@ def regions(manifest: Manifest, size_bytes: int) -> Iterator[tuple[str, range]]:
     last = max(entry.offset_bytes + entry.size_bytes for entry in manifest.tensors)
     yield "the first header", range(64)
     yield "the pickle", range(4096, 6000)
-    yield "the room after the pickle", range(40_000, 41_000)
+    yield "the space after the pickle", range(40_000, 41_000)
     yield "a header between", range(first - 200, first)
     yield "tensor bytes", range(first, last)
     yield "the central directory", range(last, size_bytes - 22)

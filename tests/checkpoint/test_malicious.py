@@ -1,7 +1,7 @@
 """No payload runs, through any way into a checkpoint: harness, trainer, sharded state, exports, command line.
 
 The payloads and the proof that each would run are in `malicious.py`; here they come in every container PyTorch knows, at
-every place a state has, and through every door. What stops them must be a typed error or an older checkpoint.
+every place a state has, and through every call that reads one. What stops them must be a typed error or an older checkpoint.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def test_lack_of_space_is_noticed_before_a_save_starts(tmp_path: Path, memory: M
 
 
 class BlindStore:
-    """A store that does not know how much room it has."""
+    """A store that does not know how much space it has."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -330,7 +330,7 @@ class BlindStore:
 def test_a_disk_that_fills_up_half_way_costs_one_save_and_nothing_else(
     tmp_path: Path, memory: Memory, free_bytes: int
 ) -> None:
-    """Room for one checkpoint and some bytes: the second one hits the end of the device while it is written."""
+    """Space for one checkpoint and some bytes: the second one hits the end of the device while it is written."""
     first = small_state(1)
     with small_tmpfs(
         tmp_path / "small", size_bytes=400 << 10 if free_bytes < 100 << 10 else (400 << 10) + free_bytes

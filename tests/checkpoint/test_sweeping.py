@@ -3,7 +3,10 @@ is what was written."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
 import threading
 from collections.abc import Callable
 
@@ -97,3 +100,33 @@ def test_what_is_hashed_is_what_was_written_while_the_state_changes() -> None:
     finally:
         is_over.set()
         changing.join()
+
+
+def test_processes_forked_from_one_hash_what_each_of_them_has_written() -> None:
+    """Ranks are forked by a server that has imported this: two that save at the same time must not share what they hash in."""
+    state = torch.randint(0, 256, (WINDOW_BYTES,), dtype=torch.uint8)
+    theirs = torch.full_like(state, 7)
+    image, their_image = torch.zeros_like(state), torch.zeros_like(state)
+    windows = Windows(image, [0], [len(state)])
+    others = Filling(Windows(their_image, [0], [len(theirs)]), [theirs.data_ptr()])
+    expected = digest_of(memoryview(state.numpy().data))
+    begun, beginning = os.pipe()
+    child = os.fork()  # Which must not call torch: its threads were not forked.
+    if not child:
+        with contextlib.suppress(BaseException):
+            while True:
+                others.copy(0)
+                os.write(beginning, b".")
+        os._exit(1)
+    try:
+        os.read(begun, 1)
+        for _ in range(300):
+            filling = Filling(windows, [state.data_ptr()])
+            filling.copy(0)
+            assert filling.digest() == expected
+            os.read(begun, 1 << 16)  # The other has copied meanwhile.
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(begun)
+        os.close(beginning)

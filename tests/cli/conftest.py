@@ -30,6 +30,9 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
         world_before=2,
         world_after=1,
         reason="a test",
+        survived=1,
+        lost=["worker-02"],
+        cause="rank 1 (here, pid 812) was killed by SIGKILL",
     )
     assert server.post("/api/tasks", {"name": "train", "type": "training", "dataset_id": "images"})[0] == 201
     eventually(lambda: server.get("/api/workers")[0]["status"] == "training", within_s=30)

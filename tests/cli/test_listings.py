@@ -31,7 +31,15 @@ SHOWN = {
     "datasets": ["images", "1,281,167", "129", "/data/images"],
     "checkpoints": ["c1", "completed", "500", "5.0 MB", "10 MB/s", "memory"],
     "barriers": ["epoch", "complete", "never", "broken", "timed out"],
-    "recoveries": ["500", "1.75 s", "1.25", "memory", "2→1"],
+    "recoveries": [
+        "500",
+        "1.75 s",
+        "1.25",
+        "memory",
+        "2→1",
+        "1 survived in process, worker-02 lost",
+        "killed by SIGKILL",
+    ],
     "tasks": ["train", "pending"],
     "logs": ["serving"],
 }

@@ -146,6 +146,7 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_its_records(
             "journal.sqlite",
             "lock",
             "logs.sqlite",
+            "metrics.sqlite",
             "reserve",
             "task-tokens.key",
         ]

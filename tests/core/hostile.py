@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from strata.core.failures import Failure, WorkerError
 from strata.core.messages import (
     ArriveAtBarrier,
     BeginAttempt,
@@ -28,7 +29,9 @@ from strata.core.messages import (
     RegisterDataset,
     RegisterWorker,
     RemoveDataset,
+    ReportFailure,
     ReportRecovery,
+    ReportSlow,
     RestartTask,
     StopTask,
     SwapValue,
@@ -218,6 +221,43 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
         world_before=counts,
         world_after=counts,
         reason=texts,
+    ),
+    ReportFailure: built(
+        ReportFailure,
+        failures=st.lists(
+            built(
+                Failure,
+                rank=st.one_of(st.none(), counts),
+                host=texts,
+                pid=counts,
+                gpu=texts,
+                at_s=seconds,
+                exit_code=st.one_of(st.none(), st.sampled_from([0, 1, -9, -15, 75, 86]), counts),
+                error=st.one_of(
+                    st.none(),
+                    built(
+                        WorkerError,
+                        type=texts,
+                        message=texts,
+                        where=st.lists(texts, max_size=2).map(tuple),
+                        step=st.one_of(st.none(), counts),
+                        traceback=texts,
+                    ),
+                ),
+                oom_killed=st.booleans(),
+                device_faults=st.lists(texts, max_size=2).map(tuple),
+                last_lines=st.lists(texts, max_size=2).map(tuple),
+                replaced=texts,
+            ),
+            max_size=3,
+        ).map(tuple),
+        launch=texts,
+        job_id=st.one_of(st.none(), names.map(JobId)),
+        decision=st.sampled_from(["restart", "stop"]),
+        reason=texts,
+    ),
+    ReportSlow: built(
+        ReportSlow, job_id=names.map(JobId), worker_id=workers, slow=st.booleans(), reason=texts
     ),
     SwapValue: built(
         SwapValue,

@@ -167,6 +167,15 @@ def test_duration_is_measured_where_the_writer_does_not_say(fleet: Fleet) -> Non
     assert view.throughput_mb_s == pytest.approx(2.0)
 
 
+def test_compaction_is_the_same_whichever_job_completed_first(fleet: Fleet) -> None:
+    fleet.joins("c", job="other")
+    fleet.save("a", "c0")
+    fleet.save("c", "c1")
+    fleet.save("c", "c1", status="removed")
+    fleet.save("c", "c2")
+    assert fleet.compacted().cluster.compact() == fleet.cluster.compact()
+
+
 def test_compaction_keeps_status_order_tiers_and_removals(fleet: Fleet) -> None:
     fleet.save("a", "begun", status="in_progress")
     fleet.save("a", "failed", status="failed", reason="no space")

@@ -15,6 +15,7 @@ from strata.core.messages import (
     DatasetId,
     DeregisterWorker,
     Event,
+    IncidentReported,
     InvalidArgument,
     JobId,
     NameInUse,
@@ -38,8 +39,8 @@ A = WorkerId("a")
 
 
 def failed(events: Sequence[Event]) -> list[str]:
-    """Who has failed, and that nothing else has happened."""
-    assert all(isinstance(event, WorkerFailed) for event in events)
+    """Who has failed, and that nothing else has happened beside the incidents of it."""
+    assert all(isinstance(event, WorkerFailed | IncidentReported) for event in events)
     return [event.worker_id for event in events if isinstance(event, WorkerFailed)]
 
 
@@ -381,7 +382,9 @@ def test_a_dropped_stream_means_failure_after_the_grace(fleet: Fleet) -> None:
     fleet.joins("a", "b")
     fleet.drop("a")
     assert fleet.tick(0.49).events == ()
-    (failed,) = fleet.tick(0.01).events
+    failed, incident = fleet.tick(0.01).events
+    assert isinstance(incident, IncidentReported)
+    assert (incident.failure_class, incident.decision) == ("node_lost", "restart")
     assert isinstance(failed, WorkerFailed)
     assert (failed.worker_id, failed.reason) == (
         "a",
@@ -422,7 +425,7 @@ def test_silence_means_failure_after_the_heartbeat_timeout(fleet: Fleet) -> None
     fleet.now_s += 20
     fleet.beat("b")
     assert fleet.tick(9.9).events == ()
-    (failed,) = fleet.tick(0.1).events
+    failed, _ = fleet.tick(0.1).events
     assert isinstance(failed, WorkerFailed)
     assert failed.worker_id == "a"
     assert "no heartbeat for 30.0 s" in failed.reason
@@ -452,7 +455,7 @@ def test_after_a_restart_everyone_has_a_full_timeout_to_come_back(
     fleet.now_s += 1000  # The coordinator was down that long: the silence was its own.
     again = restart(fleet)
     assert again.tick(29.9).events == ()
-    assert [type(event) for event in again.tick(0.1).events] == [WorkerFailed]
+    assert [type(event) for event in again.tick(0.1).events] == [WorkerFailed, IncidentReported]
 
 
 # --- forgetting and limits ----------------------------------------------------------------------------------

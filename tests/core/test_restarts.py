@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from strata.core.restarts import QUICK_S, RepeatedErrors, WorkerError, root_cause
+from strata.core.failures import SIGKILL, Failure, WorkerError, root_cause
+from strata.core.restarts import QUICK_S, Policy, PolicyError, Restarts
 
 TYPO = WorkerError(type="NameError", message="name 'modle' is not defined", where=("a.py:3", "a.py:9"))
 LOST_PEER = WorkerError(
@@ -16,17 +17,35 @@ LOST_PEER = WorkerError(
 )
 
 
-def outcome(*errors: WorkerError | None, lasted_s: float = 1.0) -> list[bool]:
-    """After each failure: whether the run is given up."""
-    repeated = RepeatedErrors()
-    return [repeated.failed(error, lasted_s=lasted_s) is not None for error in errors]
+SIGSEGV = 11
+
+
+def outcome(
+    *errors: WorkerError | None, lasted_s: float = 1.0, policy: str = "", every_s: float = 0.0
+) -> list[bool]:
+    """After each failure: whether the run is given up. One without an error was killed."""
+    ends = [Failure(rank=0, exit_code=1, error=error) if error else KILLED for error in errors]
+    return verdicts(*ends, lasted_s=lasted_s, policy=policy, every_s=every_s)
+
+
+def verdicts(*failures: Failure, lasted_s: float = 1.0, policy: str = "", every_s: float = 0.0) -> list[bool]:
+    restarts = Restarts(Policy.parse(policy))
+    found = [
+        restarts.failed(failure, lasted_s=lasted_s, now_s=number * every_s)
+        for number, failure in enumerate(failures)
+    ]
+    return [verdict.decision == "stop" for verdict in found]
+
+
+KILLED, CRASHED = Failure(rank=0, exit_code=-SIGKILL), Failure(rank=0, exit_code=-SIGSEGV)
 
 
 def test_the_same_error_at_the_same_place_is_given_up_the_second_time() -> None:
     assert outcome(TYPO, TYPO) == [False, True]
-    reason = RepeatedErrors(TYPO, True).failed(TYPO, lasted_s=1.0)
-    assert reason is not None
-    assert "NameError: name 'modle' is not defined (a.py:9)" in reason
+    restarts = Restarts()
+    for _ in range(2):
+        verdict = restarts.failed(Failure(exit_code=1, error=TYPO), lasted_s=1.0, now_s=0.0)
+    assert "NameError: name 'modle' is not defined (a.py:9)" in verdict.reason
 
 
 def test_numbers_in_a_message_do_not_make_it_another_error() -> None:
@@ -83,11 +102,47 @@ def test_an_error_survives_the_way_to_the_agent() -> None:
 
 
 def test_where_others_continue_their_steps_do_not_excuse_an_error_that_comes_back() -> None:
-    repeated = RepeatedErrors()
+    restarts = Restarts()
     found = [
-        repeated.failed(replace(TYPO, step=step), lasted_s=1.0, others_continue=True)
+        restarts.failed(
+            Failure(exit_code=1, error=replace(TYPO, step=step)),
+            lasted_s=1.0,
+            now_s=0.0,
+            others_continue=True,
+        )
         for step in (100, 110, 120)
     ]
-    assert found[:2] == [None, None]
-    assert found[2] is not None
-    assert "came back 2 times in a row" in found[2]
+    assert [verdict.decision for verdict in found] == ["restart", "restart", "stop"]
+    assert "came back 2 times in a row" in found[2].reason
+
+
+def test_a_crash_without_words_is_given_up_the_third_time_and_a_kill_from_outside_never() -> None:
+    assert verdicts(CRASHED, CRASHED, CRASHED) == [False, False, True]
+    assert verdicts(CRASHED, CRASHED, KILLED, CRASHED) == [False, False, False, True]
+    assert verdicts(*[CRASHED] * 5, lasted_s=QUICK_S) == [False] * 5
+    assert verdicts(*[KILLED] * 20) == [False] * 20
+    assert verdicts(*[replace(KILLED, oom_killed=True)] * 3) == [False, False, True]
+
+
+def test_the_policy_of_a_run_decides() -> None:
+    assert outcome(TYPO, policy="user_error=stop") == [True]
+    assert outcome(TYPO, TYPO, TYPO, policy="user_error=continue") == [False, False, True]
+    assert outcome(*[TYPO] * 5, policy="user_error=continue, same_fingerprint=5") == [False] * 4 + [True]
+    assert verdicts(CRASHED, policy="same_fingerprint=1") == [True]
+    broken = Failure(exit_code=1, error=replace(TYPO, type="RuntimeError", message="CUDA error: unknown"))
+    assert verdicts(broken, policy="gpu=stop") == [True]
+    assert verdicts(Failure(exit_code=-15), Failure(exit_code=75), policy="preemption=stop") == [True, True]
+    assert verdicts(Failure(exit_code=-15), Failure(exit_code=75)) == [False, False]
+
+
+def test_restarts_are_bounded_by_the_hour_whatever_the_reason() -> None:
+    assert verdicts(*[KILLED] * 4, policy="max_restarts_per_hour=3", every_s=60) == [False] * 3 + [True]
+    assert verdicts(*[KILLED] * 8, policy="max_restarts_per_hour=3", every_s=1_250) == [False] * 8
+
+
+@pytest.mark.parametrize(
+    "text", ["stop", "user_error=never", "same_fingerprint=0", "max_restarts_per_hour=-1", "retries=3"]
+)
+def test_a_policy_that_cannot_be_read_says_what_may_be_written(text: str) -> None:
+    with pytest.raises(PolicyError, match=r"there are same_fingerprint|may be stop or|at least"):
+        Policy.parse(text)

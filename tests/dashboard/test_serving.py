@@ -53,7 +53,7 @@ def test_every_view_is_the_application_and_nothing_else_is(watched: Coordinator)
         assert (status, body) == (200, index), path
         assert headers["content-type"].startswith("text/html")
         assert headers["cache-control"] == "no-cache"
-    for path in ("/api/nothing", "/api/runs", "/nothing", "/assets/none.js", "/index.html/x", "/../setup.py"):
+    for path in ("/api/nothing", "/api/run", "/nothing", "/assets/none.js", "/index.html/x", "/../setup.py"):
         status, headers, body = ask(watched, path)
         assert status == 404, path
         assert json.loads(body)["code"] == "not_found"

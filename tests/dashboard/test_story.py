@@ -18,6 +18,7 @@ from strata.launch.cleanup import end_processes
 from strata.shared_memory import forget_jobs
 from tests.dashboard.browser import Browser
 from tests.support import Coordinator
+from tests.training.test_recoverable import job
 
 pytestmark = pytest.mark.browser
 
@@ -49,6 +50,26 @@ def test_a_run_is_started_watched_and_stopped_without_a_terminal(
     filter_the_logs(page, task, tmp_path)
     stop_the_task(page, own, task)
     lose_and_regain_the_coordinator(page, own)
+
+
+@pytest.mark.timeout(240)
+def test_survivors_of_a_lost_rank_are_shown_as_survivors(
+    watched: Coordinator, page: Browser, tmp_path: Path
+) -> None:
+    options = {"COORDINATOR_ADDR": watched.address, "STRATA_JOB_ID": "survivors"}
+    with job(tmp_path / "job", "ddp", workers=3, steps=100_000, **options) as running:
+        running.await_line(lambda line: "resumed" in line, count=3)
+        page.open("/runs/survivors")
+        page.see("No recoveries")
+        page.see(css="canvas[aria-label^='3 workers up, 0 lost']")
+        os.kill(running.living()[1], signal.SIGKILL)
+        page.see("2 survived in process, rank1 lost", css="[aria-label=Recoveries] *", within_s=90)
+        page.see("rank 1 ", css="[aria-label=Recoveries] *")  # What became of it.
+        page.see("2 survived in process, rank1 joined", css="[aria-label=Recoveries] *", within_s=90)
+        joined = [e["data"] for e in watched.get("/api/events/recent") if e["event"] == "worker_joined"]
+        assert sorted(e["spec"]["worker_id"] for e in joined if e["spec"]["job_id"] == "survivors") == [
+            *("survivors-rank0", "survivors-rank1", "survivors-rank1", "survivors-rank2")
+        ]
 
 
 def test_the_shard_map_follows_training_from_epoch_to_epoch(watched: Coordinator, page: Browser) -> None:

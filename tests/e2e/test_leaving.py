@@ -106,7 +106,7 @@ def test_a_killed_agent_leaves_no_semaphores(run: ChaosRun) -> None:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """For temporary files: a path that leaves room for the address of a socket."""
+    """For temporary files: a path that leaves space for the address of a socket."""
     with tempfile.TemporaryDirectory(prefix="strata-") as folder:
         yield Path(folder)
 

@@ -107,6 +107,7 @@ class Wire:
             "NotifyCheckpoint": wire.notify_checkpoint,
             "ReconcileCheckpoints": wire.reconcile_checkpoints,
             "ReportRecovery": wire.report_recovery,
+            "ReportFailure": wire.report_failure,
             "SwapValue": swap,
             "Session": progress,
         }

@@ -23,7 +23,7 @@ WINDOW_S = 3_600.0
 """Nobody here is ever silent for so long."""
 
 
-class Told:
+class KnownPresence:
     """News as a test tells them."""
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Run:
     """Two members, of which the first is this process's, and what it reads of the second."""
 
     def __init__(self) -> None:
-        self.server, self.told = DictCasClient(), Told()
+        self.server, self.known = DictCasClient(), KnownPresence()
         self.mine, self.other = (backend(self.server, "run", window_s=WINDOW_S) for _ in range(2))
-        self.mine.presence = self.told
+        self.mine.presence = self.known
         self.state, self.token, _ = self.other.set_state(state_of(node(1), node(2)))  # type: ignore[misc]
 
     def is_silent(self) -> bool:
@@ -65,11 +65,11 @@ class Run:
 def test_a_node_whose_connection_dropped_is_silent_at_once_and_alive_when_it_is_back() -> None:
     run = Run()
     assert not run.is_silent()
-    run.told.lost = {str(node(2))}
+    run.known.lost = {str(node(2))}
     assert run.mine.has_news
     assert run.is_silent()
     assert run.mine.is_lost(node(2))
-    run.told.lost = frozenset()
+    run.known.lost = frozenset()
     assert not run.is_silent()
 
 
@@ -77,13 +77,13 @@ def test_a_node_that_was_alive_until_it_dropped_is_silent_whatever_was_read_befo
     run = Run()
     run.is_silent()
     run.beat()  # Its last one, which nobody has read yet.
-    run.told.lost = {str(node(2))}
+    run.known.lost = {str(node(2))}
     assert run.is_silent()
 
 
 def test_a_node_whose_counter_moves_after_its_connection_dropped_is_alive() -> None:
     run = Run()
-    run.told.lost = {str(node(2))}
+    run.known.lost = {str(node(2))}
     assert run.is_silent()
     run.beat()
     assert not run.is_silent()
@@ -93,7 +93,7 @@ def test_a_node_whose_counter_moves_after_its_connection_dropped_is_alive() -> N
 def test_a_node_that_was_between_two_rounds_when_it_dropped_and_joins_the_next_is_alive() -> None:
     run = Run()
     run.other.leave(node(2))
-    run.told.lost = {str(node(2))}
+    run.known.lost = {str(node(2))}
     found = run.mine.get_state()
     assert found is not None
     assert run.mine.is_lost(node(2))
@@ -121,13 +121,13 @@ def handlers(server: DictCasClient, count: int = 2, **conf: Any) -> list[CasRend
     params = RendezvousParameters("strata", "", "run", 1, 2, local_addr="127.0.0.1", **conf)
     made = [create_cas_handler(server, params, unreachable=str) for _ in range(count)]
     for handler in made:
-        handler.backend.presence = Told()
+        handler.backend.presence = KnownPresence()
     return made
 
 
-def told(of: CasRendezvousHandler) -> Told:
+def known(of: CasRendezvousHandler) -> KnownPresence:
     presence = of.backend.presence
-    assert isinstance(presence, Told)
+    assert isinstance(presence, KnownPresence)
     return presence
 
 
@@ -141,7 +141,7 @@ def test_a_round_after_a_loss_waits_for_nobody_once_all_who_are_left_have_joined
     one, two = handlers(DictCasClient())
     assert meet(one, two) == [2, 2]
     two._stop_heartbeats()
-    told(one).lost = {str(two.this_node)}
+    known(one).lost = {str(two.this_node)}
     assert meet(one) == [1], "neither the keep-alives of the lost one nor the last call are waited for"
     one.shutdown()
 
@@ -180,7 +180,7 @@ def test_the_last_call_is_cut_short_only_where_nobody_may_be_on_the_way() -> Non
     assert deadline_of(1, me, other, newcomer) == ALREADY
     assert deadline_of(1, me, other, waiting=[newcomer]) == later, "one who waited has not joined yet"
     assert deadline_of(2, me, other) == later, "who was in the round between is not known here"
-    told(one).lost = {str(other)}
+    known(one).lost = {str(other)}
     assert one.num_nodes_waiting() == 1
     assert deadline_of(1, me) == ALREADY
     for handler in (one, two):
@@ -191,7 +191,7 @@ def test_an_agent_whose_stream_is_open_asks_the_server_only_when_there_is_news()
     server = CountingReads()
     one, two = handlers(server)
     meet(one, two)
-    told(one).version = int(one.backend._token or 0)
+    known(one).version = int(one.backend._token or 0)
     before = server.reads
     assert [one.num_nodes_waiting() for _ in range(100)] == [0] * 100
     assert server.reads == before
@@ -200,11 +200,11 @@ def test_an_agent_whose_stream_is_open_asks_the_server_only_when_there_is_news()
     state.wait_list, state.last_heartbeats[node(99)] = {node(99)}, datetime.now(UTC)
     assert two.backend.set_state(pickle.dumps(state), two.backend._token)[2]  # type: ignore[index]
     before = server.reads
-    told(one).version = int(two.backend._token or 0)
+    known(one).version = int(two.backend._token or 0)
     assert eventually(one.num_nodes_waiting, within_s=PATIENCE_S, what="the newcomer") == 1
     assert server.reads == before + 1
 
-    told(one).is_connected = False
+    known(one).is_connected = False
     one.expire_state()
     one.num_nodes_waiting()
     assert server.reads == before + 2, "without a stream it polls"
@@ -215,11 +215,11 @@ def test_an_agent_whose_stream_is_open_asks_the_server_only_when_there_is_news()
 def test_a_lost_member_needs_another_round_and_a_lost_stranger_does_not() -> None:
     one, two = handlers(DictCasClient())
     meet(one, two)
-    told(one).lost = {"somebody_1_0"}
+    known(one).lost = {"somebody_1_0"}
     assert one.num_nodes_waiting() == 0
-    told(one).lost = {"somebody_1_0", str(two.this_node)}
+    known(one).lost = {"somebody_1_0", str(two.this_node)}
     assert eventually(one.num_nodes_waiting, within_s=PATIENCE_S, what="the loss") == 1
-    told(one).lost = frozenset()
+    known(one).lost = frozenset()
     assert eventually(lambda: one.num_nodes_waiting() == 0, within_s=PATIENCE_S, what="its return")
     for handler in (one, two):
         handler.shutdown()
@@ -237,7 +237,7 @@ def test_an_etcd_server_knows_no_connections() -> None:
 @pytest.mark.parametrize("connected", [True, False])
 def test_a_closed_handler_takes_its_leave(connected: bool) -> None:
     (one,) = handlers(DictCasClient(), 1, last_call_timeout=0.1)
-    told(one).is_connected = connected
+    known(one).is_connected = connected
     meet(one)
     one.shutdown()
-    assert not told(one).is_connected
+    assert not known(one).is_connected

@@ -66,7 +66,7 @@ def run_dir(folder: Path) -> Iterator[Path]:
         ]
     )
     try:
-        eventually((run_dir / "keeper.json").exists, within_s=30)
+        eventually((run_dir / "supervisor.json").exists, within_s=30)
         yield run_dir
     finally:
         supervisor.send_signal(signal.SIGTERM)
@@ -75,7 +75,7 @@ def run_dir(folder: Path) -> Iterator[Path]:
 
 
 def pid_of(run_dir: Path) -> int:
-    return int(json.loads((run_dir / "keeper.json").read_text())["pid"])
+    return int(json.loads((run_dir / "supervisor.json").read_text())["pid"])
 
 
 def output(run_dir: Path) -> str:

@@ -56,6 +56,22 @@ def test_flags_of_the_user_win(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
+def test_spares_are_ours_and_what_stands_behind_the_script_is_the_scripts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = parse(["--spares=2", "train.py", "--spares", "7"])
+    assert (args.spares, args.training_script_args) == (2, ["--spares", "7"])
+    assert parse(["train.py"]).spares == 0
+    for words in (["--spares=-1", "train.py"], ["--spares=1", "--virtual-local-rank", "train.py"]):
+        with pytest.raises(SystemExit):
+            parse(words)
+        assert "--spares" in capsys.readouterr().err
+    assert "--spares=3" in TorchrunSpec(run_id="r", arguments=["train.py"], spares=3).command()
+    assert not any(
+        word.startswith("--spares") for word in TorchrunSpec(run_id="r", arguments=["train.py"]).command()
+    )
+
+
 def test_an_endpoint_is_the_coordinators_unless_a_back_end_is_named() -> None:
     args = parse(["--nnodes=1:4", "--rdzv-endpoint=head:50051", "train.py"])
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("strata", "head:50051")

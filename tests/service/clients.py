@@ -135,7 +135,7 @@ def metric(url: str, name: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
+class ReceivedEvent:
     id: str
     kind: str
     data: Any
@@ -143,12 +143,12 @@ class Heard:
 
 
 class EventStream:
-    """A reader of /api/events. Use as a context manager; listening has begun when it is entered."""
+    """A reader of /api/events. Use as a context manager; listening has started when it is entered."""
 
     def __init__(self, port: int, *, last_event_id: str | None = None) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         self._headers = {"Last-Event-ID": last_event_id} if last_event_id else {}
-        self.heard: list[Heard] = []
+        self.received: list[ReceivedEvent] = []
         self.raw = b""
         self._more = threading.Condition()
         self._greeted = threading.Event()
@@ -169,13 +169,15 @@ class EventStream:
 
     def wait_for(
         self, kind: str, matches: Callable[[Any], bool] = lambda data: True, *, within_s: float = 30.0
-    ) -> Heard:
-        def found() -> Heard | None:
-            return next((e for e in self.heard if e.kind == kind and matches(e.data)), None)
+    ) -> ReceivedEvent:
+        def found() -> ReceivedEvent | None:
+            return next((e for e in self.received if e.kind == kind and matches(e.data)), None)
 
         with self._more:
             event = self._more.wait_for(found, within_s)
-            assert event is not None, f"no {kind} within {within_s} s; heard {[e.kind for e in self.heard]}"
+            assert event is not None, (
+                f"no {kind} within {within_s} s; received {[e.kind for e in self.received]}"
+            )
             return event
 
     def _read(self) -> None:
@@ -191,8 +193,8 @@ class EventStream:
                         block[key] = value
                         continue
                     if "event" in block:
-                        self.heard.append(
-                            Heard(
+                        self.received.append(
+                            ReceivedEvent(
                                 id=block["id"],
                                 kind=block["event"],
                                 data=json.loads(block["data"]),

@@ -404,7 +404,9 @@ def _heard_calls(coordinator: Coordinator, count: float) -> bool:
 def _failures(events: EventStream, worker: str) -> list[str]:
     """Of this worker only: those that other tests left without a goodbye fail meanwhile, half a minute later."""
     return [
-        e.data["reason"] for e in events.heard if e.kind == "worker_failed" and e.data["worker_id"] == worker
+        e.data["reason"]
+        for e in events.received
+        if e.kind == "worker_failed" and e.data["worker_id"] == worker
     ]
 
 

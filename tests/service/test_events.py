@@ -17,7 +17,7 @@ def register(coordinator: Coordinator, *names: str) -> None:
 
 
 def joined(stream: EventStream) -> list[str]:
-    return [e.data["spec"]["worker_id"] for e in stream.heard if e.kind == "worker_joined"]
+    return [e.data["spec"]["worker_id"] for e in stream.received if e.kind == "worker_joined"]
 
 
 def number(event_id: str) -> int:
@@ -30,9 +30,9 @@ def test_events_come_in_order_with_ids_that_grow(shared: Coordinator) -> None:
         register(shared, *names)
         stream.wait_for("worker_joined", lambda e: e["spec"]["worker_id"] == names[-1])
     assert joined(stream) == names
-    numbers = [number(e.id) for e in stream.heard]
+    numbers = [number(e.id) for e in stream.received]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    assert all(e.data["reason"] for e in stream.heard if e.kind == "worker_joined")
+    assert all(e.data["reason"] for e in stream.received if e.kind == "worker_joined")
 
 
 def test_two_readers_get_identical_bytes(shared: Coordinator) -> None:
@@ -42,8 +42,8 @@ def test_two_readers_get_identical_bytes(shared: Coordinator) -> None:
             time.sleep(0.05)
         for stream in (one, two):
             stream.wait_for("worker_joined", lambda e: e["spec"]["worker_id"] == "twins-4")
-        last = min(number(one.heard[-1].id), number(two.heard[-1].id))
-        first = max(number(one.heard[0].id), number(two.heard[0].id))
+        last = min(number(one.received[-1].id), number(two.received[-1].id))
+        first = max(number(one.received[0].id), number(two.received[0].id))
 
     def between(stream: EventStream) -> list[bytes]:
         blocks = [b for b in stream.raw.split(b"\n\n") if b.startswith(b"id: ")]
@@ -60,9 +60,9 @@ def test_reader_resumes_after_the_last_event_it_saw(shared: Coordinator) -> None
     register(shared, "resume-3")
     with EventStream(shared.http_port, last_event_id=seen.id) as after:
         after.wait_for("worker_joined", lambda e: e["spec"]["worker_id"] == "resume-3")
-    assert number(after.heard[0].id) == number(seen.id) + 1
+    assert number(after.received[0].id) == number(seen.id) + 1
     assert joined(after) == ["resume-2", "resume-3"]
-    assert "resync" not in {e.kind for e in after.heard}
+    assert "resync" not in {e.kind for e in after.received}
 
 
 def test_reader_that_names_an_unknown_event_must_resync(shared: Coordinator) -> None:
@@ -82,7 +82,7 @@ def test_reader_of_an_earlier_life_must_resync_and_continues(coordinator: Coordi
         resync = after.wait_for("resync")
         register(coordinator, "second")
         after.wait_for("worker_joined", lambda e: e["spec"]["worker_id"] == "second")
-    assert after.heard[0] is resync
+    assert after.received[0] is resync
     assert resync.id != seen.id
     assert joined(after) == ["second"], "what was before the resync is not told again"
 

@@ -8,11 +8,14 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from strata.coordinator.engine import Engine, SystemClock
+from strata.coordinator.journal.codec import decode, encode
 from strata.coordinator.journal.sqlite import JournalError, SqliteJournal, read_story
 from strata.core.cluster import Cluster
 from strata.core.messages import (
@@ -21,6 +24,7 @@ from strata.core.messages import (
     DatasetSpec,
     Event,
     JobId,
+    RecoveryRecorded,
     ValueSwapped,
     WorkerFailed,
     WorkerId,
@@ -64,6 +68,31 @@ def test_everything_appended_is_loaded_in_order(tmp_path: Path) -> None:
     journal.append([event(5), event(6)])
     assert [e.at_s for e in journal.load()] == [0, 1, 2, 3, 4, 5, 6]
     journal.close()
+
+
+def test_recovery_that_was_written_before_it_said_who_survived_is_still_read() -> None:
+    now = RecoveryRecorded(
+        job_id=JobId("job"),
+        worker_id=WorkerId("w"),
+        phases_s={"load": 0.5},
+        resumed_step=7,
+        lost_steps=1,
+        tier="MEMORY",
+        world_before=3,
+        world_after=2,
+        reason="recovered",
+        at_s=1.0,
+        survived=2,
+        lost=(WorkerId("lost"),),
+        joined=(WorkerId("new"),),
+        cause="killed",
+    )
+    assert decode("RecoveryRecorded", encode(now)) == now
+    fields = msgspec.msgpack.decode(encode(now))
+    for name in ("survived", "lost", "joined", "cause"):
+        del fields[name]
+    then = decode("RecoveryRecorded", msgspec.msgpack.encode(fields))
+    assert then == replace(now, survived=0, lost=(), joined=(), cause="")
 
 
 def test_snapshot_takes_the_place_of_what_it_sums_up_and_the_story_stays(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ async def test_archive_is_bounded_by_size_and_by_age(tmp_path: Path, monkeypatch
             store.add(level="info", message=f"{n} " + "x" * 400, source="s", at_s=0.0)
         assert archive.flush(60)
     assert archive.used_bytes() <= 1_100_000
-    assert (tmp_path / "logs.sqlite").stat().st_size < 4_000_000, "room is used again"
+    assert (tmp_path / "logs.sqlite").stat().st_size < 4_000_000, "space is used again"
     kept = await messages(store)
     assert kept[0].startswith("39 ")
     assert 500 < len(kept) < 3_000

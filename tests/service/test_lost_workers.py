@@ -77,14 +77,14 @@ def test_frozen_worker_fails_after_heartbeat_timeout_and_wakes_up_stale(
     before = _state(impatient)
     sleeper.thaw()
     _until_told(sleeper, "sleeper")
-    wishes: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
+    requests: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
         "heartbeat": ("heartbeat", (7, 1), {}),
         "progress": ("report_progress", ("images", 0, 0, 500), {}),
         "barrier": ("barrier", ("b",), {"participants": 1}),
         "checkpoint": ("notify_checkpoint", ("late", 3), {"path": "/ckpt/late"}),
         "shards": ("get_shards", ("images",), {}),
     }
-    for what, (method, args, kwargs) in wishes.items():
+    for what, (method, args, kwargs) in requests.items():
         with pytest.raises(RemoteError) as refused:
             sleeper.call("sleeper", method, *args, **kwargs)
         assert refused.value.kind == "StaleWorker", what
@@ -176,7 +176,7 @@ def test_goodbye_moves_shards_at_once_and_is_no_failure(shared: Coordinator) -> 
     with EventStream(shared.http_port) as events:
         _goodbye(shared)
     # Those of other tests, whose process has ended, may fail meanwhile.
-    failed = {e.data["worker_id"] for e in events.heard if e.kind == "worker_failed"}
+    failed = {e.data["worker_id"] for e in events.received if e.kind == "worker_failed"}
     assert not failed & {"stays", "leaves"}
 
 
@@ -225,7 +225,7 @@ def _until_told(fleet: Fleet, worker: str) -> None:
 
 
 def _state(coordinator: Coordinator) -> dict[str, object]:
-    """What a refused wish must leave as it was."""
+    """What a refused request must leave as it was."""
     time.sleep(0.3)  # Listings may be a quarter of a second old where only soft state changed.
     workers = [
         {k: w[k] for k in ("id", "status", "incarnation", "current_step", "assigned_shards")}

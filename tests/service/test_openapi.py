@@ -32,6 +32,7 @@ from schemathesis.specs.openapi.checks import (
 from strata import TrainingOrchestrator
 from strata.core.ledger import DataCommit, RankRecord
 from strata.rpc import coordinator_pb2 as pb
+from strata.worker.outbox import MetricOutbox
 from tests.service.clients import RawSession, channel, stub
 from tests.support import Coordinator, eventually
 
@@ -50,6 +51,9 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
         figures = {"loss": 1.0, "account_began_s": 1.0, "training_total_s": 2.0}
         worker.heartbeat(3, 1, state="training", task="task-1", metrics=figures)
         worker.report_progress("images", 0, 0, 50)
+        outbox = MetricOutbox(generation=1, started_ms=5, resumed_step=0)
+        outbox.put(pb.MetricRows(names=["loss"], steps=[1, 2], times=[1.0, 2.0], values=bytes(16)))
+        worker.send_metrics(outbox)
         lost = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="lost")).incarnation
         session = RawSession(own).hello("lost", lost)
         session.wait_for("welcome")
@@ -92,6 +96,7 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
         pages = ("workers", "datasets", "checkpoints", "barriers", "tasks", "logs")
         eventually(lambda: len(shared.get("/api/barriers")) >= 3, within_s=30)
         assert all(shared.get(f"/api/{page}") for page in pages)
+        eventually(lambda: shared.get("/api/runs"), within_s=30)
         yield shared
         waiting.cancel()
         worker.deregister()
@@ -121,7 +126,8 @@ def test_every_answer_is_what_the_document_says(busy: Coordinator, document: dic
         if "application/json" not in schema or not schema["application/json"].get("schema"):
             continue
         address = path.replace("{dataset_id}", "images").replace("{task_id}", task)
-        address = address.replace("{job_id}", "default")
+        address = address.replace("{job_id}", "default").replace("{run}", "default")
+        address += "?name=loss" if path.endswith("/series") else ""
         try:
             answer = busy.get(address)
         except urllib.error.HTTPError as error:

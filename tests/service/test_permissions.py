@@ -50,6 +50,7 @@ ROUTES = {
     "GET /api/workers": Expected("viewer"),
     "GET /api/barriers": Expected("viewer"),
     "GET /api/recoveries": Expected("viewer"),
+    "GET /api/incidents": Expected("viewer"),
     "GET /api/datasets": Expected("viewer"),
     "POST /api/datasets": Expected("operator"),
     "DELETE /api/datasets/{dataset_id}": Expected("operator"),
@@ -70,6 +71,9 @@ ROUTES = {
     "POST /api/tasks/{task_id}/restart": Expected("operator", "job"),
     "GET /api/tasks/{task_id}/logs": Expected("viewer", "job"),
     "GET /api/tasks/{task_id}/goodput": Expected("viewer", "job"),
+    "GET /api/runs": Expected("viewer"),
+    "GET /api/runs/{run}/metrics": Expected("viewer"),
+    "GET /api/runs/{run}/metrics/series": Expected("viewer"),
     "GET /api/logs": Expected("viewer"),
     "GET /api/logs/live": Expected("viewer"),
 }
@@ -140,6 +144,9 @@ def test_log_and_history_can_be_asked_for_one_job(
 ) -> None:
     own = tokens["viewer", OWN]
     assert guarded.call("GET", f"/api/logs?task_id={OWN}", token=own)[0] == 200
+    assert guarded.call("GET", f"/api/runs/r/metrics?job_id={OWN}", token=own)[0] == 404
+    assert guarded.call("GET", f"/api/runs/r/metrics/series?name=a&job_id={OWN}", token=own)[0] == 404
+    assert guarded.call("GET", f"/api/incidents?run={OWN}", token=own)[0] == 200
     for path in (
         f"/api/logs?task_id={FOREIGN}",
         f"/api/logs?task_id={OWN}&task_id={FOREIGN}",
@@ -147,6 +154,12 @@ def test_log_and_history_can_be_asked_for_one_job(
         f"/api/logs?task_id={OWN}&task_id=",
         f"/api/logs?task_id=&task_id={OWN}",
         f"/api/metrics/history?job_id={FOREIGN}",
+        f"/api/runs/r/metrics?job_id={FOREIGN}",
+        f"/api/runs/r/metrics?job_id={OWN}&job_id={FOREIGN}",
+        f"/api/runs/r/metrics/series?name=a&job_id={FOREIGN}",
+        f"/api/runs?job_id={OWN}",
+        f"/api/incidents?run={FOREIGN}",
+        f"/api/incidents?run={OWN}&run={FOREIGN}",
         f"/api/tasks/{FOREIGN}/logs",
         f"/api/tasks/{OWN.replace('-', '%252D')}",
     ):
@@ -171,6 +184,7 @@ OTHERS = {
     "ListDatasets",
     "ReadValue",
     "SwapValue",
+    "ReportFailure",
     "Presence",
     "Session",
 }
@@ -235,6 +249,26 @@ def test_method_is_for_ones_own_worker_alone(
         if method != "DeregisterWorker":  # Which would end the worker for the other tests.
             answer = refused(lambda: call(request(OWN, workers[OWN]), metadata=own, timeout=30))
             assert "forbidden" not in answer
+
+
+def test_a_failure_is_reported_for_ones_own_job_alone(
+    guarded: Coordinator, tokens: dict[tuple[str, str | None], str], workers: dict[str, int]
+) -> None:
+    """Also where it names another's process, or says nothing of whose it is."""
+    own, viewer = metadata(tokens["worker", OWN]), metadata(tokens["viewer", OWN])
+    ended = pb.WorkerFailure(rank=0, host="here", pid=4711, exit_code=-9)
+    foreign = pb.ReportFailureRequest(failures=[ended], job_id=FOREIGN)
+    silent = pb.ReportFailureRequest(failures=[ended], launch=FOREIGN)
+    with stub(guarded.address) as calls:
+        for request, token in ((foreign, own), (silent, viewer)):
+            code = refused(partial(calls.ReportFailure, request, metadata=token, timeout=30))
+            assert code == "PERMISSION_DENIED forbidden"
+        assert refused(lambda: calls.ReportFailure(silent, timeout=30)).startswith("UNAUTHENTICATED")
+        assert calls.ReportFailure(silent, metadata=own, timeout=30).acknowledged
+    foreign_viewer = tokens["viewer", FOREIGN]
+    assert guarded.call("GET", f"/api/incidents?run={FOREIGN}", token=foreign_viewer)[1] == []
+    found = guarded.call("GET", f"/api/incidents?run={OWN}", token="the-admin-of-this-test")[1]
+    assert [(one["run"], one["rank"], one["pid"]) for one in found] == [(OWN, 0, 4711)]
 
 
 def test_a_worker_does_not_wait_at_anothers_barrier(

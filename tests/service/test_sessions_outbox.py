@@ -71,16 +71,28 @@ async def test_news_names_no_join_that_a_crash_could_still_take_back(tmp_path: P
     await engine.submit(join("first"))
     session = sessions.open(WorkerId("first"), 1)
     await session.next_messages()
+    worlds: asyncio.Queue[int] = asyncio.Queue()
+
+    async def read() -> None:
+        while messages := await session.next_messages():
+            for message in messages:
+                worlds.put_nowait(message.topology.world_size)
+                assert ("third" in message.topology.reason) == (message.topology.world_size == 3)
+
+    reading = asyncio.create_task(read())
     await engine.submit(join("second"))  # Its news is being gathered.
     journal.is_asked.clear()
     journal.may_write.clear()
     third = asyncio.create_task(engine.submit(join("third")))
     await asyncio.to_thread(journal.is_asked.wait, 60)
     await asyncio.sleep(2 * GATHER_S)  # Gathering ends while the third is on its way to the disk.
+    early = [worlds.get_nowait() for _ in range(worlds.qsize())]
+    assert 3 not in early
     journal.may_write.set()
     await third
-    [news] = await session.next_messages()
-    assert (news.topology.world_size, "third" in news.topology.reason) == (3, True)
+    while await worlds.get() != 3:
+        assert not reading.done()
+    reading.cancel()
     engine.stop()
     await running
     engine.close()

@@ -23,6 +23,7 @@ from strata.coordinator.grpc.service import CoordinatorService
 from strata.coordinator.journal.sqlite import JournalError, SqliteJournal
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.runtime import Runtime
+from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core.cluster import Limits
 from strata.core.messages import Event, Swapped, SwapValue
 from strata.rpc import coordinator_pb2 as pb
@@ -95,6 +96,8 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
         runtime.metrics,
         GrpcAccess(gatekeeper, audit_log, ours=lambda: ("127.0.0.1", port), mutual_tls=False),
         runtime.inspection,
+        runtime.run_history,
+        TaskSecrets(data_dir),
         heartbeat_interval_s=1.0,
         worker_config={},
     )

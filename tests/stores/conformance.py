@@ -296,7 +296,7 @@ class StoreConformance(RacesAndKills):
             write_and_give_up()
         assert list(store.list()) == []
         assert store.stat("folder/k") is None
-        assert self.leftovers(place) == []
+        assert self.unfinished(place) == []
 
     def test_an_aborted_write_keeps_the_old_value(self, store: Store) -> None:
         store.put("k", b"old")
@@ -333,7 +333,7 @@ class StoreConformance(RacesAndKills):
         with pytest.raises(AlreadyExists):
             store.open_write("k", if_absent=True)
         assert store.read("k") == b"first"
-        assert self.leftovers(place) == []
+        assert self.unfinished(place) == []
         store.put("k", b"third")
         store.delete("k")
         store.put("k", b"fourth", if_absent=True)
@@ -346,7 +346,7 @@ class StoreConformance(RacesAndKills):
             with pytest.raises(AlreadyExists):
                 slow.commit()
         assert store.read("k") == b"fast"
-        assert self.leftovers(place) == []
+        assert self.unfinished(place) == []
 
     # --- the rest ---
 

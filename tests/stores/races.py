@@ -135,13 +135,13 @@ class RacesAndKills(StoreSuite):
             attempted = [
                 int(line.split()[1]) for line in said if line.startswith("writing") and line.endswith("\n")
             ]
-            caught_half_way += bool(self.leftovers(place))
+            caught_half_way += bool(self.unfinished(place))
             reopened = self.open(place)
             value = reopened.read(key)
             assert actor.is_intact(value, size_bytes)
             assert acknowledged[-1] <= int.from_bytes(value[-2:], "big") <= attempted[-1]
             assert [blob.key for blob in reopened.list() if blob.key not in past] == [key]
-            assert self.leftovers(place) == []
+            assert self.unfinished(place) == []
             store.delete(key)
             past.add(key)
 

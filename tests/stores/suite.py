@@ -32,7 +32,7 @@ class StoreSuite:
     processes_in_race = 4
     machine_examples = 25
     shows_half_writes = False
-    """Whether `leftovers` can be seen: then writers are killed until one was caught half-way."""
+    """Whether `unfinished` can be seen: then writers are killed until one was caught half-way."""
 
     @pytest.fixture
     def place(self) -> Place:
@@ -45,7 +45,7 @@ class StoreSuite:
     def open(self, place: Place) -> Store:
         return open_store(place.url, **place.options)
 
-    def leftovers(self, place: Place) -> list[str]:
+    def unfinished(self, place: Place) -> list[str]:
         """What aborted or dead writers have left behind, if this can be seen."""
         return []
 

@@ -13,7 +13,7 @@ from tests.stores.suite import Place, each_file
 class _OnDirectory(StoreConformance):
     kill_rounds = 15
 
-    def leftovers(self, place: Place) -> list[str]:
+    def unfinished(self, place: Place) -> list[str]:
         return [
             name
             for name in each_file(Path(place.url.removeprefix("file://")))

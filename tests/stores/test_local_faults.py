@@ -58,7 +58,7 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 
 def test_a_disk_that_fills_at_any_byte_keeps_the_old_value(small_disk: Path) -> None:
-    """Leave a little more room each time, until the value fits: every page it could run out at is tried."""
+    """Leave a little more space each time, until the value fits: every page it could run out at is tried."""
     store = LocalStore(small_disk / "values")
     store.put("k", b"old")
     value = value_of(9, 160_000)
@@ -69,7 +69,7 @@ def test_a_disk_that_fills_at_any_byte_keeps_the_old_value(small_disk: Path) -> 
         try:
             with store.open_write(
                 "k"
-            ) as writer:  # No hint of the size: the room cannot be checked beforehand.
+            ) as writer:  # No hint of the size: the space cannot be checked beforehand.
                 for start in range(0, len(value), 10_000):
                     writer.write(value[start : start + 10_000])
                 writer.commit()
@@ -120,7 +120,7 @@ def test_space_is_checked_before_the_first_byte(small_disk: Path) -> None:
 
 
 def stream(store: LocalStore, *chunks: bytes | memoryview) -> None:
-    """Write 'k' without a hint of its size, so that the room cannot be checked beforehand."""
+    """Write 'k' without a hint of its size, so that the space cannot be checked beforehand."""
     with store.open_write("k") as writer:
         for chunk in chunks:
             writer.write(chunk)

@@ -33,7 +33,7 @@ class TestMemoryStore(StoreConformance):
         yield Place(url=f"memory://{job_name}")
         MemoryStore(job_name).release()
 
-    def leftovers(self, place: Place) -> list[str]:
+    def unfinished(self, place: Place) -> list[str]:
         job = place.url.removeprefix("memory://")
         return temporary_files(Path(f"/dev/shm/strata-{os.geteuid()}") / job)
 

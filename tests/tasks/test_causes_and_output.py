@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from strata.core.restarts import WorkerError
-from strata.launch.causes import SAME_ROUNDS, Failures
+from strata.core.failures import WorkerError
+from strata.core.restarts import Policy
+from strata.launch.causes import Failures
 from strata.launch.output import OutputFile, OutputReader, Position
 
 
@@ -90,18 +91,21 @@ def test_an_error_that_comes_back_without_a_new_step_is_given_up() -> None:
     assert cause is not None
     assert not cause.may_retry
     assert cause.rank == 0
-    assert cause.message == "rank 0: ValueError: bad value at 0x9 (it restarted without a new step)"
+    assert cause.message == (
+        "rank 0: ValueError: bad value at 0x9 (not started again: the same error came back and no step was completed "
+        "after step 9 in between)"
+    )
 
 
 def test_the_same_crash_repeatedly_is_given_up_and_bad_luck_is_not() -> None:
     story = Story()
-    for _ in range(SAME_ROUNDS):
+    for _ in range(Policy().same_fingerprint):
         assert story.failures.hopeless() is None
         story.round(rank=0, code=-signal.SIGSEGV)
     cause = story.failures.hopeless()
     assert cause is not None
     assert not cause.may_retry
-    assert "times in a row" in cause.message
+    assert "not started again: the same failure came back 2 times" in cause.message
     for story, code, elapsed_s in ((Story(), -signal.SIGKILL, 5.0), (Story(), -signal.SIGSEGV, 100.0)):
         for _ in range(5):
             story.round(rank=0, code=code, elapsed_s=elapsed_s)
@@ -190,7 +194,11 @@ def test_an_agent_that_continues_after_it_was_given_up_is_stopped_again(tmp_path
     supervisor = [sys.executable, "-m", "strata.launch.supervisor", str(tmp_path)]
     subprocess.run([*supervisor, sys.executable, str(agent)], timeout=120, check=True)
     cause = json.loads((tmp_path / "ended.json").read_text())["cause"]
-    assert (cause["message"], cause["may_retry"]) == ("rank 0 ended with status 1 (3 times in a row)", False)
+    message = (
+        "rank 0 ended with status 1 (not started again: the same failure came back 2 times and no step was "
+        "completed in between)"
+    )
+    assert (cause["message"], cause["may_retry"]) == (message, False)
     said = [line.text for line in OutputReader(tmp_path, Position()).read(1 << 20).lines]
     total = int(next(text for text in said if text.isdecimal()))
     assert 3 <= sum(text.startswith("failed") for text in said) < total, (

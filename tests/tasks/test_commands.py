@@ -18,11 +18,11 @@ def test_data_is_prepared_by_tasks_submitted_from_a_file(tasks: Tasks, tmp_path:
     text.write_text("".join(json.dumps({"text": f"line {n} of the news"}) + "\n" for n in range(500)))
     body = {"dataset_id": "news", "path": str(text), "format": "jsonl", "shard_size": 64}
     assert tasks.server.post("/api/datasets", body)[0] == 201
-    wish = tmp_path / "task.yaml"
-    wish.write_text("name: index the news\ntype: indexing\ndataset_id: news\nconfig: {on_bad: skip}\n")
+    task_file = tmp_path / "task.yaml"
+    task_file.write_text("name: index the news\ntype: indexing\ndataset_id: news\nconfig: {on_bad: skip}\n")
     api = ("--api", tasks.server.url)
 
-    ran = run_cli("submit", str(wish), "on_bad=raise", "--json", *api)
+    ran = run_cli("submit", str(task_file), "on_bad=raise", "--json", *api)
     assert (ran.code, ran.err) == (0, "")
     indexing = json.loads(ran.out)["task_id"]
     ran = run_cli("submit", "--type", "sharding", "--dataset", "news", "--follow", *api)

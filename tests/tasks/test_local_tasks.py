@@ -27,6 +27,8 @@ TINY: dict[str, Any] = {
     "device": "cpu",
 }
 
+AGAIN = "not started again: the same {} and no step was completed in between"
+
 
 def workers(tasks: Tasks, task_id: str) -> dict[str, int]:
     """Process ids of the task's workers that train."""
@@ -170,8 +172,16 @@ def test_each_end_has_its_cause(tmp_path: Path) -> None:
         ids = {how: tasks.submit("ends", how=how) for how in ("wait", "raise", "crash")}
         ids |= {how: tasks.submit("ends-cold", how=how) for how in cold}
         for how, kind, message in (
-            ("raise", "exception", "rank 0: ValueError: the answer is 41 (it restarted without a new step)"),
-            ("crash", "signal", "rank 0 was killed by SIGSEGV (3 times in a row)"),
+            (
+                "raise",
+                "exception",
+                f"rank 0: ValueError: the answer is 41 ({AGAIN.format('error came back')})",
+            ),
+            (
+                "crash",
+                "signal",
+                f"rank 0 was killed by SIGSEGV ({AGAIN.format('failure came back 2 times')})",
+            ),
             ("refuse", "exit", "rank 0 ended with status 2"),
         ):
             failed = tasks.ended(ids[how])

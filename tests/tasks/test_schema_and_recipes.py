@@ -74,7 +74,7 @@ def test_defaults_are_filled_and_what_was_given_stays() -> None:
     assert check(TRAINING.schema, config, "config") == []
 
 
-def test_the_built_in_schemas_are_sound() -> None:
+def test_the_built_in_schemas_are_valid() -> None:
     for recipe in BUILT_IN:
         assert schema_problems(recipe.schema, "config") == []
 
@@ -202,12 +202,14 @@ def test_a_script_that_is_run_here_gets_its_arguments_unchanged(tmp_path: Path) 
     script = tmp_path / 'a "script".py'
     script.write_text("")
     words = ["--lr=1", "{argument_0}", "two words", ""]
-    (tmp_path / "own.toml").write_text(script_recipe(script, working_dir=tmp_path, arguments=len(words)))
+    declared = script_recipe(script, working_dir=tmp_path, arguments=len(words), spares=2)
+    (tmp_path / "own.toml").write_text(declared)
     (recipe,) = read_recipes(tmp_path)
     config = {f"argument_{n}": word for n, word in enumerate(words)}
     assert check(recipe.schema, config) == []
     assert recipe.command(config, {}) == (str(script), *words)
     assert recipe.working_dir == tmp_path
+    assert recipe.spares == 2
 
 
 def test_settings_on_the_command_line_are_typed_and_may_be_nested() -> None:

@@ -33,6 +33,7 @@ class Run:
     def __init__(self, survivor: bool) -> None:
         self.survivor = survivor
         self.saved: list[int] = []
+        self.presence: live.Presence | None = None
 
     @property
     def reentry(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import strata
 from strata.data.steps import Batch
+from strata.sinks import Sink
 from strata.training import ElasticJob, ElasticOptions
 
 SAMPLES, BATCH = 64, 8
@@ -34,6 +35,7 @@ class Loop:
         loader: dict[str, Any] | None = None,
         on_step: Callable[[], None] | None = None,
         coordinator: str | None = None,
+        sinks: Sequence[Sink] = (),
         mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
@@ -57,6 +59,7 @@ class Loop:
             mesh=mesh,
             job=job,
             coordinator=coordinator,
+            sinks=sinks,
             options=ElasticOptions(**settings),
         )
 

@@ -33,6 +33,7 @@ class Run:
         self.attached: list[object] = []
         self.asked: list[int] = []
         self.saved: list[int] = []
+        self.presence: live.Presence | None = None
 
     @property
     def reentry(self) -> None:
@@ -361,13 +362,24 @@ def test_a_generator_taken_as_bytes_is_what_capture_says() -> None:
         assert [taken["numpy"][0], *taken["numpy"][2:]] == [expected["numpy"][0], *expected["numpy"][2:]]
 
 
-def test_a_guess_between_two_steps_is_what_a_step_would_have_taken() -> None:
+def test_generators_are_taken_anew_after_every_change_and_only_then() -> None:
     watch = rng.Watch()
-    for _ in range(5):
+    for _ in range(700):  # More than the state of Python's generator has words.
         random.random()
         torch.rand(1)
-        assert watch.guess() == rng.Watch().take()
-        watch.take()
+        assert watch.take() == rng.Watch().take()
+    before = watch.take()
+    assert all(new is old for new, old in zip(watch.take()[:3], before[:3], strict=True))
+    random.seed(3)
+    assert watch.take().python != before.python
+
+
+def test_python_whose_generator_looks_otherwise_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rng, "_python_memory", lambda: None)
+    watch = rng.Watch()
+    for draw in (random.random, random.random, lambda: random.gauss(0, 1), lambda: random.seed(5)):
+        draw()
+        assert watch.take().states()["python"] == rng.capture()["python"]
 
 
 def test_generators_of_the_last_two_steps_survive_their_rank() -> None:

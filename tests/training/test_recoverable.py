@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import os
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,17 +17,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
+from strata.coordinator.journal.sqlite import read_story
+from strata.core.messages import WorkerFailed, WorkerJoined
+from strata.core.regroup import SPARE_LOSSES, Limits
 from strata.data.history import audit_epochs
 from strata.launch.coordinator import CoordinatorProcess
-from tests.support import eventually
+from strata.torch_compat.aborting import ProcessGroups
+from strata.training.recoverable import EXIT_STUCK, _Recovery
+from tests.support import Coordinator, eventually
+from tests.support_programs import program
 
 SCRIPT = Path(__file__).parent / "recoverable_script.py"
 LIMIT_S = 240.0
+SNAPSHOT_EVERY = 20
+"""As the script has it."""
 
 
 @dataclass(slots=True)
@@ -51,6 +62,15 @@ class Job:
                 found[line["slot"]].append(line["pid"])
         return found
 
+    def spares(self) -> list[int]:
+        """All that were started, oldest first."""
+        return [line["pid"] for line in self.log() if "spare" in line]
+
+    def await_spare(self, number: int = 1) -> int:
+        """The process of the spare that was started as this one."""
+        self.await_line(lambda line: "spare" in line, count=number)
+        return self.spares()[number - 1]
+
     def await_line(self, matches: Callable[[dict[str, Any]], bool], *, count: int = 1) -> None:
         def found() -> bool:
             assert self.process.poll() is None, self.output()
@@ -67,9 +87,17 @@ class Job:
 
 @contextmanager
 def job(
-    folder: Path, kind: str, *, workers: int, steps: int, flags: Sequence[str] = (), **variables: str
+    folder: Path,
+    kind: str,
+    *,
+    workers: int,
+    steps: int,
+    flags: Sequence[str] = (),
+    namespace: str | None = None,
+    **variables: str,
 ) -> Iterator[Job]:
-    """An agent and its workers: a machine of its own, with memory of its own below `memory` or `folder`."""
+    """An agent and its workers: a machine of its own, with memory of its own below `memory` or `folder`. `namespace` is that
+    of its network, if it has one of its own."""
     folder.mkdir(exist_ok=True)
     root = Path(__file__).parents[2]
     environment = {
@@ -78,12 +106,12 @@ def job(
     }
     memory = variables.pop("memory", str(folder))
     Path(memory).mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "strata.cli.main", "torchrun", f"--nproc-per-node={workers}", *flags]
+    if namespace is not None:
+        command = [program("ip"), "netns", "exec", namespace, *command]
     with open(folder / "output", "a") as output:
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "strata.cli.main", "torchrun", f"--nproc-per-node={workers}", *flags),
-                *(str(SCRIPT), folder, kind, str(steps)),
-            ],
+            [*command, str(SCRIPT), str(folder), kind, str(steps)],
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -135,6 +163,30 @@ def assert_survivors_stayed(running: Job, killed: Mapping[int, int]) -> None:
     assert "are restarted" not in output
 
 
+def assert_only_these_were_replaced(running: Job, killed: set[int]) -> None:
+    """And whom gloo had lost."""
+    replaced = {pid for pids in running.pids().values() for pid in pids[:-1]}
+    assert replaced <= killed | lost_by_gloo(running), running.output()
+    assert "are restarted" not in running.output()
+
+
+def lost_by_gloo(running: Job) -> set[int]:
+    return set(map(int, re.findall(rf"pid (\d+)\) ended with status {EXIT_STUCK}", running.output())))
+
+
+def workers_of(running: Job) -> list[int]:
+    """Their numbers, also of those that are still starting: the children of those that the agent has them forked by."""
+    return [worker for server in children(running.process.pid) for worker in children(server)]
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):  # The thread has ended.
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
 def inject(running: Job, slot: int, program: str) -> None:
     """Python that a worker runs after every step, until it removes `path`."""
     path = running.folder / "fault"
@@ -142,18 +194,21 @@ def inject(running: Job, slot: int, program: str) -> None:
     path.rename(running.folder / f"faults-{slot}")
 
 
-def kill_at_random(running: Job, *, seed: int, kills: int) -> dict[int, int]:
-    """Kill workers at moments that have nothing to do with what they do: how many were killed in each slot."""
-    chance, killed = random.Random(seed), defaultdict[int, int](int)
+def kill_at_random(running: Job, *, seed: int, kills: int) -> set[int]:
+    """Kill so many workers at moments that have nothing to do with what they do, but one is always left that trains: their
+    numbers."""
+    chance, killed = random.Random(seed), set[int]()
     running.await_line(lambda line: "resumed" in line)
-    for _ in range(kills):
+    while len(killed) < kills:
         time.sleep(chance.choice((0.05, 0.2, 0.6, 1.5)))
         if running.process.poll() is not None or any("finished" in line for line in running.log()):
             break
-        slot, pid = chance.choice(sorted(running.living().items()))
-        with suppress(ProcessLookupError):
+        living = [pid for pid in workers_of(running) if pid not in killed]
+        training = {line["pid"] for line in running.log() if "resumed" in line}.intersection(living)
+        pid = chance.choice(living)
+        if training - {pid}:
             os.kill(pid, signal.SIGKILL)
-            killed[slot] += 1
+            killed.add(pid)
     return killed
 
 
@@ -166,7 +221,7 @@ def test_survivors_stay_and_no_sample_is_lost_or_repeated(tmp_path: Path) -> Non
     assert killed
     assert_same(weights(running.folder), wanted)
     assert_exact(running.folder)
-    assert_survivors_stayed(running, killed)
+    assert_only_these_were_replaced(running, killed)
 
 
 @pytest.mark.timeout(600)
@@ -237,11 +292,11 @@ def test_stopped_rank_is_waited_for_and_continues(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_rank_that_hangs_while_another_is_lost_is_left_behind_and_replaced(tmp_path: Path) -> None:
-    with job(tmp_path / "job", "ddp", workers=3, steps=600, TIMEOUT_S="4") as running:
+    with job(tmp_path / "job", "ddp", workers=3, steps=600, TIMEOUT_S="15") as running:
         inject(running, 2, "import time\nif step == 30: path.unlink(); time.sleep(600)")
         inject(running, 1, "import os\nif step == 30: path.unlink(); os.kill(os.getpid(), 9)")
         running.finish()
-    assert "it did not leave within 4 s" in running.output()
+    assert "it did not leave within 15 s" in running.output()
     assert "rank 2 was asked to leave and has not" in running.output()
     assert "in faults" in running.output()  # Where it hangs.
     assert_survivors_stayed(running, {1: 1, 2: 1})
@@ -278,6 +333,213 @@ def test_workers_of_other_machines_stay_when_one_is_lost_and_when_a_machine_is(t
     assert_exact(folder)
 
 
+def assert_nobody_is_left(running: Job) -> None:
+    """Of all processes that the run has had."""
+    for pid in {line["pid"] for line in running.log()}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            pytest.fail(f"process {pid} is left:\n{running.output()}")
+
+
+@pytest.mark.timeout(600)
+def test_spare_takes_the_rank_of_a_lost_worker_and_another_stands_by(tmp_path: Path) -> None:
+    with job(tmp_path / "job", "ddp", workers=3, steps=600, flags=["--spares=1"]) as running:
+        spare = running.await_spare()
+        inject(running, 1, "import os\npath.unlink(); os.kill(os.getpid(), 9)")
+        running.await_spare(2)
+        running.finish()
+    assert running.pids()[1][1:] == [spare], running.output()
+    assert f"a spare (pid {spare}) takes the place of rank 1" in running.output()
+    entered = [line for line in running.log() if line["pid"] == spare and "entered" in line]
+    assert {(line["slot"], line["rank"], line["local"], line["world"]) for line in entered} == {(1, 1, 1, 3)}
+    assert next(line["spare"] for line in running.log() if "spare" in line) == "3"  # Beyond all ranks.
+    assert_exact(running.folder)
+    assert_nobody_is_left(running)
+
+
+@pytest.mark.timeout(600)
+def test_sharded_ranks_continue_at_once_with_a_spare_bit_for_bit(tmp_path: Path) -> None:
+    wanted = undisturbed(tmp_path / "undisturbed", "fsdp", workers=2, steps=300)
+    with job(tmp_path / "killed", "fsdp", workers=2, steps=300, flags=["--spares=1"]) as running:
+        spare = running.await_spare()
+        inject(running, 0, "import os\npath.unlink(); os.kill(os.getpid(), 9)")
+        running.finish()
+    assert_same(weights(running.folder), wanted)
+    assert_exact(running.folder)
+    assert running.pids()[0][1:] == [spare], running.output()
+    assert {line["world"] for line in running.log() if "world" in line} == {2}
+    assert_nobody_is_left(running)
+
+
+@pytest.mark.timeout(600)
+def test_only_worker_of_a_machine_is_lost_and_its_spare_continues(tmp_path: Path) -> None:
+    with job(tmp_path / "job", "ddp", workers=1, steps=400, flags=["--spares=1"]) as running:
+        spare = running.await_spare()
+        inject(running, 0, "import os\npath.unlink(); os.kill(os.getpid(), 9)")
+        running.finish()
+    assert running.pids()[0][1:] == [spare], running.output()
+    assert "are restarted" not in running.output()
+    assert_exact(running.folder)
+
+
+@pytest.mark.timeout(600)
+def test_spares_that_are_killed_disturb_nobody_and_are_given_up_in_the_end(tmp_path: Path) -> None:
+    with job(tmp_path / "job", "ddp", workers=2, steps=100_000, flags=["--spares=1"]) as running:
+        for number in range(1, SPARE_LOSSES + 1):
+            os.kill(running.await_spare(number), signal.SIGKILL)
+        eventually(lambda: "no more are started" in running.output(), within_s=LIMIT_S)
+        assert {line["entered"] for line in running.log() if "entered" in line} == {0}
+        inject(running, 1, "import os\npath.unlink(); os.kill(os.getpid(), 9)")
+        running.await_line(lambda line: line.get("world") == 2, count=4)
+        running.await_line(lambda line: "resumed" in line and line["pid"] == running.pids()[1][1])
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(LIMIT_S) in (0, 143), running.output()
+    assert len(running.spares()) == SPARE_LOSSES
+    assert running.pids()[1][1] not in running.spares()
+    assert_exact(running.folder)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("end", ["asked to stop", "fails"])
+def test_spares_end_with_the_run(tmp_path: Path, end: str) -> None:
+    with job(tmp_path / "job", "ddp", workers=2, steps=100_000, flags=["--spares=2"]) as running:
+        running.await_spare(2)
+        if end == "fails":
+            inject(running, 1, "raise ValueError('a bug')")
+            assert running.process.wait(LIMIT_S) == 1, running.output()
+        else:
+            running.process.send_signal(signal.SIGTERM)
+            assert running.process.wait(LIMIT_S) in (0, 143), running.output()
+            assert "is saved, ending" in running.output()
+    assert_nobody_is_left(running)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_no_sample_is_lost_or_repeated_when_workers_and_spares_are_killed(tmp_path: Path, kind: str) -> None:
+    wanted = undisturbed(tmp_path / "undisturbed", kind, workers=2 if kind == "fsdp" else 1, steps=400)
+    with job(tmp_path / "killed", kind, workers=2, steps=400, flags=["--spares=1"]) as running:
+        running.await_spare()
+        killed = kill_at_random(running, seed=4, kills=5)
+        running.finish()
+    assert killed
+    assert_same(weights(running.folder), wanted)
+    assert_exact(running.folder)
+    assert_nobody_is_left(running)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_machine_beyond_those_of_the_world_stands_by_and_takes_a_lost_ones_place(
+    tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "job"
+    coordinator = CoordinatorProcess(tmp_path / "coordinator").start()
+    flags = [
+        *("--nnodes=2" if kind == "fsdp" else "--nnodes=1:2", f"--rdzv-endpoint={coordinator.address}"),
+        *("--rdzv-id=three", "--local-addr=127.0.0.1"),
+    ]
+    options: dict[str, Any] = {"workers": 1, "steps": 1000, "flags": flags, "GLOO_SOCKET_IFNAME": "lo"}
+
+    def machine(name: str) -> Any:
+        return job(folder, kind, **options, memory=str(tmp_path / name), MACHINE=name)
+
+    try:
+        with machine("a") as first, machine("b") as second:
+            first.await_line(lambda line: line.get("world") == 2, count=2)
+            with machine("c") as third:
+                third.await_line(lambda line: line["machine"] == "c" and "wait" in line)
+                first.await_line(lambda line: "resumed" in line, count=2)
+                second.process.kill()  # Its worker ends with it.
+                second.process.wait()
+                third.await_line(lambda line: line["machine"] == "c" and "resumed" in line)
+                first.finish()
+                third.finish()
+    finally:
+        coordinator.stop()
+    output = first.output()
+    assert "this one stands by until one of them is lost" in output
+    waited = {line["pid"] for line in first.log() if "wait" in line and line["machine"] == "c"}
+    entered = {line["pid"] for line in first.log() if "entered" in line and line["machine"] == "c"}
+    assert entered <= waited, output  # The process that stood by is the one that trains.
+    of_a = {line["pid"] for line in first.log() if line["machine"] == "a"}
+    assert len(of_a) <= 1 + output.count("and is replaced"), output
+    assert_exact(folder)
+    assert_nobody_is_left(first)
+
+
+@pytest.mark.timeout(600)
+def test_machine_that_was_not_needed_ends_with_the_run(tmp_path: Path) -> None:
+    coordinator = CoordinatorProcess(tmp_path / "coordinator").start()
+    flags = [f"--rdzv-endpoint={coordinator.address}", "--rdzv-id=one", "--local-addr=127.0.0.1"]
+    options: dict[str, Any] = {"workers": 1, "steps": 300, "flags": flags, "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        with job(tmp_path / "job", "ddp", **options, memory=str(tmp_path / "a"), MACHINE="a") as first:
+            first.await_line(lambda line: "resumed" in line)
+            inject(first, 0, "import time\ntime.sleep(0.2)")
+            with job(tmp_path / "job", "ddp", **options, memory=str(tmp_path / "b"), MACHINE="b") as second:
+                second.await_line(lambda line: "wait" in line)
+                (first.folder / "faults-0").unlink()
+                first.finish()
+                second.finish()
+    finally:
+        coordinator.stop()
+    assert "this machine stood by and was not needed" in first.output()
+    assert not any("entered" in line for line in first.log() if line["machine"] == "b")
+    assert_nobody_is_left(first)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "slot"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
+def test_who_survives_stays_the_same_worker_whatever_its_rank(tmp_path: Path, kind: str, slot: int) -> None:
+    coordinator = Coordinator(tmp_path / "coordinator").start()
+    try:
+        options: dict[str, Any] = {"COORDINATOR_ADDR": coordinator.address, "STRATA_JOB_ID": "survives"}
+        with job(tmp_path / "job", kind, workers=3, steps=100_000, **options) as running:
+            running.await_line(lambda line: "resumed" in line, count=3)
+            names = {f"survives-rank{number}" for number in range(3)}
+
+            def workers() -> dict[str, int] | None:
+                found = {w["id"]: w["incarnation"] for w in coordinator.get("/api/workers")}
+                return found if found.keys() == names else None
+
+            def recoveries() -> list[dict[str, Any]]:
+                return list(coordinator.get("/api/recoveries"))
+
+            before = eventually(workers, within_s=LIMIT_S)
+            pid = running.living()[slot]
+            os.kill(pid, signal.SIGKILL)
+            eventually(
+                lambda: any(f"survives-rank{slot}" in r["joined"] for r in recoveries()),
+                within_s=LIMIT_S,
+                what=lambda: str(recoveries()),
+            )
+            after = eventually(workers, within_s=LIMIT_S)
+            processes = coordinator.get("/api/jobs/survives/goodput")["processes"]
+            made = recoveries()[::-1]
+    finally:
+        coordinator.stop()
+    if "is stuck in a collective" in running.output():
+        pytest.skip("gloo has lost a survivor's send, and it was replaced")
+    lost = f"survives-rank{slot}"
+    assert {name for name in names if after[name] != before[name]} == {lost}
+    assert processes <= 4  # A survivor is no new process.
+    story = [entry.event for entry in read_story(coordinator.data_dir)]
+    joins = [e.spec.worker_id for e in story if isinstance(e, WorkerJoined)]
+    assert sorted(joins) == sorted([*names, lost])
+    ended = {e.worker_id for e in story if isinstance(e, WorkerFailed)}
+    assert ended <= {lost}  # Unless its replacement was faster.
+    assert made[0]["lost"] == [lost]
+    assert made[-1]["joined"] == [lost]
+    assert {r["survived"] for r in made} == {2}
+    # Its connection may have ended long before its process.
+    killed = f"rank {slot} ({socket.gethostname()}, pid {pid}) was killed by SIGKILL"
+    assert made[0]["cause"] in (killed, f"rank {slot} has ended")
+    for recovery in made:  # Reported by one that has survived it.
+        assert recovery["worker_id"] != lost
+        assert set(recovery["phases_s"]) >= {"abort", "regroup", "load", "first_step"}
+
+
 @pytest.mark.timeout(600)
 def test_asked_to_stop_a_recoverable_job_saves_and_ends(tmp_path: Path) -> None:
     with job(tmp_path / "job", "ddp", workers=2, steps=100_000) as running:
@@ -290,14 +552,35 @@ def test_asked_to_stop_a_recoverable_job_saves_and_ends(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("workers", "seed"), [(3, 11), (8, 12)])
-def test_hundred_kills_at_random_moments(tmp_path: Path, workers: int, seed: int) -> None:
-    steps = 20_000 if workers == 3 else 8_000
-    with job(tmp_path / "killed", "ddp", workers=workers, steps=steps, STEP_S="0.005") as running:
+@pytest.mark.parametrize(("workers", "steps", "seed"), [(3, 5_000, 11), (8, 5_000, 12)])
+def test_hundred_kills_at_random_moments(tmp_path: Path, workers: int, steps: int, seed: int) -> None:
+    with job(tmp_path / "killed", "ddp", workers=workers, steps=steps, STEP_S="0.02") as running:
         killed = kill_at_random(running, seed=seed, kills=100)
-        assert sum(killed.values()) >= 80
-        running.process.wait(3000)
+        assert running.process.wait(3000) == 0, running.output()
+    lost = sorted(line["lost"] for line in running.log() if "lost" in line)
+    print(
+        f"{len(killed)} of {workers} ranks were killed, {len(lost_by_gloo(running))} lost by gloo; steps lost at {len(lost)} "
+        f"entries: {lost[-1]} at most, in all but {len(lost) - lost.count(0)} of them none"
+    )
+    assert len(killed) == 100
     wanted = undisturbed(tmp_path / "undisturbed", "ddp", workers=1, steps=steps)
     assert_same(weights(running.folder), wanted)
     assert_exact(running.folder)
-    assert_survivors_stayed(running, killed)
+    assert_only_these_were_replaced(running, killed)
+    assert median(lost) == 0
+    assert lost[-1] <= 2 * SNAPSHOT_EVERY, lost  # A snapshot that was under way when a rank died may be lost.
+
+
+def test_rank_that_an_abort_cannot_free_is_watched_meanwhile() -> None:
+    """An abort waits for a group that is still being made, which may be for ever."""
+    watched: list[bool] = []
+
+    class Stuck(ProcessGroups):
+        def abort(self) -> None:
+            watched.extend(timer.is_alive() for timer in recovery._late)
+
+    recovery = _Recovery[None](lambda run: None, Limits(), None, None)
+    recovery._groups = Stuck()
+    recovery._observe({"kind": "leave", "reason": "a rank was lost"})
+    recovery._stop_watching()
+    assert watched == [True, True]

@@ -1,5 +1,15 @@
 /** Types of the HTTP API and of the event stream. Generated: `npm run types`. Times are Unix seconds. */
 
+/** What a start logged after the step that a later one went back to. */
+export interface AbandonedView {
+  steps: number[];
+  times: number[];
+  values: (number | null)[];
+  low: (number | null)[];
+  high: (number | null)[];
+  generation: number;
+}
+
 export interface AuditEntry {
   at: number;
   who: string;
@@ -243,6 +253,15 @@ export interface CreatedTokenView {
   token: string;
 }
 
+/** Columns of equal length, by step. Where each point is one value, `low` and `high` are empty. */
+export interface CurveView {
+  steps: number[];
+  times: number[];
+  values: (number | null)[];
+  low: (number | null)[];
+  high: (number | null)[];
+}
+
 export interface DamageView {
   path: string;
   reason: string;
@@ -347,6 +366,23 @@ export interface ExitCause {
   may_retry: boolean;
 }
 
+/** All that is known of how one worker ended. */
+export interface Failure {
+  rank: number | null;
+  host: string;
+  pid: number;
+  gpu: string;
+  at_s: number;
+  exit_code: number | null;
+  error: WorkerError | null;
+  oom_killed: boolean;
+  device_faults: string[];
+  last_lines: string[];
+  replaced: string;
+  lost: string;
+  left: string;
+}
+
 /** One file of a dataset and how many samples it holds. */
 export interface FileSpan {
   path: string;
@@ -383,6 +419,88 @@ export interface HistoryView {
   step: number;
   job_id: string | null;
   series: Record<string, SeriesView>;
+}
+
+export interface IncidentClosed {
+  incident_id: number;
+  job_id: string;
+  outcome: "recovered" | "stopped" | "failed_again";
+  reason: string;
+  at_s: number;
+  phases_s: Record<string, number>;
+  resumed_step: number | null;
+  lost_steps: number | null;
+  lost_s: number | null;
+  lost_gpu_s: number | null;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface IncidentClosedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "incident_closed";
+  data: IncidentClosed;
+}
+
+export interface IncidentReported {
+  incident_id: number;
+  job_id: string;
+  launch: string;
+  subject: "run" | "save" | "slow_rank";
+  failure_class: "user_error" | "oom" | "gpu" | "network" | "storage" | "preemption" | "hang" | "node_lost" | "unknown";
+  fingerprint: string;
+  failures: number;
+  what: string;
+  decision: string;
+  reason: string;
+  at_s: number;
+  rank: number | null;
+  host: string;
+  pid: number;
+  gpu: string;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface IncidentReportedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "incident_reported";
+  data: IncidentReported;
+}
+
+/** One incident, field by field as `/api/incidents` shows it. Times are Unix seconds. */
+export interface IncidentView {
+  id: number;
+  run: string;
+  launch: string;
+  subject: "run" | "save" | "slow_rank";
+  failure_class: "user_error" | "oom" | "gpu" | "network" | "storage" | "preemption" | "hang" | "node_lost" | "unknown";
+  rule: string;
+  fingerprint: string;
+  text: string;
+  rank: number | null;
+  host: string;
+  pid: number;
+  gpu: string;
+  decision: string;
+  reason: string;
+  next_step: string;
+  state: string;
+  opened_at: number;
+  closed_at: number | null;
+  closed_reason: string;
+  phases_s: Record<string, number>;
+  resumed_step: number | null;
+  lost_steps: number | null;
+  lost_s: number | null;
+  lost_gpu_s: number | null;
+  failures: Failure[];
 }
 
 export interface LinkBody {
@@ -428,6 +546,23 @@ export interface LogsSkippedEvent {
   at: number;
   event: "logs_skipped";
   data: LogsSkipped;
+}
+
+export interface MetricCurvesView {
+  name: string;
+  committed: CurveView;
+  abandoned: AbandonedView[];
+}
+
+/** One metric over the committed history. */
+export interface MetricView {
+  name: string;
+  count: number;
+  nonfinite: number;
+  last: number | null;
+  last_step: number;
+  min: number | null;
+  max: number | null;
 }
 
 export interface MetricsEvent {
@@ -488,6 +623,10 @@ export interface RecoveryRecorded {
   world_after: number;
   reason: string;
   at_s: number;
+  survived: number;
+  lost: string[];
+  joined: string[];
+  cause: string;
   severity: "debug" | "info" | "success" | "warning" | "error";
   text: string;
 }
@@ -513,6 +652,10 @@ export interface RecoveryView {
   world_before: number;
   world_after: number;
   reason: string;
+  survived: number;
+  lost: string[];
+  joined: string[];
+  cause: string;
 }
 
 export interface RegisterDatasetBody {
@@ -550,6 +693,27 @@ export interface ResyncEvent {
   at: number;
   event: "resync";
   data: Resync;
+}
+
+export interface RunCurvesView {
+  run: string;
+  series: MetricCurvesView[];
+}
+
+export interface RunMetricsView {
+  run: string;
+  jobs: string[];
+  starts: StartView[];
+  metrics: MetricView[];
+  dropped: number;
+}
+
+/** A run that has logged something. */
+export interface RunView {
+  run: string;
+  jobs: string[];
+  created_at: number;
+  updated_at: number;
 }
 
 export interface SeriesView {
@@ -617,6 +781,14 @@ export interface SignInBody {
   code?: string | null;
 }
 
+export interface StartView {
+  generation: number;
+  job_id: string;
+  started_at: number;
+  resumed_step: number;
+  committed_until: number | null;
+}
+
 export interface StatusView {
   connected: boolean;
   address: string;
@@ -638,7 +810,7 @@ export interface StorageView {
 }
 
 /** One event; `event` names its kind, which says what `data` holds. */
-export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
+export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
 
 export interface TaskAnswer {
   task_id: string;
@@ -790,6 +962,16 @@ export interface WorkerCaughtUpEvent {
   data: WorkerCaughtUp;
 }
 
+/** What ended a worker, in its own words. */
+export interface WorkerError {
+  type: string;
+  message: string;
+  where: string[];
+  step: number | null;
+  traceback: string;
+  at_s: number;
+}
+
 export interface WorkerFailed {
   worker_id: string;
   job_id: string;
@@ -930,4 +1112,4 @@ export interface WorkerView {
 }
 
 /** Every kind on the stream. */
-export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "logs", "logs_skipped", "metrics", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];
+export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];

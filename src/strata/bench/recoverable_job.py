@@ -1,8 +1,8 @@
 """A recoverable training, for `strata bench recovery`: as a user writes it.
 
-    recoverable_job.py NAME FOLDER STATE_BYTES DEVICE BACKEND
+    recoverable_job.py NAME FOLDER STATE_BYTES DEVICE BACKEND [fsdp]
 
-Ranks with DDP; weights and two moments of AdamW together have STATE_BYTES. Runs until it is killed. Every step is noted in
+Ranks with DDP, or with FSDP2, whose state only all of them together have; weights and two moments of AdamW together have STATE_BYTES. Runs until it is killed. Every step is noted in
 FOLDER, a line each: when, by which process, which step. A file FOLDER/leave makes its ranks leave as if another was lost,
 which is how a rank by itself can be measured.
 """
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import strata
@@ -31,6 +32,7 @@ NAME, FOLDER, STATE_BYTES, DEVICE, BACKEND = (
     sys.argv[4],
     sys.argv[5],
 )
+IS_SHARDED = sys.argv[6:] == ["fsdp"]
 STEP_S = 0.005
 
 
@@ -61,7 +63,13 @@ def watch_for_leave() -> None:
 def train(run: Run) -> None:
     file = os.open(FOLDER / "steps", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     inner, optimizer, inputs = build(STATE_BYTES, DEVICE, batch=256 if DEVICE == "cuda" else 8)
-    model = DistributedDataParallel(inner)
+    model: torch.nn.Module
+    if IS_SHARDED:
+        fully_shard(inner)
+        model = inner
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)  # Of the parts that this rank has.
+    else:
+        model = DistributedDataParallel(inner)
     sampler = strata.ElasticSampler(8 * STEPS, global_batch_size=8, dataset="bench")
     data = run.keep("data", lambda: torch.utils.data.TensorDataset(torch.zeros(8 * STEPS, 0)))
     with strata.elastic(

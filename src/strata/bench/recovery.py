@@ -38,7 +38,7 @@ def run(*, quick: bool = False) -> Iterator[Row]:
             yield from _lost_agent(folder, coordinator, 1 if quick else 6, peace_s)
             if not quick:
                 yield from _kill_a_minute(folder, coordinator)
-            yield from _plain_torchrun(folder, 1 if quick else 4)
+            yield from plain_torchrun(folder, 1 if quick else 4)
             yield from _overhead(4 if quick else 30)
         finally:
             coordinator.stop()
@@ -136,7 +136,7 @@ def _kill_a_minute(folder: Path, coordinator: CoordinatorProcess) -> Iterator[Ro
     )
 
 
-def _plain_torchrun(folder: Path, kills: int) -> Iterator[Row]:
+def plain_torchrun(folder: Path, kills: int) -> Iterator[Row]:
     """What the same crash costs without us: a plain loop, `torch.save` every 10 steps."""
     defaults = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3, "last_call_timeout": 30}
     for label, conf in (("torchrun as it is", defaults), ("torchrun, tuned rendezvous", {})):

@@ -44,6 +44,11 @@ class CheckpointInfo:
     def order(self) -> tuple[int, int]:
         return (self.generation, self.sequence)
 
+    @property
+    def lasting_parent(self) -> CheckpointId | None:
+        """`durable_parent`, by its name in earlier versions."""
+        return self.durable_parent
+
     @classmethod
     def of(
         cls,

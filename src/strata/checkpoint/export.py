@@ -23,6 +23,7 @@ from strata.checkpoint.catalog.naming import manifest_key
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed
 from strata.checkpoint.image.plain import SUFFIX, check_unsigned
 from strata.errors import MissingDependency
+from strata.files import move_into_place, sync, sync_folder
 from strata.stores import open_store
 from strata.stores.protocol import Store
 
@@ -193,8 +194,7 @@ class _Folder:
     def open(self, name: str) -> Iterator[BinaryIO]:
         with self._saying(), open(self._fresh / name, "xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
             self.size_bytes += file.tell()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -211,7 +211,8 @@ class _Folder:
             shutil.rmtree(self._target)
         elif os.path.lexists(self._target):
             self._target.unlink()
-        self._fresh.rename(self._target)
+        sync_folder(self._fresh)
+        move_into_place(self._fresh, self._target, durable=True)
 
     @contextlib.contextmanager
     def _saying(self) -> Iterator[None]:

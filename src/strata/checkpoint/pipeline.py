@@ -529,7 +529,6 @@ class Pipeline:
         assert save.payload is not None
         payload = save.payload
         self._notify("on_started", save.started)
-        payload.wait()
         digest = payload.digest()
         try:
             self._check_wanted(save)

@@ -291,7 +291,10 @@ class MemorySource:
                 lock_pages=buffer.lock_pages,
                 is_page_locked=buffer.is_page_locked,
             )
-            return image.load(into=into, trusted_source=trusted_source, pool=pool, tear_ok=tear_ok)
+            is_verified = buffer.verified == entry.manifest.parts[0].digest.whole
+            return image.load(
+                into=into, trusted_source=trusted_source, pool=pool, tear_ok=tear_ok, check=not is_verified
+            )
 
 
 def gather(sources: Iterable[Source], *, fresh: bool = False) -> tuple[list[Found], list[str]]:

@@ -28,12 +28,14 @@ from strata.cli import (
     links,
     listings,
     logs,
+    metrics,
     replay,
     serve,
     slurm,
     tasks,
     torchrun,
     validate,
+    why,
 )
 from strata.cli.common import LiteralGroup, Unreachable, adopt_dotenv, say_error
 from strata.cli.extras import missing_extra
@@ -57,7 +59,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     listings.barriers,
     listings.recoveries,
     listings.tasks,
+    why.why,
     logs.logs,
+    metrics.metrics,
     tasks.recipes,
     tasks.submit,
     tasks.stop,

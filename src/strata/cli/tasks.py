@@ -158,6 +158,14 @@ def run(
     format: Annotated[str | None, typer.Option(help="Its format, if the suffix does not imply it.")] = None,
     gpus_per_worker: Gpus = None,
     max_retries: Retries = None,
+    spares: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Processes beyond the workers that stand by: when a worker of a script's @strata.recoverable function is lost, "
+            "one takes its place at once.",
+        ),
+    ] = 0,
     data_dir: Annotated[
         Path, typer.Option(help="Where the run's coordinator, checkpoints and logs are.")
     ] = Path(".strata"),
@@ -172,9 +180,15 @@ def run(
     is_script = script.suffix == ".py" or script.is_file()
     if is_script and not script.is_file():
         raise WrongCall(f"There is no script '{program}'.", hint="Give the path of a Python file.")
+    if spares and not is_script:
+        raise WrongCall(
+            f"--spares is for scripts, and '{program}' is a recipe.",
+            hint="Declare `spares` in the recipe's file.",
+        )
     need("torch", feature="Running tasks on this machine", extra="torch" if is_script else "harness")
     count = workers or 1
-    with _own_coordinator(data_dir.absolute(), script if is_script else None, words, count) as (api, recipe):
+    own = script if is_script else None
+    with _own_coordinator(data_dir.absolute(), own, words, count, spares) as (api, recipe):
         client = Client(api)
         dataset_id = _register(client, dataset, format) if dataset is not None else None
         config = _script_config(words) if is_script else read_settings(words, {})
@@ -338,7 +352,7 @@ def _value(text: str) -> Any:
 
 @contextmanager
 def _own_coordinator(
-    data_dir: Path, script: Path | None, words: Sequence[str], workers: int
+    data_dir: Path, script: Path | None, words: Sequence[str], workers: int, spares: int
 ) -> Iterator[tuple[str, str | None]]:
     """Its address, and the name under which it knows the script."""
     import tempfile
@@ -357,7 +371,9 @@ def _own_coordinator(
         if script is not None:
             name = re.sub(r"[^a-z0-9._-]", "-", script.stem.lower()).strip("-._") or "script"
             name = name if name not in ("training", "indexing", "sharding") else f"{name}-script"
-            text = script_recipe(script.absolute(), working_dir=Path.cwd(), arguments=len(words))
+            text = script_recipe(
+                script.absolute(), working_dir=Path.cwd(), arguments=len(words), spares=spares
+            )
             (Path(folder) / f"{name}.toml").write_text(text)
             os.environ["STRATA_RECIPES_DIR"] = folder
         coordinator = CoordinatorProcess(data_dir)

@@ -28,6 +28,7 @@ from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.collectors import JobCollector, LogCollector, StorageCollector
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
+from strata.coordinator.metrics.run_history import RunHistory
 from strata.coordinator.metrics.watch import Watch
 from strata.coordinator.tasks.runner import TaskRunner
 from strata.coordinator.tasks.secrets import TaskSecrets
@@ -64,6 +65,8 @@ class Runtime:
     recipes: Recipes
     inspection: DatasetInspection
     verifications: Verifications
+    run_history: RunHistory | None = None
+    """What training loops have logged; none where there is no place on disk for it."""
     tasks: TaskRunner | None = None
     """Once it runs; none where tasks are only kept."""
     task_secrets: TaskSecrets | None = None
@@ -90,6 +93,7 @@ class Runtime:
         logs: LogStore,
         recipes: Iterable[Recipe] = BUILT_IN,
         read_rules: ReadRules | None = None,
+        run_history: RunHistory | None = None,
     ) -> Runtime:
         """A runtime with the journal's state; its engine is not running yet."""
         cluster, clock = Cluster(limits), SystemClock()
@@ -110,6 +114,7 @@ class Runtime:
             recipes=Recipes(recipes),
             inspection=DatasetInspection(quick, read_rules),
             verifications=Verifications(slow, read_rules),
+            run_history=run_history,
             _readers=(quick, slow),
         )
         engine.listeners += [
@@ -117,6 +122,7 @@ class Runtime:
             runtime.sessions.committed,
             runtime.agents.committed,
             runtime.feed.committed,
+            runtime.watch.committed,
         ]
         metrics.registry.register(LogCollector(logs))
         metrics.registry.register(StorageCollector(engine))

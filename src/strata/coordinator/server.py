@@ -35,6 +35,7 @@ from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.coordinator.logs.archive import LogArchive
 from strata.coordinator.logs.store import LogStore, LogStoreHandler
 from strata.coordinator.metrics.otel import OtelExport
+from strata.coordinator.metrics.run_history import RunHistory
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.settings import CoordinatorSettings
 from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, worker_address, worker_tls
@@ -78,11 +79,18 @@ class Server:
         recipes = [*BUILT_IN, *read_recipes(settings.recipes_dir or settings.data_dir / "recipes")]
         self._journal = SqliteJournal(settings.data_dir, reserve_bytes=settings.disk_reserve_mb << 20)
         self.runtime = Runtime.create(
-            self._journal, settings.limits, _open_logs(settings), recipes, _read_rules(settings, private)
+            self._journal,
+            settings.limits,
+            _open_logs(settings),
+            recipes,
+            _read_rules(settings, private),
+            _open_run_history(settings),
         )
         if self.runtime.logs.archive is not None:
             space = self._journal.space
             self.runtime.logs.archive.is_paused = lambda: space.is_full
+        if self.runtime.run_history is not None:
+            self.runtime.run_history.is_paused = lambda: self._journal.space.is_full
         self._otel = _otel_export(settings, self.runtime)
         self._gatekeeper = Gatekeeper(
             _access_rules(settings),
@@ -168,6 +176,8 @@ class Server:
             await asyncio.to_thread(self._otel.close)
         self.runtime.engine.close()
         self.runtime.logs.close()
+        if self.runtime.run_history is not None:
+            await asyncio.to_thread(self.runtime.run_history.close)
         self._audit_log.close()
         self._gatekeeper.owners.close()
         with suppress(FileNotFoundError):
@@ -202,6 +212,7 @@ class Server:
             ours=lambda: (settings.host, self.grpc_port),
             mutual_tls=settings.tls_client_ca is not None,
         )
+        runtime.task_secrets = TaskSecrets(tasks_dir_of(settings))
         service = CoordinatorService(
             runtime.engine,
             runtime.sessions,
@@ -210,6 +221,8 @@ class Server:
             runtime.metrics,
             access,
             runtime.inspection,
+            runtime.run_history,
+            runtime.task_secrets,
             heartbeat_interval_s=settings.heartbeat_interval,
             worker_config={"heartbeat_timeout": f"{settings.heartbeat_timeout:g}"},
         )
@@ -231,7 +244,7 @@ class Server:
     def _start_tasks(self) -> None:
         """Take up what an earlier coordinator left running, and whatever waits."""
         settings, runtime = self._settings, self.runtime
-        task_secrets = runtime.task_secrets = TaskSecrets(tasks_dir_of(settings))
+        assert runtime.task_secrets is not None
         make_launcher = launcher_maker(settings)
         if make_launcher is None:
             return
@@ -242,7 +255,7 @@ class Server:
             token=self._gatekeeper.task_tokens.of,
             tls=worker_tls(settings),
             stop_timeout_s=settings.task_stop_timeout,
-            secrets=task_secrets,
+            secrets=runtime.task_secrets,
             inherited=settings.inherited_by_tasks,
         )
         runtime.tasks = TaskRunner(
@@ -374,6 +387,16 @@ def _open_logs(settings: CoordinatorSettings) -> LogStore:
         tidy=Tidy([token for _, token in settings.named_secrets()]),
         lines_per_second=settings.log_lines_per_second,
     )
+
+
+def _open_run_history(settings: CoordinatorSettings) -> RunHistory | None:
+    try:
+        return RunHistory(
+            settings.data_dir / "metrics.sqlite", limit_bytes=settings.metrics_limit_mb * 1_000_000
+        )
+    except (sqlite3.Error, OSError) as error:
+        log.warning("metrics of runs are not kept: %s", error)
+        return None
 
 
 def _otel_export(settings: CoordinatorSettings, runtime: Runtime) -> OtelExport | None:

@@ -102,6 +102,13 @@ class CoordinatorSettings:
     log_limit_mb: int = setting(
         256, "Megabytes of log kept on disk.", env="STRATA_LOG_LIMIT_MB", least=1, most=1_000_000
     )
+    metrics_limit_mb: int = setting(
+        2_000,
+        "Megabytes of metrics of runs kept on disk; when they are full, the oldest are kept more coarsely.",
+        env="STRATA_METRICS_LIMIT_MB",
+        least=1,
+        most=1_000_000,
+    )
     log_days: float = setting(
         7.0, "Days for which log lines are kept.", env="STRATA_LOG_DAYS", least=0.001, most=3650
     )

@@ -303,7 +303,9 @@ class Checkpoints:
         for record in self.records.values():
             if record.checkpoint_id not in usable:
                 events += _ends(record)
-        for timeline in self._timelines.values():
+        for _, timeline in sorted(
+            self._timelines.items()
+        ):  # Jobs are in the order of their first, which may be removed.
             for checkpoint_id in timeline:
                 events += _ends(self.records[checkpoint_id])
         return events

@@ -22,8 +22,10 @@ from strata.core import checks
 from strata.core.barriers import BarrierLimits, Barriers
 from strata.core.checkpoints import CheckpointEvent, Checkpoints, data_commit
 from strata.core.datasets import Datasets
+from strata.core.incidents import Cost, Incidents, check_report
 from strata.core.membership import Membership, MembershipLimits
 from strata.core.messages import (
+    DEFAULT_JOB,
     Accepted,
     AgentConnected,
     AgentDisconnected,
@@ -48,6 +50,8 @@ from strata.core.messages import (
     EndAttempt,
     Event,
     Heartbeat,
+    IncidentClosed,
+    IncidentReported,
     Instant,
     JobId,
     LoopStalled,
@@ -67,7 +71,9 @@ from strata.core.messages import (
     RegisterWorker,
     RemoveDataset,
     Reply,
+    ReportFailure,
     ReportRecovery,
+    ReportSlow,
     RestartTask,
     ShardsMoved,
     StopTask,
@@ -88,6 +94,7 @@ from strata.core.messages import (
     WorkerForgotten,
     WorkerJoined,
     WorkerLeft,
+    WorkerSpec,
 )
 from strata.core.presence import Presence, PresenceLimits
 from strata.core.recoveries import Recoveries
@@ -111,6 +118,7 @@ class Cluster:
         self.checkpoints = Checkpoints()
         self.tasks = Tasks()
         self.recoveries = Recoveries()
+        self.incidents = Incidents()
         self.values = Values()
         self.presence = Presence(limits.presence)
 
@@ -174,12 +182,28 @@ class Cluster:
                 if changed is None:
                     return Accepted(reason=f"it is {self.tasks.get(command.task_id).status} already")
                 fact(changed)
+                if isinstance(changed, TaskChanged):
+                    job = JobId(command.task_id)
+                    _each(fact, self.incidents.decide_task(changed, self._cost(job), now))
                 return Accepted(reason=changed.reason)
             case ReportRecovery():
                 member = self.membership.admit(command.worker_id, incarnation=command.incarnation)
                 recorded = self.recoveries.decide_report(command, member.spec.job_id, now)
                 fact(recorded)
+                cost = self._cost(member.spec.job_id)
+                _each(fact, self.incidents.decide_recovery(recorded, cost, now))
                 return Accepted(reason=recorded.reason)
+            case ReportFailure():
+                check_report(command)
+                job = self._job_of(command)
+                events_of = self.incidents.decide_report(command, job, self._cost(job), now)
+                _each(fact, events_of)
+                return Accepted(reason="known already" if not events_of else "recorded")
+            case ReportSlow():
+                known = self.membership.members.get(command.worker_id)
+                spec_of = known.spec if known is not None else None
+                _each(fact, self.incidents.decide_slow(command, spec_of, now))
+                return Accepted(reason=command.reason)
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
                 _each(fact, swapped)
@@ -191,11 +215,16 @@ class Cluster:
                 self.datasets.dirty_jobs.clear()
                 return Accepted(reason="plans match their members")
             case Tick():
+                lost: dict[JobId, list[tuple[WorkerFailed, WorkerSpec]]] = {}
                 for change in self.membership.decide_tick(now):
                     if isinstance(change, WorkerFailed):
+                        member = self.membership.members[change.worker_id]
+                        lost.setdefault(change.job_id, []).append((change, member.spec))
                         self._lose(change, now, fact)
                     else:
                         fact(change)
+                for job, losses in lost.items():
+                    _each(fact, self.incidents.decide_lost(job, losses, now))
                 _each(fact, self.barriers.decide_tick(self.membership, now))
                 _each(fact, self.values.decide_tick(now))
                 return Accepted(reason="time passed")
@@ -240,6 +269,8 @@ class Cluster:
         if event is None:
             return Accepted(reason="known already")
         fact(event)
+        if isinstance(event, CheckpointFailed | CheckpointCompleted):
+            _each(fact, self.incidents.decide_save(event, member.spec.job_id, now))
         _each(fact, self.datasets.decide_epochs(member.spec.job_id, self.membership, now))
         return Accepted(reason=event.reason)
 
@@ -268,6 +299,30 @@ class Cluster:
         if moved is not None:
             fact(moved)
         return Accepted(reason=self.datasets.plans[key].plan.reason)
+
+    def _job_of(self, command: ReportFailure) -> JobId:
+        """Whose workers they were: as they have registered, as the agent says, else as the launch is called."""
+        if command.job_id is not None:
+            return command.job_id
+        ended = {(failure.host, str(failure.pid)) for failure in command.failures}
+        for member in self.membership.members.values():
+            if (member.spec.hostname, member.spec.metadata.get("pid", "")) in ended:
+                return member.spec.job_id
+        return JobId(command.launch) if command.launch else DEFAULT_JOB
+
+    def _cost(self, job: JobId) -> Cost:
+        """What a lost second and a lost step of the job mean, as far as its workers have said."""
+        roster = self.membership.roster(job)
+        reports = [report for worker in roster if (report := self.membership.reports.get(worker)) is not None]
+        steps_s = sorted(s for report in reports if 0.0 < (s := report.metrics.get("step_time_s", 0.0)) < 1e6)
+        saved = self.checkpoints.latest(job)
+        return Cost(
+            step=max((report.step for report in reports), default=0),
+            saved_step=saved.step if saved is not None else None,
+            step_s=steps_s[len(steps_s) // 2] if steps_s else 0.0,
+            workers=len(roster),
+            gpus_per_worker=max((self.membership.members[w].spec.gpu_count for w in roster), default=0),
+        )
 
     # --- soft state in --------------------------------------------------------------------------------------
 
@@ -329,6 +384,8 @@ class Cluster:
                 self.tasks.apply(event)
             case RecoveryRecorded():
                 self.recoveries.apply(event)
+            case IncidentReported() | IncidentClosed():
+                self.incidents.apply(event)
             case ValueSwapped() | ValueRefreshed() | VersionsReserved() | ValueDropped():
                 self.values.apply(event, now)
             case _:
@@ -371,6 +428,7 @@ class Cluster:
             *self.checkpoints.compact(),
             *self.tasks.compact(),
             *self.recoveries.compact(),
+            *self.incidents.compact(),
             *self.values.compact(),
             counters,
         ]

@@ -20,6 +20,8 @@ from strata.core.messages import (
     DatasetRegistered,
     DatasetRemoved,
     Event,
+    IncidentClosed,
+    IncidentReported,
     RecoveryRecorded,
     ShardsMoved,
     TaskChanged,
@@ -34,6 +36,7 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from strata.core.recoveries import who_survived
 from strata.core.stragglers import Change
 from strata.core.text import counted
 
@@ -103,7 +106,17 @@ def describe(event: Event | Change) -> EventText:
             tier = f" from {event.tier}" if event.tier else ""
             resumed = f"resumed at step {event.resumed_step:,}{tier}"
             lost = f"{counted(event.lost_steps, 'step')} lost"
-            return EventText("success", f"{event.job_id} recovered in {seconds:.1f} s; {resumed}, {lost}")
+            who = who_survived(event.job_id, survived=event.survived, lost=event.lost, joined=event.joined)
+            what = f"{event.job_id} recovered in {seconds:.1f} s; {resumed}, {lost}"
+            return EventText("success", "; ".join(filter(None, (what, who, event.cause))))
+        case IncidentReported():
+            is_failure = event.subject == "run" and event.failure_class != "preemption"
+            return EventText("error" if is_failure else "warning", _incident(event))
+        case IncidentClosed():
+            lost = f", {counted(event.lost_steps, 'step')} lost" if event.lost_steps is not None else ""
+            what = f"incident {event.incident_id} of {event.job_id} {event.outcome.replace('_', ' ')}{lost}"
+            of: dict[str, Severity] = {"recovered": "success", "stopped": "error", "failed_again": "warning"}
+            return EventText(of[event.outcome], _because(event, what))
         case ValueSwapped() | ValueRefreshed() | ValueDropped():
             return EventText("debug", _because(event, f"value {event.key}"))
         case CountersRestored():
@@ -111,6 +124,14 @@ def describe(event: Event | Change) -> EventText:
         case VersionsReserved():
             return EventText("debug", _because(event, f"versions up to {event.last:,} reserved"))
     assert_never(event)
+
+
+def _incident(event: IncidentReported) -> str:
+    if event.subject != "run":
+        return f"{event.job_id}: {event.what}"
+    decided = {"stop": "; the run stops", "restart": "; it is restarted"}.get(event.decision, "")
+    because = f": {event.reason}" if decided and event.reason else ""
+    return f"{event.job_id}: {event.what} ({event.failure_class}){decided}{because}"
 
 
 def _because(event: Event | Change, what: str) -> str:

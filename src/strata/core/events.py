@@ -6,8 +6,10 @@ Wall-clock times (`at_s`) are for people; nothing is decided by them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
+from strata.core.failures import Failure, FailureClass
 from strata.core.types import (
     CheckpointId,
     DatasetId,
@@ -247,6 +249,48 @@ class RecoveryRecorded:
     world_after: int
     reason: str
     at_s: float
+    survived: int = 0  # processes that were there before and after; 0: all are new, or nobody has said
+    lost: tuple[WorkerId, ...] = ()
+    joined: tuple[
+        WorkerId, ...
+    ] = ()  # new processes beside those that survived; those among the lost are replaced
+    cause: str = ""  # why the set of ranks changed
+
+
+IncidentSubject = Literal["run", "save", "slow_rank"]
+Outcome = Literal["recovered", "stopped", "failed_again"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentReported:
+    """A failure, as it is known now. Another with the same id says more about the same one, in place of what was known."""
+
+    incident_id: int
+    job_id: JobId
+    launch: str
+    subject: IncidentSubject
+    failure_class: FailureClass
+    fingerprint: str
+    first: Failure | None  # who failed first
+    failures: tuple[Failure, ...]
+    what: str
+    decision: str  # restart, stop, continue
+    reason: str  # why that was decided
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentClosed:
+    incident_id: int
+    job_id: JobId
+    outcome: Outcome
+    reason: str
+    at_s: float
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    resumed_step: int | None = None
+    lost_steps: int | None = None
+    lost_s: float | None = None
+    lost_gpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +364,8 @@ Event = (
     | TaskChanged
     | TaskProgressed
     | RecoveryRecorded
+    | IncidentReported
+    | IncidentClosed
     | ValueSwapped
     | ValueRefreshed
     | VersionsReserved

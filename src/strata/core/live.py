@@ -2,7 +2,7 @@
 
 Between two steps a rank's state is complete: the optimizer has stepped on a global batch that every rank contributed to, and
 nothing of the next step has reached it. That is a **boundary**: the loop has asked for the next batch. A rank that is torn out
-of the step after it still has the state of the boundary, provided that no step of the optimizer has begun since, that the
+of the step after it still has the state of the boundary, provided that no step of the optimizer has started since, that the
 device had really made the last one before any of its collectives was aborted, and that whatever else has changed since was
 put back. `judge` says whether all this is known, and if not, what is missing. What is not known to be complete is not used:
 then training continues from the newest snapshot, as after a restart.
@@ -38,7 +38,7 @@ class Frozen:
     step: int
     """Of the last boundary."""
     began: int
-    """Steps that the optimizer had begun: those worked with gradients that had arrived."""
+    """Steps that the optimizer had started: those worked with gradients that had arrived."""
     device: Device
 
 

@@ -25,6 +25,8 @@ from strata.core.events import (
     DatasetRegistered,
     DatasetRemoved,
     Event,
+    IncidentClosed,
+    IncidentReported,
     RecoveryRecorded,
     ShardsMoved,
     TaskChanged,
@@ -39,6 +41,7 @@ from strata.core.events import (
     WorkerJoined,
     WorkerLeft,
 )
+from strata.core.failures import Failure
 from strata.core.refusals import (
     Cause,
     Conflict,
@@ -108,6 +111,8 @@ __all__ = [
     "FileSpan",
     "Gpu",
     "Heartbeat",
+    "IncidentClosed",
+    "IncidentReported",
     "Instant",
     "InvalidArgument",
     "JobId",
@@ -131,7 +136,9 @@ __all__ = [
     "RemoveDataset",
     "Reply",
     "Report",
+    "ReportFailure",
     "ReportRecovery",
+    "ReportSlow",
     "Resources",
     "RestartTask",
     "ShardProgress",
@@ -312,6 +319,33 @@ class ReportRecovery:
     world_before: int
     world_after: int
     reason: str
+    survived: int = 0
+    lost: tuple[WorkerId, ...] = ()
+    joined: tuple[WorkerId, ...] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFailure:
+    """How workers of one machine ended, and what its agent does about it."""
+
+    failures: tuple[Failure, ...]
+    launch: str
+    """The rendezvous id under which they were launched."""
+    job_id: JobId | None
+    """Whose they are; None: of the job that has registered them, else the launch's."""
+    decision: Literal["restart", "stop"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSlow:
+    """The others of a job wait for this worker, or no longer do."""
+
+    job_id: JobId
+    worker_id: WorkerId
+    slow: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +395,8 @@ Command = (
     | EndAttempt
     | NoteProgress
     | ReportRecovery
+    | ReportFailure
+    | ReportSlow
     | SwapValue
     | PlanEpoch
     | Rebalance

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from strata.core import checks
 from strata.core.messages import Event, Instant, JobId, RecoveryRecorded, ReportRecovery
 
 KEPT = 1_000
+NAMES_SHOWN = 4
 MAX_PHASES = 16
+MAX_NAMED = 20_000
+
+
+def who_survived(job: str, *, survived: int, lost: Sequence[str], joined: Sequence[str]) -> str:
+    """'2 survived in process, rank1 replaced'; empty where nobody has survived."""
+    if not survived:
+        return ""
+    replaced = [worker for worker in joined if worker in lost]
+    parts = [f"{survived:,} survived in process"]
+    for workers, became in (
+        (replaced, "replaced"),
+        ([worker for worker in lost if worker not in replaced], "lost"),
+        ([worker for worker in joined if worker not in replaced], "joined"),
+    ):
+        if len(workers) > NAMES_SHOWN:
+            parts.append(f"{len(workers):,} {became}")
+        elif workers:
+            parts.append(f"{' and '.join(worker.removeprefix(f'{job}-') for worker in workers)} {became}")
+    return ", ".join(parts)
 
 
 class Recoveries:
@@ -25,10 +46,16 @@ class Recoveries:
             ("lost_steps", command.lost_steps),
             ("world_before", command.world_before),
             ("world_after", command.world_after),
+            ("survived", command.survived),
         ):
             checks.between(field, value, 0, checks.SAMPLES_LIMIT)
         checks.text("tier", command.tier, limit=64)
         checks.text("reason", command.reason)
+        checks.text("cause", command.cause)
+        for field, names in (("lost", command.lost), ("joined", command.joined)):
+            checks.between(f"number of workers in {field}", len(names), 0, MAX_NAMED)
+            for name in names:
+                checks.name(field, name)
         return RecoveryRecorded(
             job_id=job,
             worker_id=command.worker_id,
@@ -40,6 +67,10 @@ class Recoveries:
             world_after=command.world_after,
             reason=command.reason or f"resumed at step {command.resumed_step}",
             at_s=now.wall_s,
+            survived=command.survived,
+            lost=command.lost,
+            joined=command.joined,
+            cause=command.cause,
         )
 
     def apply(self, event: RecoveryRecorded) -> None:

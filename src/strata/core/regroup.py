@@ -8,6 +8,10 @@ every worker in it is asked to leave, which aborts its collectives. Whoever has 
 and enters the next generation; nobody waits for a replacement that is still starting, or for a worker that is busy. Those
 join when they are ready, by the same way. Only sharded state needs every rank, so there all are waited for.
 
+A spare is a process beyond those that train: it waits at the function's entrance, in no generation, and takes the place of a worker
+that is lost, as its replacement that is ready already. One that ends meanwhile disturbs nobody, and another is started; after
+`SPARE_LOSSES` of them in a row none is. A machine that stands by (`stand_by`) has all its workers wait like that, until it is let in.
+
 A process ends for one of four reasons: it was lost by itself; it failed by an error of its own; it did not leave in
 time; or in-process recovery is given up (`Restart`), with the reason, and all workers of the machine are started anew.
 
@@ -21,11 +25,19 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 JOINS = "a replacement joins"
+OTHERS_MEET = "another machine meets again"
+BROKEN = "a collective broke"
+"""How the reason begins of a worker that left because of others: what became of those says more."""
 GRACE_S = 1.0
 """How long those who have left wait for one that has not."""
+SETTLE_S = 10.0
+"""How long a replacement waits for the first step of those who train, where they have a job that says when they have made it."""
 START_S = 120.0
 """How long a replacement may take until it is ready, where nobody can continue without it."""
-
+SPARE_LOSSES = 5
+"""So many spares in a row may end unused."""
+STEADY_S = 60.0
+"""A spare that has waited for so long ends such a row."""
 
 MAX_IN_PROCESS = 100
 TIMEOUT_S = 30.0
@@ -44,7 +56,7 @@ class Phase(Enum):
     FINISHED = "finished"
     """Its function has returned; it waits until that is so everywhere."""
     ENDING = "ending"
-    """It ends by an error of its own."""
+    """It ends by an error of its own, or its connection has ended, and its process is about to be found to have."""
     LOST = "lost"
     WITHDRAWN = "withdrawn"
     """It ends because it was asked to. Such an end is not recovered from here."""
@@ -74,6 +86,8 @@ class Worker:
     """It has a complete state, and is about to leave: whoever waits for it waits for that."""
     is_sharded: bool = False
     """It trains a state that no other rank has."""
+    is_behind: bool = False
+    """It is still inside a generation before, which the others have left without it: what becomes of it does not concern them."""
 
 
 # --- what to do -------------------------------------------------------------------------------------------------
@@ -103,6 +117,22 @@ class Replace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """End this worker's process if it is still there; the spare is in its place from now on."""
+
+    worker: int
+    spare: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSpare:
+    """Start a process that stands by, under this number."""
+
+    spare: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Meet:
     """Form the next generation of these workers and those of the other machines."""
 
@@ -112,24 +142,31 @@ class Meet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """The function has returned on every worker: they may continue."""
+    """The function has returned on every worker: they may continue, and spares end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Start all workers of this machine anew."""
+    """Start all workers of this machine anew; of one that stands by, when it is let in."""
 
     reason: str
 
 
-Instruction = Continue | Leave | Replace | Meet | Release | Restart
+Instruction = Continue | Leave | Replace | Take | StartSpare | Meet | Release | Restart
 
 
 class Regroup:
-    def __init__(self, workers: int, *, limits: Limits | None = None) -> None:
+    def __init__(self, workers: int, *, spares: int = 0, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.generation = 0
         self._workers = {number: Worker() for number in range(workers)}
+        self._wanted_spares = spares
+        self._spares: dict[int, Worker] = {}
+        """By number, which no worker and no other spare has: those that wait, and those that start."""
+        self._next_spare = workers
+        self._losses = 0
+        """Of spares in a row, or of workers of a machine that stands by."""
+        self._stands_by = False
         self._reason = ""
         """Why the present generation is over; empty while it is not."""
         self._rescued: int | None = None
@@ -138,12 +175,33 @@ class Regroup:
         self._met_s = 0.0
         self._has_stepped = False
         """In the present generation."""
+        self._has_job = False
+        """Some worker has had a job, whose first step is reported."""
+        self._dropped: int | None = None
+        """The worker whose connection ended, where the generation is over for that, and nobody knows why yet."""
         self._furthest = -1
         """The newest step of any worker, ever."""
 
     @property
     def workers(self) -> Mapping[int, Worker]:
         return self._workers
+
+    @property
+    def spares(self) -> Mapping[int, Worker]:
+        return self._spares
+
+    @property
+    def has_given_up_spares(self) -> bool:
+        return self._losses >= SPARE_LOSSES
+
+    @property
+    def stands_by(self) -> bool:
+        return self._stands_by
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all workers wait to be let in."""
+        return all(worker.phase is Phase.READY for worker in self._workers.values())
 
     @property
     def is_active(self) -> bool:
@@ -159,9 +217,14 @@ class Regroup:
     # --- what was observed ------------------------------------------------------------------------------------
 
     def arrived(self, number: int, *, now_s: float, waits: bool, limits: Limits) -> None:
-        """A worker has come to a recoverable function: it enters at once, or, as a replacement, waits to be let in."""
+        """A worker has come to a recoverable function: it enters at once, or, as a replacement or a spare, waits to be let in."""
         self.limits = limits
-        self._move(number, Phase.READY if waits else Phase.INSIDE, now_s)
+        if number in self._spares:
+            self._spares[number] = Worker(phase=Phase.READY, since_s=now_s)
+        elif number in self._workers:
+            self._move(number, Phase.READY if waits else Phase.INSIDE, now_s)
+            if not waits:
+                self._met_s = now_s
 
     def left(self, number: int, *, now_s: float, error: str = "", is_own: bool = False) -> None:
         """A worker has left its generation: it was asked to, a collective broke, or (`is_own`) its program failed."""
@@ -169,7 +232,7 @@ class Regroup:
         if worker.phase is not Phase.INSIDE:
             return
         self._move(number, Phase.ENDING if is_own else Phase.OUTSIDE, now_s)
-        if not self._reason:
+        if not self._reason and not worker.is_behind:
             self._begin(error or f"worker {number} left")
 
     def finished(self, number: int, *, now_s: float) -> None:
@@ -177,7 +240,8 @@ class Regroup:
             self._move(number, Phase.FINISHED, now_s)
 
     def withdrew(self, number: int, *, now_s: float) -> None:
-        self._move(number, Phase.WITHDRAWN, now_s)
+        if number in self._workers:
+            self._move(number, Phase.WITHDRAWN, now_s)
 
     def stepped(self, step: int) -> None:
         """A worker has made this step: the recovery has led somewhere if nobody had made it before."""
@@ -186,26 +250,53 @@ class Regroup:
             self._furthest = step
             self._in_a_row = 0
 
-    def shards(self, number: int, *, is_sharded: bool) -> None:
+    def attached(self, number: int, *, is_sharded: bool) -> None:
+        """A worker has started a job."""
         self._workers[number].is_sharded = is_sharded
+        self._has_job = True
+
+    def dropped(self, number: int, reason: str, *, now_s: float) -> None:
+        """A worker's connection has ended, as it does some time before a process that holds a device has."""
+        if number not in self._workers:
+            return  # A spare, whose end disturbs nobody.
+        worker = self._workers[number]
+        if worker.phase not in (Phase.INSIDE, *WAITING):
+            return
+        self._move(number, Phase.ENDING, now_s)
+        if not self._concerns_others(worker):
+            return
+        if not self._reason:
+            self._begin(reason)
+            self._dropped = number
+        elif self._reason.startswith(BROKEN):  # The others have noticed it first.
+            self._reason = reason
+            self._dropped = number
 
     def ended(self, number: int, reason: str, *, now_s: float) -> None:
-        """A worker's process has ended before all had finished."""
-        was_inside = self._workers[number].phase in (Phase.INSIDE, Phase.FINISHED, Phase.ENDING)
+        """A worker's or a spare's process has ended before all had finished."""
+        if number in self._spares:
+            self._note_loss(self._spares.pop(number), now_s)
+            return
+        if self._stands_by:
+            self._note_loss(self._workers[number], now_s)
+        worker = self._workers[number]
         self._move(number, Phase.LOST, now_s)
-        if was_inside and not self._reason:
+        if self._concerns_others(worker) and not self._reason:
             self._begin(reason)
+        elif self._dropped == number or (self._concerns_others(worker) and self._reason.startswith(BROKEN)):
+            self._reason = reason  # The others have noticed it first, or its connection has ended first.
 
     def others_wait(self) -> None:
         """Another machine wants to meet: it has lost a worker, joins or leaves."""
         if not self._reason and self.is_active:
-            self._begin("another machine meets again")
+            self._begin(OTHERS_MEET)
 
     def may_rescue(self, number: int, step: int) -> bool:
         """A worker that leaves has the complete state of this step: whether it should save it. The first of each step does; who is
-        further does too."""
-        self._workers[number].is_leaving = True
-        if self._rescued is not None and step <= self._rescued:
+        further does too. Whoever comes from a generation before does not: the others have gone on without it."""
+        worker = self._workers[number]
+        worker.is_leaving = True
+        if worker.is_behind or (self._rescued is not None and step <= self._rescued):
             return False
         self._rescued = step
         return True
@@ -219,28 +310,54 @@ class Regroup:
     def replaced(self, number: int, *, now_s: float) -> None:
         self._move(number, Phase.STARTING, now_s)
 
+    def spare_started(self, spare: int, *, now_s: float) -> None:
+        self._spares[spare] = Worker(since_s=now_s)
+        self._next_spare = spare + 1
+
+    def taken(self, number: int, spare: int, *, now_s: float) -> None:
+        """This worker's process is the one that was the spare."""
+        self._move(number, self._spares.pop(spare).phase, now_s)
+        self._losses = 0
+
+    def stand_by(self, *, now_s: float) -> None:
+        """All workers were started to wait: this machine is not in the world."""
+        self.restarted(now_s=now_s)
+        self._stands_by = True
+
     def met(self, members: tuple[int, ...], *, now_s: float) -> None:
         """These workers were let into the next generation."""
         self.generation += 1
         self._met_s, self._has_stepped = now_s, False
         self._reason = ""
-        self._rescued = None
+        self._rescued = self._dropped = None
+        self._stands_by = False
+        ended = [n for n in members if self._workers[n].phase is Phase.ENDING]
         for number in members:
-            self._move(number, Phase.INSIDE, now_s)
+            if number not in ended:
+                self._move(number, Phase.INSIDE, now_s)
+        for number in set(self._in(Phase.INSIDE)) - set(members):
+            self._workers[number].is_behind = True
+        if ended:
+            self._begin(f"worker {ended[0]} ended while all met")
 
     def released(self, *, now_s: float) -> None:
         """All have continued behind their function: their ends are not recovered from here."""
         self.restarted(now_s=now_s)
 
     def restarted(self, *, now_s: float) -> None:
-        """All processes are new."""
-        self._reason, self._rescued, self._in_a_row = "", None, 0
+        """All processes are new, and no spare is left."""
+        self._reason, self._in_a_row = "", 0
+        self._stands_by, self._losses = False, 0
+        self._spares.clear()
+        self._rescued = self._dropped = None
         for number in self._workers:
             self._workers[number] = Worker(since_s=now_s)
 
     # --- what to do next --------------------------------------------------------------------------------------
 
     def decide(self, now_s: float) -> Instruction:
+        if self._stands_by:
+            return self._standing_by()
         if not self._reason and self._has_joiners(now_s):
             self._begin(JOINS)
         if not self._reason:
@@ -248,31 +365,61 @@ class Regroup:
         if self._in_a_row > self.limits.max_in_process:
             return Restart(reason=f"{self._in_a_row} recoveries in a row have led to no new step")
         survivors = self._in(Phase.READY, Phase.INSIDE, Phase.OUTSIDE, Phase.FINISHED)
-        if not survivors:
+        if not survivors and not (self._ready_spares() and self._in(Phase.LOST, Phase.ENDING)):
             return Restart(reason=f"no worker of this machine is left: {self._reason}")
-        if lost := self._in(Phase.LOST):
-            return Replace(worker=lost[0], reason=self._reason)
         if unasked := tuple(n for n in self._in(Phase.INSIDE) if self._workers[n].asked_s is None):
             return Leave(workers=unasked, reason=self._reason)
         if late := self._late(now_s):
-            return Replace(worker=late[0], reason=f"it did not leave within {self.limits.timeout_s:g} s")
-        return self._meet(now_s)
+            return self._replacement(late[0], f"it did not leave within {self.limits.timeout_s:g} s", now_s)
+        instruction, lost = self._meet(now_s), self._in(Phase.LOST)
+        # While nobody waits for it: starting a process takes its time.
+        if lost and isinstance(instruction, Continue):
+            return self._replacement(lost[0], self._reason, now_s)
+        return instruction
 
-    def _undisturbed(self, now_s: float) -> Continue | Release | Replace:
+    def _undisturbed(self, now_s: float) -> Continue | Release | Replace | Take | StartSpare:
         if lost := self._in(Phase.LOST):
-            return Replace(worker=lost[0], reason="its process ended")
+            return self._replacement(lost[0], "its process ended", now_s)
         if len(self._in(Phase.FINISHED)) == len(self._workers):
             return Release()
         if late := self._late(now_s):  # Of a generation before.
-            return Replace(worker=late[0], reason=f"it did not leave within {self.limits.timeout_s:g} s")
+            return self._replacement(late[0], f"it did not leave within {self.limits.timeout_s:g} s", now_s)
+        if self._wants_spare() and (self._has_stepped or now_s >= self._settled_s):
+            return StartSpare(spare=self._next_spare)
         return Continue(until_s=self._next_s(now_s))
+
+    def _standing_by(self) -> Continue | Replace | Restart:
+        if self.has_given_up_spares:
+            return Restart(reason=f"{self._losses} of its workers in a row have ended while they stood by")
+        if lost := self._in(Phase.LOST):
+            return Replace(worker=lost[0], reason="its process ended")
+        return Continue()
+
+    def _replacement(self, number: int, reason: str, now_s: float) -> Replace | Take:
+        """Whoever is ready first: a spare that is, one that has begun to start, or a process that is started now."""
+        starting = (
+            spare
+            for spare, waiting in self._spares.items()
+            if waiting.phase is Phase.STARTING and now_s - waiting.since_s < START_S
+        )
+        for spare in (*self._ready_spares(), *starting):
+            return Take(worker=number, spare=spare, reason=reason)
+        return Replace(worker=number, reason=reason)
+
+    def _ready_spares(self) -> tuple[int, ...]:
+        return tuple(number for number, spare in self._spares.items() if spare.phase is Phase.READY)
+
+    def _wants_spare(self) -> bool:
+        """While all train: the start of a process takes time from those that recover."""
+        is_calm = len(self._in(Phase.INSIDE)) == len(self._workers)
+        return is_calm and len(self._spares) < self._wanted_spares and not self.has_given_up_spares
 
     def _meet(self, now_s: float) -> Continue | Meet | Restart:
         waiting = self._in(*WAITING)
         busy = [self._workers[n] for n in self._in(Phase.INSIDE)]
         is_sharded = any(worker.is_sharded for worker in self._workers.values())
         if is_sharded:
-            starting = self._in(Phase.STARTING, Phase.ENDING)
+            starting = self._in(Phase.STARTING, Phase.ENDING, Phase.LOST)
             if any(now_s - self._workers[n].since_s >= START_S for n in starting):
                 return Restart(reason=f"a replacement was not ready within {START_S:g} s")
             if busy or starting:
@@ -293,13 +440,18 @@ class Regroup:
         )
 
     def _has_joiners(self, now_s: float) -> bool:
-        """Whether somebody waits to join, nobody else is about to, and those who train have begun."""
+        """Whether somebody waits to join, nobody else is about to, and those who train have started."""
         joiners = self._in(Phase.READY, Phase.OUTSIDE)
-        is_settling = not self._has_stepped and now_s - self._met_s < GRACE_S
+        is_settling = not self._has_stepped and now_s < self._settled_s
         if not joiners or (is_settling and self._in(Phase.INSIDE)):
             return False
         waited_s = max(now_s - self._workers[n].since_s for n in joiners)
         return not self._in(Phase.STARTING) or waited_s >= GRACE_S
+
+    @property
+    def _settled_s(self) -> float:
+        """When those who train have begun, or are not waited for any longer."""
+        return self._met_s + (SETTLE_S if self._has_job else GRACE_S)
 
     def _late(self, now_s: float) -> tuple[int, ...]:
         ending = [
@@ -313,7 +465,7 @@ class Regroup:
 
     def _next_s(self, now_s: float) -> float | None:
         """When time alone changes what is to be done."""
-        times = [self._met_s + GRACE_S]
+        times = [self._settled_s]
         for worker in self._workers.values():
             if worker.phase is Phase.INSIDE and worker.asked_s is not None:
                 times += [worker.asked_s + GRACE_S, worker.asked_s + self.limits.timeout_s]
@@ -325,14 +477,29 @@ class Regroup:
                 times.append(worker.since_s + START_S)
         return min((time_s for time_s in times if time_s > now_s), default=None)
 
+    def _note_loss(self, waiting: Worker, now_s: float) -> None:
+        """Of a process that stood by."""
+        was_steady = waiting.phase is Phase.READY and now_s - waiting.since_s >= STEADY_S
+        self._losses = 1 if was_steady else self._losses + 1
+
     def _begin(self, reason: str) -> None:
         self._reason = reason
         self._in_a_row += 1
+
+    @staticmethod
+    def _concerns_others(lost: Worker) -> bool:
+        """Whether it was in the present generation, which is over without it."""
+        return lost.phase in (Phase.INSIDE, Phase.FINISHED) and not lost.is_behind
 
     def _in(self, *phases: Phase) -> tuple[int, ...]:
         return tuple(number for number, worker in self._workers.items() if worker.phase in phases)
 
     def _move(self, number: int, phase: Phase, now_s: float) -> None:
         self._workers[number] = replace(
-            self._workers[number], phase=phase, since_s=now_s, asked_s=None, is_leaving=False
+            self._workers[number],
+            phase=phase,
+            since_s=now_s,
+            asked_s=None,
+            is_leaving=False,
+            is_behind=False,
         )

@@ -20,6 +20,7 @@ from strata.core.messages import (
     CheckpointCompleted,
     CountersRestored,
     Event,
+    IncidentReported,
     ShardsMoved,
     TaskProgressed,
     ValueDropped,
@@ -73,6 +74,17 @@ _FORMS: dict[type[Any], _Form] = {
     BarrierBroken: _Form(without=frozenset({"call_ids"}), with_={"arrived": _COUNTED}),
     # Without the record of samples, which grows with the data and is for the audit.
     CheckpointCompleted: _Form(without=frozenset({"data_json"})),
+    # Who failed first and how; tracebacks and the last words of all are for those who ask for the incident.
+    IncidentReported: _Form(
+        without=frozenset({"first"}),
+        with_={
+            "failures": _Field(int, lambda event: len(event.failures)),
+            "rank": _Field(int | None, lambda event: event.first.rank if event.first else None),
+            "host": _Field(str, lambda event: event.first.host if event.first else ""),
+            "pid": _Field(int, lambda event: event.first.pid if event.first else 0),
+            "gpu": _Field(str, lambda event: event.first.gpu if event.first else ""),
+        },
+    ),
     # With what the API shows of it, so that nobody needs to ask.
     TaskProgressed: _Form(
         with_={

@@ -177,6 +177,14 @@ class RecoveryView:
     world_before: int
     world_after: int
     reason: str
+    survived: int = 0
+    """How many worker processes were there before and after; 0 where all are new, or nobody has said."""
+    lost: list[str] = field(default_factory=list)
+    """Ids of the workers whose processes were lost."""
+    joined: list[str] = field(default_factory=list)
+    """Where some survived: ids of the workers whose processes are new. Those that were lost are replaced; all others survived."""
+    cause: str = ""
+    """Why the set of ranks changed, where that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,6 +482,10 @@ def recovery(record: RecoveryRecorded) -> RecoveryView:
         world_before=record.world_before,
         world_after=record.world_after,
         reason=record.reason,
+        survived=record.survived,
+        lost=list(record.lost),
+        joined=list(record.joined),
+        cause=record.cause,
     )
 
 

@@ -10,6 +10,9 @@
 | `--monitor-interval` | 0.1 s |
 | `--start-method` | forkserver: workers start with torch imported; `spawn` starts each from nothing |
 
+One flag is ours: `--spares N` keeps N processes more on this machine, which stand by for workers that are lost
+(`strata.recoverable`).
+
 A variable `PET_…` counts as the flag that torchrun reads it for; so do `NNODES`, `NPROC_PER_NODE`, `RDZV_BACKEND`,
 `RDZV_ENDPOINT` and `RDZV_ID`, where neither a flag nor torchrun's own variable says otherwise. This module needs no
 torch until `launch`.
@@ -26,7 +29,15 @@ from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from strata.rendezvous import LOOPBACK, LOOPBACK_ONLY, TORCHRUN_ENVIRONMENT, rdzv_conf
+from strata.core.restarts import PolicyError
+from strata.rendezvous import (
+    LOOPBACK,
+    LOOPBACK_ONLY,
+    POLICY_VARIABLE,
+    TORCHRUN_ENVIRONMENT,
+    rdzv_conf,
+    run_policy,
+)
 
 MAX_RESTARTS = 1000
 MONITOR_S = 0.1
@@ -73,6 +84,7 @@ def parse(words: Sequence[str]) -> Namespace:
 
     parser: ArgumentParser = get_args_parser()
     parser.prog = "strata torchrun"
+    _add_spares(parser)
     ours: dict[str, Any] = {
         "rdzv_backend": None,
         "rdzv_id": None,
@@ -95,6 +107,18 @@ def parse(words: Sequence[str]) -> Namespace:
     return args
 
 
+def _add_spares(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=os.environ.get("PET_SPARES", "0"),
+        metavar="N",
+        help="Processes beyond the workers that stand by on this machine: imported, at the entrance of the script's "
+        "@strata.recoverable function, with contexts on the workers' GPUs. When a worker is lost, one takes its place at once "
+        "and another is started.",
+    )
+
+
 class _WrongCall(Exception):
     pass
 
@@ -107,6 +131,10 @@ def _fill(args: Namespace) -> None:
         workers = determine_local_world_size(args.nproc_per_node)
     except (ValueError, RuntimeError) as error:
         raise _WrongCall(str(error)) from None
+    try:
+        run_policy()
+    except PolicyError as error:
+        raise _WrongCall(f"{POLICY_VARIABLE}: {error}") from None
     args.rdzv_conf = ",".join(filter(None, (rdzv_conf(), args.rdzv_conf)))
     if args.standalone:
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id, args.standalone = "strata", "", None, False
@@ -130,6 +158,13 @@ def _fill(args: Namespace) -> None:
         del args.master_addr  # Torch warns of one that it does not use.
     if workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # As torch does, at length.
+    if args.spares < 0:
+        raise _WrongCall(f"--spares={args.spares}: give how many processes stand by, or leave it out.")
+    if args.spares and getattr(args, "virtual_local_rank", False):
+        raise _WrongCall(
+            "--spares with --virtual-local-rank: a spare must see the GPUs of all workers, because it does not know whose place it will "
+            "take. Leave one of them out."
+        )
     if args.start_method is None:
         args.start_method = "spawn" if args.no_python or "PYTHON_EXEC" in os.environ else "forkserver"
 
@@ -160,10 +195,12 @@ def entrypoint(args: Namespace, command: Any, words: list[str]) -> tuple[Any, li
 
 def launch(words: Sequence[str]) -> int:
     """Parse, run the agent to its end, and return the exit status. What a failed run says last is the script's."""
+    from strata.rendezvous.regrouping import RegroupingAgent
     from strata.rendezvous.warm import warm_up
 
     args = parse(words)
     warm_up(args.rdzv_id)
+    RegroupingAgent.wanted_spares = args.spares
     with ExitStack() as cleanup:
         # Torch would leave an empty one behind.
         if args.log_dir is None and args.redirects == args.tee == "0":
@@ -201,7 +238,8 @@ def _report_failure(failed: Any) -> int:
     from strata.rendezvous.agent import CarefulAgent
 
     rank, failure = failed.get_first_failure()
-    error, given_up = CarefulAgent.last_error, CarefulAgent.given_up
+    first, given_up = CarefulAgent.first_failure, CarefulAgent.given_up
+    error = first.error if first is not None else None
     sys.stdout.flush()
     if given_up is not None:
         print(f"strata torchrun: not started again: {given_up}", file=sys.stderr)

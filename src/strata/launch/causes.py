@@ -2,8 +2,7 @@
 
 A worker that raises reports it with its traceback (`strata.launch.entry`). One that is killed cannot; torchrun names its
 rank and exit status. SIGKILL beside a count of the kernel's out-of-memory kills that has just risen is called by that
-name. An error that comes back without a new step (`strata.core.restarts`) will come back again: then another start is no
-help. Nor is it after a crash without words that is like the two before it, each within a minute.
+name. Whether another start can help is decided by the run's policy (`strata.core.restarts`).
 """
 
 from __future__ import annotations
@@ -14,21 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from strata.core.failures import LINES_KEPT, Failure, WorkerError, root_cause, signal_name
 from strata.core.messages import ExitCause
-from strata.core.restarts import RepeatedErrors, WorkerError, root_cause
+from strata.core.restarts import Policy, Restarts
+from strata.rendezvous.evidence import OomKills
 
 USAGE_STATUS = 2
 """A program that ends with it does not accept how it was called: the same call will not do better."""
-SAME_ROUNDS = 3
-QUICK_ROUND_S = 60.0
-LAST_LINES = 20
 TICK_S = 1.0
-OOM_SAMPLES = 4
 OUTSIDE_SIGNALS = ("SIGKILL", "SIGTERM")
 """Sent by somebody else: they say nothing about what the program will do next time."""
+
 
 _AGENT_LINE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)")
 
@@ -56,21 +53,23 @@ class Failures:
         *,
         clock: Callable[[], float] = time.monotonic,
         oom_kills: Callable[[], int] | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self._clock = clock
-        self._oom_kills = oom_kills or count_oom_kills
-        self._oom_kills_seen: deque[int] = deque([self._oom_kills()], maxlen=OOM_SAMPLES)
+        self._oom_kills = OomKills(oom_kills)
         self._round_began_s = clock()
         self._reports: list[_Report] = []
-        self._rounds: deque[tuple[ExitCause, bool]] = deque(maxlen=SAME_ROUNDS)
+        self._last_round: ExitCause | None = None
         self._lines: dict[int | None, deque[str]] = {}
+        self._lines_before: dict[int | None, deque[str]] = {}
+        """Of the round that failed last: its agent may ask for them after it has said so."""
         self._refused: ExitCause | None = None
-        self._errors = RepeatedErrors()
+        self._restarts = Restarts(policy or Policy())
         self._repeated: ExitCause | None = None
 
     def tick(self) -> None:
         """Every `TICK_S`: only what the kernel killed lately can have been ours."""
-        self._oom_kills_seen.append(self._oom_kills())
+        self._oom_kills.tick()
 
     # --- what is reported ---------------------------------------------------------------------------------
 
@@ -83,38 +82,39 @@ class Failures:
 
     def read_line(self, rank: int | None, text: str) -> ExitCause | None:
         """A line of stderr. Returns the cause when it is the agent's that a round has failed."""
-        self._lines.setdefault(rank, deque(maxlen=LAST_LINES)).append(text)
+        self._lines.setdefault(rank, deque(maxlen=LINES_KEPT)).append(text)
         found = _AGENT_LINE.search(text) if rank is None else None
         if found is None:
             return None
-        cause = self._of_worker(int(found[2]), int(found[1]))
+        cause = self._last_round = self._of_worker(int(found[2]), int(found[1]))
         now_s = self._clock()
         lasted_s = now_s - self._round_began_s
-        self._rounds.append((cause, lasted_s < QUICK_ROUND_S))
         error = root_cause([report.error for report in self._reports]) if int(found[1]) > 0 else None
-        if self._errors.failed(error, lasted_s=lasted_s) is not None:
-            message = f"{cause.message} (it restarted without a new step)"
+        first = Failure(
+            rank=cause.rank,
+            exit_code=cause.exit_code,
+            error=error,
+            oom_killed=cause.kind == "oom",
+            last_lines=self.last_lines(cause.rank),
+        )
+        verdict = self._restarts.failed(first, lasted_s=lasted_s, now_s=now_s)
+        if verdict.decision == "stop" and self._repeated is None:
+            message = f"{cause.message} (not started again: {verdict.reason.partition(': ')[0]})"
             self._repeated = replace(cause, message=message, may_retry=False)
         self._round_began_s = now_s
         self._reports.clear()
-        self._lines.clear()
+        self._lines, self._lines_before = {}, self._lines
         return cause
 
     # --- what follows ---------------------------------------------------------------------------------------
 
     def hopeless(self) -> ExitCause | None:
         """Why starting the workers again would be in vain, if it would."""
-        if self._refused is not None or self._repeated is not None:
-            return self._refused or self._repeated
-        if len(self._rounds) < SAME_ROUNDS or not all(quick for _, quick in self._rounds):
-            return None
-        causes = [cause for cause, _ in self._rounds]
-        last = causes[-1]
-        from_outside = last.signal in OUTSIDE_SIGNALS and last.kind != "oom"
-        if from_outside or last.kind == "exception" or any(_kind(cause) != _kind(last) for cause in causes):
-            return None
-        message = f"{last.message} ({SAME_ROUNDS} times in a row)"
-        return replace(last, message=message, may_retry=False)
+        return self._refused or self._repeated
+
+    def last_lines(self, rank: int | None) -> tuple[str, ...]:
+        """What it printed last to its standard error."""
+        return tuple(self._lines.get(rank) or self._lines_before.get(rank) or ())
 
     def cause(self, agent_code: int, *, asked_to_stop: bool) -> ExitCause | None:
         """Why the run ended; None where it ended well or as it was asked to."""
@@ -128,8 +128,8 @@ class Failures:
             return None
         if hopeless is not None:
             return hopeless
-        if agent_code > 0 and self._rounds:
-            return self._rounds[-1][0]
+        if agent_code > 0 and self._last_round is not None:
+            return self._last_round
         return self._of_process("the torchrun agent", None, agent_code)
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -165,9 +165,7 @@ class Failures:
                 traceback=lines,
             )
         name = signal_name(-code)
-        if name == "SIGKILL" and self._oom_kills() > self._oom_kills_seen[0]:
-            self._oom_kills_seen.clear()
-            self.tick()
+        if name == "SIGKILL" and self._oom_kills.take():
             message = f"{who} was killed by the kernel because memory ran out (SIGKILL)"
             return ExitCause(kind="oom", message=message, rank=rank, exit_code=code, signal=name)
         return ExitCause(
@@ -178,41 +176,3 @@ class Failures:
             signal=name,
             traceback=lines if name not in OUTSIDE_SIGNALS else "",
         )
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def count_oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory, here and in this control group."""
-    counts = [_field(Path("/proc/vmstat"), "oom_kill")]
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0":
-                counts.append(_field(Path(f"/sys/fs/cgroup{path}/memory.events"), "oom_kill"))
-            elif "memory" in controllers.split(","):
-                counts.append(_field(Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"), "oom_kill"))
-    except (OSError, ValueError):
-        pass
-    return sum(counts)
-
-
-def _field(path: Path, name: str) -> int:
-    try:
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
-
-
-def _kind(cause: ExitCause) -> tuple[str, str]:
-    """What two failures have in common when they are the same: numbers differ from time to time."""
-    return cause.kind, re.sub(r"\d+", "#", cause.message)

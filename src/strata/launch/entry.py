@@ -19,7 +19,7 @@ import traceback
 from contextlib import suppress
 from types import TracebackType
 
-from strata.core.restarts import WorkerError
+from strata.core.failures import WorkerError
 from strata.processes import end_with_parent, write_line_by_line
 from strata.rendezvous.frames import describe, report, script_frames
 from strata.sockets import connect_to_path
@@ -35,9 +35,7 @@ def main() -> None:
     end_with_parent(signal.SIGKILL)
     write_line_by_line()
     supervisor = os.environ.get(SUPERVISOR_VARIABLE)
-    if supervisor:
-        for name, number in (("stdout", 1), ("stderr", 2)):
-            _send_output(supervisor, name, number)
+    send_output()
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_error
     try:
@@ -105,12 +103,15 @@ def _connect_abstract(name: str) -> socket.socket:
     return connection
 
 
-def _send_output(supervisor: str, name: str, number: int) -> None:
-    with suppress(OSError), _connect(supervisor, {"stream": name}) as connection:
-        getattr(sys, name).flush()
-        os.dup2(connection.fileno(), number)
-        with suppress(AttributeError):
-            getattr(sys, name).reconfigure(line_buffering=True, errors="backslashreplace")
+def send_output() -> None:
+    """To the process that keeps the run, where one does, as this rank's from now on."""
+    supervisor = os.environ.get(SUPERVISOR_VARIABLE)
+    for name, number in (("stdout", 1), ("stderr", 2)) if supervisor else ():
+        with suppress(OSError), _connect(supervisor or "", {"stream": name}) as connection:
+            getattr(sys, name).flush()
+            os.dup2(connection.fileno(), number)
+            with suppress(AttributeError):
+                getattr(sys, name).reconfigure(line_buffering=True, errors="backslashreplace")
 
 
 def _report_failure(supervisor: str, error: WorkerError, *, exit_code: int) -> None:

@@ -132,6 +132,7 @@ class LocalLauncher:
             rdzv_backend="strata",
             rdzv_endpoint="",
             max_restarts=plan.max_restarts,
+            spares=plan.spares,
             warm=plan.warm,
             inherited=plan.inherited,
             environment={
@@ -154,7 +155,7 @@ class LocalLauncher:
             )
 
     def _remember(self, plan: LaunchPlan, gpus: tuple[int, ...]) -> _Run:
-        facts = _read(plan.run_dir / "told.json")
+        facts = _read(plan.run_dir / "reported.json", plan.run_dir / "told.json")
         position = Position(**facts) if facts is not None else Position()
         run = _Run(plan=plan, reader=OutputReader(plan.run_dir, position), gpus=gpus)
         self._runs[plan.run_id] = run
@@ -211,7 +212,7 @@ class LocalLauncher:
             self._tell(Exited(run_id=plan.run_id, task_id=plan.task_id, cause=cause))
 
     def _find_supervisor(self, run: _Run) -> Process | None:
-        facts = _read(run.plan.run_dir / "keeper.json")
+        facts = _read(run.plan.run_dir / "supervisor.json", run.plan.run_dir / "keeper.json")
         if facts is None:
             return None
         if run.child is not None:
@@ -256,7 +257,7 @@ class LocalLauncher:
 
     def _write_position(self, run: _Run, position: Position) -> None:
         with suppress(OSError):  # At worst some lines are reported twice.
-            write_file(run.plan.run_dir / "told.json", json.dumps(asdict(position)), durable=False)
+            write_file(run.plan.run_dir / "reported.json", json.dumps(asdict(position)), durable=False)
 
     async def _wait_for_leaving(self, run: _Run) -> None:
         deadline_s = time.monotonic() + LEAVE_S
@@ -286,12 +287,14 @@ class LocalLauncher:
             await asyncio.to_thread(end_processes, run.plan.run_id)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+def _read(*paths: Path) -> dict[str, Any] | None:
+    """What the first of these files holds. A second path is the one that version 0.1 gave it, whose runs may still be there."""
+    for path in paths:
+        with suppress(OSError, ValueError):
+            found = json.loads(path.read_text())
+            if isinstance(found, dict):
+                return found
+    return None
 
 
 def _make_empty(folder: Path) -> None:

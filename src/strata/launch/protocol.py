@@ -72,6 +72,8 @@ class LaunchPlan:
     """Workers are forked with torch in place."""
     max_restarts: int = 100
     """How often torchrun may start the workers anew within this attempt."""
+    spares: int = 0
+    """Processes beyond the workers that stand by on each machine."""
 
     @property
     def run_id(self) -> str:

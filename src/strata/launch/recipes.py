@@ -6,6 +6,7 @@ The built-in ones train and prepare data. Further ones are TOML files in a folde
     script = "finetune.py"                      # beside this file, or an absolute path; or: module = "package.name"
     arguments = ["--lr", "{learning_rate}"]     # each {key} of config in its place; also {checkpoints} and {task_dir}
     gpus_per_worker = 1
+    spares = 1                                  # processes that stand by for lost workers of a `strata.recoverable` function
 
     [config.learning_rate]
     type = "number"
@@ -78,6 +79,8 @@ class Recipe:
     environment: Mapping[str, str] = field(default_factory=dict)
     warm: bool = True
     """Workers are forked with torch in place; no use to a program that needs no torch."""
+    spares: int = 0
+    """Processes beyond the workers that stand by on each machine, for those of a `strata.recoverable` function."""
     built_in: bool = False
 
     def check(self, config: Mapping[str, Any], *, worker_count: int, dataset_id: str | None) -> None:
@@ -190,13 +193,14 @@ def read_recipes(folder: Path) -> list[Recipe]:
     return found
 
 
-def script_recipe(script: Path, *, working_dir: Path, arguments: int) -> str:
+def script_recipe(script: Path, *, working_dir: Path, arguments: int, spares: int = 0) -> str:
     """The declaration of a script that takes so many arguments, each a value of config."""
     lines = [
         f"description = {_quoted('the script ' + script.name)}",
         f"script = {_quoted(str(script))}",
         f"working_dir = {_quoted(str(working_dir))}",
         f"arguments = {json.dumps([f'{{argument_{n}}}' for n in range(arguments)])}",
+        *([f"spares = {spares}"] if spares else []),
         *(f'[config.argument_{n}]\ntype = "string"' for n in range(arguments)),
     ]
     return "\n".join(lines) + "\n"
@@ -222,6 +226,7 @@ _DECLARATION: Schema = {
         "working_dir": _TEXT,
         "environment": {"type": "object", "additionalProperties": _TEXT},
         "warm": {"type": "boolean"},
+        "spares": {"type": "integer", "minimum": 0},
     },
 }
 
@@ -271,6 +276,7 @@ def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> R
         working_dir=(path.parent / working_dir).resolve() if working_dir is not None else None,
         environment=declared.get("environment", {}),
         warm=declared.get("warm", True),
+        spares=declared.get("spares", 0),
     )
 
 

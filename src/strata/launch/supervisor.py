@@ -2,7 +2,7 @@
 
     python -m strata.launch.supervisor RUN_DIR COMMAND...
 
-Files in RUN_DIR, each complete from the moment it exists: `keeper.json` (who keeps this run), `output-NNNNNN.jsonl` (what
+Files in RUN_DIR, each complete from the moment it exists: `supervisor.json` (which process it is), `output-NNNNNN.jsonl` (what
 its processes wrote, in segments, the oldest of which go when there are too many), `socket` (where workers send output and
 failures; only processes of this user and root are listened to), `ended.json` (how it ended, written when nothing of the run
 is left). SIGTERM is passed on to the agent, whose workers save and leave. Were the supervisor killed,
@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from strata.core.messages import ExitCause
+from strata.core.restarts import Policy, PolicyError
 from strata.files import write_file
 from strata.launch.causes import TICK_S, Failures
 from strata.launch.cleanup import RUN_VARIABLE, end_processes
 from strata.launch.entry import SUPERVISOR_VARIABLE
 from strata.launch.output import LINE_LIMIT_BYTES, OutputFile
 from strata.processes import end_with_parent, this_process
+from strata.rendezvous import run_policy
 from strata.sockets import is_own_peer, listen_privately
 
 DRAIN_S = 1.0
@@ -44,7 +46,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._command = command
         self._output = OutputFile(run_dir)
-        self._failures = Failures()
+        self._failures = Failures(policy=_policy())
         self._readers: set[asyncio.Task[None]] = set()
         self._asked_to_stop = False
         self._given_up = False
@@ -57,7 +59,9 @@ class Supervisor:
             loop.add_signal_handler(number, self._stop)
         address = self._run_dir.absolute() / SOCKET_NAME
         server = await asyncio.start_unix_server(self._accept, sock=listen_privately(address))
-        write_atomically(self._run_dir / "keeper.json", {"process": this_process().token, "pid": os.getpid()})
+        write_atomically(
+            self._run_dir / "supervisor.json", {"process": this_process().token, "pid": os.getpid()}
+        )
         self._agent = agent = await asyncio.create_subprocess_exec(
             *self._command,
             env={**os.environ, SUPERVISOR_VARIABLE: str(address)},
@@ -122,6 +126,10 @@ class Supervisor:
             if "failure" in header:
                 self._failures.reported(header["rank"], header["failure"])
                 self._give_up_if_hopeless()
+            elif "lines" in header:
+                lines = self._failures.last_lines(header["rank"])[-int(header["lines"]) :]
+                writer.write(json.dumps(lines).encode() + b"\n")
+                await writer.drain()
             else:
                 await self._read(reader, header["stream"], header["rank"])
         except (ValueError, KeyError, TypeError, OSError):
@@ -172,6 +180,13 @@ class Supervisor:
     async def _drain(self) -> None:
         if self._readers:
             await asyncio.wait(set(self._readers), timeout=DRAIN_S)
+
+
+def _policy() -> Policy:
+    """The run's; one that cannot be read is the agent's to refuse."""
+    with suppress(PolicyError):
+        return run_policy()
+    return Policy()
 
 
 def write_atomically(path: Path, value: Mapping[str, Any]) -> None:

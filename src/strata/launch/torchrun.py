@@ -46,6 +46,8 @@ class TorchrunSpec:
     local_addr: str | None = LOOPBACK
     """Where other agents reach this one. None: the name of the machine it runs on."""
     max_restarts: int = 1000
+    spares: int = 0
+    """Processes that stand by on each machine for workers that are lost (`strata.recoverable`)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited: Sequence[str] = ("*",)
     """Of this process's environment, what agents get beside the usual (`strata.launch.inherited`)."""
@@ -69,6 +71,7 @@ class TorchrunSpec:
             *(f"--rdzv-id={self.run_id}", f"--rdzv-conf={rdzv_conf(self.rdzv_conf)}"),
             *([f"--local-addr={self.local_addr}"] if self.local_addr is not None else []),
             "--monitor-interval=0.1",
+            *([f"--spares={self.spares}"] if self.spares else []),  # Torch's own agent does not know it.
             *([f"--log-dir={log_dir}"] if log_dir is not None else []),
             *([] if is_warm else ["--start-method=spawn"]),
             *self.arguments,

@@ -1,58 +1,125 @@
-"""Torch's agent, less its habit of repeating what cannot succeed: see `strata.core.restarts`.
+"""Torch's agent, which says why its workers ended, and repeats nothing that cannot succeed: see `strata.core.restarts`.
 
-After an attempt that failed, the agent reads what its workers reported. The same error without a new step in between uses
-up all restarts at once, so that the agent ends as it would after the last one.
+After an attempt that failed, the agent gathers what is known of each worker: its exit code, what it reported, what the kernel and
+whoever keeps its output have to say. That becomes an incident (`incidents`), and the run's policy decides what follows: where it
+stops, all restarts are used up at once, so that the agent ends as it would after the last one.
 """
 
 from __future__ import annotations
 
-import logging
-import signal
+import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
-from strata.core.restarts import RepeatedErrors, WorkerError, root_cause
+from strata.core.failures import Failure, WorkerError, first_failing
+from strata.core.restarts import Restarts, Verdict
+from strata.rendezvous import run_policy
+from strata.rendezvous.evidence import OomKills, device_faults, device_of, last_lines, wall_s
 from strata.rendezvous.frames import read_report
+from strata.rendezvous.incidents import IncidentReporter, trimmed
 from strata.torch_compat.elastic import Agent
+from strata.worker.address import coordinator_address
 
-logger = logging.getLogger(__name__)
+SUPERVISOR_VARIABLE = "STRATA_KEEPER"  # As `strata.launch.entry` has it, which needs no torch.
+LOOK_S = 1.0
+OUT_OF_RESTARTS = "there are no restarts left"
 
 
 class CarefulAgent(Agent):
-    last_error: WorkerError | None = None
-    """Of the newest attempt that failed in this process, where one of its workers could say why."""
+    first_failure: Failure | None = None
+    """Of the newest attempt that failed in this process."""
     given_up: str | None = None
     """Why there is no further attempt, if that is not for want of restarts."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._errors = RepeatedErrors()
-        self._started_s = time.monotonic()
+        handler = self._worker_group.spec.rdzv_handler
+        self._incidents = IncidentReporter(
+            handler.get_run_id(), _coordinator() or getattr(handler, "coordinator", "")
+        )
+        self._restarts = Restarts(run_policy())
+        self._oom_kills = OomKills()
+        self._looked_s = self._started_s = time.monotonic()
+        self._concluded: set[int] = set()
+        """Processes whose end has been reported."""
 
     def starting(self) -> None:
         self._started_s = time.monotonic()
 
-    def failed(self, result: RunResult, error_files: Sequence[str]) -> None:
-        if self.hopeless(_find_error(result, error_files)) is not None and self.has_restarts:
-            self.give_up()
+    def look_at_memory(self) -> None:
+        """To be called often: only what the kernel killed lately can have been a worker."""
+        if time.monotonic() - self._looked_s >= LOOK_S:
+            self._looked_s = time.monotonic()
+            self._oom_kills.tick()
 
-    def hopeless(self, error: WorkerError | None, *, others_continue: bool = False) -> str | None:
-        """A worker has failed by this error, if it could say so: why another attempt would not help, if that is known."""
-        CarefulAgent.last_error = error
+    def failed(self, result: RunResult, error_files: Mapping[int, str]) -> None:
+        ends = {failure.local_rank: (failure.exitcode, failure.pid) for failure in result.failures.values()}
+        processes = self.processes
+        if processes is not None:
+            pids, codes = processes.pids(), processes.exit_codes()
+            ends |= {slot: (code, pids[slot]) for slot, code in processes.ended_first.items() if code}
+            reported = {slot for slot, path in error_files.items() if read_report(path) is not None}
+            ends |= {slot: (codes[slot], pids[slot]) for slot in reported - ends.keys() if codes.get(slot)}
+        ends = {slot: (code, pid) for slot, (code, pid) in ends.items() if pid not in self._concluded}
+        if not ends:
+            return
+        oom_killed = any(code == -9 for code, _ in ends.values()) and self._oom_kills.take()
+        failures = [
+            self.failure(
+                slot, pid, code=code, error=read_report(error_files.get(slot, "")), oom_killed=oom_killed
+            )
+            for slot, (code, pid) in sorted(ends.items())
+        ]
+        self.conclude(failures)
+
+    def failure(
+        self,
+        slot: int,
+        pid: int,
+        *,
+        code: int | None,
+        error: WorkerError | None = None,
+        oom_killed: bool = False,
+        replaced: str = "",
+    ) -> Failure:
+        """All that this machine knows of how a worker ended."""
+        rank = self.rank_of(slot)
+        return Failure(
+            rank=rank if rank >= 0 else None,
+            host=socket.gethostname(),
+            pid=pid,
+            gpu=device_of(slot),
+            at_s=wall_s(error.at_s) if error is not None and error.at_s else time.time(),
+            exit_code=code,
+            # Who was killed may have reported something before, which others lead to.
+            error=error if code is None or code >= 0 or code == -15 else None,
+            oom_killed=oom_killed and code == -9,
+            device_faults=trimmed(device_faults(self._started_s)) if device_of(slot) else (),
+            last_lines=trimmed(last_lines(os.environ.get(SUPERVISOR_VARIABLE), rank)),
+            replaced=replaced,
+        )
+
+    def conclude(self, failures: Sequence[Failure], *, others_continue: bool = False) -> Verdict:
+        """What follows from these ends, once they are reported: where that is the end of the run, no restarts are left."""
+        first = CarefulAgent.first_failure = first_failing(failures)
         lasted_s = time.monotonic() - self._started_s
-        reason = self._errors.failed(error, lasted_s=lasted_s, others_continue=others_continue)
-        if reason is not None and self.has_restarts:
-            CarefulAgent.given_up = reason
-        return reason
+        verdict = self._restarts.failed(
+            first, lasted_s=lasted_s, now_s=time.monotonic(), others_continue=others_continue
+        )
+        if not self.has_restarts:
+            verdict = Verdict(decision="stop", reason=OUT_OF_RESTARTS)
+        elif verdict.decision == "stop":
+            CarefulAgent.given_up = verdict.reason
+            self.give_up()
+        self._concluded.update(failure.pid for failure in failures)
+        self._incidents.report(failures, verdict)
+        return verdict
 
 
-def _find_error(result: RunResult, error_files: Sequence[str]) -> WorkerError | None:
-    """A worker that was killed is why others have failed; but SIGTERM is what torch sends to those that are left."""
-    ends = {failure.exitcode for failure in result.failures.values()}
-    if any(end < 0 and end != -signal.SIGTERM for end in ends):
-        return None
-    reports = [read_report(path) for path in error_files]
-    return root_cause([error for error in reports if error is not None])
+def _coordinator() -> str:
+    named = os.environ.get("COORDINATOR_ADDR") or os.environ.get("COORDINATOR_URL") or ""
+    return coordinator_address(named) if named else ""

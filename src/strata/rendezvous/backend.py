@@ -151,6 +151,25 @@ class CasRendezvousBackend(RendezvousBackend):
         found = self._restore_state() if now_there is None else now_there
         return None if found is None else (self._for_torch(self._adopt(*found)), found[1], False)
 
+    def announce_recoverable(self) -> bool:
+        """This run's workers recover without a restart: whether the server knows now."""
+        try:
+            self._client.cas(self._recoverable_key, b"1", None)
+        except ConnectionError:
+            return False
+        return True
+
+    def is_recoverable(self) -> bool:
+        """Whether a member of this run has announced that."""
+        try:
+            return self._client.get(self._recoverable_key) is not None
+        except ConnectionError:
+            return False
+
+    @property
+    def _recoverable_key(self) -> str:
+        return f"{self.store_root}/strata/recoverable"
+
     def leave(self, node: Node) -> None:
         """Take this node out of the shared state, so that its run id is free again without a wait."""
         while (found := self._read()) is not None:

@@ -7,7 +7,7 @@ machines still answers.
 | from a worker | |
 |---|---|
 | `arrived` | it is at a recoverable function: who, and with which limits |
-| `left` | it has left its generation: the error, if any |
+| `left` | it has left its generation, or is about to: the error, if any, and whether that is its own |
 | `finished` | the function has returned |
 | `withdrew` | the process is about to end, as it was asked to |
 | `stepped` | the first step of its generation |
@@ -17,7 +17,7 @@ machines still answers.
 | from the agent | |
 |---|---|
 | `leave` | the generation is over: the reason |
-| `enter` | the next one: what torch's variables are in it |
+| `enter` | the next one: what torch's variables are in it; for a spare also the files that its output goes to |
 | `end` | end with the error that was reported |
 | `release` | the function has returned everywhere |
 
@@ -45,13 +45,15 @@ log = logging.getLogger("strata.rendezvous")
 AGENT_VARIABLE = "STRATA_AGENT"
 """To a worker: the path of its agent's socket."""
 SLOT_VARIABLE = "STRATA_SLOT"
-"""To a worker: which of its agent's workers it is, whatever its rank."""
+"""To a worker: which of its agent's workers it is, whatever its rank. To a spare: a number beyond theirs."""
 ENTRANCE_VARIABLE = "STRATA_ENTRANCE"
-"""To a worker: `wait` for a replacement, which enters when it is let in."""
+"""To a worker: `wait` for a replacement, which enters when it is let in; `spare` for one that does not know yet in whose place."""
 KEEPS_IMAGES_VARIABLE = "STRATA_KEEPS_IMAGES"
 """To a worker that has entered again: `1` for the first of its machine, `0` for the others."""
 
 Message = dict[str, Any]
+DROPPED = "dropped"
+"""What the agent's end says of a worker whose connection has ended."""
 LONGEST_LINE = 1 << 20
 
 
@@ -75,7 +77,7 @@ class AgentChannel:
 
     @property
     def news(self) -> int:
-        """A descriptor that can be read from when something was heard since `taken`."""
+        """A descriptor that can be read from when something was received since `taken`."""
         return self._woken
 
     def taken(self) -> None:
@@ -150,20 +152,26 @@ class AgentChannel:
     def _forget(self, connection: socket.socket) -> None:
         slot = self._slots.pop(connection, None)
         with self._lock:
-            if slot is not None and self._workers.get(slot) is connection:
-                del self._workers[slot]
+            dropped = slot if slot is not None and self._workers.get(slot) is connection else None
+            if dropped is not None:
+                del self._workers[dropped]
         del self._unread[connection]
         connection.close()
+        if dropped is not None:
+            self._handle(dropped, {"kind": DROPPED})
+            os.eventfd_write(self._woken, 1)
 
 
 class WorkerChannel:
-    """A worker's end. `observe` is called with each message in the thread that reads, while the worker may be stuck."""
+    """A worker's end. `observe` is called with each message in the thread that reads, while the worker may be stuck; with `ended` where
+    the agent is lost."""
 
     def __init__(self, path: str, slot: int, *, observe: Callable[[Message], None]) -> None:
         """Raises `OSError` where nobody listens."""
         self.slot = slot
         self._observe = observe
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._is_closing = False
         self._connection = connect_to_path(path)
         self._thread = threading.Thread(target=self._read, name="strata-agent", daemon=True)
         self._thread.start()
@@ -183,6 +191,7 @@ class WorkerChannel:
                 raise ConnectionError("the agent has ended")
 
     def close(self) -> None:
+        self._is_closing = True
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -194,6 +203,8 @@ class WorkerChannel:
                 message: Message = json.loads(line)
                 self._observe(message)
                 self._messages.put(message)
+        if not self._is_closing:
+            self._observe({"kind": "ended"})
         self._messages.put({"kind": "ended"})
 
 

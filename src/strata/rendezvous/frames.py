@@ -14,19 +14,18 @@ import traceback
 from contextlib import suppress
 from types import TracebackType
 
-from strata.core.restarts import WorkerError
+from strata.core.failures import EXIT_AGAIN, WorkerError
 
-EXIT_AGAIN = 75
-"""As `strata.training.preemption` has it: not a failure, but a request to be started again."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _BESIDE = ".strata"
+_SHOWN = "_strata_shown"
 _FRAMES = 100
 _CHARACTERS = 8_000
 """Of a message or traceback: a report travels in one line of 64 KiB at most."""
 
 
 def script_frames(error: BaseException) -> TracebackType | None:
-    """From the last program's top level on; all of it where no program had begun."""
+    """From the last program's top level on; all of it where no program had started."""
     found = at = error.__traceback__
     while at is not None:
         frame = at.tb_frame
@@ -34,6 +33,14 @@ def script_frames(error: BaseException) -> TracebackType | None:
             found = at
         at = at.tb_next
     return found
+
+
+def show(error: BaseException, frames: TracebackType | None) -> None:
+    """Print it as Python would that ends with it; once, whoever asks again."""
+    if not getattr(error, _SHOWN, False):
+        with suppress(AttributeError):
+            setattr(error, _SHOWN, True)
+        sys.excepthook(type(error), error, frames)
 
 
 def describe(error: BaseException) -> WorkerError | None:

@@ -2,8 +2,9 @@
 
 Guarantees beyond torch's own handler: an outage of the server does not disturb a running job and is waited for
 by one that is joining; a member that is lost before all know their ranks is not waited for, and neither is one of the round
-before whose connection dropped; time-outs and closed runs say who was there, and what to do; the workers of each round meet at a store of its own, which the agent of rank 0 holds
-(`worker_store`).
+before whose connection dropped; one that finds the world complete stands by, for as long as that is so, and is waited for when a member
+is lost; time-outs and closed runs say who was there, and what to do; the workers of each round meet at a store of its own, which the
+agent of rank 0 holds (`worker_store`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
@@ -53,12 +55,17 @@ class CasRendezvousHandler(DynamicHandler):
     """Made by `create_cas_handler`."""
 
     backend: CasRendezvousBackend
+    coordinator: str = ""
+    """HOST:PORT, where the server is a coordinator."""
     _server_lost = False
     _is_agreeing = False
     _round = 0
     _members: frozenset[Node] = frozenset()
     _workers_store: Store | None = None
     _next_look_s = 0.0
+    _stands_by = False
+    on_stand_by: Callable[[], None] | None = None
+    """Called repeatedly while this node stands by."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -75,9 +82,19 @@ class CasRendezvousHandler(DynamicHandler):
                 if met.rank == 0 and met.bootstrap_store_info is not None:
                     self._workers_store = self._serve(met.bootstrap_store_info)
                 note_rendezvous(self.settings.run_id, began_s, time.monotonic())
+                if self._stands_by:
+                    self._stands_by = False
+                    logger.warning(
+                        "this machine takes a place in '%s', as rank %d", self.settings.run_id, met.rank
+                    )
                 return met
             except RoundLost as lost:
                 logger.warning("%s; meeting again", lost)
+            except RendezvousGracefulExitError:
+                logger.warning(
+                    "the run '%s' has ended: this machine stood by and was not needed", self.settings.run_id
+                )
+                raise
             except RendezvousTimeoutError as error:
                 raise RendezvousTimeoutError(self._timeout_text()) from error
             except RendezvousClosedError as error:
@@ -125,10 +142,32 @@ class CasRendezvousHandler(DynamicHandler):
         time.sleep(least_s)
         self.backend.wait_for_news(most_s - least_s)
 
+    @property
+    def max_machines(self) -> int:
+        return int(self.settings.max_nodes)
+
+    def announce_recoverable(self) -> bool:
+        return self.backend.announce_recoverable()
+
+    def is_recoverable(self) -> bool:
+        return self.backend.is_recoverable()
+
+    def standing_by(self) -> None:
+        if not self._stands_by:
+            self._stands_by = True
+            logger.warning(
+                "'%s' has its %d machines: this one stands by until one of them is lost",
+                *(self.settings.run_id, self.settings.max_nodes),
+            )
+        if self.on_stand_by is not None:
+            self.on_stand_by()
+
     def shorten_last_call(self, state: State) -> None:
         """A round that follows this node's last one waits for nobody else once all who are left of that one have joined, and all
-        who had waited. A first round does: machines start seconds apart."""
+        who had waited or stood by. A first round does: machines start seconds apart."""
         if not self._members or state.complete or state.deadline is None or state.wait_list:
+            return
+        if any(not self.backend.is_lost(node) for node in state.redundancy_list):
             return
         left = {node for node in self._members if not self.backend.is_lost(node)}
         if state.round == self._round + 1 and left <= state.participants.keys():

@@ -25,7 +25,7 @@ from strata.processes import LAUNCH_VARIABLE
 from strata.rendezvous import LOOPBACK, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.warm import warm_up
 from strata.rendezvous.worker_store import announce_round_stores, serve
-from strata.torch_compat.stores import HashStore, PrefixStore, Store
+from strata.torch_compat.stores import HashStore, Store
 from strata.training.trace import forget_rendezvous, note_rendezvous
 
 
@@ -36,9 +36,7 @@ class LocalRendezvous(RendezvousHandler):
         self._run_id = run_id
         self._address = address
         self._port = port
-        self._agents_store = HashStore()
         self._workers_store: Store | None = None
-        self._round = 0
         self._closed = False
 
     def get_backend(self) -> str:
@@ -53,12 +51,11 @@ class LocalRendezvous(RendezvousHandler):
         if self._closed:
             raise RendezvousClosedError(f"The run '{self._run_id}' has ended.")
         began_s = time.monotonic()
-        self._round += 1
         self._workers_store = None  # Its port is free for the next one.
         self._workers_store, port = serve(self._address, self._port)
-        store = PrefixStore(f"round-{self._round}", self._agents_store)
         note_rendezvous(self._run_id, began_s, time.monotonic())
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(master_addr=self._address, master_port=port))
+        place = RendezvousStoreInfo(master_addr=self._address, master_port=port)
+        return RendezvousInfo(HashStore(), 0, 1, place)
 
     def is_closed(self) -> bool:
         return self._closed

@@ -1,8 +1,8 @@
 """The agent of workers that recover without a restart: it carries out what `strata.core.regroup` decides.
 
 Workers of recoverable functions (`strata.training.recoverable`) report to it over a channel. While there are any, torch's agent
-leaves all of them alone: who is lost is replaced, the others meet again and enter their function anew. Without such workers,
-or when recovery in the process is given up, everything is as torch has it.
+leaves all of them alone: who is lost is replaced, by a spare where one stands by (`--spares`), the others meet again and enter their
+function anew. Without such workers, or when recovery in the process is given up, everything is as torch has it.
 """
 
 from __future__ import annotations
@@ -11,46 +11,107 @@ import atexit
 import logging
 import multiprocessing.connection
 import os
+import shutil
 import signal
-import socket
 import threading
 import time
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from strata.core.regroup import Continue, Leave, Limits, Meet, Regroup, Release, Replace, Restart
-from strata.core.restarts import WorkerError
+from strata import locks
+from strata.core.failures import WorkerError, signal_name
+from strata.core.regroup import (
+    BROKEN,
+    JOINS,
+    OTHERS_MEET,
+    START_S,
+    Continue,
+    Leave,
+    Limits,
+    Meet,
+    Phase,
+    Regroup,
+    Release,
+    Replace,
+    Restart,
+    StartSpare,
+    Take,
+)
+from strata.core.restarts import Verdict
 from strata.rendezvous.agent import CarefulAgent
-from strata.rendezvous.channel import AGENT_VARIABLE, ENTRANCE_VARIABLE, SLOT_VARIABLE, AgentChannel, Message
+from strata.rendezvous.channel import (
+    AGENT_VARIABLE,
+    DROPPED,
+    ENTRANCE_VARIABLE,
+    SLOT_VARIABLE,
+    AgentChannel,
+    Message,
+)
 from strata.rendezvous.frames import take_report
 from strata.shared_memory import make_private, remove_empty, run_folder
+from strata.torch_compat.elastic import WorkerProcesses
 from strata.training.trace import note_rendezvous
 
 log = logging.getLogger("strata.rendezvous")
 
+ASK_S = 1.0
+"""Between two questions to the rendezvous' server."""
+
+
+@runtime_checkable
+class MeetsOthers(Protocol):
+    """A rendezvous of several machines, some of which may stand by."""
+
+    on_stand_by: Callable[[], None] | None
+
+    @property
+    def max_machines(self) -> int: ...
+
+    def announce_recoverable(self) -> bool:
+        """The workers of this run recover without a restart: whether the others can know now."""
+        ...
+
+    def is_recoverable(self) -> bool:
+        """Whether one of the others has announced that."""
+        ...
+
 
 class RegroupingAgent(CarefulAgent):
+    wanted_spares = 0
+    """Of each agent in this process."""
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         spec = self._worker_group.spec
         self._slots = spec.local_world_size
-        self._regroup = Regroup(self._slots)
+        self._regroup = Regroup(self._slots, spares=self.wanted_spares)
+        self._numbers = list(range(self._slots))
+        """For each slot, the number that its process has on the channel: its own, or that of the spare it was."""
         self._lock = threading.Lock()
         """Of `_regroup`: workers report in a thread of their own."""
         self._noted: set[int] = set()
         """The numbers of the processes whose end was noticed."""
+        self._is_announced = False
+        """That the workers of this run recover without a restart."""
+        self._is_cold = False
+        """Workers of this machine do not stand by, because they have ended when they did."""
+        self._ask_again_s = 0.0
         self._pause_s = spec.monitor_interval
         self._channel = self._listen(spec.rdzv_handler.get_run_id())
         if self._channel is not None:
             spec.monitor_interval = 0.0  # The wait is in `look`, where it ends when something happens.
+        self._others = spec.rdzv_handler if isinstance(spec.rdzv_handler, MeetsOthers) else None
+        if self._others is not None and self._channel is not None:
+            self._others.on_stand_by = self._stand_by
 
     def _listen(self, run: str) -> AgentChannel | None:
         # Not the run's own folder, which a job clears when it has ended.
         folder = run_folder(f"agent-{os.getpid()}-{run}")
         try:
             make_private(folder, inside=folder.parent)
+            self._folder = locks.create(folder)  # Others remove what an agent that was killed has left.
             channel = AgentChannel(folder / "socket", self._heard)
         except OSError as error:
             log.warning("workers cannot recover without a restart: %s", error)
@@ -63,19 +124,29 @@ class RegroupingAgent(CarefulAgent):
         super().starting()
         with self._lock:
             self._regroup.restarted(now_s=time.monotonic())
+            self._numbers = list(range(self._slots))
         self._noted.clear()
+        self.forget_processes()  # They have ended.
 
     def close(self) -> None:
         if self._channel is not None:
             channel, self._channel = self._channel, None
             channel.close()
-            remove_empty(channel.path.parent)
+            shutil.rmtree(self._folder.folder, ignore_errors=True)
+            remove_empty(self._folder.folder)
+            self._folder.release()
 
     # --- what workers say, in the channel's thread ------------------------------------------------------------
 
-    def _heard(self, slot: int, message: Message) -> Message | None:
+    def _heard(self, number: int, message: Message) -> Message | None:
         now_s, kind, regroup = time.monotonic(), message["kind"], self._regroup
         with self._lock:
+            if number in regroup.spares:
+                slot = number
+            elif number in self._numbers:
+                slot = self._numbers.index(number)
+            else:
+                return None  # Of a process that another has taken the place of.
             if kind == "arrived":
                 limits = Limits(
                     max_in_process=int(message["max_in_process"]), timeout_s=float(message["timeout_s"])
@@ -83,8 +154,9 @@ class RegroupingAgent(CarefulAgent):
                 regroup.arrived(slot, now_s=now_s, waits=bool(message["waits"]), limits=limits)
             elif kind == "left":
                 error = WorkerError.from_dict(message["error"]) if message["error"] else None
-                is_own = error is not None and not error.is_about_peers and not regroup.is_over
-                said = f"rank {self.rank_of(slot)}: {error}" if error is not None else ""
+                is_own = bool(message["is_own"]) and not regroup.is_over
+                who = f"rank {self.rank_of(slot)}" if is_own else f"{BROKEN} on rank {self.rank_of(slot)}"
+                said = f"{who}: {error}" if error is not None else ""
                 regroup.left(slot, now_s=now_s, error=said, is_own=is_own)
                 return {"kind": "end"} if is_own else None
             elif kind == "finished":
@@ -92,16 +164,19 @@ class RegroupingAgent(CarefulAgent):
             elif kind == "withdrew":
                 regroup.withdrew(slot, now_s=now_s)
             elif kind == "attached":
-                regroup.shards(slot, is_sharded=bool(message["is_sharded"]))
+                regroup.attached(slot, is_sharded=bool(message["is_sharded"]))
             elif kind == "stepped":
                 regroup.stepped(int(message["step"]))
             elif kind == "may_rescue":
                 return {"kind": "rescue", "may": regroup.may_rescue(slot, int(message["step"]))}
+            elif kind == DROPPED and slot < self._slots:
+                regroup.dropped(slot, f"rank {self.rank_of(slot)} has ended", now_s=now_s)
         return None
 
     # --- what is done, in torch's ------------------------------------------------------------------------------
 
     def look(self) -> WorkerState | None:
+        self.look_at_memory()
         if self._channel is None or self.processes is None:
             time.sleep(self._pause_s if self._channel is not None else 0.0)
             return None
@@ -109,12 +184,15 @@ class RegroupingAgent(CarefulAgent):
         with self._lock:
             if not self._regroup.is_active:
                 return None
+        if self._others is not None and not self._is_announced and self._may_ask():
+            self._is_announced = self._others.announce_recoverable()
         if self._note_ends() is not None:
             return None  # Torch ends the run.
         while True:
             with self._lock:
                 instruction = self._regroup.decide(time.monotonic())
             if isinstance(instruction, Continue):
+                self.processes.before_poll()  # Torch does not poll them, as long as all is decided here.
                 return WorkerState.HEALTHY
             if isinstance(instruction, Restart):
                 if self.has_restarts:
@@ -146,86 +224,217 @@ class RegroupingAgent(CarefulAgent):
         )
         ended = self.processes.exit_codes()
         endings = [fd for slot, fd in self.processes.endings().items() if slot not in ended]
+        endings += [spare.sentinel for spare in self.processes.spares().values() if spare.exitcode is None]
         multiprocessing.connection.wait([self._channel.news, *endings], timeout=max(limit_s, 0.0))
         self._channel.taken()
 
     def _note_ends(self) -> str | None:
         """Workers whose processes have ended are lost; why the run is given up, if it is."""
         assert self.processes is not None
+        self._note_ends_of_spares(self.processes)
         pids = self.processes.pids()
         for slot, code in self.processes.exit_codes().items():
             if pids[slot] in self._noted:
                 continue
             self._noted.add(pids[slot])
             error = take_report(self.processes.error_files[slot]) if code > 0 else None
-            reason = (
-                f"rank {self.rank_of(slot)} ({socket.gethostname()}, pid {pids[slot]}) {_ended(code, error)}"
-            )
-            log.error("%s", reason)
+            oom_killed = code == -signal.SIGKILL and self._oom_kills.take()
+            failure = self.failure(slot, pids[slot], code=code, error=error, oom_killed=oom_killed)
             with self._lock:
-                self._regroup.ended(slot, reason, now_s=time.monotonic())
-            given_up: str | None = "there are no restarts left"
-            if self.has_restarts:
-                given_up = self.hopeless(error, others_continue=True)
-                super().starting()  # The next attempt.
-            if given_up is not None:
-                self.give_up()
-                return given_up
+                self._regroup.ended(slot, str(failure), now_s=time.monotonic())
+            if code == 0:
+                self.count_restart()
+                continue
+            verdict = self.conclude([failure], others_continue=True)
+            super().starting()  # The next attempt.
+            if verdict.decision == "stop":
+                return verdict.reason
             self.count_restart()
         return None
 
-    def _carry_out(self, instruction: Leave | Replace | Meet | Release) -> None:
+    def _note_ends_of_spares(self, processes: WorkerProcesses) -> None:
+        """They disturb nobody."""
+        for number, process in processes.spares().items():
+            if process.exitcode is None:
+                continue
+            error = take_report(processes.end_spare(number))
+            with self._lock:
+                self._regroup.ended(number, "", now_s=time.monotonic())
+                is_last = self._regroup.has_given_up_spares
+            then = "no more are started, and a lost worker is replaced by a new process" if is_last else ""
+            log.warning(
+                "a spare (pid %d) %s%s",
+                *(process.pid, _ended(process.exitcode, error), f"; {then}" if then else ""),
+            )
+
+    def _carry_out(self, instruction: Leave | Replace | Take | StartSpare | Meet | Release) -> None:
         assert self._channel is not None
         assert self.processes is not None
         if isinstance(instruction, Leave):
             with self._lock:
                 self._regroup.asked(instruction.workers, now_s=time.monotonic())
             for slot in instruction.workers:
-                self._channel.send(slot, {"kind": "leave", "reason": instruction.reason})
-        elif isinstance(instruction, Replace):
+                self._channel.send(self._numbers[slot], {"kind": "leave", "reason": instruction.reason})
+        elif isinstance(instruction, Replace | Take):
             self._replace(instruction)
+        elif isinstance(instruction, StartSpare):
+            self._start_spare(instruction.spare)
         elif isinstance(instruction, Release):
+            numbers = list(self._numbers)
             with self._lock:
                 self._regroup.released(now_s=time.monotonic())
-            for slot in range(self._slots):
-                self._channel.send(slot, {"kind": "release"})
+                self._numbers = list(range(self._slots))  # By which they come to another such function.
+            for spare in self.processes.spares():
+                self.processes.end_spare(spare)
+            for number in numbers:
+                self._channel.send(number, {"kind": "release"})
         else:
             self._meet(instruction)
 
-    def _replace(self, instruction: Replace) -> None:
+    def _replace(self, instruction: Replace | Take) -> None:
+        """By a new process, or by a spare."""
         assert self.processes is not None
         slot = instruction.worker
-        if self.processes.pids()[slot] not in self._noted:
-            log.error("rank %d is replaced: %s", self.rank_of(slot), instruction.reason)
-        self._noted.add(self.processes.pids()[slot])
-        pid = self.processes.replace(slot, {ENTRANCE_VARIABLE: "wait", SLOT_VARIABLE: str(slot)})
+        pid = self.processes.pids()[slot]
+        if pid not in self._noted:
+            failure = self.failure(slot, pid, code=None, replaced=instruction.reason)
+            reason = "it is ended and another process takes its place"
+            self._incidents.report([failure], Verdict(decision="restart", reason=reason))
+        self._noted.discard(pid)  # Another process may get its number.
+        if isinstance(instruction, Take):
+            pid = self.processes.take_spare(instruction.spare, slot)
+            log.warning("a spare (pid %d) takes the place of rank %d", pid, self.rank_of(slot))
+            with self._lock:
+                self._regroup.taken(slot, instruction.spare, now_s=time.monotonic())
+                self._numbers[slot] = instruction.spare
+        else:
+            pid = self.processes.replace(slot, {ENTRANCE_VARIABLE: "wait", SLOT_VARIABLE: str(slot)})
+            with self._lock:
+                self._regroup.replaced(slot, now_s=time.monotonic())
+                self._numbers[slot] = slot
         self._worker_group.workers[slot].id = pid
+
+    def _start_spare(self, number: int) -> None:
+        """It knows neither its rank nor its device before it takes somebody's place: until then it has a rank beyond all."""
+        assert self.processes is not None
+        rank = self._worker_group.workers[0].world_size + number - self._slots
+        variables = {ENTRANCE_VARIABLE: "spare", SLOT_VARIABLE: str(number), "RANK": str(rank)}
+        pid = self.processes.start_spare(number, {**variables, "LOCAL_WORLD_SIZE": str(self._slots)})
         with self._lock:
-            self._regroup.replaced(slot, now_s=time.monotonic())
+            self._regroup.spare_started(number, now_s=time.monotonic())
+        log.info("a spare is started (pid %d)", pid)
 
     def _meet(self, instruction: Meet) -> None:
-        assert self._channel is not None
         began_s = time.monotonic()
         variables = self.meet(instruction.workers)
         note_rendezvous(self._worker_group.spec.rdzv_handler.get_run_id(), began_s, time.monotonic())
+        self._enter(instruction, variables)
+
+    def _enter(self, instruction: Meet, variables: Mapping[int, dict[str, str]]) -> None:
+        assert self._channel is not None
+        assert self.processes is not None
         first = min(instruction.workers)
         with self._lock:
+            phases = {worker.phase for worker in self._regroup.workers.values()}
             self._regroup.met(instruction.workers, now_s=time.monotonic())
             generation = self._regroup.generation
-        log.info(
+        # Of a worker that ends, why is in the log; an error that nobody here has ended by is not.
+        nobody_ended = phases <= {Phase.INSIDE, Phase.OUTSIDE, Phase.FINISHED}
+        is_news = nobody_ended and instruction.reason not in (JOINS, OTHERS_MEET)
+        log.log(
+            logging.WARNING if is_news else logging.INFO,
             "generation %d: %d of %d workers of this machine (%s)",
             *(generation, len(instruction.workers), self._slots, instruction.reason),
         )
         for slot in instruction.workers:
-            own = {**variables[slot], "LOCAL_WORLD_SIZE": str(self._slots)}
-            message = {"kind": "enter", "variables": own, "is_first": slot == first}
-            self._channel.send(slot, {**message, "generation": generation, "reason": instruction.reason})
+            number = self._numbers[slot]
+            own = {**variables[slot], "LOCAL_WORLD_SIZE": str(self._slots), SLOT_VARIABLE: str(slot)}
+            message = {"kind": "enter", "variables": own, "is_first": slot == first, "generation": generation}
+            if number != slot:  # It was a spare.
+                message["outputs"] = self.processes.outputs(slot)
+            self._channel.send(number, {**message, "reason": instruction.reason})
+
+    # --- while this machine stands by, within torch's rendezvous ---------------------------------------------------
+
+    def _stand_by(self) -> None:
+        """Called repeatedly. Where the run's workers recover without a restart, those of this machine are started, and wait at the
+        entrance of their function until it is let in; else they are started then."""
+        assert self._channel is not None
+        assert self._others is not None
+        if self.processes is not None:
+            # Workers that were in the world, and lost their places to another machine, wait where they are.
+            if self._regroup.stands_by:
+                self._channel.taken()
+                self._look_after_waiting(self.processes)
+        elif not self._is_cold and self._may_ask() and self._others.is_recoverable():
+            first_rank = self._others.max_machines * self._slots
+            with self._lock:
+                self._regroup.stand_by(now_s=time.monotonic())
+            self.start_early({ENTRANCE_VARIABLE: "wait"}, first_rank=first_rank)
+
+    def _look_after_waiting(self, processes: WorkerProcesses) -> None:
+        pids = processes.pids()
+        for slot, code in processes.exit_codes().items():
+            if pids[slot] not in self._noted:
+                self._noted.add(pids[slot])
+                error = take_report(processes.error_files[slot]) if code > 0 else None
+                log.warning("a worker that stood by (pid %d) %s", pids[slot], _ended(code, error))
+                with self._lock:
+                    self._regroup.ended(slot, "", now_s=time.monotonic())
+        while True:
+            with self._lock:
+                instruction = self._regroup.decide(time.monotonic())
+            if isinstance(instruction, Replace):
+                self._replace(instruction)
+            elif isinstance(instruction, Restart):
+                log.warning("workers are started when this machine is let in: %s", instruction.reason)
+                self._end_waiting(processes)
+                return
+            else:
+                return
+
+    def _end_waiting(self, processes: WorkerProcesses) -> None:
+        processes.close()
+        self.forget_processes()
+        self._is_cold = True
+        with self._lock:
+            self._regroup.restarted(now_s=time.monotonic())
+
+    def let_in(self) -> dict[int, int] | None:
+        processes = self.processes
+        if processes is None or not self._regroup.stands_by:
+            return None
+        assert self._channel is not None
+        deadline_s = time.monotonic() + START_S
+        while self.processes is not None:
+            self._look_after_waiting(processes)
+            with self._lock:
+                if self._regroup.is_ready:
+                    break
+            if time.monotonic() > deadline_s and self.processes is not None:
+                self._end_waiting(processes)
+            multiprocessing.connection.wait(
+                [self._channel.news, *processes.endings().values()], timeout=self._pause_s
+            )
+            self._channel.taken()
+        if self.processes is None:
+            return None
+        everyone = tuple(range(self._slots))
+        self._enter(
+            Meet(workers=everyone, reason="this machine takes the place of another"), self.variables()
+        )
+        return processes.pids()
+
+    def _may_ask(self) -> bool:
+        """Not more than once a second."""
+        now_s = time.monotonic()
+        if now_s < self._ask_again_s:
+            return False
+        self._ask_again_s = now_s + ASK_S
+        return True
 
 
 def _ended(code: int, error: WorkerError | None) -> str:
     if code < 0:
-        name = f"signal {-code}"
-        with suppress(ValueError):
-            name = signal.Signals(-code).name
-        return f"was killed by {name}"
+        return f"was killed by {signal_name(-code)}"
     return f"failed: {error}" if error is not None else f"ended with status {code}"

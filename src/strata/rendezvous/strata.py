@@ -32,6 +32,7 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
         )
 
     handler = create_cas_handler(client, params, unreachable=unreachable)
+    handler.coordinator = address
     key, node = handler.backend.state_key, str(handler.this_node)
     handler.backend.presence = client.join(key, node=node, run_id=params.run_id)
     return handler

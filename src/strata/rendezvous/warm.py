@@ -25,7 +25,7 @@ from strata.data.loader_workers import end_with_trainer
 from strata.launch.torchrun_trap import separate_attempts
 from strata.processes import end_with_parent, let_fork_server_end, write_line_by_line
 from strata.rendezvous.channel import SLOT_VARIABLE
-from strata.rendezvous.frames import describe, report, script_frames
+from strata.rendezvous.frames import describe, report, script_frames, show
 from strata.rendezvous.preload import SecondServer, note_imports, preload
 from strata.rendezvous.regrouping import RegroupingAgent
 from strata.torch_compat.elastic import WorkerProcesses, use_agent, use_worker_processes
@@ -74,7 +74,7 @@ def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
     except (Exception, KeyboardInterrupt) as error:
         _report(error)
         error.__traceback__ = script_frames(error)
-        sys.excepthook(type(error), error, error.__traceback__)
+        show(error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
         raise

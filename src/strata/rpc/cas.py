@@ -1,15 +1,16 @@
-"""The coordinator's compare-and-swap values and who is present, for callers that block (torchrun's agents)."""
+"""The coordinator's compare-and-swap values, who is present and what failed, for callers that block (torchrun's agents)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import grpc
 
+from strata.core.messages import ReportFailure
 from strata.rpc import coordinator_pb2 as pb
-from strata.rpc import coordinator_pb2_grpc
+from strata.rpc import coordinator_pb2_grpc, wire
 from strata.rpc.presence import AgentPresence
 from strata.rpc.tls import channel_credentials
 
@@ -49,6 +50,10 @@ class CoordinatorCasClient:
             return answer.swapped, None, None
         return answer.swapped, answer.value, str(answer.version)
 
+    def report_failure(self, command: ReportFailure) -> None:
+        """Raises `ConnectionError` where it may not have arrived; it may be said again."""
+        self._call("ReportFailure", wire.failure_report(command))
+
     def join(self, key: str, *, node: str, run_id: str) -> AgentPresence:
         """Be there, as `node`, among those who share the value under `key`."""
 
@@ -60,11 +65,8 @@ class CoordinatorCasClient:
     def close(self) -> None:
         self._channel.close()
 
-    def _call(self, method: str, request: Any) -> pb.ValueResponse:
+    def _call(self, method: str, request: Any) -> Any:
         try:
-            return cast(
-                pb.ValueResponse,
-                getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata),
-            )
+            return getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise ConnectionError(f"{error.code().name.lower()}: {error.details()}") from None

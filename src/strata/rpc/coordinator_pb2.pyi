@@ -114,16 +114,20 @@ class WorkerStatus(_message.Message):
     def __init__(self, state: _Optional[str] = ..., current_step: _Optional[int] = ..., current_epoch: _Optional[int] = ..., current_task: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class GpuUsage(_message.Message):
-    __slots__ = ("index", "utilization_percent", "memory_used_bytes", "memory_total_bytes")
+    __slots__ = ("index", "utilization_percent", "memory_used_bytes", "memory_total_bytes", "power_watts", "temperature_celsius")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     UTILIZATION_PERCENT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POWER_WATTS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_CELSIUS_FIELD_NUMBER: _ClassVar[int]
     index: int
     utilization_percent: float
     memory_used_bytes: int
     memory_total_bytes: int
-    def __init__(self, index: _Optional[int] = ..., utilization_percent: _Optional[float] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ...) -> None: ...
+    power_watts: float
+    temperature_celsius: float
+    def __init__(self, index: _Optional[int] = ..., utilization_percent: _Optional[float] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., power_watts: _Optional[float] = ..., temperature_celsius: _Optional[float] = ...) -> None: ...
 
 class ResourceUsage(_message.Message):
     __slots__ = ("cpu_percent", "memory_used_bytes", "gpu_usage", "disk_read_bytes", "disk_write_bytes", "network_rx_bytes", "network_tx_bytes")
@@ -507,7 +511,7 @@ class RecoveryResponse(_message.Message):
     def __init__(self, has_checkpoint: _Optional[bool] = ..., latest_checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., resume_step: _Optional[int] = ..., resume_epoch: _Optional[int] = ..., shard_assignments: _Optional[_Iterable[_Union[ShardAssignment, _Mapping]]] = ...) -> None: ...
 
 class ReportRecoveryRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "phases_s", "resumed_step", "lost_steps", "tier", "world_before", "world_after", "reason")
+    __slots__ = ("worker_id", "incarnation", "phases_s", "resumed_step", "lost_steps", "tier", "world_before", "world_after", "reason", "survived", "lost", "joined", "cause")
     class PhasesSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -524,6 +528,10 @@ class ReportRecoveryRequest(_message.Message):
     WORLD_BEFORE_FIELD_NUMBER: _ClassVar[int]
     WORLD_AFTER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SURVIVED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     phases_s: _containers.ScalarMap[str, float]
@@ -533,9 +541,73 @@ class ReportRecoveryRequest(_message.Message):
     world_before: int
     world_after: int
     reason: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., resumed_step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., tier: _Optional[str] = ..., world_before: _Optional[int] = ..., world_after: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    survived: int
+    lost: _containers.RepeatedScalarFieldContainer[str]
+    joined: _containers.RepeatedScalarFieldContainer[str]
+    cause: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., resumed_step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., tier: _Optional[str] = ..., world_before: _Optional[int] = ..., world_after: _Optional[int] = ..., reason: _Optional[str] = ..., survived: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., joined: _Optional[_Iterable[str]] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class ReportRecoveryResponse(_message.Message):
+    __slots__ = ("acknowledged",)
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    acknowledged: bool
+    def __init__(self, acknowledged: _Optional[bool] = ...) -> None: ...
+
+class WorkerError(_message.Message):
+    __slots__ = ("type", "message", "where", "step", "traceback")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    type: str
+    message: str
+    where: _containers.RepeatedScalarFieldContainer[str]
+    step: int
+    traceback: str
+    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., where: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., traceback: _Optional[str] = ...) -> None: ...
+
+class WorkerFailure(_message.Message):
+    __slots__ = ("rank", "host", "pid", "gpu", "at", "exit_code", "error", "oom_killed", "device_faults", "last_lines", "replaced")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    OOM_KILLED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FAULTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_LINES_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    host: str
+    pid: int
+    gpu: str
+    at: float
+    exit_code: int
+    error: WorkerError
+    oom_killed: bool
+    device_faults: _containers.RepeatedScalarFieldContainer[str]
+    last_lines: _containers.RepeatedScalarFieldContainer[str]
+    replaced: str
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., gpu: _Optional[str] = ..., at: _Optional[float] = ..., exit_code: _Optional[int] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., oom_killed: _Optional[bool] = ..., device_faults: _Optional[_Iterable[str]] = ..., last_lines: _Optional[_Iterable[str]] = ..., replaced: _Optional[str] = ...) -> None: ...
+
+class ReportFailureRequest(_message.Message):
+    __slots__ = ("failures", "launch", "job_id", "stops", "reason")
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STOPS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    failures: _containers.RepeatedCompositeFieldContainer[WorkerFailure]
+    launch: str
+    job_id: str
+    stops: bool
+    reason: str
+    def __init__(self, failures: _Optional[_Iterable[_Union[WorkerFailure, _Mapping]]] = ..., launch: _Optional[str] = ..., job_id: _Optional[str] = ..., stops: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ReportFailureResponse(_message.Message):
     __slots__ = ("acknowledged",)
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     acknowledged: bool
@@ -623,6 +695,44 @@ class LogBatch(_message.Message):
     dropped: int
     def __init__(self, entries: _Optional[_Iterable[_Union[LogEntry, _Mapping]]] = ..., dropped: _Optional[int] = ...) -> None: ...
 
+class MetricRows(_message.Message):
+    __slots__ = ("names", "steps", "times", "values")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    times: _containers.RepeatedScalarFieldContainer[float]
+    values: bytes
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., steps: _Optional[_Iterable[int]] = ..., times: _Optional[_Iterable[float]] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class MetricBatch(_message.Message):
+    __slots__ = ("number", "generation", "started_ms", "resumed_step", "rows", "dropped")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STARTED_MS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_STEP_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    generation: int
+    started_ms: int
+    resumed_step: int
+    rows: _containers.RepeatedCompositeFieldContainer[MetricRows]
+    dropped: int
+    def __init__(self, number: _Optional[int] = ..., generation: _Optional[int] = ..., started_ms: _Optional[int] = ..., resumed_step: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[MetricRows, _Mapping]]] = ..., dropped: _Optional[int] = ...) -> None: ...
+
+class MetricsKept(_message.Message):
+    __slots__ = ("number", "started_ms", "refused")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STARTED_MS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    started_ms: int
+    refused: str
+    def __init__(self, number: _Optional[int] = ..., started_ms: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+
 class ShardProgress(_message.Message):
     __slots__ = ("dataset_id", "epoch", "shard_id", "samples_done")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
@@ -652,20 +762,22 @@ class Goodbye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "barrier", "progress", "logs", "goodbye")
+    __slots__ = ("hello", "heartbeat", "barrier", "progress", "logs", "goodbye", "metrics")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     BARRIER_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     LOGS_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: HeartbeatRequest
     barrier: WaitBarrierRequest
     progress: Progress
     logs: LogBatch
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., barrier: _Optional[_Union[WaitBarrierRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    metrics: MetricBatch
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., barrier: _Optional[_Union[WaitBarrierRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., metrics: _Optional[_Union[MetricBatch, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("server_timestamp_ms", "heartbeat_interval_ms")
@@ -718,7 +830,7 @@ class Stale(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "topology", "plan", "barrier", "command", "stale", "goodbye")
+    __slots__ = ("welcome", "topology", "plan", "barrier", "command", "stale", "goodbye", "metrics_kept")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -726,6 +838,7 @@ class CoordinatorMessage(_message.Message):
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_KEPT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     topology: Topology
     plan: PlanChanged
@@ -733,4 +846,5 @@ class CoordinatorMessage(_message.Message):
     command: PendingCommand
     stale: Stale
     goodbye: Goodbye
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., topology: _Optional[_Union[Topology, _Mapping]] = ..., plan: _Optional[_Union[PlanChanged, _Mapping]] = ..., barrier: _Optional[_Union[BarrierOutcome, _Mapping]] = ..., command: _Optional[_Union[PendingCommand, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    metrics_kept: MetricsKept
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., topology: _Optional[_Union[Topology, _Mapping]] = ..., plan: _Optional[_Union[PlanChanged, _Mapping]] = ..., barrier: _Optional[_Union[BarrierOutcome, _Mapping]] = ..., command: _Optional[_Union[PendingCommand, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., metrics_kept: _Optional[_Union[MetricsKept, _Mapping]] = ...) -> None: ...

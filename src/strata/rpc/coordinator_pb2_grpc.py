@@ -102,6 +102,12 @@ class CoordinatorStub:
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryResponse.FromString,
             _registered_method=True,
         )
+        self.ReportFailure = channel.unary_unary(
+            "/coordinator.Coordinator/ReportFailure",
+            request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportFailureRequest.SerializeToString,
+            response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportFailureResponse.FromString,
+            _registered_method=True,
+        )
         self.ReadValue = channel.unary_unary(
             "/coordinator.Coordinator/ReadValue",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReadValueRequest.SerializeToString,
@@ -197,6 +203,12 @@ class CoordinatorServicer:
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
+    def ReportFailure(self, request, context):
+        """How workers of one machine ended, from the agent that started them: it sees it first. A retried call counts once."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("Method not implemented!")
+        raise NotImplementedError("Method not implemented!")
+
     def ReadValue(self, request, context):
         """Compare-and-swap on named values: how torchrun's agents find each other."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -280,6 +292,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             servicer.ReportRecovery,
             request_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryRequest.FromString,
             response_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryResponse.SerializeToString,
+        ),
+        "ReportFailure": grpc.unary_unary_rpc_method_handler(
+            servicer.ReportFailure,
+            request_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportFailureRequest.FromString,
+            response_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportFailureResponse.SerializeToString,
         ),
         "ReadValue": grpc.unary_unary_rpc_method_handler(
             servicer.ReadValue,
@@ -630,6 +647,36 @@ class Coordinator:
             "/coordinator.Coordinator/ReportRecovery",
             strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True,
+        )
+
+    @staticmethod
+    def ReportFailure(
+        request,
+        target,
+        options=(),
+        channel_credentials=None,
+        call_credentials=None,
+        insecure=False,
+        compression=None,
+        wait_for_ready=None,
+        timeout=None,
+        metadata=None,
+    ):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            "/coordinator.Coordinator/ReportFailure",
+            strata_dot_rpc_dot_coordinator__pb2.ReportFailureRequest.SerializeToString,
+            strata_dot_rpc_dot_coordinator__pb2.ReportFailureResponse.FromString,
             options,
             channel_credentials,
             insecure,

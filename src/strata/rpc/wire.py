@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
+from strata.core.branches import Start
 from strata.core.checkpoints import CheckpointRecord
 from strata.core.datasets import SHARDS_PER_PROGRESS, Shard
+from strata.core.failures import Failure, WorkerError
 from strata.core.messages import (
     DEFAULT_JOB,
     ArriveAtBarrier,
@@ -30,12 +34,14 @@ from strata.core.messages import (
     Refused,
     RegisterWorker,
     Report,
+    ReportFailure,
     ReportRecovery,
     Resources,
     ShardProgress,
     WorkerId,
     WorkerSpec,
 )
+from strata.core.run_metrics import MetricBatch, MetricRows, checked
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 
@@ -98,6 +104,25 @@ def progress(m: pb.Progress, worker_id: WorkerId, incarnation: int) -> ProgressR
             ShardProgress(DatasetId(s.dataset_id), int(s.epoch), int(s.shard_id), int(s.samples_done))
             for s in shards
         ),
+    )
+
+
+def metric_batch(m: pb.MetricBatch) -> MetricBatch:
+    start = Start(generation=m.generation, started_ms=m.started_ms, resumed_step=m.resumed_step)
+    rows = tuple(metric_rows(each) for each in m.rows)
+    return checked(MetricBatch(number=m.number, start=start, rows=rows, dropped=m.dropped))
+
+
+def metric_rows(m: pb.MetricRows) -> MetricRows:
+    if len(m.times) != len(m.steps) or len(m.values) != 8 * len(m.steps) * len(m.names):
+        raise InvalidArgument(
+            "rows", "has columns of different lengths.", hint="Send a time and every value for each step."
+        )
+    return MetricRows(
+        names=tuple(m.names),
+        steps=np.array(m.steps, np.int64),
+        times=np.array(m.times, np.float64),
+        values=np.frombuffer(m.values, "<f8").reshape(len(m.steps), len(m.names)),
     )
 
 
@@ -209,6 +234,47 @@ def report_recovery(m: pb.ReportRecoveryRequest) -> ReportRecovery:
         world_before=m.world_before,
         world_after=m.world_after,
         reason=m.reason,
+        survived=m.survived,
+        lost=tuple(map(WorkerId, m.lost)),
+        joined=tuple(map(WorkerId, m.joined)),
+        cause=m.cause,
+    )
+
+
+def report_failure(m: pb.ReportFailureRequest, *, bound: JobId | None = None) -> ReportFailure:
+    """`bound` is the only job that the caller may speak for, if there is one."""
+    return ReportFailure(
+        failures=tuple(_failure(each) for each in m.failures),
+        launch=m.launch,
+        job_id=bound or (JobId(m.job_id) if m.job_id else None),
+        decision="stop" if m.stops else "restart",
+        reason=m.reason,
+    )
+
+
+def _failure(m: pb.WorkerFailure) -> Failure:
+    error = m.error
+    return Failure(
+        rank=m.rank if m.HasField("rank") else None,
+        host=m.host,
+        pid=m.pid,
+        gpu=m.gpu,
+        at_s=m.at,
+        exit_code=m.exit_code if m.HasField("exit_code") else None,
+        error=WorkerError(
+            type=error.type,
+            message=error.message,
+            where=tuple(error.where),
+            step=error.step if error.HasField("step") else None,
+            traceback=error.traceback,
+            at_s=m.at,
+        )
+        if m.HasField("error")
+        else None,
+        oom_killed=m.oom_killed,
+        device_faults=tuple(m.device_faults),
+        last_lines=tuple(m.last_lines),
+        replaced=m.replaced,
     )
 
 
@@ -270,6 +336,41 @@ def checkpoint(record: CheckpointRecord) -> pb.Checkpoint:
         job_id=record.job_id,
         run_id=record.run_id,
         generation=record.generation,
+    )
+
+
+def failure_report(command: ReportFailure) -> pb.ReportFailureRequest:
+    return pb.ReportFailureRequest(
+        failures=[_failure_message(failure) for failure in command.failures],
+        launch=command.launch,
+        job_id=command.job_id or "",
+        stops=command.decision == "stop",
+        reason=command.reason,
+    )
+
+
+def _failure_message(failure: Failure) -> pb.WorkerFailure:
+    error = failure.error
+    return pb.WorkerFailure(
+        rank=failure.rank,
+        host=failure.host,
+        pid=failure.pid,
+        gpu=failure.gpu,
+        at=failure.at_s,
+        exit_code=failure.exit_code,
+        error=pb.WorkerError(
+            type=error.type,
+            message=error.message,
+            where=error.where,
+            step=error.step,
+            traceback=error.traceback,
+        )
+        if error is not None
+        else None,
+        oom_killed=failure.oom_killed,
+        device_faults=failure.device_faults,
+        last_lines=failure.last_lines,
+        replaced=failure.replaced,
     )
 
 

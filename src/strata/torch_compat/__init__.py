@@ -95,7 +95,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.distributed.distributed_c10d:_get_default_store",
         "torch._C._distributed_c10d:PrefixStore.underlying_store",
     ),
-    "groups": ("torch.distributed:Reducer", "torch.distributed:Logger"),
+    "groups": (
+        "torch.distributed:Reducer",
+        "torch.distributed:Logger",
+        "torch.distributed:ProcessGroup._get_backend",
+    ),
     "aborting": (
         "torch.distributed.distributed_c10d:_new_process_group_helper",
         "torch.distributed.distributed_c10d:_world.group_count",

@@ -3,9 +3,13 @@
 A rank that waits in a collective for one that is lost must be freed by another thread. NCCL has `abort` for that. Gloo's does
 nothing in the versions we know, but a gloo group whose connections are closed fails at once, as if its peers had ended:
 so its sockets, and those of the store that ranks meet at, are noted when a group is made, and shut down when it is
-aborted. Gloo may lose a send that is under way when its connection ends, by an abort or by the death of a peer, and whoever
-waits for that one waits for ever: such a rank's process must be replaced. Shut down in both directions, and closed as soon as a
-rank has left, that is rare. The descriptors stay gloo's own, to be closed by it.
+aborted. The descriptors stay gloo's own, to be closed by it.
+
+Gloo loses a send that is under way when its own end of the connection is shut down, and whoever waits for that one waits for ever:
+such a rank's process must be replaced. In a loop of nothing but collectives that happened to one rank in fifteen. It hardly
+happens where a peer has ended, or has left between two collectives. So a rank shuts its connections down as soon as it has
+left (`part`): whoever waits for it fails, parts as well, and so on; and who can be expected to fail in this way
+(`fails_by_itself`) is aborted only when it has not.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -43,6 +48,8 @@ class ProcessGroups:
         self._making: list[dict[int, str]] = []
         """For each group that is being made: what there was before."""
         self._aborted = threading.Event()
+        self._is_joined = False
+        self._excepthook = sys.excepthook
 
     def join(self, backend: str | None, *, timeout: timedelta | None = None) -> None:
         """Make the default group, by torchrun's variables. Raises what torch raises, also where the group was aborted before."""
@@ -50,6 +57,18 @@ class ProcessGroups:
         with self._noted():
             options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
             distributed.init_process_group(backend or default_backend(), **options)
+        self._is_joined = True
+
+    @property
+    def fails_by_itself(self) -> bool:
+        """Whether a collective of this rank fails when one of the ranks that it waits for has parted. From any thread."""
+        with self._changed:
+            return self._is_joined and not self._making and not any(map(_nccl, list(_c10d._world.pg_map)))
+
+    def part(self) -> None:
+        """This rank, which is in no collective, takes part in no other: whoever waits for it fails now."""
+        with self._changed:
+            _shut_down(self._sockets)
 
     def abort(self) -> None:
         """Free whoever waits in a collective, or for its peers to join; that fails, and so does every later one. From any
@@ -60,10 +79,9 @@ class ProcessGroups:
             while self._making:  # It may still open connections.
                 _shut_down(_new_since(self._making[0]))
                 self._changed.wait(MAKING_S)
-        for group in list(_c10d._world.pg_map):
+        for backend in filter(None, map(_nccl, list(_c10d._world.pg_map))):
             with suppress(Exception):
-                if (backend := _nccl(group)) is not None:
-                    backend.abort()
+                backend.abort()
 
     def leave(self) -> None:
         """Forget the groups of this generation."""
@@ -71,8 +89,12 @@ class ProcessGroups:
         if distributed.is_initialized():
             with suppress(Exception):  # Of a group that was aborted.
                 distributed.destroy_process_group()
+        self.part()  # Something may hold the group, such as a wrapper of the model.
         # Ranks name their groups by it, and one that was not made in the end has counted.
         _c10d._world.group_count = 0
+        # Torch puts one of its own around it with each default group, to say a rank in front of every line.
+        if getattr(sys.excepthook, "__module__", "") == _c10d.__name__:
+            sys.excepthook = self._excepthook
         self._sockets = {}
 
     def _noting(self, helper: Any) -> Any:
@@ -101,13 +123,25 @@ class ProcessGroups:
                     _shut_down(self._sockets)
 
 
-def warm_up() -> None:
-    """What a process does when it first makes a group, and first uses its device: before others wait for it."""
+def warm_up(local_ranks: Iterable[int]) -> None:
+    """What a process does when it first makes a group, and first uses a device: before others wait for it. With the devices of
+    these ranks of its machine."""
+    excepthook = sys.excepthook
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     distributed.all_reduce(torch.zeros(1))
     distributed.destroy_process_group()
+    sys.excepthook = excepthook
     if torch.cuda.is_available():
-        torch.zeros(1, device=f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}")
+        for device in {rank % torch.cuda.device_count() for rank in local_ranks}:
+            torch.zeros(1, device=f"cuda:{device}")
+
+
+def change_device(before: int, after: int) -> None:
+    """This process has another local rank than it was started with: its current device, if it is that of the first, is the other's."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        count = torch.cuda.device_count()
+        if torch.cuda.current_device() == before % count:
+            torch.cuda.set_device(after % count)
 
 
 _torch_helper = _c10d._new_process_group_helper
@@ -118,8 +152,12 @@ def default_backend() -> str:
 
 
 def _nccl(group: Any) -> Any:
-    backend = group._get_backend(torch.device("cuda")) if torch.cuda.is_available() else None
-    return backend if backend is not None and "nccl" in str(backend.name()).lower() else None
+    """Its NCCL backend; None where it has none."""
+    if torch.cuda.is_available():
+        with suppress(Exception):
+            backend = group._get_backend(torch.device("cuda"))
+            return backend if "nccl" in str(backend.name()).lower() else None
+    return None
 
 
 def _sockets() -> dict[int, str]:

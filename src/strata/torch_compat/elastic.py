@@ -15,10 +15,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strata.processes import add_output_to
 from strata.torch_compat import require
+from strata.torch_compat.stores import HashStore
 
 require("elastic")
 
@@ -27,8 +30,10 @@ from torch.distributed import launcher  # noqa: E402
 from torch.distributed.elastic import multiprocessing as workers  # noqa: E402
 from torch.distributed.elastic.agent.server import local_elastic_agent  # noqa: E402
 from torch.distributed.elastic.agent.server.api import (  # noqa: E402
+    DEFAULT_ROLE,
     RunResult,
     SimpleElasticAgent,
+    Worker,
     WorkerGroup,
     WorkerState,
 )
@@ -51,8 +56,8 @@ class Agent(LocalElasticAgent):
     def starting(self) -> None:
         """Called before each attempt."""
 
-    def failed(self, result: RunResult, error_files: Sequence[str]) -> None:
-        """Called after an attempt that failed, before torch decides whether to restart."""
+    def failed(self, result: RunResult, error_files: Mapping[int, str]) -> None:
+        """Called after an attempt that failed, before torch decides whether to restart. Files are those of each slot."""
 
     @property
     def has_restarts(self) -> bool:
@@ -66,6 +71,35 @@ class Agent(LocalElasticAgent):
         self.starting()
         super()._initialize_workers(worker_group)
 
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Torch has no result, and fails over that, where the run ends while this machine stands by."""
+        result: RunResult | None = super().run(role)
+        return result if result is not None else RunResult(state=WorkerState.SUCCEEDED)
+
+    def let_in(self) -> dict[int, int] | None:
+        """Called when this machine has met the others, before its workers are started: the processes of those that were started
+        before (`start_early`), if they are to be used."""
+        return None
+
+    def start_early(self, variables: Mapping[str, str], *, first_rank: int) -> None:
+        """Start the workers before this machine has met the others, with these variables as well."""
+        group: Any = self._worker_group
+        count = group.spec.local_world_size
+        group.workers = [
+            Worker(local_rank=n, global_rank=first_rank + n, world_size=first_rank) for n in range(count)
+        ]
+        group.group_rank = group.group_world_size = 0
+        group.master_addr, group.master_port = "", 0
+        group.store = group.store or HashStore()
+        before = dict(os.environ)
+        os.environ.update(variables)  # What workers get beside torch's.
+        try:
+            super()._start_workers(group)
+        finally:
+            for name in variables:
+                del os.environ[name]
+            os.environ.update(before)
+
     def look(self) -> WorkerState | None:
         """Called whenever torch looks after the workers, and may wait a little: their state, if torch is to leave them alone."""
         return None
@@ -78,6 +112,10 @@ class Agent(LocalElasticAgent):
     def processes(self) -> WorkerProcesses | None:
         """The workers, where they are run as functions."""
         return self._pcontext if isinstance(self._pcontext, WorkerProcesses) else None
+
+    def forget_processes(self) -> None:
+        """They have ended."""
+        self._pcontext = None
 
     def count_restart(self) -> None:
         self._remaining_restarts -= 1
@@ -103,10 +141,13 @@ class Agent(LocalElasticAgent):
             # Torch looks for every process of this machine among the workers, also for those that wait to join.
             group.spec.local_world_size = len(everyone)
             group.workers = list(everyone.values())
-            self._pcontext = context
+
+    def variables(self) -> dict[int, dict[str, str]]:
+        """What torch would start the workers with, in the round that was met last."""
+        return self._variables(self._worker_group)
 
     def _variables(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
-        """What torch would start the group's workers with."""
+        context = self._pcontext
         seen: dict[int, dict[str, str]] = {}
 
         def note(*, envs: dict[int, dict[str, str]], **_: Any) -> Any:
@@ -119,7 +160,12 @@ class Agent(LocalElasticAgent):
             super()._start_workers(group)
         finally:
             module.start_processes = torch_start
+            self._pcontext = context
         return seen
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = self.let_in()
+        return pids if pids is not None else super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         state = self.look()
@@ -127,7 +173,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=state)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
-            self.failed(result, tuple(self._pcontext.error_files.values()) if self._pcontext else ())
+            self.failed(result, self._pcontext.error_files if self._pcontext else {})
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -158,8 +204,32 @@ def wrap_rendezvous(wrapper: Callable[[Callable[[], None], Any], None]) -> None:
 _torch_rendezvous = SimpleElasticAgent._rendezvous
 
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    """A process by itself."""
+
+    process: Any
+    error_file: str
+    """Torch's, for what it raised."""
+    report: str
+    """Where it says why it failed (`strata.rendezvous.frames`)."""
+    returned: Any
+
+
 class WorkerProcesses(workers.MultiprocessContext):
-    """Torch's way of running workers as functions, less what would end the agent, or keep it waiting, when one dies."""
+    """Torch's way of running workers as functions, less what would end the agent, or keep it waiting, when one dies.
+
+    Beside the workers there may be spares: started like them, in nobody's place, until one takes that of a worker."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._spares: dict[int, _Started] = {}
+
+    ended_first: Mapping[int, int] = {}
+    """Exit codes of those that had ended when a failure was noticed, and were not ended for it."""
 
     def before_start(self) -> None:
         """Called before the processes of an attempt are started."""
@@ -200,39 +270,91 @@ class WorkerProcesses(workers.MultiprocessContext):
     def replace(self, slot: int, variables: Mapping[str, str]) -> int:
         """End the process of one worker, if it is there, and start another in its place, with these variables as well: its
         number."""
+        self._end_worker(slot)
+        self.envs[slot] = {**self.envs[slot], **variables}
+        return self._put(slot, self._fork(slot, slot, self.envs[slot]))
+
+    def start_spare(self, number: int, variables: Mapping[str, str]) -> int:
+        """Start a process that is none of the workers, as the last of them with these variables: its process number."""
+        last = self.nprocs - 1
+        environment = {**self.envs[last], **variables}
+        if environment.get(ERROR_FILE):
+            environment[ERROR_FILE] += f".{number}"
+        self._spares[number] = self._fork(number, last, environment)
+        return int(self._spares[number].process.pid)
+
+    def take_spare(self, number: int, slot: int) -> int:
+        """End the process of one worker, if it is there: the spare is in its place from now on. Its process number."""
+        self._end_worker(slot)
+        return self._put(slot, self._spares.pop(number))
+
+    def spares(self) -> dict[int, Any]:
+        """The processes that stand by, whether they live or not."""
+        return {number: spare.process for number, spare in self._spares.items()}
+
+    def end_spare(self, number: int) -> str:
+        """Where it may have said why it failed."""
+        spare = self._spares.pop(number)
+        spare.process.kill()
+        spare.process.join()
+        Path(spare.error_file).unlink(missing_ok=True)
+        return spare.report
+
+    def outputs(self, slot: int) -> tuple[str, str]:
+        """The files that a worker's output goes to; empty where it goes to none."""
+        return self.stdouts[slot] or "", self.stderrs[slot] or ""
+
+    def _end_worker(self, slot: int) -> None:
         assert self._pc is not None
         old = self._pc.processes[slot]
         if old.is_alive():
             old.kill()
         old.join()
         self._pc.sentinels.pop(old.sentinel, None)
-        self.envs[slot] = {**self.envs[slot], **variables}
-        self._ret_vals[slot] = multiprocessing.get_context(self.start_method).SimpleQueue()
+        Path(self._pc.error_files[slot]).unlink(missing_ok=True)
+
+    def _put(self, slot: int, started: _Started) -> int:
+        assert self._pc is not None
+        self._ret_vals[slot] = started.returned
+        self.error_files[slot] = started.report
+        self._pc.processes[slot] = started.process
+        self._pc.error_files[slot] = started.error_file
+        self._pc.sentinels[started.process.sentinel] = slot
+        return int(started.process.pid)
+
+    def _fork(self, number: int, slot: int, environment: dict[str, str]) -> _Started:
+        """A process with the arguments of this worker."""
+        queue = multiprocessing.get_context(self.start_method).SimpleQueue()
+        is_spare = number != slot
+        stdout, stderr = ("", "") if is_spare else self.outputs(slot)
         # Only its own: those of others may be replaced before this one has opened them.
-        queues = {slot: self._ret_vals[slot]}
         arguments = (
-            *(self.entrypoint, self.args, self.envs, self.stdouts, self.stderrs, queues),
-            *(self._worker_finished_event, getattr(self, "_numa_options", None)),
+            *(self.entrypoint, {number: self.args[slot]}, {number: environment}),
+            *({number: stdout}, {number: stderr}, {number: queue}, self._worker_finished_event),
+            # Which device a spare will have is not known.
+            None if is_spare else getattr(self, "_numa_options", None),
         )
         wanted = len(inspect.signature(workers.api._wrap).parameters) - 1
         started: Any = torch_multiprocessing.start_processes(  # type: ignore[no-untyped-call]
             _in_place_of,
-            args=(slot, *arguments[:wanted]),
+            args=(number, *arguments[:wanted]),
             nprocs=1,
             join=False,
             start_method=self.start_method,
         )
-        process = started.processes[0]
-        self._pc.processes[slot] = process
-        self._pc.error_files[slot] = started.error_files[0]
-        self._pc.sentinels[process.sentinel] = slot
-        return int(process.pid)
+        return _Started(
+            process=started.processes[0],
+            error_file=started.error_files[0],
+            report=environment.get(ERROR_FILE) or self.error_files[slot],
+            returned=queue,
+        )
 
     def _poll(self) -> workers.RunProcsResult | None:
         assert self._pc is not None
         self.before_poll()
         codes = [process.exitcode for process in self._pc.processes]
         if any(codes):
+            self.ended_first = {slot: code for slot, code in enumerate(codes) if code is not None}
             self._release_finished()
             # Torch names the first it finds; one that was killed is why others have failed, and never the reverse.
             self._pc.sentinels = dict(
@@ -245,6 +367,8 @@ class WorkerProcesses(workers.MultiprocessContext):
         return super()._poll()
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        for number in list(self._spares):
+            self.end_spare(number)
         self._release_finished()
         super()._close(death_sig, timeout)
         for path in self._pc.error_files if self._pc else ():
@@ -260,15 +384,12 @@ class WorkerProcesses(workers.MultiprocessContext):
         releasing.join(RELEASE_S)
 
 
-def _in_place_of(_: int, slot: int, *arguments: Any) -> None:
+def _in_place_of(_: int, number: int, *arguments: Any) -> None:
     """In a replacement: what it prints is added to what the one before has printed, where that goes to files."""
     entrypoint, args, envs, stdouts, stderrs, *more = arguments
-    for number, paths in ((1, stdouts), (2, stderrs)):
-        if paths[slot]:
-            with open(paths[slot], "ab") as file:
-                os.dup2(file.fileno(), number)
-            paths[slot] = ""
-    workers.api._wrap(slot, entrypoint, args, envs, stdouts, stderrs, *more)
+    add_output_to(stdouts[number], stderrs[number])
+    stdouts[number] = stderrs[number] = ""
+    workers.api._wrap(number, entrypoint, args, envs, stdouts, stderrs, *more)
 
 
 def use_worker_processes(kind: type[WorkerProcesses]) -> None:

@@ -5,8 +5,8 @@ collective. Torch gives the lock up when a Python reference to the group is the 
 both wait for ever, at the end of a script whose last collective has only just ended. A script that imports torch's compiler
 after it has joined its group is spared: the compiler keeps the group. In a warm worker it is imported before.
 
-Here the group outlives the reducer by a Python reference. Torch 2.7 does not give the lock up for that one either: there the
-group stays as long as the process.
+Here the group outlives the reducer by a Python reference. Torch before 2.13 does not give the lock up for that one either: there
+gloo's part of the group stays as long as the process. That of NCCL goes, and with it the gradients that it last exchanged.
 
 Where the group lives to the end of a script, Python ends each thread that asks for its lock from then on, and a thread that is
 ended in the midst of freeing takes the process with it ("terminate called without an active exception"): the abort of a
@@ -16,8 +16,10 @@ rank that had finished. So a script first waits until these threads have freed w
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -34,6 +36,8 @@ GIVES_UP_LOCK = torch_version() >= (2, 13)
 """Verified with 2.13 and 2.15; those before keep the group, which is safe with each."""
 _kept: list[object] = []
 THREAD = "pt_gloo_runloop"
+NAMES_THREADS = torch_version() >= (2, 13)
+"""Verified with 2.13 and 2.15; with 2.7 they are called as the program is."""
 ACTIVITY = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 SETTLING_S = 1.0
 """More than freeing takes, and no more than a script's end may be late for a collective that hangs."""
@@ -66,9 +70,18 @@ def _outlive_reducer(wrapper: DistributedDataParallel) -> None:
             weakref.finalize(holder, _let_go, wrapper.process_group).atexit = False
 
 
-def _let_go(group: object) -> None:
+def _let_go(group: Any) -> None:
     if not GIVES_UP_LOCK:
-        _kept.append(group)
+        _kept.extend(_gloo_parts(group))
+
+
+def _gloo_parts(group: Any) -> list[object]:
+    """What a group does on the CPU and on devices, as far as gloo does it."""
+    parts = []
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # It has no part for this one.
+            parts.append(group._get_backend(torch.device(device)))
+    return [part for part in parts if "gloo" in str(part.name()).lower()]
 
 
 def settle_at_exit() -> None:
@@ -82,7 +95,7 @@ def _settle() -> None:
 
     Who waits for Python's lock wakes once in every switch interval: a short one tells it from who has nothing to do.
     """
-    threads = [task for task in Path("/proc/self/task").glob("*") if _read(task / "comm").strip() == THREAD]
+    threads = _threads()
     deadline_s = time.monotonic() + SETTLING_S
     switch_interval_s = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -92,6 +105,15 @@ def _settle() -> None:
         if not any(_has_moved(thread, since) for thread, since in zip(threads, before, strict=True)):
             break
     sys.setswitchinterval(switch_interval_s)
+
+
+def _threads() -> list[Path]:
+    """Those of gloo; where they have no name, all that Python has not started."""
+    tasks = Path("/proc/self/task").glob("*")
+    if NAMES_THREADS:
+        return [task for task in tasks if _read(task / "comm").strip() == THREAD]
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    return [task for task in tasks if task.name not in known]
 
 
 def _has_moved(thread: Path, since: list[str]) -> bool:

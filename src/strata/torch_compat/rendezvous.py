@@ -96,6 +96,8 @@ class FastPolling(dynamic._DistributedRendezvousOpExecutor):
         deadline: float,
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
+        renewed_s = 0.0
+
         def polling(context: dynamic._RendezvousContext, until: float) -> dynamic._Action:
             while (action := decide(context, until)) == dynamic._Action.SYNC:
                 least_s = share_s(context.state)
@@ -107,15 +109,30 @@ class FastPolling(dynamic._DistributedRendezvousOpExecutor):
             return action
 
         def decide(context: dynamic._RendezvousContext, until: float) -> dynamic._Action:
-            self._handler.shorten_last_call(context.state)
-            return state_handler(context, until)
+            nonlocal renewed_s
+            state = context.state
+            self._handler.shorten_last_call(state)
+            if self._node in state.redundancy_list and not state.closed:
+                self._handler.standing_by()
+            action = state_handler(context, max(until, renewed_s))
+            if action == dynamic._Action.REMOVE_FROM_REDUNDANCY_LIST:
+                # Torch leaves the list by one write and joins by the next. Meanwhile others would not know that it comes.
+                state.redundancy_list.remove(self._node)
+                if update_deadline is not None:
+                    renewed_s = update_deadline(self._settings.timeout.join)
+                return (
+                    dynamic._Action.ADD_TO_WAIT_LIST
+                    if state.complete
+                    else dynamic._Action.ADD_TO_PARTICIPANTS
+                )
+            return action
 
         super().run(polling, deadline, update_deadline)
 
 
 class DynamicHandler(dynamic.DynamicRendezvousHandler):
     """Torch's handler, polling fast. What may be overridden: `world`, this node's rank, and how many there are;
-    `wait_for_others` and `shorten_last_call`."""
+    `wait_for_others`, `shorten_last_call` and `standing_by`."""
 
     _state_holder: dynamic._BackendRendezvousStateHolder
 
@@ -130,6 +147,9 @@ class DynamicHandler(dynamic.DynamicRendezvousHandler):
 
     def shorten_last_call(self, state: State) -> None:
         """May set the deadline of a round that nobody is missing from to an earlier one. `state` is this node's copy."""
+
+    def standing_by(self) -> None:
+        """Called repeatedly while the world has all the nodes that it may have, and this one waits for a place in it."""
 
     def world(self) -> tuple[int, int]:
         return super()._get_world()

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from strata.checkpoint.catalog.naming import step_stem
 from strata.checkpoint.errors import SaveFailed
+from strata.core.failures import EXIT_AGAIN
 from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler
 from strata.data.steps import Batch
@@ -51,7 +52,6 @@ from strata.trainer.scaling import (
 )
 from strata.trainer.sync import SyncTimer
 from strata.training.job import ElasticJob, ElasticOptions
-from strata.training.preemption import EXIT_AGAIN
 from strata.training.trace import Tracer
 
 log = logging.getLogger("strata.trainer")
@@ -302,6 +302,7 @@ class Trainer:
         self.metrics.lr.record(lr)
         if norm is not None:
             self.metrics.gradient.record(norm, max_norm=section.max_norm)
+            self.job.log({"grad_norm": norm})
         if step % section.log_interval and step != 1:
             return
         value = float(loss.detach())

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from strata.checkpoint.destinations import Destination
     from strata.data.loader import ElasticLoader
+    from strata.sinks import Sink
     from strata.training.job import ElasticJob as ElasticJob
     from strata.training.job import ElasticOptions as ElasticOptions
     from strata.training.job import Preempted as Preempted
@@ -46,6 +47,7 @@ def elastic(
     options: ElasticOptions | None = None,
     job: str | None = None,
     coordinator: str | None = None,
+    sinks: Sequence[Sink] = (),
     on_restored: Callable[[Mapping[str, Any]], None] | None = None,
     data_path: str = "",
     data_format: str = "samples",
@@ -75,11 +77,13 @@ def elastic(
     options: `ElasticOptions`: how often to save, how many to keep, what to do when a save fails, deadlines.
     job: a name for people. A destination remembers it, and refuses a job with another one.
     coordinator: its address; by default `COORDINATOR_ADDR` or `COORDINATOR_URL`, and none without them.
+    sinks: where else metrics go that the loop logs: `strata.sinks.TensorBoard(folder)`, `WeightsAndBiases`, `MLflow`.
     on_restored: called with the restored state, before the first step.
     data_path, data_format, data_metadata: what the dashboard shows of the data.
 
     The job has `step` (optimizer steps made in all its lives), `restored` (whether it continues from a checkpoint),
-    `recovery` (what this start recovered from: phases, steps lost, tier; or None), `run` and `generation`, and `report(**metrics)`.
+    `recovery` (what this start recovered from: phases, steps lost, tier; or None), `run` and `generation`, and
+    `log({"loss": loss, "eval": {"accuracy": x}})`, which keeps values by step in the coordinator's history of the run.
     """
     require_linux()
     from strata.training.job import ElasticJob
@@ -97,6 +101,7 @@ def elastic(
         options=options,
         job=job,
         coordinator=coordinator,
+        sinks=sinks,
         on_restored=on_restored,
         data_path=data_path,
         data_format=data_format,

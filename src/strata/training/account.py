@@ -2,7 +2,8 @@
 
 `enter` says what is being done from now on; what was done until now is charged. A process that replaces one that died
 begins its account with that one's last step, so that no second between them is lost; the first account of any other
-process begins with the process, and later ones when they are made.
+process begins with the process, and later ones when they are made. A process that survives the loss of others keeps its
+account.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ class TimeAccount:
     def enter_step(self, step: int) -> None:
         """Step number `step` is being made; one that had been made before the loss is part of the recovery."""
         self.enter("training" if self._recovered and step >= self._to_redo else "recovery")
+
+    def resume(self, before: Footprint) -> None:
+        """Others were lost after this step, and this process continues: since then it recovers."""
+        at_mono_s = max(self._since_mono_s, min(before.mono_s, time.monotonic()))
+        self._totals_s[self._part] += at_mono_s - self._since_mono_s
+        self._part, self._since_mono_s = "recovery", at_mono_s
+        self._to_redo, self._recovered = before.step, False
 
     def made_step(self) -> None:
         """The first step ends what a restart takes."""

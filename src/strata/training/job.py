@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ from strata.checkpoint.errors import (
 from strata.checkpoint.image.in_place import load_mapped
 from strata.checkpoint.image.layout import Prepared
 from strata.checkpoint.sharded.plan import Marked
+from strata.core.failures import EXIT_AGAIN
 from strata.core.job import (
     AwaitSave,
     Finished,
@@ -73,6 +75,7 @@ from strata.core.job import (
     Survey,
 )
 from strata.core.live import Complete, judge
+from strata.core.roster import Changes, Entrant, Roster, enter
 from strata.core.text import counted
 from strata.core.types import CheckpointId
 from strata.data.commits import DataLedger
@@ -83,14 +86,16 @@ from strata.launch import torchrun_trap
 from strata.processes import machine_token
 from strata.rendezvous.channel import KEEPS_IMAGES_VARIABLE
 from strata.shared_memory import folder_name, memory_root, note_run
+from strata.sinks import Sink, SinkRun
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.torch_compat.groups import outlive_reducers, settle_at_exit
 from strata.training import live, rng
 from strata.training.account import TimeAccount
 from strata.training.data_world import DataWorld
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
-from strata.training.link import CoordinatorLink, open_link
-from strata.training.preemption import EXIT_AGAIN, Preemption
+from strata.training.link import CoordinatorLink, given_worker_id, open_link
+from strata.training.metric_log import MetricLog, Metrics
+from strata.training.preemption import Preemption
 from strata.training.sharded_job import (
     ShardedJob,
     drop_left_over,
@@ -115,6 +120,7 @@ from strata.training.trace import (
 )
 from strata.training.watchdog import Policy as HangPolicy
 from strata.training.watchdog import Watchdog
+from strata.worker.outbox import MetricOutbox
 
 log = logging.getLogger("strata.training")
 
@@ -131,6 +137,8 @@ MEMORY_RUN = "memory-"
 """How the identities of runs begin that have no destination."""
 RESCUE_S = 20.0
 """How long a survivor may take to save its live state, and how long it waits for an image to save it to."""
+SHOWN_METRICS = ("loss", "tokens_per_second")
+"""What heartbeats carry of what is logged, from every rank."""
 RECENT_S = 600.0
 """A process that died longer ago than this was not recovered from: the run was resumed."""
 
@@ -222,6 +230,7 @@ class ElasticJob:
         mesh: DeviceMesh | None = None,
         job: str | None = None,
         coordinator: str | None = None,
+        sinks: Sequence[Sink] = (),
         stem: Stem = unique_stem,
         tracer: Tracer | None = None,
         data_path: str = "",
@@ -268,11 +277,16 @@ class ElasticJob:
         self._stem = stem
         self._memory_root = Path(root) if (root := self.options.memory_root) else None
         self._tracer = tracer or self._begin_trace()
-        self._account = TimeAccount(self._tracer.before)
+        self._account = self._begin_account()
+        self._changes = Changes(roster=Roster())
+        """Who the ranks are, beside those before."""
         self._data_world = DataWorld(mesh)
         self._ledger = DataLedger(data, gather=self._data_world.gather)
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._coordinator = coordinator
+        self._sinks = tuple(sinks)
+        for sink in self._sinks:
+            sink.check()
         self._launch = launch_key()
         self._stores: list[Store] = []
         self._protocol = JobProtocol(
@@ -284,6 +298,15 @@ class ElasticJob:
         self._claim: RunClaim | None = None
         self._manager: CheckpointManager | None = None
         self._link: CoordinatorLink | None = None
+        self._metric_log: MetricLog | None = None
+        self._is_in_step = False
+        """Whether the loop has a batch: what it logs belongs to the step being made."""
+        self._reported: dict[str, float] = {}
+        """By `report`, for the step being made."""
+        self._lr: Any = None
+        """Of the first group of parameters, in the last step of the optimizer."""
+        self._covering: deque[SaveHandle] = deque()
+        """Saves under way; a complete one covers what was logged up to its step."""
         self._watchdog: Watchdog | None = None
         self._preemption: Preemption | None = None
         self._footprints: Footprints | None = None
@@ -349,27 +372,43 @@ class ElasticJob:
             self.name, noticed_s=times.noticed_s, left_s=times.left_s, root=self._memory_root
         )
 
+    def _begin_account(self) -> TimeAccount:
+        before, kept = self._tracer.before, self._kept
+        if kept is None or before is None:
+            return TimeAccount(before)
+        kept.account.resume(before)
+        return kept.account
+
+    @property
+    def _kept(self) -> live.Presence | None:
+        """In a process that has survived: what it was before."""
+        run = live.current()
+        return run.presence if run is not None else None
+
     def _start(self) -> None:
         refuse_unsupported(self._state.model, self._state.optimizer, self._state.extra)
         if (trap := torchrun_trap.warning()) is not None and self.rank == 0:
             _announce(logging.WARNING, trap)
         if not self._keeps_state:
             release_mapped()  # Of an earlier entry as another rank: whoever keeps the images now has a mapping of its own.
-        opened = self._opened = self._open_run()
+        opened, entrants = self._open_run()
+        self._opened = opened
         self.run = self._protocol.lineage.run = opened.run
         if self.name in ("default", "none"):
             self.name = f"{opened.destination or 'job'}-{self.run[:6]}"
         if self._tracer.find_before(self._memory_name, root=self._memory_root, within_s=RECENT_S):
-            self._account = TimeAccount(self._tracer.before)
+            self._account = self._begin_account()
         self.metrics["total_steps"] = float(self._total_steps())
+        self._changes = enter(entrants, job=self.name)
         self._open_link(opened)
-        self._report("recovering" if self._restarts != "0" else "loading")
+        self._report("recovering" if self._restarts != "0" or self._changes.survived else "loading")
         if self._keeps_state:
             self._manager = self._open_manager(opened)
             if isinstance(self._state.optimizer, torch.optim.Optimizer):
                 self._manager.guard(self._state.optimizer)
         self._restore(opened)
         self._tracer.mark("loaded")
+        self._open_metric_log()
         if self.rank == 0 and self._manager is not None:
             # What dead writers left, beside training: nobody waits for it.
             threading.Thread(target=self._manager.remove_orphans, name="strata-orphans", daemon=True).start()
@@ -411,13 +450,15 @@ class ElasticJob:
             self._watchdog.close()
         if self._manager is not None:
             if failed:
-                self._manager.abandon(stay_mapped=self._live is not None and self._keeps_state)
+                self._manager.abandon(stay_mapped=self._live is not None)
             else:
                 self._manager.close(keep_memory=left and not self._everyone_leaves)
         if self._claim is not None:
             self._claim.release(ended=not failed and not (left and not self._everyone_leaves))
-        if self._link is not None:
-            self._link.close(leave=not failed)
+        if self._metric_log is not None:
+            self._note_covered()
+            self._metric_log.close(failed=failed)
+        self._close_link(failed=failed)
         if self._footprints is not None:
             self._footprints.close()
         if self._live is not None:
@@ -465,16 +506,25 @@ class ElasticJob:
 
     # --- who this run is ------------------------------------------------------------------------------------
 
-    def _open_run(self) -> _Opened:
-        """Rank 0 opens the destinations, finds out whose they are and claims the next generation, for all ranks."""
+    def _open_run(self) -> tuple[_Opened, list[Entrant]]:
+        """Rank 0 opens the destinations, finds out whose they are and claims the next generation, for all ranks; and these report
+        who they are."""
         mine = self._open_destinations() if self.rank == 0 else None
-        opened = gather(mine)[0]
+        everyone = gather((mine, self._entrant()))
+        opened = everyone[0][0]
         assert opened is not None
         if opened.error is not None:
             raise opened.error
         if self._is_sharded:
             self._open_stores_of_others()
-        return opened
+        return opened, [entrant for _, entrant in everyone]
+
+    def _entrant(self) -> Entrant:
+        run, kept = live.current(), self._kept
+        if run is None or kept is None:
+            return Entrant(given=given_worker_id())
+        cause = run.reentry.reason if run.reentry is not None else ""
+        return Entrant(name=kept.name, left=kept.roster, cause=cause)
 
     def _open_stores_of_others(self) -> None:
         """Every rank writes and reads its own part."""
@@ -529,17 +579,63 @@ class ElasticJob:
         return f"{MEMORY_RUN}{self._given_name or launched}"
 
     def _open_link(self, opened: _Opened) -> None:
-        self._link = open_link(
-            self._coordinator,
-            job=self.name,
-            rank=self.rank,
-            run_id=self.run,
-            generation=opened.generation,
-            metadata={"restarts": self._restarts, "pid": str(os.getpid())},
-        )
+        run, kept = live.current(), self._kept
+        name = self._changes.roster.names[self.rank]
+        if kept is not None and not kept.continues(self.name, self.run):
+            kept.close()
+        if kept is not None and kept.link is not None:
+            self._link = kept.link
+            self._link.continues(generation=opened.generation)
+        else:
+            self._link = open_link(
+                self._coordinator,
+                job=self.name,
+                rank=self.rank,
+                worker_id=name,
+                run_id=self.run,
+                generation=opened.generation,
+                metadata={"restarts": self._restarts, "pid": str(os.getpid())},
+            )
+        if run is not None:
+            run.presence = live.Presence(
+                job=self.name,
+                run=self.run,
+                name=name,
+                roster=self._changes.roster,
+                account=self._account,
+                link=self._link,
+            )
         if self._link is not None and self.rank == 0:
             path, kind, metadata = self._data_place
             self._link.describe_data(self._data.sampler, path, kind, metadata)
+
+    def _close_link(self, *, failed: bool) -> None:
+        """A process that may enter its job again stays the worker that it is."""
+        kept = self._kept
+        if self._link is None or (failed and kept is not None and kept.link is self._link):
+            return
+        # Whoever enters again at once does not wait for the coordinator.
+        self._link.close(leave=not failed, deliver=self._live_run is None)
+        if kept is not None:
+            kept.link = None
+
+    def _open_metric_log(self) -> None:
+        """Rank 0 logs for all, where somebody takes what it logs."""
+        if self.rank != 0 or (self._link is None and not self._sinks):
+            return
+        outbox = None
+        if self._link is not None:
+            outbox = MetricOutbox(
+                generation=self.generation, started_ms=int(time.time() * 1000), resumed_step=self.step
+            )
+            self._link.send_metrics(outbox)
+        self._metric_log = MetricLog(
+            run=SinkRun(run=self.run, job=self.name, generation=self.generation, resumed_step=self.step),
+            outbox=outbox,
+            sinks=self._sinks,
+            step=lambda: self.step,
+            on_latest=self.metrics.__setitem__,
+        )
 
     def _open_manager(self, opened: _Opened) -> CheckpointManager:
         options = self.options
@@ -784,6 +880,10 @@ class ElasticJob:
             world_before=world_before,
             world_after=self.world_size,
             reasons=reasons,
+            survived=self._changes.survived,
+            lost=self._changes.lost,
+            joined=self._changes.joined,
+            cause=self._changes.cause,
         )
         if self.rank == 0:
             what = (
@@ -815,14 +915,17 @@ class ElasticJob:
                     self._live_run.check()
                 self._alive("training")
                 self._account.enter_step(self.step)
+                self._is_in_step = True
                 try:
                     yield batch
                 except GeneratorExit:
                     # The loop was left: a batch that the optimizer has stepped on is trained. Unless the job itself was left
                     # before, and this iterator is collected only now.
+                    self._is_in_step = False
                     if not self._is_closed:
                         self._take(batch)
                     raise
+                self._is_in_step = False
                 if self._take(batch):
                     if self._live is not None:
                         self._live.reach(self.step)
@@ -836,8 +939,25 @@ class ElasticJob:
         self._finish()
 
     def report(self, **metrics: float) -> None:
-        """Metrics of the step being made (loss, tokens_per_second, …), for everyone who watches. Never waits."""
+        """Metrics of the step being made (loss, tokens_per_second, …) that are shown with this worker, and logged. Never
+        waits."""
         self.metrics.update(metrics)
+        self._reported.update(metrics)
+
+    def log(self, metrics: Metrics, *, step: int | None = None) -> None:
+        """Keep values of training by step: numbers, 0-dimensional tensors, or mappings of names to them, whose names are put
+        together with '/'. NaN and infinity are values too.
+
+        They belong to the step being made, or outside of the loop to the last one; `step` says which optimizer step they belong
+        to otherwise. The coordinator keeps them for the run, over restarts of everything, and every sink gets them. Values of
+        rank 0 are kept: for a mean over ranks, log what `all_reduce` gives. Never waits, neither for the coordinator nor for
+        a device; without a coordinator or sink it does nothing.
+        """
+        for name in SHOWN_METRICS:
+            if type(value := metrics.get(name)) is float:
+                self.metrics[name] = value
+        if self._metric_log is not None:
+            self._metric_log.log(metrics, self.step + self._is_in_step if step is None else step)
 
     def waited(self, seconds: float) -> None:
         """So much of the step being made was waiting for other ranks: who waits least is whom the others wait for."""
@@ -851,6 +971,7 @@ class ElasticJob:
 
         def stepped(*_: object) -> None:
             self._optimizer_steps += 1
+            self._lr = optimizer.param_groups[0]["lr"]
 
         return optimizer.register_step_post_hook(stepped)
 
@@ -917,6 +1038,7 @@ class ElasticJob:
         self.metrics["step_time_s"] = self._step_s
         self.metrics["samples_per_second"] = samples / max(self._step_s, 1e-9)
         self.metrics["data_position"] = float(self._data.position)
+        self._log_step()
         self._report("training")
         self._account.enter("waiting")
         self._agree()
@@ -929,6 +1051,25 @@ class ElasticJob:
             self._save(durable=due == "durable")
         self._account.enter("waiting")
         self._step_began_s = time.monotonic()
+
+    def _log_step(self) -> None:
+        """What is known of the step that was made, whatever the loop has logged itself."""
+        reported, self._reported = self._reported, {}
+        if self._metric_log is None:
+            return
+        known = {"step_time_s": self._step_s, "samples_per_second": self.metrics["samples_per_second"]}
+        if self._lr is not None:
+            known["lr"] = self._lr
+        self._metric_log.log({**known, **reported}, self.step)
+        self._note_covered()
+
+    def _note_covered(self) -> None:
+        """A save that is in any tier, also in memory, is one that a restart continues from."""
+        assert self._metric_log is not None
+        while self._covering and (self._covering[0].tiers or self._covering[0].done()):
+            handle = self._covering.popleft()
+            if handle.tiers:
+                self._metric_log.committed(handle.step)
 
     def _agree(self) -> None:
         """Every half second or so all ranks ask each other whether one of them was asked to stop, or superseded."""
@@ -980,7 +1121,7 @@ class ElasticJob:
         self._tracer.mark("stepped")
         if self._live_run is not None:
             self._live_run.stepped(self.step)
-        if self.recovery is None or self.rank != 0:
+        if self.recovery is None or self.rank != self._changes.reporter:
             return
         self.recovery = replace(self.recovery, phases=self._tracer.phases())
         log.info("%s", self.recovery)
@@ -1092,6 +1233,8 @@ class ElasticJob:
             self._saving[save.placement.checkpoint_id] = handle
         if self._first is None and not self._first_is_noted:
             self._first = handle
+        if self._metric_log is not None:
+            self._covering.append(handle)
         self._report("training")
 
     def _carry_out(self, save: Save, rng_states: Mapping[str, Any]) -> None:
@@ -1200,6 +1343,8 @@ class ElasticJob:
             if isinstance(judged, Complete) and run.may_rescue(judged.step):
                 self._save_alone(judged.step)
                 run.rescued(judged.step)
+                if self._metric_log is not None:
+                    self._metric_log.committed(judged.step)
         except Exception as error:
             self.live_reason = f"{self.live_reason or 'the live state'} could not be saved: {getattr(error, 'message', error)}"
             log.warning("rank %d at step %d: %s", self.rank, self.step, self.live_reason)

@@ -32,6 +32,7 @@ from strata.errors import StrataError
 from strata.training.trace import Recovery
 from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, StaleWorker
 from strata.worker.orchestrator import TrainingOrchestrator
+from strata.worker.outbox import MetricOutbox
 
 log = logging.getLogger("strata.training")
 
@@ -41,6 +42,8 @@ CLOSE_S, CRASH_S = 10.0, 1.0
 """How long the last notices are waited for: when a job ends, and when its process fails and should end at once."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Between two registrations, when one after the other is over soon."""
+METRICS_S = 1.0
+"""How long the last metrics of a process that fails may take."""
 SETTLED_S = 30.0
 """A registration that has lasted so long was none of those."""
 SHARDS_SHOWN = 256
@@ -133,8 +136,23 @@ class CoordinatorLink:
                 world_before=recovery.world_before,
                 world_after=recovery.world_after,
                 reason=str(recovery),
+                survived=recovery.survived,
+                lost=recovery.lost,
+                joined=recovery.joined,
+                cause=recovery.cause,
             )
         )
+
+    def continues(self, *, generation: int) -> None:
+        """This process has entered its job again: the same worker, in a later generation of its run. What it knew of the run's
+        checkpoints and data was the business of the rank that it was."""
+        with self._lock:
+            self.generation = generation
+            self._existing, self._is_behind = None, False
+        self._describe = None
+
+    def send_metrics(self, outbox: MetricOutbox) -> None:
+        self._orchestrator.send_metrics(outbox)
 
     def flush_logs(self) -> None:
         self._orchestrator.flush_logs()
@@ -153,11 +171,16 @@ class CoordinatorLink:
             self._is_behind = True
         self._put(_nothing)
 
-    def close(self, *, leave: bool) -> None:
-        """Deliver what waits, for a few seconds; with `leave`, deregister."""
+    def close(self, *, leave: bool, deliver: bool = True) -> None:
+        """Deliver what waits, for a few seconds; with `leave`, deregister. Who fails and is in a hurry may leave out the last
+        metrics (`deliver`)."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._put(None)
         self._thread.join(CLOSE_S if leave else CRASH_S)
+        if not leave and deliver:
+            self._orchestrator.flush_metrics(METRICS_S)  # The last values before a failure say most about it.
         if leave and not self._thread.is_alive() and not self._is_away:
             with suppress(StrataError):
                 self._orchestrator.deregister("training ended")
@@ -331,10 +354,12 @@ def open_link(
     job: str,
     rank: int,
     metadata: Mapping[str, str],
+    worker_id: str = "",
     run_id: str = "",
     generation: int = 0,
 ) -> CoordinatorLink | None:
-    """A link where a coordinator is named (by argument or environment); None where there is none."""
+    """A link where a coordinator is named (by argument or environment); None where there is none. Without a `worker_id` the
+    worker is called as the user has it, or by its rank."""
     address = address or os.environ.get("COORDINATOR_ADDR") or os.environ.get("COORDINATOR_URL")
     if not address:
         return None
@@ -342,7 +367,7 @@ def open_link(
     return CoordinatorLink(
         address,
         job=job,
-        worker_id=_given_worker_id() or f"{job}-rank{rank}",
+        worker_id=worker_id or given_worker_id() or f"{job}-rank{rank}",
         metadata={**metadata, **({"task_id": task} if task else {})},
         run_id=run_id,
         generation=generation,
@@ -401,7 +426,7 @@ def _gpu_count() -> int:
     return 1 if torch.cuda.is_available() else 0
 
 
-def _given_worker_id() -> str:
+def given_worker_id() -> str:
     """`WORKER_ID`, which names a machine's only worker; of several each adds its number there. A task names its own."""
     name = os.environ.get("WORKER_ID", "") if "STRATA_TASK_ID" not in os.environ else ""
     if name and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":

@@ -24,16 +24,19 @@ import torch
 from torch import distributed
 
 from strata.core.live import Boundary, Device, Facts, Frozen
+from strata.core.roster import Roster
 from strata.data.loader import ElasticLoader
 from strata.torch_compat.images import copy_all
 from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors, version_of
 from strata.training import rng
+from strata.training.account import TimeAccount
 from strata.training.exchange import is_distributed, rank_and_world
 from strata.training.state import TrainingState, unwrap
 from strata.training.trace import GeneratorTrace
 
 if TYPE_CHECKING:
     from strata.training.job import ElasticJob
+    from strata.training.link import CoordinatorLink
 
 SMALL_BUFFER = 16_384
 """Buffers of at most so many elements are copied at every boundary, changed or not."""
@@ -50,10 +53,40 @@ class Reentry:
     """It noticed that the ranks were about to change."""
     left_s: float
     """It had left its job."""
+    reason: str = ""
+    """Why the ranks changed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Presence:
+    """What a process is in its run, from one entry of its job to the next."""
+
+    job: str
+    run: str
+    name: str
+    """As a worker, whatever its rank."""
+    roster: Roster
+    """Of the ranks that it was last one of."""
+    account: TimeAccount
+    link: CoordinatorLink | None
+
+    def continues(self, job: str, run: str) -> bool:
+        """Whether this job is the same worker's; not where the coordinator has refused it."""
+        is_silent = self.link is not None and (self.link.superseded or self.link.refused) is not None
+        return (job, run) == (self.job, self.run) and not is_silent
+
+    def close(self) -> None:
+        """The process does not enter its job again."""
+        if self.link is not None:
+            self.link.close(leave=False)
+            self.link = None
 
 
 class LiveRun(Protocol):
     """A run whose processes enter their job again when others are lost."""
+
+    presence: Presence | None
+    """Of this process; None until its job has started once."""
 
     @property
     def reentry(self) -> Reentry | None:
@@ -163,7 +196,7 @@ class LiveState:
         self._began += 1
         # If this rank is lost between here and the boundary, others may have made the step: what it draws from then on, it draws
         # from these, unless somebody draws meanwhile.
-        self._trace.leave(self._step + 1, self._watch.guess())
+        self._trace.leave(self._step + 1, self._watch.take())
 
     def _end(self, *_: object) -> None:
         self._ended += 1

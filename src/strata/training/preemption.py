@@ -9,10 +9,9 @@ import threading
 from types import FrameType
 from typing import Any
 
-log = logging.getLogger("strata.training")
+from strata.core.failures import EXIT_AGAIN
 
-EXIT_AGAIN = 75
-"""Exit status of a process that should be started again (EX_TEMPFAIL)."""
+log = logging.getLogger("strata.training")
 
 
 class Preemption:

@@ -11,7 +11,8 @@
 
 The function is called with the process group in place. When a rank is lost, the others leave it, by an exception out of whatever
 they were doing, and enter it again in the same process, with a new group and the newest state: imports, CUDA context,
-allocator, page-locked images and what `run.keep` holds stay. A replacement for the lost rank joins when it is ready. What
+allocator, page-locked images and what `run.keep` holds stay. A replacement for the lost rank, or a spare (`--spares`) that waited at
+the function's entrance, joins when it is ready. What
 happens when is decided by the agent (`strata.core.regroup`); this module leaves and enters.
 
 Without Strata's agent (plain torchrun, or no launcher at all) the function is called once, and everything is as without it.
@@ -34,9 +35,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from strata.core.regroup import MAX_IN_PROCESS, TIMEOUT_S, Limits
+from strata.launch.entry import send_output
+from strata.processes import add_output_to
 from strata.rendezvous.channel import ENTRANCE_VARIABLE, KEEPS_IMAGES_VARIABLE, WorkerChannel, worker_channel
-from strata.rendezvous.frames import describe
-from strata.torch_compat.aborting import ProcessGroups, warm_up
+from strata.rendezvous.frames import describe, show
+from strata.torch_compat.aborting import ProcessGroups, change_device, warm_up
 from strata.training import live
 
 if TYPE_CHECKING:
@@ -44,9 +47,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strata.training")
 
+PATIENCE_S = 0.25
+"""So long a rank that is asked to leave has to come to the end of its step, or to fail because another one has left."""
 STUCK_S = 2.0
 """An aborted collective fails at once, or never does."""
 EXIT_STUCK = 76
+EXIT_ORPHANED = 77
 LATE = 0.5
 """After so much of the time that a rank has to leave, it says where it is."""
 
@@ -148,7 +154,10 @@ class _Recovery(Generic[R]):
         self._noticed_s = 0.0
         self._late: list[threading.Timer] = []
         """Run from being asked to leave until that is done."""
+        self._has_reported = False
+        """The agent knows that the present generation is about to be left, and why."""
         self.reentry: live.Reentry | None = None
+        self.presence: live.Presence | None = None
         self._job: ElasticJob | None = None
         self._lock = threading.Lock()
         self._channel: WorkerChannel | None = None
@@ -157,13 +166,16 @@ class _Recovery(Generic[R]):
         if "RANK" not in os.environ:
             os.environ.update(_alone())
         self._channel = worker_channel(observe=self._observe)
-        waits = os.environ.pop(ENTRANCE_VARIABLE, "") == "wait"  # Not for those that this process starts.
+        entrance = os.environ.pop(ENTRANCE_VARIABLE, "")  # Not for those that this process starts.
+        waits = entrance in ("wait", "spare")
         if self._channel is None and waits:
-            raise ConnectionError("This process replaces another, and its agent does not answer.")
+            raise ConnectionError("This process is to replace another, and its agent does not answer.")
         if self._channel is None:
             return self._enter(generation=0, restarts=0, reason="")
         if waits:
-            warm_up()
+            is_spare = entrance == "spare"
+            ranks = range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            warm_up(ranks if is_spare else [int(os.environ.get("LOCAL_RANK", "0"))])
         limits = self._limits
         self._channel.send(
             "arrived",
@@ -180,6 +192,8 @@ class _Recovery(Generic[R]):
             raise
         finally:
             live.set_live_run(None)
+            if self.presence is not None:
+                self.presence.close()
             self._channel.close()
             self._channel = None
 
@@ -205,13 +219,14 @@ class _Recovery(Generic[R]):
                     return result
                 del result
             self._clean_up()
-            self.reentry = live.Reentry(noticed_s=noticed_s, left_s=left_s)
             generation, reason = self._let_in(message)
+            self.reentry = live.Reentry(noticed_s=noticed_s, left_s=left_s, reason=reason)
             restarts += 1
 
     def _enter(self, *, generation: int, restarts: int, reason: str) -> R:
         groups = self._groups
         try:
+            self.check()
             groups.join(self._backend, timeout=self._timeout)
             self.check()
             return self._train(
@@ -225,14 +240,32 @@ class _Recovery(Generic[R]):
                     _kept=self._kept,
                 )
             )
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            self._report_own(error)
+            raise
         finally:
             groups.leave()  # Whoever waits for this rank fails now.
+
+    def _report_own(self, error: BaseException) -> None:
+        """An error of this rank alone is shown and reported before others notice that it leaves: what they get is a consequence."""
+        if self._channel is None or self._over or _is_about_peers(error):
+            return
+        show(error, error.__traceback__ and error.__traceback__.tb_next)
+        self._send_left(self._channel, error, is_own=True)
+
+    def _send_left(self, channel: WorkerChannel, error: BaseException, *, is_own: bool) -> None:
+        self._has_reported = True
+        described = describe(error) if not isinstance(error, GenerationEnded) else None
+        channel.send("left", error=described.to_dict() if described is not None else None, is_own=is_own)
 
     def _has_left(self, channel: WorkerChannel, error: BaseException) -> dict[str, Any]:
         """Report it; the agent says whether to enter again. Raises the error where the process is to end with it."""
         self._stop_watching()
-        described = describe(error) if not isinstance(error, GenerationEnded) else None
-        channel.send("left", error=described.to_dict() if described is not None else None)
+        if not self._has_reported:
+            self._send_left(channel, error, is_own=False)
+        self._has_reported = False
         if not self._over:
             log.info("rank %s has left its generation: %s", os.environ.get("RANK"), error)
         message = channel.wait("enter", "end")
@@ -242,7 +275,12 @@ class _Recovery(Generic[R]):
         return message
 
     def _let_in(self, message: dict[str, Any]) -> tuple[int, str]:
+        before = int(os.environ.get("LOCAL_RANK", "0"))
         os.environ.update(message["variables"])
+        if message.get("outputs") is not None:  # It was a spare.
+            change_device(before, int(os.environ.get("LOCAL_RANK", "0")))
+            add_output_to(*message["outputs"])
+            send_output()
         os.environ[KEEPS_IMAGES_VARIABLE] = str(int(message["is_first"]))
         return int(message["generation"]), str(message["reason"])
 
@@ -266,25 +304,42 @@ class _Recovery(Generic[R]):
             with self._lock:
                 self._over = str(message["reason"])
                 self._noticed_s = self._noticed_s or time.monotonic()
-                job, groups = self._job, self._groups
-            if job is not None:
-                job.freeze()
-            groups.abort()
-            self._watch_leaving()
+                groups = self._groups
+            self._watch_leaving(groups, PATIENCE_S if groups.fails_by_itself else 0.0)
+        elif message["kind"] == "ended":
+            # Whoever starts the run again must not find it still running. This thread is free whatever the others are stuck in.
+            print(
+                f"strata: rank {os.environ.get('RANK')} ends: its agent is lost", file=sys.stderr, flush=True
+            )
+            os._exit(EXIT_ORPHANED)
+
+    def _abort(self, groups: ProcessGroups) -> None:
+        with self._lock:
+            if groups is not self._groups:
+                return  # Those of the generation before.
+            job = self._job
+        if job is not None:
+            job.freeze()
+        groups.abort()
 
     def _stop_watching(self) -> None:
         for timer in self._late:
             timer.cancel()
 
-    def _watch_leaving(self) -> None:
+    def _watch_leaving(self, groups: ProcessGroups, patience_s: float) -> None:
         limit_s = self._limits.timeout_s
         self._late = [
-            threading.Timer(min(STUCK_S, limit_s), _end_if_stuck),
+            threading.Timer(patience_s + min(STUCK_S, limit_s), _end_if_stuck),
             threading.Timer(limit_s * LATE, _dump_stacks),
         ]
+        if patience_s:
+            self._late.append(threading.Timer(patience_s, self._abort, (groups,)))
         for timer in self._late:
             timer.daemon = True
             timer.start()
+        # It may wait: for a group whose peers are lost before they have all connected.
+        if not patience_s:
+            self._abort(groups)
 
     # --- for the job (`strata.training.live.LiveRun`) ------------------------------------------------------------
 
@@ -310,6 +365,7 @@ class _Recovery(Generic[R]):
     def may_rescue(self, step: int) -> bool:
         assert self._channel is not None
         self._noticed_s = self._noticed_s or time.monotonic()
+        self._groups.part()  # Saving may take a while, and others need not wait for it.
         self._channel.send("may_rescue", step=step)
         return bool(self._channel.wait("rescue")["may"])
 
@@ -318,8 +374,8 @@ class _Recovery(Generic[R]):
 
 
 def _end_if_stuck() -> None:
-    """Gloo may lose a send that was under way when its connection ended: whoever waits for it waits for ever. Then this process can
-    only be replaced."""
+    """Gloo may lose a send that was under way when its connection ended, and waits for a peer that was lost before it had connected:
+    whoever waits for that waits for ever. Then this process can only be replaced."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
         print(
@@ -338,6 +394,16 @@ def _dump_stacks() -> None:
     )
     with suppress(OSError, ValueError):  # What takes the output may be no file.
         faulthandler.dump_traceback(all_threads=True)
+
+
+def _is_about_peers(error: BaseException | None) -> bool:
+    """Whether it, or what it was raised for, may be only the consequence of another rank's end."""
+    while error is not None:
+        described = describe(error)
+        if isinstance(error, GenerationEnded) or (described is not None and described.is_about_peers):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -91,43 +91,35 @@ class Watch:
     """This process's generators, taken again and again."""
 
     def __init__(self) -> None:
-        self._seen: tuple[Any, ...] = ()
-        self._seen_before: tuple[Any, ...] = ()
-        self._uses_python = True
+        self._python_memory = _python_memory()
+        self._seen: tuple[object, ...] = ()
         self._numpy = b""
         self._numpy_generator: Any = None
         self._last = Taken()
 
     def take(self) -> Taken:
-        self._take_python()
-        self._uses_python = self._seen is not self._seen_before
-        self._seen_before = self._seen
-        return self._take_others()
-
-    def guess(self) -> Taken:
-        """The same in less time, between two calls of `take`: Python's own generator is looked at only where it was in use before."""
-        if self._uses_python:
-            self._take_python()
-        return self._take_others()
-
-    def _take_python(self) -> None:
-        python = random.getstate()
-        version, internal, gauss = python
-        # The position, and words of the state that differ after every seeding and renewal: to compare all 625 takes longer.
-        seen = (internal[-1], internal[1:9], gauss)
-        if seen != self._seen:
-            self._seen = seen
-            packed = _PYTHON.pack(version, *internal, gauss is not None, gauss or 0.0)
-            self._last = self._last._replace(python=packed)
-
-    def _take_others(self) -> Taken:
-        cuda = b""
+        """What has not changed is the same object as before."""
+        last, cuda = self._last, b""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            cuda = torch.cuda.get_rng_state().numpy().tobytes()
+            cuda = _bytes_of(torch.cuda.get_rng_state(), last.cuda)
         self._last = Taken(
-            torch.get_rng_state().numpy().tobytes(), cuda, self._last.python, self._take_numpy()
+            _bytes_of(torch.default_generator.get_state(), last.torch),
+            cuda,
+            self._take_python(),
+            self._take_numpy(),
         )
         return self._last
+
+    def _take_python(self) -> bytes:
+        """Python makes 625 numbers of what its generator holds, so it is asked only where the memory of it has changed."""
+        if self._python_memory is not None:
+            held = ctypes.string_at(self._python_memory, _PYTHON_MEMORY.size)
+            seen: tuple[object, ...] = (held, _python.gauss_next)
+            if seen == self._seen:
+                return self._last.python
+            self._seen = seen
+        version, internal, gauss = random.getstate()
+        return _PYTHON.pack(version, *internal, gauss is not None, gauss or 0.0)
 
     def _take_numpy(self) -> bytes:
         """NumPy takes long to say what its generator holds, so it is asked only where the memory of it has changed, or where a value
@@ -145,6 +137,27 @@ class Watch:
             state = numpy.random.get_state(legacy=False)
             self._numpy = held + _GAUSS.pack(state["has_gauss"], state["gauss"])
         return self._numpy
+
+
+_python: Any = random.random.__self__  # type: ignore[attr-defined]
+"""The generator behind Python's functions."""
+_PYTHON_MEMORY = struct.Struct("<i624I")
+"""As CPython keeps it: the position, and the state."""
+
+
+def _python_memory() -> int | None:
+    """The address at which Python keeps its generator; None where it does not look as it does in the versions we know."""
+    address = id(_python) + object.__basicsize__
+    if sys.implementation.name != "cpython" or type(_python).__basicsize__ < _PYTHON_MEMORY.size:
+        return None
+    position, *state = _PYTHON_MEMORY.unpack(ctypes.string_at(address, _PYTHON_MEMORY.size))
+    return address if (*state, position) == random.getstate()[1] else None
+
+
+def _bytes_of(state: torch.Tensor, before: bytes) -> bytes:
+    """Of a generator's state on the CPU; those before if they are the same."""
+    found = ctypes.string_at(state.data_ptr(), state.numel())
+    return before if found == before else found
 
 
 def _tensor(state: bytes) -> torch.Tensor:

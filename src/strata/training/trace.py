@@ -5,7 +5,8 @@ Clocks: `time.monotonic` is the machine's, so the timestamps of dead processes, 
 compared. Each rank leaves the moment of its last step in a small file below the memory root; the agent's rendezvous
 leaves when it began and ended; this process knows its own start. What cannot be known (another machine, another
 rendezvous back end) is counted to the phase around it, never guessed. A run removes its timestamps when it ends; what one
-that was killed left is removed by another run, a day after its last moment.
+that was killed left is removed by another run, a day after its last moment. A folder that a process holds beside them, as an agent
+does for its socket, stays as long as that process, and no longer.
 
 Beside them, in a recoverable run, each rank leaves its random number generators as they were after its last two steps: a
 survivor that saves the state of such a step adds those of the ranks that were lost.
@@ -24,8 +25,10 @@ from itertools import accumulate
 from mmap import mmap
 from pathlib import Path
 
+from strata import locks
 from strata.core.text import counted
 from strata.files import write_file
+from strata.processes import this_process
 from strata.shared_memory import NOTED, VERIFIED_MODULES, make_private, remove_empty, run_folder
 
 KEPT_S = 86_400.0
@@ -46,6 +49,11 @@ class Recovery:
     world_before: int
     world_after: int
     reasons: tuple[str, ...] = ()
+    survived: int = 0
+    """How many processes were there before and after (`strata.core.roster.Changes`)."""
+    lost: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
+    cause: str = ""
 
     @property
     def total_s(self) -> float:
@@ -56,6 +64,7 @@ class Recovery:
         return (
             f"recovered in {self.total_s:.2f} s ({parts}) at step {self.resumed_step} from {self.tier}, "
             f"{counted(self.lost_steps, 'step')} lost, {self.world_before} -> {self.world_after} workers"
+            + (f", {self.survived} of them survived in their processes" if self.survived else "")
         )
 
 
@@ -69,11 +78,13 @@ def clear_run(job: str, *, root: Path | None = None) -> None:
 
 
 def clear_old_runs(*, keep: str, root: Path | None = None) -> None:
-    """Remove what runs left that were killed long ago, or before this machine was started; `keep` is a job."""
+    """Remove what runs left that were killed long ago, or before this machine was started, and what agents left that were killed;
+    `keep` is a job."""
     mine = run_folder(keep, root=root)
     with suppress(OSError):
         for folder in mine.parent.iterdir():
-            if folder != mine and _is_old(folder):
+            held = locks.is_held(folder)
+            if folder != mine and (held is False or (held is None and _is_old(folder))):
                 shutil.rmtree(folder, ignore_errors=True)  # Does not follow links.
 
 
@@ -248,9 +259,8 @@ def forget_rendezvous(job: str) -> None:
 def process_start_mono_s() -> float:
     """When this process began, on the monotonic clock."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        return float(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+        return this_process().started_ticks / os.sysconf("SC_CLK_TCK")
+    except OSError:
         return time.monotonic()
 
 

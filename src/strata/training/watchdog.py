@@ -19,10 +19,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
+from strata.core.failures import EXIT_HUNG, HANG, WorkerError
+from strata.rendezvous.frames import report
+from strata.training.trace import last_step_here
+
 log = logging.getLogger("strata.training")
 
-EXIT_HUNG = 86
 Policy = Literal["warn", "restart"]
+STACKS_KEPT = 8_000
 _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 
 
@@ -79,14 +83,18 @@ class Watchdog:
 
     def _report(self, silent_s: float) -> None:
         verdict = "waits for other ranks" if self._only_waits() else "is stuck itself"
-        log.error(
-            "%s has completed no step for %.1f s while %s; it %s. Stacks:\n%s",
-            self._name,
-            silent_s,
-            self._doing,
-            verdict,
-            all_stacks(),
-        )
+        said = f"has completed no step for {silent_s:.1f} s while {self._doing}; it {verdict}"
+        stacks = all_stacks()
+        log.error("%s %s. Stacks:\n%s", self._name, said, stacks)
+        if self._policy == "restart":
+            error = WorkerError(
+                type=HANG,
+                message=said,
+                traceback=stacks[-STACKS_KEPT:],
+                step=last_step_here(),
+                at_s=time.monotonic(),
+            )
+            report(error)  # For the agent, which sees this process end.
 
     def _only_waits(self) -> bool:
         frame = sys._current_frames().get(self._main or 0)

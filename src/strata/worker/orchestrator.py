@@ -20,7 +20,7 @@ from strata.rpc.tls import channel_credentials
 from strata.rpc.wire import STATUS_NUMBERS
 from strata.worker.address import coordinator_address, is_secure
 from strata.worker.errors import CoordinatorUnavailable, NotRegistered
-from strata.worker.outbox import ShippingHandler
+from strata.worker.outbox import MetricOutbox, ShippingHandler
 from strata.worker.session import SessionThread, Topology
 from strata.worker.values import (
     BarrierResult,
@@ -229,6 +229,14 @@ class TrainingOrchestrator:
     def flush_logs(self) -> None:
         """Give log lines written just now a moment to go out, before the process ends in a hurry."""
         self._wait(self._session.flush_logs())
+
+    def send_metrics(self, outbox: MetricOutbox) -> None:
+        """From now on, what is put there goes to the coordinator."""
+        self._session.metrics = outbox
+
+    def flush_metrics(self, timeout_s: float) -> None:
+        """Wait until the coordinator has what was logged, for so long at most; not at all where it is away."""
+        self._wait(self._session.flush_metrics(timeout_s))
 
     def deregister(self, reason: str = "") -> None:
         """Leave the fleet; shards go to the others at once."""
@@ -473,8 +481,13 @@ class TrainingOrchestrator:
         world_before: int,
         world_after: int,
         reason: str,
+        survived: int = 0,
+        lost: Sequence[str] = (),
+        joined: Sequence[str] = (),
+        cause: str = "",
     ) -> None:
-        """Report the duration of a recovery, by phase."""
+        """Report the duration of a recovery, by phase; where processes have survived it, how many, which workers were lost and
+        which are new, and why."""
         me = self._me()
         request = message(
             pb.ReportRecoveryRequest,
@@ -487,6 +500,10 @@ class TrainingOrchestrator:
             world_before=world_before,
             world_after=world_after,
             reason=reason,
+            survived=survived,
+            lost=list(lost),
+            joined=list(joined),
+            cause=cause,
         )
         self._wait(self._session.call("ReportRecovery", request))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -70,9 +71,15 @@ def _read_gpu(usage: pb.ResourceUsage, index: int, handle: Any) -> None:
         utilization = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except pynvml.NVMLError:
         return
+    power_watts = temperature_celsius = 0.0
+    with suppress(pynvml.NVMLError):  # Not every device measures these.
+        power_watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+        temperature_celsius = float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
     usage.gpu_usage.add(
         index=index,
         utilization_percent=utilization,
         memory_used_bytes=int(memory.used),
         memory_total_bytes=int(memory.total),
+        power_watts=power_watts,
+        temperature_celsius=temperature_celsius,
     )

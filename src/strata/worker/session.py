@@ -35,7 +35,7 @@ from strata.worker.errors import (
     StaleWorker,
     from_rpc,
 )
-from strata.worker.outbox import LogOutbox
+from strata.worker.outbox import LogOutbox, MetricOutbox
 from strata.worker.resources import ResourceSampler
 
 log = logging.getLogger("strata.worker.session")
@@ -43,6 +43,8 @@ log = logging.getLogger("strata.worker.session")
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
 LOG_FLUSH_S = 0.2
+LAST_METRICS_S = 2.0
+"""How long the last metrics may take to be answered before the goodbye."""
 GOODBYE_S = 4.0
 """How long the coordinator may take to answer a goodbye on the session, and then a call that repeats it."""
 ANSWER_MARGIN_S = 5.0
@@ -86,6 +88,8 @@ class SessionThread:
         self.address = address
         self.call_timeout_s = call_timeout_s
         self.logs = LogOutbox()
+        self.metrics: MetricOutbox | None = None
+        """What training logs, if somebody has set it."""
         self.status = pb.WorkerStatus(state="active")
         self.registration: pb.RegisterWorkerResponse | None = None
         self.topology: Topology | None = None
@@ -108,6 +112,8 @@ class SessionThread:
         self._has_left = False
         self._wake: asyncio.Event
         self._logs_sent: asyncio.Event
+        self._answered: asyncio.Event
+        """The coordinator has answered for some metrics."""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name="strata-session", daemon=True)
         self._thread.start()
@@ -280,6 +286,9 @@ class SessionThread:
         """Heartbeats on time, and in between whatever else there is to say. Returns after the last word."""
         sent_barriers: set[bytes] = set()
         next_beat_s = 0.0
+        leave_by_s: float | None = None
+        if self.metrics is not None:
+            self.metrics.reconnected()
         while True:
             now_s = time.monotonic()
             for call_id, (request, _) in list(self._waiting.items()):
@@ -292,11 +301,15 @@ class SessionThread:
                 await stream.write(pb.WorkerMessage(heartbeat=self._heartbeat()))
                 await self._send_progress(stream)
             await self._send_logs(stream)
+            if self.metrics is not None and (metrics := self.metrics.take()) is not None:
+                await stream.write(pb.WorkerMessage(metrics=metrics))
             self._logs_sent.set()
             if self._goodbye is not None:
-                await self._send_progress(stream)
-                await stream.write(pb.WorkerMessage(goodbye=pb.Goodbye(reason=self._goodbye)))
-                return
+                leave_by_s = leave_by_s or now_s + LAST_METRICS_S
+                if self.metrics is None or self.metrics.is_empty or now_s >= leave_by_s:
+                    await self._send_progress(stream)
+                    await stream.write(pb.WorkerMessage(goodbye=pb.Goodbye(reason=self._goodbye)))
+                    return
             try:
                 async with asyncio.timeout(min(LOG_FLUSH_S, max(0.0, next_beat_s - time.monotonic()))):
                     await self._wake.wait()
@@ -347,6 +360,11 @@ class SessionThread:
                     waiting = self._waiting.get(message.barrier.call_id)
                     if waiting is not None and not waiting[1].done():
                         waiting[1].set_result(message.barrier)
+                case "metrics_kept":
+                    if self.metrics is not None:
+                        self.metrics.answered(message.metrics_kept)
+                        self._answered.set()
+                        self._wake.set()
                 case "goodbye":
                     self._has_left = self._goodbye is not None
                 case "stale":
@@ -379,6 +397,15 @@ class SessionThread:
                 future.set_exception(_stale(stale.message, stale.cause))
         _notify(self.on_stale, stale.message)
 
+    async def flush_metrics(self, timeout_s: float) -> None:
+        """Give the coordinator a moment to answer for the last metrics."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.connected.is_set() and self.metrics is not None and not self.metrics.is_empty:
+                    self._answered.clear()
+                    self._wake.set()
+                    await self._answered.wait()
+
     async def flush_logs(self) -> None:
         """Give lines written just before the end a moment to go out."""
         self._logs_sent.clear()
@@ -401,6 +428,7 @@ class SessionThread:
     async def _open(self) -> None:
         self._wake = asyncio.Event()
         self._logs_sent = asyncio.Event()
+        self._answered = asyncio.Event()
         if self._credentials is None:
             self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         else:

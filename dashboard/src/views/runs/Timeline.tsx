@@ -6,6 +6,7 @@ import { useEffect, useLayoutEffect, useRef, useState, type PointerEvent } from 
 import { useThemeVersion } from "../../components/colors";
 import { Status } from "../../components/Status";
 import { bytes, clock, count, duration, plural } from "../../format";
+import { hasSurvived, whoSurvived } from "../../state/runs";
 import { draw, GUTTER, hitAt, layoutOf, PHASE_COLORS, timeAt, type Hit, type TimelineData } from "./drawing";
 
 export function Timeline(props: { data: TimelineData; from: number; to: number; onZoom: (from: number, to: number) => void; label: string }) {
@@ -90,6 +91,8 @@ export function Timeline(props: { data: TimelineData; from: number; to: number; 
 }
 
 function Tip({ hit, data, x, y, width }: { hit: NonNullable<Hit>; data: TimelineData; x: number; y: number; width: number }) {
+  const row = hit.kind === "row" ? data.rows.find((r) => r.workerId === hit.workerId) : undefined;
+  const survived = row ? data.recoveries.filter((r) => hasSurvived(row, r)).length : 0;
   const side = x > width - 320 ? { right: width - x + 14 } : { left: x + 14 };
   return (
     <div className="pointer-events-none absolute z-10 flex max-w-xs flex-col gap-0.5 rounded-md border bg-surface px-3 py-2 text-sm shadow-lg" style={{ ...side, top: y + 12 }}>
@@ -104,6 +107,8 @@ function Tip({ hit, data, x, y, width }: { hit: NonNullable<Hit>; data: Timeline
         <>
           <p className="flex items-center gap-2 font-medium"><span className="size-2 rounded-full" style={{ background: `var(--color-${PHASE_COLORS[hit.name] ?? "idle"})` }} />{hit.name.replace("_", " ")}: {duration(hit.seconds)}</p>
           <p className="text-muted">Recovered in {duration(hit.recovery.total_s)} from {hit.recovery.tier || "storage"}; {plural(hit.recovery.lost_steps, "step")} lost, {hit.recovery.world_before} → {hit.recovery.world_after} workers</p>
+          {hit.recovery.survived > 0 && <p className="foreign">{whoSurvived(hit.recovery)}</p>}
+          {hit.recovery.cause && <p className="foreign break-words text-muted">{hit.recovery.cause}</p>}
         </>
       )}
       {hit.kind === "generation" && (
@@ -116,6 +121,7 @@ function Tip({ hit, data, x, y, width }: { hit: NonNullable<Hit>; data: Timeline
         <>
           <p className="foreign flex items-center gap-3 font-medium"><span className="truncate">{hit.workerId}</span>{data.statuses.get(hit.workerId) ? <Status value={data.statuses.get(hit.workerId) ?? ""} /> : <span className="text-muted">left</span>}</p>
           <p className="text-muted">{clock(hit.at)}</p>
+          {survived > 0 && <p className="text-muted">survived {plural(survived, "recovery", "recoveries")} in process</p>}
         </>
       )}
     </div>
@@ -127,6 +133,7 @@ export function TimelineLegend() {
     <ul className="flex flex-wrap items-center gap-x-4 gap-y-1 text-sm text-muted">
       <li className="flex items-center gap-1.5"><span aria-hidden className="h-3 w-4 rounded-sm bg-good/30" />up</li>
       <li className="flex items-center gap-1.5"><span aria-hidden className="h-3 w-4 rounded-sm border border-bad bg-bad-soft" />lost</li>
+      <li className="flex items-center gap-1.5"><span aria-hidden className="flex items-center"><span className="size-1.5 rounded-full bg-good" /><span className="h-px w-2 bg-good" /><span className="size-1.5 rounded-full bg-good" /></span>survived in process</li>
       <li className="flex items-center gap-1.5"><span aria-hidden className="h-3.5 w-px bg-bad" />generation</li>
       <li className="flex items-center gap-1.5"><span aria-hidden className="flex flex-col gap-px"><span className="h-1.5 w-2 border border-edge" /><span className="h-1.5 w-2 bg-accent" /></span>checkpoint, by tier</li>
       {Object.entries(PHASE_COLORS).map(([name, color]) => (

@@ -5,7 +5,7 @@ import { RIGHT } from "../../components/Chart";
 import { colorOf } from "../../components/colors";
 import { timeTicks } from "../../components/ticks";
 import { clock, count } from "../../format";
-import { PHASES, shortName, type GenerationLine, type Span, type TimelineRow } from "../../state/runs";
+import { hasSurvived, PHASES, shortName, type GenerationLine, type Span, type TimelineRow } from "../../state/runs";
 
 export const GUTTER = 148;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
@@ -20,6 +20,8 @@ const GONE_LEAST = 2;
 const RUNG_W = 9;
 const RUNG_H = 8;
 const RUNG = RUNG_H + 3;
+/** A recovery of a fifth of a second must be seen too. */
+const SURVIVOR_W = 8;
 
 export const PHASE_COLORS: Record<string, string> = { detect: "bad", abort: "warn", regroup: "busy", rendezvous: "warn", spawn: "busy", load: "accent", first_step: "good" };
 
@@ -247,7 +249,26 @@ function drawRecoveries(ctx: CanvasRenderingContext2D, layout: Layout, data: Tim
         ctx.fillText(phase.name.replace("_", " "), (from + to) / 2, y + h / 2 + 0.5);
       }
     }
+    drawSurvivors(ctx, layout, data, recovery, left, right);
   }
+}
+
+/** Two dots and a line between them, on the rows of those whose processes were there before and after. */
+function drawSurvivors(ctx: CanvasRenderingContext2D, layout: Layout, data: TimelineData, recovery: Recovery, left: number, right: number): void {
+  if (recovery.survived === 0 || layout.rowHeight < 9) return;
+  const middle = (left + right) / 2;
+  const half = Math.max(SURVIVOR_W / 2, (right - left) / 2);
+  ctx.fillStyle = colorOf("good");
+  data.rows.forEach((row, i) => {
+    if (!hasSurvived(row, recovery)) return;
+    const y = layout.rowsTop + (i + 0.5) * layout.rowHeight;
+    ctx.fillRect(middle - half, y - 0.75, 2 * half, 1.5);
+    for (const x of [middle - half, middle + half]) {
+      ctx.beginPath();
+      ctx.arc(x, y, 2.5, 0, 2 * Math.PI);
+      ctx.fill();
+    }
+  });
 }
 
 function drawGenerations(ctx: CanvasRenderingContext2D, layout: Layout, data: TimelineData, bottom: number): void {

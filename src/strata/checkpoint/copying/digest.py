@@ -98,8 +98,10 @@ def digest_of(
     chunk_bytes: int = CHUNK_BYTES,
     pool: Executor | None = None,
     algorithm: str | None = None,
+    wait: Callable[[int], None] | None = None,
 ) -> Digest:
-    """Hash a payload that is in memory, on the threads of `pool` as well where one is given."""
+    """Hash a payload that is in memory, on the threads of `pool` as well where one is given. One that is still arriving, front to
+    back, is followed: `wait` returns when so many of its bytes are there."""
     algorithm = algorithm or payload_algorithm()
     pieces = _pieces(view, chunk_bytes)
     hashed = [b""] * len(pieces)
@@ -107,6 +109,8 @@ def digest_of(
 
     def work() -> None:
         for number in todo:
+            if wait is not None:
+                wait(min((number + 1) * chunk_bytes, len(view)))
             hashed[number] = _hash(algorithm, pieces[number])
 
     helping = [pool.submit(work) for _ in range(min(_MOST_THREADS, len(pieces)) - 1)] if pool else []

@@ -53,7 +53,17 @@ Events: TypeAlias = dict[int, Any]
 """One CUDA event for each device, by its number."""
 COPY_ALIGNMENT_BYTES = 512
 """What copies within a device are quickest at."""
+STAGES = 8
+"""In so many the bytes of a device come to an image."""
 _CPU = -1  # The number that Torch gives to no device.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Everything before an offset of the image is in place when these events have happened."""
+
+    end_bytes: int
+    events: Events
 
 
 class Destination:
@@ -89,7 +99,7 @@ class Copying:
         """The least anybody waits for; nobody is woken for less."""
         self._error: BaseException | None = None
         self._released: Events | None = None
-        self._done: Events | None = None
+        self._stages: list[Stage] | None = None
         self._held: object = None
         self._changed = threading.Condition()
         self.digest: Callable[[], Digest] | None = None
@@ -109,10 +119,10 @@ class Copying:
             self._released = events
             self._changed.notify_all()
 
-    def hand_over(self, events: Events, held: object) -> None:
-        """The rest is in place when these events have happened; `held` must not be freed before."""
+    def hand_over(self, stages: list[Stage], held: object) -> None:
+        """What devices do from here on, front to back, up to the last byte; `held` must not be freed before."""
         with self._changed:
-            self._done, self._held = events, held
+            self._stages, self._held = stages, held
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -129,7 +139,7 @@ class Copying:
         """Return when the bytes before `upto_bytes`, or all, are in place. Raises what stopped the copy."""
         wanted_bytes = self._size_bytes if upto_bytes is None else upto_bytes
         with self._changed:
-            while not (self._error or self._done is not None or self._ready_bytes >= wanted_bytes):
+            while not (self._error or self._stages is not None or self._ready_bytes >= wanted_bytes):
                 waited_for = self._wanted_bytes
                 if waited_for <= self._ready_bytes or wanted_bytes < waited_for:
                     self._wanted_bytes = wanted_bytes
@@ -138,13 +148,14 @@ class Copying:
                 raise self._error
             if self._ready_bytes >= wanted_bytes:
                 return
-            events = self._done or {}
-        for device, event in events.items():
+            stage = next(stage for stage in self._stages or () if stage.end_bytes >= wanted_bytes)
+        for device, event in stage.events.items():
             with _cuda.device(device):
                 event.synchronize()
         with self._changed:
-            self._ready_bytes = self._size_bytes
-            self._held = None
+            self._ready_bytes = max(self._ready_bytes, stage.end_bytes)
+            if self._ready_bytes == self._size_bytes:
+                self._held = None
 
     def hold_back_current_streams(self) -> None:
         """What is queued on the current streams from now on may change the state: it runs when that has been copied."""
@@ -238,9 +249,7 @@ class Copier:
         def do_rest() -> None:
             taken = first + self._take(copies, by_step, starts)
             copying.release(_marks(taken))
-            for part in taken:
-                part.send(copies.to)
-            copying.hand_over(_marks(taken), (copies, [part.tables for part in taken]))
+            copying.hand_over(_sent(taken, copies.to), (copies, [part.tables for part in taken]))
 
         # Thousands of copies take milliseconds to queue; that need not happen on the training thread.
         try:
@@ -362,14 +371,36 @@ class _Taken:
     tables: Sequence[torch.Tensor] = ()
     """What the device reads, and must not be freed before that."""
 
-    def send(self, to: Destination) -> None:
-        """Queue what is left to do."""
-        if self.between is None:
-            return
-        targets, sizes = [to.addresses[n] for n in self.numbers], [to.sizes[n] for n in self.numbers]
+    def send(self, to: Destination, some: slice = slice(None)) -> None:
+        """Queue what is left to do, for some of the slots."""
+        numbers = self.numbers[some]
+        targets, sizes = [to.addresses[n] for n in numbers], [to.sizes[n] for n in numbers]
         with _cuda.device(self.stream.device):
-            if not queue_copies(targets, self.stops, sizes, self.stream):
+            if not queue_copies(targets, self.stops[some], sizes, self.stream):
                 raise CheckpointError("CUDA refused to copy the state to its image.")
+
+
+def _sent(taken: list[_Taken], to: Destination) -> list[Stage]:
+    """Queue what is left to do. Where one device does it, in stages, so that whoever reads the image can follow."""
+    stages: list[Stage] = []
+    # Those without spare memory have left for the image already.
+    for number, part in enumerate(parts := [part for part in taken if part.between is not None], 1):
+        is_last = number == len(parts) and len({part.stream for part in taken}) == 1
+        bounds = _stages_of([to.sizes[n] for n in part.numbers]) if is_last else [len(part.numbers)]
+        for start, end in itertools.pairwise([0, *bounds]):
+            part.send(to, slice(start, end))
+            if is_last and end < len(part.numbers):
+                end_bytes = to.placement.slot_offsets_bytes[part.numbers[end]]
+                stages.append(Stage(end_bytes=end_bytes, events=_marks([part])))
+    return [*stages, Stage(end_bytes=to.placement.size_bytes, events=_marks(taken))]
+
+
+def _stages_of(sizes: Sequence[int]) -> list[int]:
+    """Where each stage ends, by the number of its last slot and one more."""
+    ends = itertools.accumulate(sizes)
+    share_bytes = max(1, -(-sum(sizes) // STAGES))
+    by_stage = {end_bytes // share_bytes: number for number, end_bytes in enumerate(ends, 1)}
+    return [*(number for number in list(by_stage.values())[:-1]), len(sizes)]
 
 
 def _start_events(devices: Iterable[int]) -> Events:

@@ -113,7 +113,8 @@ class _Buffer(threading.local):
     """A window in the caches of whatever core this thread runs on."""
 
     def __init__(self) -> None:
-        memory = mmap.mmap(-1, WINDOW_BYTES)
+        # Private: ranks are forked from a server that has one already, and would write to the same pages.
+        memory = mmap.mmap(-1, WINDOW_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.view = memoryview(memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 

@@ -113,6 +113,8 @@ class _Mapping:
     bytes: torch.Tensor
     file: tuple[int, int, int]
     is_page_locked: bool
+    verified: str
+    """As `ImageBuffer.verified`."""
 
     def release(self) -> None:
         if self.is_page_locked:
@@ -153,6 +155,9 @@ class ImageBuffer:
         self._bytes: torch.Tensor | None = None
         self._body_bytes = 0
         self.is_page_locked = False
+        self._marked_here = self.verified = ""
+        """The digest of the bytes that this process has put here, and of those that it had put here when it entered its job again:
+        what it has saved a moment ago to load it now."""
         self.copying: Copying | None = None
 
     @property
@@ -248,7 +253,7 @@ class ImageBuffer:
             for each in [each for each in kept if each.file == file]:
                 kept.remove(each)
                 self._map, self._bytes, self._mapped_file = each.map, each.bytes, each.file
-                self.is_page_locked = each.is_page_locked
+                self.is_page_locked, self.verified = each.is_page_locked, each.verified
 
     def leave_mapped(self) -> _Mapping | None:
         """Close it, all but its mapping; None where it has none that could be of use again."""
@@ -260,6 +265,7 @@ class ImageBuffer:
             bytes=self._bytes,
             file=self._mapped_file,
             is_page_locked=self.is_page_locked,
+            verified=self._marked_here,
         )
         self._map = self._bytes = None
         self.is_page_locked = False
@@ -322,6 +328,7 @@ class ImageBuffer:
         """Announce a copy: there is no mark from here until `mark`, and `copying` tells how far it has come."""
         assert self._to is not None
         self.unmark()
+        self._marked_here = self.verified = ""
         self.copying = Copying(self._to.placement.size_bytes)
         return self.copying
 
@@ -348,7 +355,7 @@ class ImageBuffer:
         assert self.folder is not None
         self._refuse()
         write_file(self.folder / MARK_NAME, manifest.encode(), durable=False)
-        self.marked = manifest
+        self.marked, self._marked_here = manifest, manifest.parts[0].digest.whole
         try:
             self._refuse()
         except Superseded:  # Just now.
@@ -367,7 +374,7 @@ class ImageBuffer:
         self.copying = None
         if self.is_page_locked and self._bytes is not None:
             page_unlock(self._bytes)
-        self.is_page_locked = False
+        self.is_page_locked, self._marked_here, self.verified = False, "", ""
         self._bytes = None
         if self._map is not None:
             _close(self._map)
@@ -405,12 +412,13 @@ class ImagePayload:
         self._copying.wait(upto_bytes)
 
     def digest(self) -> Digest:
-        hashed_on_the_way = self._copying.digest
-        if hashed_on_the_way is not None:
-            return hashed_on_the_way()
-        # Until it is hashed, an image that a device has filled is no snapshot.
-        with helping_threads() as pool:
-            return digest_of(self.view, pool=pool)
+        """When all of it is in place."""
+        if self._copying.digest is None:
+            # Until it is hashed, an image that a device fills is no snapshot.
+            with helping_threads() as pool:
+                return digest_of(self.view, pool=pool, wait=self._copying.wait)
+        self._copying.wait()
+        return self._copying.digest()
 
     def keep(self, manifest: Manifest) -> str | None:
         if self._buffer.folder is None:

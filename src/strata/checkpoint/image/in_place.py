@@ -423,7 +423,9 @@ class ImageInMemory:
                     tear_ok=tear_ok,
                     check=check,
                 )
-        if tear_ok and check and self._is_page_locked and not trusted_source:
+        if self._is_page_locked and not check:
+            return self._fill(self._open(trusted_source), into)
+        if tear_ok and self._is_page_locked and not trusted_source:
             # The bus and the cores work at the same time.
             check_head(lambda start, end: self._view[start:end], self._manifest, path=self._path)
             state = self._open(trusted_source)

@@ -6,6 +6,7 @@ is stale in `strata-cause` why.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -37,6 +38,8 @@ _STATUSES: dict[type[StrataError], grpc.StatusCode] = {
 }
 _FORBIDDEN = {401: grpc.StatusCode.UNAUTHENTICATED, 429: grpc.StatusCode.RESOURCE_EXHAUSTED}
 WILDCARDS = ("0.0.0.0", "::")
+HELLO_TIMEOUT_S = 10.0
+_END: object = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 async def refuse(context: Context, error: StrataError) -> NoReturn:
@@ -60,6 +63,27 @@ def unreadable(message: Malformed) -> InvalidArgument:
         f"cannot be read: {message.why}.",
         hint="Send what proto/strata/rpc/coordinator.proto describes; texts must be UTF-8.",
     )
+
+
+async def next_message(context: Context) -> Any:
+    """The next message of a stream; None at its end."""
+    message = await context.read()
+    if isinstance(message, Malformed):
+        raise unreadable(message)
+    return None if message is _END else message
+
+
+async def read_hello(context: Context, *, of: str, named: str) -> Any:
+    """The first message of a stream, which says whose it is."""
+    hint = f"Send {named} first."
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            first = await next_message(context)
+    except TimeoutError:
+        raise InvalidArgument("hello", "did not come.", hint=hint) from None
+    if first is None or first.WhichOneof("body") != "hello":
+        raise InvalidArgument("hello", f"must be the first message of {of}.", hint=hint)
+    return first.hello
 
 
 def own_key(key: str, caller: Principal) -> str:

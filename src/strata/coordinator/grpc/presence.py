@@ -13,11 +13,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-import grpc.aio
-
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import Engine
-from strata.coordinator.grpc.middleware import Context, GrpcAccess, own_key, refuse, unreadable
+from strata.coordinator.grpc.middleware import Context, GrpcAccess, next_message, own_key, read_hello, refuse
 from strata.core.messages import (
     AgentConnected,
     AgentDisconnected,
@@ -27,15 +25,11 @@ from strata.core.messages import (
 )
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
-from strata.rpc.methods import Malformed
 
 log = logging.getLogger("strata.coordinator.presence")
 
-HELLO_TIMEOUT_S = 10.0
 NOTICES_PER_S = 5_000
 """About changes of one rendezvous, to all of its agents together."""
-
-_END: object = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class AgentStream:
@@ -125,19 +119,9 @@ class Agents:
                 await refuse(context, end)
 
     async def _welcome(self, context: Context, caller: Principal) -> AgentStream:
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await context.read()
-        except TimeoutError:
-            raise InvalidArgument("hello", "did not come.", hint="Send AgentHello first.") from None
-        if isinstance(first, Malformed):
-            raise unreadable(first)
-        if first is _END or first.WhichOneof("body") != "hello":
-            raise InvalidArgument(
-                "hello", "must be the first message of an agent.", hint="Send AgentHello first."
-            )
+        hello = await read_hello(context, of="an agent", named="AgentHello")
         cluster = await self._engine.settled()
-        key, node = own_key(first.hello.key, caller), first.hello.node
+        key, node = own_key(hello.key, caller), hello.node
         self._engine.observe(AgentConnected(key=key, node=node))
         stream = AgentStream(key, node, caller)
         meeting = self._meetings.get(key)
@@ -158,11 +142,9 @@ class Agents:
 
     @staticmethod
     async def _read(stream: AgentStream, context: Context) -> None:
-        message = await context.read()
-        if message is _END:
+        message = await next_message(context)
+        if message is None:
             return
-        if isinstance(message, Malformed):
-            raise unreadable(message)
         if message.WhichOneof("body") != "goodbye":
             raise InvalidArgument(
                 "message", "must be a goodbye: an agent says nothing else.", hint="Send Goodbye, or nothing."

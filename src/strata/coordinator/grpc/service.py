@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import grpc
@@ -24,6 +25,8 @@ from strata.coordinator.grpc.waits import Outcome
 from strata.coordinator.inspection.datasets import DatasetInspection
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
+from strata.coordinator.metrics.run_history import RunHistory
+from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core import checks
 from strata.core.membership import Member
 from strata.core.messages import (
@@ -94,6 +97,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         metrics: CoordinatorMetrics,
         access: GrpcAccess,
         inspection: DatasetInspection,
+        run_history: RunHistory | None,
+        secrets: TaskSecrets,
         *,
         heartbeat_interval_s: float,
         worker_config: dict[str, str],
@@ -104,10 +109,17 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self.metrics = metrics
         self.access = access
         self.inspection = inspection
+        self._secrets = secrets
         self.heartbeat_interval_ms = int(heartbeat_interval_s * 1000)
         self.worker_config = worker_config
         self._streams = Streams(
-            engine, sessions, logs, metrics, access, heartbeat_interval_ms=self.heartbeat_interval_ms
+            engine,
+            sessions,
+            logs,
+            metrics,
+            access,
+            run_history,
+            heartbeat_interval_ms=self.heartbeat_interval_ms,
         )
         self._agents = agents
 
@@ -352,6 +364,20 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._check_worker(request.worker_id, request.incarnation, caller)
         await self.engine.submit(wire.report_recovery(request), client=caller.client)
         return pb.ReportRecoveryResponse(acknowledged=True)
+
+    @_call
+    async def ReportFailure(
+        self, request: pb.ReportFailureRequest, context: Context, caller: Principal
+    ) -> pb.ReportFailureResponse:
+        if request.job_id:
+            caller.require_job(JobId(request.job_id))
+        command = wire.report_failure(request, bound=caller.job)
+        if command.job_id is not None:
+            conceal = await asyncio.to_thread(self._secrets.concealer, command.job_id)
+            failures = tuple(map(conceal.in_failure, command.failures))
+            command = replace(command, failures=failures, reason=conceal(command.reason))
+        await self.engine.submit(command, client=caller.client)
+        return pb.ReportFailureResponse(acknowledged=True)
 
     # --- values ---------------------------------------------------------------------------------------------
 

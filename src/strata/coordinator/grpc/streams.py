@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-
-import grpc.aio
+from contextlib import suppress
 
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import Engine, Unavailable
-from strata.coordinator.grpc.middleware import Context, GrpcAccess, barrier_text, refuse, unreadable
+from strata.coordinator.grpc.middleware import (
+    Context,
+    GrpcAccess,
+    barrier_text,
+    next_message,
+    read_hello,
+    refuse,
+)
 from strata.coordinator.grpc.sessions import Sessions, WorkerSession
 from strata.coordinator.grpc.waits import Outcome
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
+from strata.coordinator.metrics.run_history import RunHistory
 from strata.core.loglines import LogLine
 from strata.core.messages import (
     DEFAULT_JOB,
@@ -33,9 +40,7 @@ from strata.core.messages import (
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import wire
-from strata.rpc.methods import Malformed
 
-HELLO_TIMEOUT_S = 10.0
 MESSAGES_PER_SECOND = 2_000
 """What one session may send on average; it is read more slowly beyond that."""
 LOG_LINES_PER_BATCH = 2_000
@@ -43,8 +48,8 @@ ITEMS_PER_MESSAGE = 20
 """So many log lines or shards in one message weigh as much as a message."""
 FLUSH_S = 1.0
 """How long a session that is over may take to read why."""
-
-_END: object = grpc.aio.EOF  # type: ignore[attr-defined]
+BYTES_PER_MESSAGE = 8_192
+"""So many bytes of metrics weigh as much as a message."""
 
 
 class Streams:
@@ -55,6 +60,7 @@ class Streams:
         logs: LogStore,
         metrics: CoordinatorMetrics,
         access: GrpcAccess,
+        run_history: RunHistory | None,
         *,
         heartbeat_interval_ms: int,
     ) -> None:
@@ -63,6 +69,7 @@ class Streams:
         self._logs = logs
         self._metrics = metrics
         self._access = access
+        self._run_history = run_history
         self._heartbeat_interval_ms = heartbeat_interval_ms
 
     async def serve(self, context: Context) -> None:
@@ -93,22 +100,12 @@ class Streams:
             await refuse(context, failed)
 
     async def _welcome(self, context: Context, caller: Principal) -> WorkerSession:
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await context.read()
-        except TimeoutError:
-            raise InvalidArgument("hello", "did not come.", hint="Send Hello first.") from None
-        if isinstance(first, Malformed):
-            raise unreadable(first)
-        if first is _END or first.WhichOneof("body") != "hello":
-            raise InvalidArgument(
-                "hello", "must be the first message of a session.", hint="Send Hello first."
-            )
+        hello = await read_hello(context, of="a session", named="Hello")
         self._metrics.request("Session.hello")
         cluster = await self._engine.settled()
-        worker_id = WorkerId(first.hello.worker_id)
-        caller.require_incarnation(first.hello.incarnation)
-        member = cluster.membership.admit(worker_id, incarnation=first.hello.incarnation)
+        worker_id = WorkerId(hello.worker_id)
+        caller.require_incarnation(hello.incarnation)
+        member = cluster.membership.admit(worker_id, incarnation=hello.incarnation)
         caller.require_job(member.spec.job_id)
         session = self._sessions.open(worker_id, member.incarnation)
         session.caller = caller
@@ -130,11 +127,9 @@ class Streams:
     async def _read(self, session: WorkerSession, context: Context) -> None:
         since_s, weight = time.monotonic(), 0
         while not session.over:
-            message = await context.read()
-            if message is _END:
+            message = await next_message(context)
+            if message is None:
                 return
-            if isinstance(message, Malformed):
-                raise unreadable(message)
             try:
                 weight += self._take(session, message)
             except (Stale, Unknown) as error:
@@ -174,12 +169,42 @@ class Streams:
                 sender = f"worker {session.worker_id}"
                 self._logs.add_lines(lines, sender=sender, worker_id=session.worker_id, dropped=lost)
                 return 1 + len(message.logs.entries) // ITEMS_PER_MESSAGE
+            case "metrics":
+                self._metrics.request("Session.metrics")
+                self._keep_metrics(session, message.metrics)
+                return 1 + sum(len(rows.values) for rows in message.metrics.rows) // BYTES_PER_MESSAGE
             case "goodbye":
                 self._metrics.request("Session.goodbye")
                 self._leave(session, message.goodbye.reason)
             case _:
                 pass  # A newer worker may say more than this version understands.
         return 1
+
+    def _keep_metrics(self, session: WorkerSession, message: pb.MetricBatch) -> None:
+        """Answered once it is on disk; one that cannot be kept is answered with the reason."""
+        loop = asyncio.get_running_loop()
+        kept = pb.MetricsKept(number=message.number, started_ms=message.started_ms)
+
+        def answer() -> None:
+            session.push(pb.CoordinatorMessage(metrics_kept=kept))
+
+        def answer_later() -> None:
+            with suppress(RuntimeError):  # The loop has ended; so has the session.
+                loop.call_soon_threadsafe(answer)
+
+        member = self._engine.cluster.membership.members.get(session.worker_id)
+        run = member.spec.run_id if member is not None else ""
+        try:
+            batch = wire.metric_batch(message)
+        except InvalidArgument as refusal:
+            kept.refused = str(refusal)
+            answer()
+            return
+        if self._run_history is None:
+            kept.refused = "The coordinator has no place on disk for metrics of runs."
+            answer()
+            return
+        self._run_history.put(run or session.job_id, session.job_id, batch, answer_later)
 
     def _leave(self, session: WorkerSession, reason: str) -> None:
         """Answered, and the session ended, once it is durable; one that is refused is sent the reason."""

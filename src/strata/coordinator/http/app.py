@@ -24,6 +24,7 @@ from strata.coordinator.http import (
     fleet,
     logs,
     metrics,
+    runs,
     tasks,
 )
 from strata.coordinator.http.dashboard import Dashboard
@@ -43,6 +44,7 @@ ROUTERS = (
     datasets.router,
     checkpoints.router,
     metrics.router,
+    runs.router,
     tasks.router,
     logs.router,
     access.router,

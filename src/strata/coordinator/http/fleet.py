@@ -1,12 +1,14 @@
-"""The fleet over HTTP: its workers, the barriers they meet at and the recoveries they have made."""
+"""The fleet over HTTP: its workers, the barriers they meet at, what failed and the recoveries they have made."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from strata.coordinator.http.dependencies import TheRuntime, page_response
+from strata.coordinator.http.dependencies import Limit, NameFilter, ThePrincipal, TheRuntime, page_response
+from strata.coordinator.http.middleware import json_response
 from strata.core import views
+from strata.core.incidents import IncidentView
 
 router = APIRouter(tags=["fleet"])
 
@@ -25,3 +27,12 @@ async def barriers(runtime: TheRuntime, request: Request) -> Response:
 async def recoveries(runtime: TheRuntime, request: Request) -> Response:
     """Newest first, each with the seconds of its phases."""
     return await page_response(runtime, "recoveries", request)
+
+
+@router.get("/api/incidents", response_model=list[IncidentView])
+async def incidents(
+    runtime: TheRuntime, principal: ThePrincipal, run: NameFilter = None, limit: Limit = 100
+) -> Response:
+    """What failed, who failed first and how, what was decided and what it cost; newest first. `run` is a job or a task."""
+    cluster = await runtime.engine.settled()
+    return json_response(cluster.incidents.shown(run, by_launch=principal.job is None)[:limit])

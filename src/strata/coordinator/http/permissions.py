@@ -42,7 +42,14 @@ READERS_CHANGE = ("/api/session", "/api/session/links")
 """What is no change to the cluster: signing out, and a link for oneself."""
 
 _OF_A_JOB = re.compile(r"/api/(?:tasks|jobs)/([^/]+)(?:/.*)?")
-_FILTERED = {"/api/logs": "task_id", "/api/logs/live": "task_id", "/api/metrics/history": "job_id"}
+_FILTERED = {
+    "/api/logs": "task_id",
+    "/api/logs/live": "task_id",
+    "/api/metrics/history": "job_id",
+    "/api/incidents": "run",
+}
+_OF_A_RUN = re.compile(r"/api/runs/[^/]+/.+")
+"""Filtered by `job_id` as well: a run is known by what jobs say of it."""
 
 
 def need_of(method: str, path: str, query: str) -> Need:
@@ -57,8 +64,9 @@ def need_of(method: str, path: str, query: str) -> Need:
     found = _OF_A_JOB.fullmatch(path)
     if found is not None:
         return Need(role=role, job=JobId(found[1]))
-    if path in _FILTERED:
-        named = QueryParams(query).getlist(_FILTERED[path])  # As the route reads it.
+    by = "job_id" if _OF_A_RUN.fullmatch(path) else _FILTERED.get(path)
+    if by is not None:
+        named = QueryParams(query).getlist(by)  # As the route reads it.
         if len(named) == 1:
             return Need(role=role, job=JobId(named[0]))
     return Need(role=role)

@@ -19,6 +19,7 @@ import logging
 import os
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -295,6 +296,24 @@ def open_privately(path: Path) -> None:
         beside = path.with_name(path.name + suffix)
         if beside.exists():
             make_file_private(beside)
+
+
+def open_or_put_aside(
+    path: Path, connect: Callable[[Path], sqlite3.Connection], *, what: str
+) -> sqlite3.Connection:
+    """A database that is worth having, and that nothing depends on: one that cannot be read is put aside, and a new one
+    started."""
+    try:
+        return connect(path)
+    except sqlite3.DatabaseError as error:
+        aside = path.with_name(f"{path.name}.unreadable-{time.time_ns() // 1_000_000_000}")
+        log.warning(
+            "%s %s cannot be read (%s); it is kept as %s and a new one started", what, path, error, aside.name
+        )
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+        return connect(path)
 
 
 def _make_private(data_dir: Path) -> None:

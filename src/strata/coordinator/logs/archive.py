@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from strata.coordinator.journal.sqlite import open_privately
+from strata.coordinator.journal.sqlite import open_or_put_aside, open_privately
 from strata.core.logtext import LEVELS
 from strata.core.views import LogView
 from strata.errors import StrataError
@@ -122,7 +122,7 @@ class LogArchive:
         self._closing = False
         self._failing = False
         self._next_tidy_s = 0.0
-        self._db = _open(path)
+        self._db = open_or_put_aside(path, _connect, what="the log")
         self.last_number: int = self._db.execute("SELECT coalesce(max(id), 0) FROM entries").fetchone()[0]
         self._thread = threading.Thread(target=self._write, name="log-archive", daemon=True)
         self._thread.start()
@@ -295,20 +295,6 @@ def _row(entry: LogView) -> tuple[object, ...]:
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    try:
-        return _connect(path)
-    except sqlite3.DatabaseError as error:
-        aside = path.with_name(f"{path.name}.unreadable-{time.time_ns() // 1_000_000_000}")
-        log.warning(
-            "the log %s cannot be read (%s); it is kept as %s and a new one started", path, error, aside.name
-        )
-        for suffix in ("", "-wal", "-shm"):
-            with suppress(FileNotFoundError):
-                path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
-        return _connect(path)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

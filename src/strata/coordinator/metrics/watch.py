@@ -1,7 +1,7 @@
 """Once a second: what every job's workers report, added up, remembered and judged.
 
 From heartbeats come a job's metrics (loss, speed, step times), where its time went, and which of its ranks the others
-wait for. From the coordinator itself come its own metrics. All of it is soft: read from state that is there anyway,
+wait for; a failure that was recorded becomes a line in the log. From the coordinator itself come its own metrics. All of it is soft: read from state that is there anyway,
 kept in memory of fixed size; only goodput is written down, so that a restart does not forget it. Looking takes no more
 than a small part of the time, however large the fleet.
 """
@@ -12,17 +12,28 @@ import logging
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from strata.coordinator.engine import Engine
+from strata.coordinator.engine import Engine, Unavailable
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.history import History
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core import views
+from strata.core.event_text import describe
 from strata.core.goodput import Goodput
-from strata.core.messages import JobId, Report, StragglersMarked, WorkerId
+from strata.core.messages import (
+    Event,
+    IncidentReported,
+    JobId,
+    Report,
+    ReportSlow,
+    StragglersMarked,
+    TaskId,
+    WorkerId,
+)
 from strata.core.stragglers import Change, Pace, Stragglers
 from strata.core.stream_events import publish_change
 
@@ -148,6 +159,27 @@ class Watch:
         level = logging.WARNING if change.slow else logging.INFO
         log.log(level, "%s", data["text"], extra={"worker_id": str(change.worker_id)})
         self._publish(kind, data)
+        command = ReportSlow(
+            job_id=change.job_id, worker_id=change.worker_id, slow=change.slow, reason=change.reason
+        )
+        with suppress(Unavailable):  # The event and the line have said it.
+            self._engine.post(command, lambda answer: None)
+
+    # --- incidents ------------------------------------------------------------------------------------------
+
+    def committed(self, events: Sequence[Event]) -> None:
+        """A failure is a line in the log too, however soon it is recovered from: a search for the rank finds it."""
+        tasks = self._engine.cluster.tasks.tasks
+        for event in events:
+            if not isinstance(event, IncidentReported) or event.subject != "run":
+                continue
+            severity, text = describe(event)
+            rank = event.first.rank if event.first is not None else None
+            extra = {
+                "worker_id": f"{event.job_id}-rank{rank}" if rank is not None else None,
+                "task_id": event.job_id if TaskId(event.job_id) in tasks else None,
+            }
+            log.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", text, extra=extra)
 
     # --- the coordinator itself -----------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class Planner:
             working_dir=recipe.working_dir,
             coordinator=self.coordinator,
             warm=recipe.warm,
+            spares=recipe.spares,
         )
 
     def prepare(self, plan: LaunchPlan, cluster: Cluster, task: Task) -> None:

@@ -11,8 +11,10 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from strata.core.failures import Failure
 from strata.files import write_file
 from strata.launch.context import SECRETS_FILE
 from strata.launch.protocol import LaunchFailed
@@ -45,6 +47,14 @@ class TaskSecrets:
                 hint=f"Look at {path}, or submit the task again.",
             ) from None
 
+    def concealer(self, task_id: str) -> Concealer:
+        """Of a task's secrets; of none where it has none, or they cannot be read."""
+        if task_id != Path(task_id).name:  # As no task is called.
+            return Concealer(())
+        with suppress(LaunchFailed):
+            return Concealer(self.read(task_id).values())
+        return Concealer(())
+
     def forget(self, task_id: str) -> None:
         with suppress(OSError):
             self._path(task_id).unlink()
@@ -69,3 +79,11 @@ class Concealer:
         for piece in self._pieces:
             text = text.replace(piece, SECRET_SHOWN)
         return text
+
+    def in_failure(self, failure: Failure) -> Failure:
+        """What a program said before it failed may hold its secrets as well."""
+        error = failure.error
+        if error is not None:
+            error = replace(error, message=self(error.message), traceback=self(error.traceback))
+        lines = tuple(map(self, failure.last_lines))
+        return replace(failure, error=error, last_lines=lines, replaced=self(failure.replaced))

@@ -135,6 +135,7 @@ def torchrun_spec(agent: AgentPlan, *, local_addr: str) -> TorchrunSpec:
         rdzv_endpoint=plan.coordinator.rpartition("/")[2],  # Without https://: the environment asks for TLS.
         local_addr=local_addr,
         max_restarts=plan.max_restarts,
+        spares=plan.spares,
         warm=plan.warm,
         inherited=plan.inherited,
         environment=plan.environment,

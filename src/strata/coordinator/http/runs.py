@@ -1,0 +1,150 @@
+"""Runs over HTTP: what their training loops have logged, by step, at any resolution.
+
+Reading and writing down an answer happen on the history's own threads: a reader that asks for much slows nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from strata.coordinator.http.dependencies import NOT_FOUND, Limit, NameFilter, NameInPath, TheRuntime
+from strata.coordinator.metrics.run_history import LAST_STEP, Curve, RunHistory
+from strata.coordinator.runtime import Runtime
+from strata.core.messages import InvalidArgument, Unknown
+from strata.core.run_metrics import NAME_LIMIT, STEP_LIMIT, RunCurvesView, RunMetricsView, RunView
+
+router = APIRouter(tags=["runs"])
+
+POINTS_LIMIT = 200_000
+"""In one answer, of all metrics together."""
+PACKED_BYTES = 16_384
+"""Larger answers are sent packed to those who take them so."""
+SINGLE_LIMIT = 3e38
+
+Name = Annotated[str, Query(max_length=NAME_LIMIT)]
+Names = Annotated[list[Name], Query(min_length=1, max_length=200, description="Metrics; may be repeated")]
+FirstStep = Annotated[int, Query(alias="from", ge=0, le=STEP_LIMIT, description="First step")]
+LastStep = Annotated[int | None, Query(alias="to", ge=0, le=STEP_LIMIT, description="Last step, included")]
+Points = Annotated[int, Query(ge=1, le=10_000, description="At most so many for each metric")]
+
+
+@router.get("/api/runs", response_model=list[RunView])
+async def runs(runtime: TheRuntime, request: Request, limit: Limit = 100) -> Response:
+    """Runs that have logged something, the latest first."""
+    history = runtime.run_history
+    if history is None:
+        return Response(b"[]", media_type="application/json")
+    return await _answered(history, request, lambda: history.runs(limit=limit))
+
+
+@router.get("/api/runs/{run}/metrics", response_model=RunMetricsView, responses=NOT_FOUND)
+async def run_metrics(
+    runtime: TheRuntime, request: Request, run: NameInPath, job_id: NameFilter = None
+) -> Response:
+    """What a run has logged: every metric with its last, least and greatest value in the committed history, and every start
+    of the run with the step it resumed at.
+
+    `run` is the id of a run, or a job's name: then it is that job's latest run. `job_id` narrows the answer to what this job has reported.
+    """
+    history = _history(runtime, run)
+    return await _answered(
+        history, request, lambda: history.summary(history.resolve(run, job=job_id), job=job_id)
+    )
+
+
+@router.get("/api/runs/{run}/metrics/series", response_model=RunCurvesView, responses=NOT_FOUND)
+async def run_series(
+    runtime: TheRuntime,
+    request: Request,
+    run: NameInPath,
+    name: Names,
+    job_id: NameFilter = None,
+    first: FirstStep = 0,
+    last: LastStep = None,
+    points: Points = 1_000,
+) -> Response:
+    """Metrics of a run by step: the committed history, and apart from it the branches that rollbacks have abandoned.
+
+    A point is one value, or the mean of several with the least and the greatest of them, so that no spike is lost.
+    """
+    if len(name) * points > POINTS_LIMIT:
+        raise InvalidArgument(
+            "points",
+            f"is {points:,} for {len(name)} metrics; together at most {POINTS_LIMIT:,} are answered.",
+            hint="Ask for fewer points, or for fewer metrics at a time.",
+        )
+    history = _history(runtime, run)
+
+    def read() -> dict[str, Any]:
+        found = history.resolve(run, job=job_id)
+        curves = history.curves(
+            found,
+            list(dict.fromkeys(name)),
+            job=job_id,
+            first=first,
+            last=LAST_STEP if last is None else last,
+            points=points,
+        )
+        series = [
+            {
+                "name": each.name,
+                "committed": _columns(each.committed),
+                "abandoned": [
+                    {**_columns(branch), "generation": branch.generation} for branch in each.abandoned
+                ],
+            }
+            for each in curves
+        ]
+        return {"run": found, "series": series}
+
+    return await _answered(history, request, read)
+
+
+def _history(runtime: Runtime, run: str) -> RunHistory:
+    if runtime.run_history is None:
+        raise Unknown("run", run, hint="This coordinator has no place on disk for metrics; see its log.")
+    return runtime.run_history
+
+
+async def _answered(history: RunHistory, request: Request, read: Callable[[], Any]) -> Response:
+    packs = "gzip" in request.headers.get("accept-encoding", "")
+
+    def answer() -> tuple[bytes, bool]:
+        body = orjson.dumps(read(), option=orjson.OPT_SERIALIZE_NUMPY)
+        packed = packs and len(body) > PACKED_BYTES
+        return gzip.compress(body, 1) if packed else body, packed
+
+    body, packed = await asyncio.get_running_loop().run_in_executor(history.readers, answer)
+    headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+    if packed:
+        headers["Content-Encoding"] = "gzip"
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def _columns(curve: Curve) -> dict[str, Any]:
+    """As `CurveView` says. What is a mean is as precise as a picture needs; what is one value is that value."""
+    points = curve.points
+    is_exact = bool((points.count == 1).all())
+    return {
+        "steps": np.ascontiguousarray(points.last),
+        "times": np.round(curve.times, 3),
+        "values": np.ascontiguousarray(points.mean) if is_exact else _shown(points.mean),
+        "low": [] if is_exact else _shown(points.low),
+        "high": [] if is_exact else _shown(points.high),
+    }
+
+
+def _shown(column: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
+    finite = column[np.isfinite(column)]
+    if len(finite) and float(np.abs(finite).max()) > SINGLE_LIMIT:
+        return np.ascontiguousarray(column)
+    return column.astype(np.float32)

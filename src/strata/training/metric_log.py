@@ -1,0 +1,347 @@
+"""What a training loop logs, on its way to the coordinator and to sinks, without the loop waiting for any of it.
+
+`log` costs a few microseconds: the values of a call are put down in a row, the names only once. A thread of its own gathers
+rows, four times a second, for the coordinator (`worker.outbox`) and for sinks. Tensors on a GPU are copied as part of its
+stream and read when they have arrived: nobody waits for the device. What cannot be kept is dropped, counted and said.
+
+Values of rank 0 are kept; calls on other ranks return at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from strata.core.messages import InvalidArgument
+from strata.core.run_metrics import STEP_LIMIT, check_name
+from strata.errors import StrataError
+from strata.rpc import coordinator_pb2 as pb
+from strata.sinks import Sink, SinkRows, SinkRun
+from strata.worker.outbox import MetricOutbox
+from strata.worker.resources import ResourceSampler
+
+log = logging.getLogger("strata.training")
+
+FLUSH_S = 0.25
+SYSTEM_EVERY_S = 10.0
+VALUES_LIMIT = 2_000_000
+"""What may wait to be gathered, or for a save that covers it: 16 MB."""
+SCHEMAS_LIMIT = 10_000
+CLOSE_S, CRASH_S = 30.0, 1.0
+"""How long sinks may take to finish: when a job ends, and when its process fails and should end at once."""
+PLAIN = frozenset({float, int, bool})
+SEPARATOR = "/"
+
+Metrics = Mapping[str, Any]
+"""Names to numbers, 0-dimensional tensors, or further such mappings."""
+
+
+@dataclass(slots=True)
+class _Row:
+    step: int
+    at_s: float
+    names: tuple[str, ...]
+    values: array[float]
+    pending: list[_Pending] | None
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Values that are still on their way from a device, or that one look at many tensors is cheaper for."""
+
+    where: list[int]
+    values: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    @property
+    def is_there(self) -> bool:
+        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
+class _Held:
+    """Rows for a sink that takes only what a save covers."""
+
+    sink: Sink
+    rows: deque[SinkRows] = field(default_factory=deque)
+    values: int = 0
+    has_failed: bool = False
+
+
+class MetricLog:
+    def __init__(
+        self,
+        *,
+        run: SinkRun,
+        outbox: MetricOutbox | None,
+        sinks: Sequence[Sink] = (),
+        step: Callable[[], int],
+        on_latest: Callable[[str, float], None] = lambda name, value: None,
+    ) -> None:
+        self.dropped = 0
+        """Values that were not kept."""
+        self._run = run
+        self._outbox = outbox
+        self._sinks = [_Held(sink) for sink in sinks]
+        self._step = step
+        self._on_latest = on_latest
+        self._rows: deque[_Row] = deque()
+        self._put = self._got = 0
+        """How many values were logged, and how many of them gathered."""
+        self._checked: dict[tuple[str, ...], None] = {}
+        self._committed = -1
+        self._dropped_said = False
+        self._sampler = ResourceSampler()
+        self._next_sample_mono_s = 0.0
+        self._ends = threading.Event()
+        self._keeps_all = False
+        self._thread = threading.Thread(target=self._work, name="strata-metrics", daemon=True)
+        self._thread.start()
+
+    # --- called by the training loop, never blocking ----------------------------------------------------------
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        names = tuple(metrics)
+        values = list(metrics.values())
+        pending: list[_Pending] | None = None
+        if not PLAIN.issuperset(map(type, values)):
+            names, values, pending = _resolved(metrics)
+        if names not in self._checked:
+            self._check(names)
+        try:
+            row = array("d", values)
+        except (TypeError, OverflowError, ValueError):
+            raise _not_a_number(names, values) from None
+        if not 0 <= step <= STEP_LIMIT:
+            raise InvalidArgument("step", f"is {step}.", hint="Log an optimizer step, such as job.step.")
+        if self._put - self._got + len(row) > VALUES_LIMIT:
+            self.dropped += len(row)
+            return
+        self._put += len(row)
+        self._rows.append(_Row(step, time.time(), names, row, pending))
+
+    def committed(self, step: int) -> None:
+        """A save covers everything up to this step: a restart continues from it."""
+        self._committed = max(self._committed, step)
+
+    def close(self, *, failed: bool) -> None:
+        """Hand over what there is. After a failure, sinks that take only what a save covers do not get the rest: it will be
+        trained again."""
+        self._keeps_all = not failed
+        self._ends.set()
+        self._thread.join(CRASH_S if failed else CLOSE_S)
+        if self._thread.is_alive() and not failed:
+            log.warning("the sinks of metrics have not finished after %.0f s", CLOSE_S)
+
+    def _check(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if not isinstance(name, str):
+                raise InvalidArgument("name of a metric", f"is {name!r}.", hint="Names are text.")
+            check_name(name)
+        if len(self._checked) >= SCHEMAS_LIMIT:
+            self._checked.clear()
+        self._checked[names] = None
+
+    # --- on its own thread ------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        for held in self._sinks:
+            self._to_sink(held, lambda held=held: held.sink.open(self._run))  # type: ignore[misc]
+        while not self._ends.wait(FLUSH_S):
+            self._gather(wait=False)
+        try:
+            # After a failure, what a device has not sent may never arrive.
+            self._gather(wait=self._keeps_all)
+        finally:
+            for held in self._sinks:
+                self._to_sink(held, held.sink.close)
+
+    def _gather(self, *, wait: bool) -> None:
+        try:
+            for rows in [*self._sampled(), *self._grouped(wait)]:
+                if self._outbox is not None:
+                    self._outbox.put(_message(rows))
+                for held in self._sinks:
+                    held.rows.append(rows)
+                    held.values += rows.values.size
+            for held in self._sinks:
+                self._release(held, all_of_it=self._ends.is_set() and self._keeps_all)
+            self._say_drops()
+        except Exception:  # Whoever only watches must not end what is watched.
+            log.exception("metrics were lost")
+
+    def _grouped(self, wait: bool) -> list[SinkRows]:
+        """Rows that are there, in order, those with the same names together."""
+        groups: dict[tuple[str, ...], list[_Row]] = {}
+        while self._rows:
+            row = self._rows[0]
+            if row.pending and not wait and not all(each.is_there for each in row.pending):
+                break  # And what comes after it waits with it.
+            self._rows.popleft()
+            self._got += len(row.values)
+            if row.pending and not _read(row):
+                self.dropped += len(row.values)
+                continue
+            groups.setdefault(row.names, []).append(row)
+        found = []
+        for names, rows in groups.items():
+            values = np.frombuffer(b"".join(row.values for row in rows), np.float64)
+            found.append(
+                SinkRows(
+                    names=names,
+                    steps=np.array([row.step for row in rows], np.int64),
+                    times=np.array([row.at_s for row in rows]),
+                    values=values.reshape(len(rows), len(names)),
+                )
+            )
+            for name in ("loss", "tokens_per_second"):
+                if name in names:
+                    self._on_latest(name, float(found[-1].values[-1, names.index(name)]))
+        return found
+
+    def _sampled(self) -> list[SinkRows]:
+        """What this process and its machine's GPUs use, now and then."""
+        now_mono_s, step = time.monotonic(), self._step()
+        if now_mono_s < self._next_sample_mono_s or step <= 0:
+            return []
+        self._next_sample_mono_s = now_mono_s + SYSTEM_EVERY_S
+        found = system_metrics(self._sampler.sample())
+        return [
+            SinkRows(
+                names=tuple(found),
+                steps=np.array([step], np.int64),
+                times=np.array([time.time()]),
+                values=np.array([list(found.values())]),
+            )
+        ]
+
+    def _release(self, held: _Held, *, all_of_it: bool) -> None:
+        waiting, held.rows = held.rows, deque()
+        for rows in waiting:
+            covered = rows.steps <= self._committed
+            # When too many wait: better too early than never.
+            if held.sink.takes_uncommitted or all_of_it or held.values > VALUES_LIMIT:
+                covered[:] = True
+            ready = rows.where(covered)
+            if len(ready.steps) < len(rows.steps):
+                held.rows.append(rows.where(~covered))
+            if len(ready.steps):
+                held.values -= ready.values.size
+                self._to_sink(held, lambda ready=ready: held.sink.write(ready))  # type: ignore[misc]
+
+    def _to_sink(self, held: _Held, call: Callable[[], None]) -> None:
+        """A sink that fails is left alone from then on, and training is not."""
+        if held.has_failed:
+            return
+        try:
+            call()
+        except Exception as error:
+            held.has_failed = True
+            log.warning("%s takes no more metrics: %s", type(held.sink).__name__, error, exc_info=True)
+
+    def _say_drops(self) -> None:
+        lost = self.dropped + (self._outbox.dropped_total if self._outbox is not None else 0)
+        if lost and not self._dropped_said:
+            self._dropped_said = True
+            why = (
+                self._outbox.refused if self._outbox is not None and self._outbox.refused else "too many wait"
+            )
+            log.warning("%d logged values were not kept: %s", lost, why)
+
+
+def system_metrics(usage: pb.ResourceUsage) -> dict[str, float]:
+    found = {
+        "system/cpu_percent": usage.cpu_percent,
+        "system/memory_bytes": float(usage.memory_used_bytes),
+    }
+    for gpu in usage.gpu_usage:
+        at = f"system/gpu{gpu.index}"
+        found[f"{at}/utilization_percent"] = gpu.utilization_percent
+        found[f"{at}/memory_bytes"] = float(gpu.memory_used_bytes)
+        found[f"{at}/power_watts"] = gpu.power_watts
+        found[f"{at}/temperature_celsius"] = gpu.temperature_celsius
+    return found
+
+
+def _message(rows: SinkRows) -> pb.MetricRows:
+    return pb.MetricRows(
+        names=rows.names, steps=rows.steps, times=rows.times, values=rows.values.astype("<f8").tobytes()
+    )
+
+
+def flattened(metrics: Metrics, prefix: str = "") -> dict[str, Any]:
+    """Nested names become one, with '/'."""
+    flat: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{name}{SEPARATOR}")
+        else:
+            flat[f"{prefix}{name}" if prefix else name] = value
+    return flat
+
+
+def _resolved(metrics: Metrics) -> tuple[tuple[str, ...], list[Any], list[_Pending] | None]:
+    """Names and values where some are no plain numbers; what must not be waited for apart."""
+    if any(isinstance(value, Mapping) for value in metrics.values()):
+        metrics = flattened(metrics)
+    values = list(metrics.values())
+    tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if type(value) is torch.Tensor and value.numel() == 1:
+            tensors.setdefault((value.device, value.dtype), []).append(index)
+    if not tensors:
+        return tuple(metrics), values, None
+    pending = [_taken(values, where) for where in tensors.values()]
+    for where in tensors.values():
+        for index in where:
+            values[index] = 0.0
+    return tuple(metrics), values, pending
+
+
+def _taken(values: list[Any], where: list[int]) -> _Pending:
+    """As they are now: whatever the loop does to its tensors afterwards."""
+    with torch.no_grad():
+        found = [values[index] for index in where]
+        together = torch.stack([each if each.dim() == 0 else each.reshape(()) for each in found])
+        if not together.is_cuda:
+            return _Pending(where, together, None)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        host = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
+        host.copy_(together, non_blocking=True)
+        arrived.record(torch.cuda.current_stream(together.device))
+        return _Pending(where, host, arrived)
+
+
+def _read(row: _Row) -> bool:
+    """Put values that have arrived into their row; False where the device has failed."""
+    try:
+        for pending in row.pending or ():
+            if pending.arrived is not None:
+                pending.arrived.synchronize()
+            for index, value in zip(pending.where, pending.values.tolist(), strict=True):
+                row.values[index] = value
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _not_a_number(names: Sequence[str], values: Sequence[object]) -> StrataError:
+    for name, value in zip(names, values, strict=True):
+        try:
+            array("d", [value])  # type: ignore[type-var]
+        except (TypeError, OverflowError, ValueError):
+            return InvalidArgument(
+                f"metric '{name}'",
+                f"is no number ({type(value).__name__}).",
+                hint="Log numbers, 0-dimensional tensors, or mappings of names to them.",
+            )
+    return InvalidArgument("metrics", "are no numbers.", hint="Log numbers.")

@@ -1,0 +1,285 @@
+"""What a loop logs is in the run's history, over the end of everything, and true after a rollback."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from strata.core.messages import InvalidArgument
+from strata.rpc import coordinator_pb2 as pb
+from strata.sinks import MLflow, Sink, SinkRows, SinkRun, TensorBoard, WeightsAndBiases
+from strata.training.metric_log import MetricLog
+from strata.worker import outbox as outbox_module
+from strata.worker.outbox import MetricOutbox
+from tests.support import Coordinator, eventually
+from tests.training.loops import Loop
+
+RUN = SinkRun(run="r", job="j", generation=1, resumed_step=0)
+
+
+class Collected(Sink):
+    """What a sink was sent."""
+
+    def __init__(self, *, takes_uncommitted: bool = False) -> None:
+        self.takes_uncommitted = takes_uncommitted
+        self.opened: list[SinkRun] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.closed = threading.Event()
+
+    def open(self, run: SinkRun) -> None:
+        self.opened.append(run)
+
+    def write(self, rows: SinkRows) -> None:
+        for step, values in zip(rows.steps.tolist(), rows.values.tolist(), strict=True):
+            self.rows.append((step, dict(zip(rows.names, values, strict=True))))
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        return [(step, values[name]) for step, values in self.rows if name in values]
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    server = Coordinator(tmp_path / "coordinator").start()
+    yield server
+    assert server.stop() == 0
+    assert "Traceback" not in "".join(server.output), "".join(server.output)
+
+
+class Failure(Exception):
+    """Of the script."""
+
+
+def series(coordinator: Coordinator, run: str, name: str, query: str = "") -> dict[str, Any]:
+    found = coordinator.get(f"/api/runs/{run}/metrics/series?name={name}{query}")
+    curves: dict[str, Any] = found["series"][0]
+    return curves
+
+
+def cli(*arguments: str) -> str:
+    command = [sys.executable, "-m", "strata.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def train(loop: Loop, *, fail_at: int | None = None) -> str:
+    with loop.job as job:
+        for batch in job:
+            if job._manager is not None:
+                job._manager.wait_pending(60)
+            loop.train(batch)
+            job.log({"mine": float(job.generation * 1000 + job.step + 1), "eval": {"nan": math.nan}})
+            if fail_at == job.step + 1:
+                raise Failure
+        job.log({"at_the_end": 1})
+        return job.run
+    raise AssertionError("unreachable")
+
+
+def test_history_outlives_everything_and_a_rollback_leaves_a_branch(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    where = str(tmp_path / "checkpoints")
+    with pytest.raises(Failure):
+        # A save every 4 steps, none in memory: what comes after step 4 is lost with the process.
+        train(Loop(where, coordinator=coordinator.address, snapshot_every=0), fail_at=7)
+    coordinator.kill()
+    coordinator.start()
+    loop = Loop(where, coordinator=coordinator.address, snapshot_every=0)
+    run = train(loop)
+    last = loop.job.step
+    found = series(coordinator, run, "mine")
+    assert found["committed"]["steps"] == list(range(1, last + 1))
+    values = found["committed"]["values"]
+    assert values == [*(1000.0 + n for n in range(1, 5)), *(2000.0 + n for n in range(5, last + 1))]
+    (branch,) = found["abandoned"]
+    assert (branch["generation"], branch["steps"]) == (1, [5, 6, 7])
+    assert branch["values"] == [1005.0, 1006.0, 1007.0]
+    summary = coordinator.get(f"/api/runs/{run}/metrics")
+    metrics = {each["name"]: each for each in summary["metrics"]}
+    assert {"mine", "eval/nan", "at_the_end", "lr", "step_time_s", "samples_per_second"} <= metrics.keys()
+    assert (metrics["eval/nan"]["count"], metrics["eval/nan"]["nonfinite"]) == (last, last)
+    assert metrics["lr"]["last"] == 0.05
+    assert metrics["at_the_end"]["last_step"] == last
+    assert [(s["generation"], s["resumed_step"]) for s in summary["starts"]] == [(1, 0), (2, 4)]
+    assert summary["dropped"] == 0
+    assert [each["run"] for each in coordinator.get("/api/runs")] == [run]
+    assert series(coordinator, loop.job.name, "mine", "&from=3&to=5")["committed"]["steps"] == [3, 4, 5]
+    shown = cli("metrics", run, "mine", "--csv", "--api", f"http://127.0.0.1:{coordinator.http_port}")
+    assert [line.split(",")[1] for line in shown.splitlines()[1:]] == [str(n) for n in range(1, last + 1)]
+    listed = cli("metrics", "--api", f"http://127.0.0.1:{coordinator.http_port}")
+    assert run in listed
+
+
+def test_values_logged_while_the_coordinator_is_away_arrive_once(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    loop = Loop(str(tmp_path / "checkpoints"), coordinator=coordinator.address, epochs=None, max_steps=30)
+    with loop.job as job:
+        for batch in job:
+            loop.train(batch)
+            if job.step == 9:
+                eventually(lambda: bool(coordinator.get("/api/runs")), within_s=30, what="something was kept")
+                coordinator.kill()
+            if job.step == 20:
+                coordinator.start()
+            job.log({"n": job.step + 1})
+    assert series(coordinator, job.run, "n")["committed"]["values"] == [float(n) for n in range(1, 31)]
+
+
+def test_sinks_get_committed_steps_only(tmp_path: Path) -> None:
+    where = str(tmp_path / "checkpoints")
+    held, early = Collected(), Collected(takes_uncommitted=True)
+    with pytest.raises(Failure):
+        train(Loop(where, sinks=[held, early], snapshot_every=0), fail_at=7)
+    assert held.closed.is_set()
+    assert [step for step, _ in held.of("mine")] == [1, 2, 3, 4]
+    assert [step for step, _ in early.of("mine")] == [1, 2, 3, 4, 5, 6, 7]
+    again = Collected()
+    loop = Loop(where, sinks=[again], snapshot_every=0)
+    train(loop)
+    assert [(each.generation, each.resumed_step) for each in again.opened] == [(2, 4)]
+    assert [step for step, _ in again.of("mine")] == list(range(5, loop.job.step + 1))
+
+
+def test_a_sink_that_fails_costs_training_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Collected):
+        def write(self, rows: SinkRows) -> None:
+            raise OSError("the tracker is away")
+
+    good = Collected()
+    loop = Loop(str(tmp_path / "checkpoints"), sinks=[Failing(), good])
+    train(loop)
+    assert len(good.of("mine")) == loop.job.step
+    assert "the tracker is away" in caplog.text
+
+
+# --- the log itself -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def collected() -> Iterator[tuple[MetricLog, Collected]]:
+    sink = Collected(takes_uncommitted=True)
+    made = MetricLog(run=RUN, outbox=None, sinks=[sink], step=lambda: 0)
+    yield made, sink
+    made.close(failed=False)
+
+
+def test_nested_names_and_every_kind_of_number(collected: tuple[MetricLog, Collected]) -> None:
+    metric_log, sink = collected
+    loss = torch.tensor(2.5, requires_grad=True) * 2
+    metric_log.log(
+        {
+            "loss": loss,
+            "eval": {"top": {"1": np.float32(0.5)}, "n": True},
+            "half": torch.tensor([1.5], dtype=torch.bfloat16),
+            "whole": torch.tensor(7),
+            "inf": -math.inf,
+        },
+        3,
+    )
+    metric_log.close(failed=False)
+    expected = {"loss": 5.0, "eval/top/1": 0.5, "eval/n": 1.0, "half": 1.5, "whole": 7.0, "inf": -math.inf}
+    assert sink.rows == [(3, expected)]
+
+
+def test_a_tensor_is_read_as_it_was_when_it_was_logged(collected: tuple[MetricLog, Collected]) -> None:
+    metric_log, sink = collected
+    total = torch.tensor(4.0)
+    metric_log.log({"total": total}, 1)
+    total.zero_()
+    metric_log.close(failed=False)
+    assert sink.of("total") == [(1, 4.0)]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"a": "text"}, {"a": None}, {"a": 10**400}, {"": 1.0}, {3: 1.0}, {"_time": 1.0}]
+)
+def test_what_is_no_metric_is_refused_with_its_name(
+    collected: tuple[MetricLog, Collected], bad: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidArgument):
+        collected[0].log(bad, 1)
+
+
+def rows(values: int) -> pb.MetricRows:
+    return pb.MetricRows(names=["a"], steps=range(values), times=[0.0] * values, values=bytes(8 * values))
+
+
+def test_an_outbox_repeats_what_is_not_answered_and_counts_what_it_drops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox_module, "METRICS_KEPT_BYTES", 80)
+    outbox = MetricOutbox(generation=1, started_ms=5, resumed_step=0)
+    outbox.put(rows(5))
+    first = outbox.take()
+    assert first is not None
+    assert outbox.take() is None, "it is under way"
+    outbox.reconnected()
+    assert outbox.take() is first
+    for _ in range(4):
+        outbox.put(rows(5))
+    outbox.answered(pb.MetricsKept(number=99, started_ms=5))
+    assert outbox.take() is None, "that was another one"
+    outbox.answered(pb.MetricsKept(number=1, started_ms=5))
+    second = outbox.take()
+    assert second is not None
+    assert (second.number, len(second.rows), second.dropped) == (2, 2, 10)
+    outbox.answered(pb.MetricsKept(number=2, started_ms=5, refused="no space"))
+    assert (outbox.is_empty, outbox.dropped_total, outbox.refused) == (True, 20, "no space")
+
+
+# --- sinks, with their own clients ----------------------------------------------------------------------------
+
+
+def test_tensorboard_hides_what_is_trained_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    where, folder = str(tmp_path / "checkpoints"), tmp_path / "tensorboard"
+    with pytest.raises(Failure):
+        train(Loop(where, sinks=[TensorBoard(folder)], snapshot_every=0), fail_at=7)
+    loop = Loop(where, sinks=[TensorBoard(folder)], snapshot_every=0)
+    train(loop)
+    seen = EventAccumulator(str(folder))
+    seen.Reload()
+    found = [(event.step, event.value) for event in seen.Scalars("mine")]
+    assert found == [
+        *((n, 1000.0 + n) for n in range(1, 5)),
+        *((n, 2000.0 + n) for n in range(5, loop.job.step + 1)),
+    ]
+
+
+def test_weights_and_biases_gets_committed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    loop = Loop(str(tmp_path / "checkpoints"), sinks=[WeightsAndBiases("p", dir=str(tmp_path))])
+    run = train(loop)
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert run[:8] in written.name
+    assert written.stat().st_size > 1_000
+
+
+def test_mlflow_gets_every_committed_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    where, store = str(tmp_path / "checkpoints"), f"file:{tmp_path / 'mlruns'}"
+    with pytest.raises(Failure):
+        train(Loop(where, sinks=[MLflow(tracking_uri=store)], snapshot_every=0), fail_at=7)
+    loop = Loop(where, sinks=[MLflow(tracking_uri=store)], snapshot_every=0)
+    train(loop)
+    client = mlflow.MlflowClient(store)
+    (found,) = client.search_runs(["0"])
+    history = client.get_metric_history(found.info.run_id, "mine")
+    assert sorted(each.step for each in history) == list(range(1, loop.job.step + 1))

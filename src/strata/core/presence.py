@@ -77,7 +77,8 @@ class Presence:
 
     def _forget(self, now: Instant) -> None:
         kept_s = self.limits.grace_s + FORGOTTEN_AFTER_S
-        for agent, at_s in list(self.dropped_mono_s.items()):
+        while self.dropped_mono_s:
+            oldest, at_s = next(iter(self.dropped_mono_s.items()))
             if now.mono_s - at_s < kept_s and len(self.dropped_mono_s) < MAX_DROPPED:
                 return
-            del self.dropped_mono_s[agent]
+            del self.dropped_mono_s[oldest]

@@ -63,15 +63,15 @@ def _control_group() -> Any:
     return _control[1]
 
 
-def broadcast_state(state: Any, *, source: int, into: Binding | None = None) -> Any:
-    """The state of rank `source`, on every rank. On the others, tensors arrive in the targets of `into`, and those it has none
-    for on the CPU. Raises `StateMismatch` where the targets do not fit."""
+def broadcast_state(state: Any, *, source: int, into: Binding | None = None, group: Any = None) -> Any:
+    """The state of rank `source`, on every rank, or on those of a group. On the others, tensors arrive in the targets of `into`, and
+    those it has none for on the CPU. Raises `StateMismatch` where the targets do not fit."""
     if not is_distributed() or distributed.get_world_size() == 1:
         return state
     rank = distributed.get_rank()
     tensors: list[torch.Tensor] = []
     skeleton = [_strip(state, tensors)] if rank == source else [None]
-    distributed.broadcast_object_list(skeleton, src=source)
+    distributed.broadcast_object_list(skeleton, src=source, group=group)
     slots = _slots(skeleton[0])
     if rank != source:
         targets = _targets(skeleton[0], into)
@@ -80,15 +80,15 @@ def broadcast_state(state: Any, *, source: int, into: Binding | None = None) -> 
             for slot in slots
         ]
     device = exchange_device()
-    for group in _chunks(slots):
-        size_bytes = sum(slots[n].nbytes for n in group)
+    for numbers in _chunks(slots):
+        size_bytes = sum(slots[n].nbytes for n in numbers)
         if rank == source:
-            flat = torch.cat([_bytes_of(tensors[n], device) for n in group])
+            flat = torch.cat([_bytes_of(tensors[n], device) for n in numbers])
         else:
             flat = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        distributed.broadcast(flat, src=source)
+        distributed.broadcast(flat, src=source, group=group)
         if rank != source:
-            _spread(flat, [(slots[n], tensors[n]) for n in group])
+            _spread(flat, [(slots[n], tensors[n]) for n in numbers])
     return _fill(skeleton[0], iter(tensors))
 
 

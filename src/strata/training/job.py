@@ -75,6 +75,7 @@ from strata.core.job import (
     Survey,
 )
 from strata.core.live import Complete, judge
+from strata.core.replicas import Odd, Undecided
 from strata.core.roster import Changes, Entrant, Roster, enter
 from strata.core.text import counted
 from strata.core.types import CheckpointId
@@ -96,6 +97,7 @@ from strata.training.exchange import broadcast_state, gather, rank_and_world, sm
 from strata.training.link import CoordinatorLink, given_worker_id, open_link
 from strata.training.metric_log import MetricLog, Metrics
 from strata.training.preemption import Preemption
+from strata.training.replicas import Replicas
 from strata.training.sharded_job import (
     ShardedJob,
     drop_left_over,
@@ -139,6 +141,8 @@ RESCUE_S = 20.0
 """How long a survivor may take to save its live state, and how long it waits for an image to save it to."""
 SHOWN_METRICS = ("loss", "tokens_per_second")
 """What heartbeats carry of what is logged, from every rank."""
+REPAIRS = 3
+"""A rank whose copy of the state had to be replaced so often ends."""
 RECENT_S = 600.0
 """A process that died longer ago than this was not recovered from: the run was resumed."""
 
@@ -168,12 +172,21 @@ class ElasticOptions:
     hang_timeout_s: float = 0.0
     """A rank without a step for this long is named with its stacks. 0 looks at nothing."""
     hang_policy: HangPolicy = "warn"
+    compare_every: int = 0
+    """Steps between comparisons of the ranks' parameters and optimizer states, which are compared before every save as well: a
+    copy that has changed by itself is found, and replaced. 0 compares nothing. Not for sharded state, of which there is one copy."""
     commit_on: Literal["optimizer_step", "batch"] = "optimizer_step"
     """When a batch counts as trained: when the optimizer has stepped on it, or (for optimizers of other libraries,
     whose steps cannot be seen) when the loop asks for the next batch."""
 
     def __post_init__(self) -> None:
-        for name, least in (("save_every", 1), ("snapshot_every", 0), ("keep_count", 1), ("retries", 0)):
+        for name, least in (
+            ("save_every", 1),
+            ("snapshot_every", 0),
+            ("keep_count", 1),
+            ("retries", 0),
+            ("compare_every", 0),
+        ):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} ({value!r}) must be a whole number of at least {least}")
@@ -197,6 +210,10 @@ class Preempted(SystemExit):
 
     def __init__(self, *, asked: bool) -> None:
         super().__init__(0 if asked else EXIT_AGAIN)
+
+
+class ReplicasDiffer(StrataError):
+    """Copies of the state that must be equal are not, and it is not known which is right; or this rank's is wrong again and again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +330,9 @@ class ElasticJob:
         self._step_hook: Any = None
         self._live_run: live.LiveRun | None = None
         self._live: live.LiveState | None = None
+        self._replicas: Replicas | None = None
+        self._distrust = ""
+        """Why this rank's state must not be saved."""
         self._opened = _Opened()
         self._is_sharded = is_sharded(self._state)
         """Every rank keeps its own part of the state."""
@@ -416,6 +436,7 @@ class ElasticJob:
         self._footprints = Footprints(self.name, self._memory_name, rank=self.rank, root=self._memory_root)
         self._step_hook = self._watch_optimizer()
         self._watch_live_state()
+        self._watch_replicas()
         if self.options.hang_timeout_s > 0:
             self._watchdog = Watchdog(
                 timeout_s=self.options.hang_timeout_s,
@@ -1047,6 +1068,7 @@ class ElasticJob:
         if self._leaving:
             self._leave()
         due = self._protocol.due(self.step)
+        self._compare_replicas(is_saving=due is not None)
         if due is not None:
             self._save(durable=due == "durable")
         self._account.enter("waiting")
@@ -1268,6 +1290,7 @@ class ElasticJob:
         self._account.enter("checkpoint")
         if self._watchdog is not None:
             self._watchdog.suspend()  # A slow destination is no hang.
+        self._compare_replicas(is_saving=True)
         while True:
             prepared: Prepared | None = None
             ready: list[Ready] | None = None
@@ -1332,11 +1355,54 @@ class ElasticJob:
             )
             self._live = live.LiveState(self._state, self._data, step=self.step, trace=trace)
 
+    # --- copies that must be equal --------------------------------------------------------------------------
+
+    def _watch_replicas(self) -> None:
+        if not self.options.compare_every or self.world_size == 1:
+            return
+        if self._is_sharded:
+            raise StrataError(
+                "compare_every compares copies of one state, and this state is sharded: every rank has a part of its own.",
+                hint="Leave compare_every out.",
+            )
+        self._replicas = Replicas(self._state, every=self.options.compare_every)
+
+    def _compare_replicas(self, *, is_saving: bool) -> None:
+        """Nothing is saved that the ranks do not agree on. Where most of them do, the others' copies are replaced."""
+        if self._replicas is None:
+            return
+        while (found := self._replicas.compare(self.step, is_saving=is_saving)) is not None:
+            if isinstance(found.verdict, Undecided):
+                self._distrust = str(found)
+                raise ReplicasDiffer(
+                    f"{found}.",
+                    hint="Training continues from the newest checkpoint, which all ranks agreed on, when it is started again. "
+                    "Three ranks or more can say which of them is wrong.",
+                )
+            if self.rank == 0:
+                _announce(logging.ERROR, str(found))
+            if self._live is not None:
+                self._live.reach(self.step)
+            self._check_repairs(found.verdict)
+
+    def _check_repairs(self, odd: Odd) -> None:
+        """A rank whose copy was replaced again and again is on a machine that must not be trusted."""
+        assert self._replicas is not None
+        if self.rank in odd.ranks and (times := self._replicas.repairs[self.rank]) >= REPAIRS:
+            self._distrust = f"the state of this rank was replaced {times} times"
+            raise ReplicasDiffer(
+                f"The state of rank {self.rank} changed by itself {times} times: its memory or its device is failing.",
+                hint="Take the machine out of use, and test its memory and its GPUs.",
+            )
+
     def _rescue(self, run: live.LiveRun) -> None:
         """Others are lost, and cannot be asked: save the state alone, if it is known to be complete. The error that the job is left
         with stays the one that is raised."""
         assert self._live is not None
         try:
+            if self._distrust:
+                self.live_reason = self._distrust
+                return
             facts = self._live.facts(is_sharded=self._is_sharded, sees_steps=self._step_hook is not None)
             judged = judge(facts)
             self.live_reason = judged.reason

@@ -28,6 +28,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from strata.checkpoint.catalog.listing import Catalog, Entry
@@ -37,10 +38,18 @@ from strata.checkpoint.destinations import Destination
 from strata.checkpoint.events import CheckpointInfo, SaveHandle
 from strata.checkpoint.manager import CheckpointManager
 from strata.errors import MissingDependency, StrataError
-from strata.integrations.loading import CannotPromise, announce, said_at_start
+from strata.integrations.loading import (
+    RECORD,
+    RESTORED_FROM,
+    CannotPromise,
+    announce,
+    batches_of,
+    said_at_start,
+)
 from strata.integrations.loading import TrainerLoader as TrainerLoader
 from strata.sinks import Sink
-from strata.stores import StoreError, open_store
+from strata.stores import Store, StoreError, open_store
+from strata.training.exchange import rank_and_world
 from strata.training.job import ElasticJob, ElasticOptions
 from strata.training.sharding import UnsupportedSharding
 
@@ -65,6 +74,7 @@ log = logging.getLogger("strata.checkpoint")
 
 _NAME = "name"
 """In a manifest's metadata: what Lightning calls the checkpoint."""
+_CKPT = ".ckpt"
 
 
 class StrataCallback(Callback):
@@ -311,6 +321,7 @@ class StrataCheckpointIO(CheckpointIO):
     ) -> None:
         folder, name = _split(path)
         manager = self._manager(folder)
+        loader = next(iter(_loader_states(checkpoint)), {})
         with self._lock:
             self._starting = name
             handle = manager.save(
@@ -318,6 +329,7 @@ class StrataCheckpointIO(CheckpointIO):
                 step=int(checkpoint.get("global_step", 0)),
                 epoch=int(checkpoint.get("epoch", 0)),
                 metadata={_NAME: name},
+                position=loader.get(RECORD),
             )
             self._saving[folder, name] = handle
         handle.future.add_done_callback(partial(self._saved, folder, name, handle.checkpoint_id))
@@ -333,7 +345,19 @@ class StrataCheckpointIO(CheckpointIO):
             raise StrataError(
                 f"There is no checkpoint '{name}' in {folder}.", hint=f"Look: strata checkpoint ls {folder}"
             )
-        state: dict[str, Any] = manager.load(checkpoint_id=named[0].checkpoint_id)
+        wanted = named[0].checkpoint_id
+        rank, world_size = rank_and_world()
+        state: dict[str, Any]
+        if rank == 0:  # Who saves: the next save continues this one.
+            state = manager.restore(checkpoint_id=wanted).state
+        else:
+            state = manager.load(checkpoint_id=wanted)
+        for loader in _loader_states(state):
+            if RECORD in loader:
+                loader[RESTORED_FROM] = wanted
+                fit_loop = state["loops"]["fit_loop"]
+                whole, left = batches_of(loader, world_size=world_size)
+                fit_loop.update(counted_in_batches(fit_loop, whole=whole, left=left))
         return state
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -345,6 +369,7 @@ class StrataCheckpointIO(CheckpointIO):
             saving.exception()  # Waits; a failure is raised by the next save.
         manager.drop_snapshots([info.checkpoint_id for info in self._named(manager, name)])
         catalog = Catalog(open_store(folder))
+        _unlink(catalog.store, name)
         for entry in _entries(catalog, name):
             remove(catalog, entry)
 
@@ -360,19 +385,24 @@ class StrataCheckpointIO(CheckpointIO):
 
     def _stem(self, step: int, checkpoint_id: CheckpointId) -> str:
         """Asked by `save` itself, while `_starting` is the name of that save."""
-        return self._starting
+        return f"{self._starting.removesuffix(_CKPT)}-{checkpoint_id}"
 
     def _saved(self, folder: str, name: str, checkpoint_id: CheckpointId, future: Any) -> None:
-        """The save has ended: what had its name before is superseded. Runs on the engine's thread."""
+        """The save has ended: its name means it now, and what had it before is superseded. Runs on the engine's thread."""
         if future.exception() is not None:
             return
         catalog = Catalog(open_store(folder))
         try:
-            named = _entries(catalog, name)
-            ids = [entry.manifest.checkpoint_id for entry in named]
-            for entry in named[ids.index(checkpoint_id) + 1 :] if checkpoint_id in ids else ():
+            with self._lock:
+                named = _entries(catalog, name)
+                ids = [entry.manifest.checkpoint_id for entry in named]
+                if checkpoint_id not in ids:
+                    return  # Removed since.
+                if ids[0] == checkpoint_id:
+                    _link(catalog.store, name, named[0])
+            for entry in named[ids.index(checkpoint_id) + 1 :]:
                 remove(catalog, entry)
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             log.warning(
                 "'%s' is saved, but what it replaces is still in %s; its next save tries again: %s",
                 name,
@@ -386,9 +416,38 @@ class StrataCheckpointIO(CheckpointIO):
         return [info for info in manager.all_checkpoints() if info.metadata.get(_NAME) == name]
 
 
+def _loader_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a Trainer's checkpoint has of its loaders that keep a position."""
+    loops = checkpoint.get("loops") or {}
+    found = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
+    return [state for state in found if isinstance(state, dict)]
+
+
 def _entries(catalog: Catalog, name: str) -> list[Entry]:
     """Newest first."""
     return [entry for entry in catalog.list().entries if entry.manifest.metadata.get(_NAME) == name]
+
+
+def _link(store: Store, name: str, entry: Entry) -> None:
+    """Let Lightning find the checkpoint under its name: a link to the payload, or the payload's key where there are no links."""
+    key = entry.manifest.parts[0].key
+    path_of: Any = getattr(store, "path_of", None)
+    if path_of is None:
+        store.put(name, key.encode())
+        return
+    link = Path(path_of(name))
+    made = link.with_name(f".{link.name}-{entry.manifest.checkpoint_id}")
+    made.unlink(missing_ok=True)
+    made.symlink_to(Path(path_of(key)).name)
+    made.replace(link)
+
+
+def _unlink(store: Store, name: str) -> None:
+    path_of: Any = getattr(store, "path_of", None)
+    if path_of is None:
+        store.delete(name)
+    else:
+        Path(path_of(name)).unlink(missing_ok=True)
 
 
 def _split(path: Any) -> tuple[str, str]:

@@ -25,12 +25,14 @@ from strata.core.text import counted
 from strata.data.commits import DataLedger
 from strata.data.loader import ElasticLoader, LoaderOptions
 from strata.data.sampler import ElasticSampler
-from strata.data.steps import Batch, MapDataset
+from strata.data.steps import Batch, MapDataset, StepPlan
 from strata.errors import StrataError
 from strata.training.exchange import rank_and_world
 from strata.training.job import ElasticJob
 from strata.training.job import announce as say
 
+RECORD, RESTORED_FROM = "record", "checkpoint_id"
+"""In a loader's state: what was trained, and the checkpoint that the state is from."""
 SNAPSHOT = "state of a trainer"
 """What records are called that belong to no checkpoint yet."""
 
@@ -145,6 +147,8 @@ class TrainerLoader:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self.elastic
+        if self._job is None:
+            self._settle()
         self._given.clear()
         if self._job is not None and self._job.is_done:
             return
@@ -184,7 +188,7 @@ class TrainerLoader:
         if self._job is None:
             self._settle()
             assert self._ledger is not None
-            state = {**state, **loader.state_dict(), "record": self._ledger.commit_alone(SNAPSHOT)}
+            state = {**state, **loader.state_dict(), RECORD: self._ledger.commit_alone(SNAPSHOT)}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -198,12 +202,31 @@ class TrainerLoader:
                 "would miscount the epoch that is under way.",
                 hint=f"Finish the epoch with batch_size={saved}.",
             )
-        if (record := state.get("record")) is None:
+        if (record := state.get(RECORD)) is None:
             loader.load_state_dict(state)
         else:
             assert self._ledger is not None
-            self._ledger.restore(record, checkpoint_id=state.get("checkpoint_id"))
+            self._ledger.restore(record, checkpoint_id=state.get(RESTORED_FROM))
         self._given.clear()
+
+
+def batches_of(state: Mapping[str, Any], *, world_size: int) -> tuple[int, int]:
+    """How many batches each of `world_size` ranks has in a whole epoch, and in what is left of that of a saved state."""
+    size = int(state["batch_size"])
+    whole, left = (
+        StepPlan(
+            epoch=int(state["epoch"]),
+            total=int(state["total"]),
+            start=start,
+            global_batch_size=size * world_size,
+            rank=0,
+            world_size=world_size,
+            micro_batch_size=size,
+            drop_last=True,
+        )
+        for start in (0, int(state["position"]))
+    )
+    return len(whole), len(left)
 
 
 def said_at_start(loader: TrainerLoader) -> str:

@@ -34,6 +34,10 @@ class Line(torch.nn.Module):
         return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
 
 
+_DIVERGING = {"optim": "sgd", "learning_rate": 5.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+"""The first model is the best."""
+
+
 class Crash(Exception):
     pass
 
@@ -97,9 +101,8 @@ def test_a_run_that_crashes_twice_ends_with_the_model_and_the_history_of_one_tha
     assert steps == [
         (entry["step"], entry["epoch"]) for entry in undisturbed.state.log_history if "loss" in entry
     ]
-    (report,) = audit_epochs(tmp_path / "torn" / "strata", "data")  # Three epochs that are all alike.
-    assert (report.epoch, report.last_epoch, report.exact) == (0, 2, True), report.reason
-    assert report.dropped.size == 67 % 8
+    reports = audit_epochs(tmp_path / "torn" / "strata", "data")
+    assert [(report.exact, report.dropped.size) for report in reports] == [(True, 67 % 8)] * 3
 
 
 def test_a_finished_run_trains_nothing_more(tmp_path: Path) -> None:
@@ -123,12 +126,12 @@ def test_the_final_save_is_of_the_last_step_not_of_the_best_model(tmp_path: Path
         save_strategy="steps",
         save_steps=2,
         load_best_model_at_end=True,
-        learning_rate=-1.0,  # The first model is the best.
+        **_DIVERGING,
     )
     trainer.add_callback(EarlyStoppingCallback(2))
     _callback(tmp_path).attach(trainer).train()
     assert trainer.state.global_step == 6
-    again = _trainer(tmp_path, num_train_epochs=2, learning_rate=-1.0)
+    again = _trainer(tmp_path, num_train_epochs=2, **_DIVERGING)
     callback = _callback(tmp_path).attach(again)
     callback.add_callback(CrashAt(7))
     with pytest.raises(Crash):

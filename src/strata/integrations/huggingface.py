@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from strata.checkpoint.destinations import Destination
+from strata.data.steps import Batch
 from strata.errors import MissingDependency
 from strata.integrations.loading import CannotPromise, TrainerLoader, announce, said_at_start
 from strata.sinks import Sink
@@ -67,6 +68,8 @@ class StrataCallback(TrainerCallback):
         self._trainer: Any = None
         self._loader: TrainerLoader | None = None
         self._substeps = 0
+        self._made: Sequence[Batch] = []
+        """What the last step was made with, until it is settled."""
         self.job: ElasticJob | None = None
         """While training runs: the job that it belongs to."""
 
@@ -163,9 +166,9 @@ class StrataCallback(TrainerCallback):
         )
         loader.drive(job)
         self.job = job.__enter__()
-        self._substeps = 0
+        self._substeps, self._made = 0, []
         if is_whole:
-            sampler = loader.sampler
+            sampler = loader.elastic.sampler
             left = len(loader) * (int(epochs) - sampler.epoch) - (len(loader) - loader.left)
             state.max_steps = job.step + left // arguments.gradient_accumulation_steps
         announce(job, said_at_start(loader))
@@ -200,22 +203,34 @@ class StrataCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        job, loader = self.job, self._loader
-        assert job is not None
+        loader = self._loader
         assert loader is not None
-        batches = loader.trained(self._substeps + 1)
+        self._made = loader.trained(self._substeps + 1)
         self._substeps = 0
-        state.epoch = loader.epochs_at(batches[-1])  # The Trainer counts those of this start.
-        job.made_step(batches)
-        if job.is_done:
-            control.should_training_stop = True
-            job.finish()  # Before the Trainer puts the best model in its place.
+        state.epoch = loader.epochs_at(self._made[-1])  # The Trainer counts those of this start.
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._settle()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._settle()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if control.should_training_stop and self.job is not None:
-            self.job.finish()
+            self._settle()
+            self.job.finish()  # Before the Trainer puts the best model in its place.
+
+    def _settle(self) -> None:
+        """The last step is made, and the Trainer has logged and evaluated what was due after it: what is saved now has all of it."""
+        made, self._made = self._made, []
+        if made and self.job is not None:
+            self.job.made_step(made)
 
     def on_log(
         self,

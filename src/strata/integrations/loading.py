@@ -123,7 +123,8 @@ class TrainerLoader:
         self._job = job
 
     @property
-    def sampler(self) -> ElasticSampler:
+    def _sampler(self) -> ElasticSampler:
+        """Not to be seen by trainers, which would set its epoch to what they count."""
         return self.elastic.sampler
 
     @property
@@ -138,12 +139,12 @@ class TrainerLoader:
 
     def __len__(self) -> int:
         """Batches of one rank in a whole epoch."""
-        return len(self.sampler.plan((0, 0)))
+        return len(self._sampler.plan((0, 0)))
 
     @property
     def left(self) -> int:
         """Batches of one rank that are left of this epoch."""
-        return len(self.sampler.plan())
+        return len(self._sampler.plan())
 
     def __iter__(self) -> Iterator[Any]:
         loader = self.elastic
@@ -162,7 +163,7 @@ class TrainerLoader:
 
     def epochs_at(self, batch: Batch) -> float:
         """How many epochs of the run are trained with this batch."""
-        whole = self._total - self._total % self.sampler.global_batch_size
+        whole = self._total - self._total % self._sampler.global_batch_size
         return batch.step.epoch + min(1.0, batch.step.batch_stop / whole)
 
     def trained(self, count: int) -> Sequence[Batch]:
@@ -183,7 +184,7 @@ class TrainerLoader:
         state: dict[str, Any] = {
             **loader.state_dict(),
             "batch_size": self.batch_size,
-            "world_size": self.sampler.world_size,
+            "world_size": self._sampler.world_size,
         }
         if self._job is None:
             self._settle()
@@ -231,7 +232,7 @@ def batches_of(state: Mapping[str, Any], *, world_size: int) -> tuple[int, int]:
 
 def said_at_start(loader: TrainerLoader) -> str:
     """What every start says of the data, so that nothing is left out silently."""
-    sampler = loader.sampler
+    sampler = loader.elastic.sampler
     batch = sampler.global_batch_size
     dropped = sampler.total % batch
     text = (

@@ -75,12 +75,13 @@ class StrataCallback(TrainerCallback):
 
     def attach(self, trainer: AnyTrainer) -> AnyTrainer:
         """Give the Trainer this callback, its data loader and its way to resume; returns the Trainer."""
-        self._trainer = trainer
+        own: Any = trainer
+        self._trainer = own
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        trainer.get_train_dataloader = self._make_loader(trainer.get_train_dataloader)
-        trainer.create_scheduler = self._after_scheduler(trainer.create_scheduler)
-        trainer.train = self._closing(trainer.train)
+        own.get_train_dataloader = self._make_loader(own.get_train_dataloader)
+        own.create_scheduler = self._after_scheduler(own.create_scheduler)
+        own.train = self._closing(own.train)
         return trainer
 
     # --- the Trainer's own steps, with ours beside them ---------------------------------------------------------

@@ -57,7 +57,7 @@ try:
     from lightning_fabric.plugins import CheckpointIO
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import GradientAccumulationScheduler
-    from pytorch_lightning.loggers.logger import DummyExperiment, Logger
+    from pytorch_lightning.loggers.logger import Logger
     from pytorch_lightning.strategies import (
         DeepSpeedStrategy,
         FSDPStrategy,
@@ -157,7 +157,7 @@ class StrataCallback(Callback):
         self._steps = trainer.global_step
         batches, self._given = loader.trained(self._given), 0
         job.made_step(batches)
-        if job.is_done:
+        if job.is_done():
             job.finish()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -190,7 +190,7 @@ def _loader_of(trainer: Trainer) -> TrainerLoader:
     return given
 
 
-def _refuse(trainer: Trainer, module: LightningModule) -> None:
+def _refuse(trainer: Any, module: LightningModule) -> None:
     """What Lightning could not resume exactly."""
     if trainer.ckpt_path is not None:
         raise CannotPromise(
@@ -227,7 +227,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
 class _Progress:
     """What Lightning itself knows of a run: its loops, its callbacks, its precision and the data module."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._loops: dict[str, Any] | None = None
 
@@ -255,13 +255,13 @@ class _Progress:
     def apply(self, loader: TrainerLoader) -> None:
         """Let Lightning's loops continue, where a state was restored: the data is at its position now."""
         if self._loops is not None:
-            fit_loop: Any = self._trainer.fit_loop
-            fit_loop.load_state_dict(counted_in_batches(self._loops, whole=len(loader), left=loader.left))
+            self._trainer.fit_loop.load_state_dict(
+                counted_in_batches(self._loops, whole=len(loader), left=loader.left)
+            )
 
 
-def _callbacks(trainer: Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [each for each in callbacks if not isinstance(each, StrataCallback)]
+def _callbacks(trainer: Any) -> list[Any]:
+    return [each for each in trainer.callbacks if not isinstance(each, StrataCallback)]
 
 
 def counted_in_batches(loops: Mapping[str, Any], *, whole: int, left: int) -> dict[str, Any]:
@@ -292,10 +292,6 @@ class _JobLogger(Logger):
     @property
     def version(self) -> str:
         return self._job.run
-
-    @property
-    def experiment(self) -> Any:
-        return DummyExperiment()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """They are not metrics."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Unpack
 
 from torch.utils.data import IterableDataset
@@ -61,7 +61,7 @@ class TrainerLoader:
         trainer. With `global_batch_size` a step always learns from so many samples: the trainer is made to accumulate gradients
         over as many batches as that takes with the ranks there are. `name` is what the ledger calls the data.
         `dataloader_options` go to PyTorch's `DataLoader` as they are."""
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise CannotPromise(
                 f"{type(dataset).__name__} has no length or no order of its own: its position cannot be restored exactly.",
                 hint="Give a map-style dataset (with __getitem__ and __len__), e.g. one that strata.ElasticDataset reads from files.",
@@ -151,7 +151,7 @@ class TrainerLoader:
         if self._job is None:
             self._settle()
         self._given.clear()
-        if self._job is not None and self._job.is_done:
+        if self._job is not None and self._job.is_done():
             return
         for batch in loader:
             if self._job is not None:

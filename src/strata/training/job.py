@@ -910,7 +910,7 @@ class ElasticJob:
         self._drop_uncommitted()
         self._has_finished = False
         self._step_began_s = time.monotonic()
-        while not self.is_done:
+        while not self.is_done():
             for batch in self._data:
                 if self._live_run is not None:
                     self._live_run.check()
@@ -927,7 +927,7 @@ class ElasticJob:
                 self._is_in_step = False
                 if self._take(batch):
                     self._stepped(batch)
-                    if self.is_done:
+                    if self.is_done():
                         break
                 self._alive("reading data")
                 self._account.enter("waiting")
@@ -1052,7 +1052,6 @@ class ElasticJob:
             self._state.optimizer.zero_grad(set_to_none=True)
         self._taken = []
 
-    @property
     def is_done(self) -> bool:
         """Whether all epochs or steps are trained."""
         if self._max_steps is not None and self.step >= self._max_steps:

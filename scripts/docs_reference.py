@@ -32,7 +32,7 @@ FACES = (
     "strata.errors",
 )
 """Modules whose public names are documented, each on a page of its own. `strata` itself comes last: it mostly repeats."""
-INTEGRATIONS = ("strata.integrations.lightning", "strata.integrations.huggingface")
+INTEGRATIONS = ("strata.integrations.lightning", "strata.integrations.huggingface", "strata.integrations.loading")
 START_S = 60.0
 
 
@@ -59,7 +59,7 @@ def python_faces() -> dict[str, str]:
             lines += [f"::: {face}.{name}", ""]
         found[f"reference/python/{face}.md"] = "\n".join(lines)
     found["reference/python/strata.md"] = top_level(homes)
-    lines = ["# strata.integrations", "", "For trainers that save by themselves.", ""]
+    lines = ["# strata.integrations", "", "For trainers that have a loop of their own.", ""]
     for integration in INTEGRATIONS:
         module = importlib.import_module(integration)
         lines += [f"## {integration}", "", first_paragraph(module), ""]

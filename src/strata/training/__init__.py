@@ -66,8 +66,8 @@ def elastic(
     ends when `epochs` or `max_steps` are reached. After `break` the job may be iterated again; leaving the block saves the
     final state to every destination, or fails and says what is missing.
 
-    model: as usual: plain, DDP, FSDP2, HSDP or tensor parallel.
-    optimizer, scheduler: anything with `state_dict` and `load_state_dict`.
+    model: as usual: plain, DDP, FSDP2, HSDP or tensor parallel, also as Accelerate and Lightning Fabric return it.
+    optimizer, scheduler: anything with `state_dict` and `load_state_dict`; of theirs, what is inside.
     data: the `ElasticLoader` that training reads; the job keeps its position and its ledger.
     checkpoints: destinations, near to far: a folder, `s3://bucket/prefix`, or a list of them. `[]` keeps the state in
         memory only. The run's identity lives there: the same destination continues the same run.

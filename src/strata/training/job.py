@@ -109,7 +109,7 @@ from strata.training.sharded_job import (
 )
 from strata.training.sharding import refuse_unsupported
 from strata.training.shards import is_sharded
-from strata.training.state import Stateful, TrainingState, tensor_bytes
+from strata.training.state import Stateful, TrainingState, plain_optimizer, tensor_bytes
 from strata.training.trace import (
     Footprints,
     GeneratorTrace,
@@ -288,7 +288,10 @@ class ElasticJob:
         self._max_steps = max_steps
         outlive_reducers(model)
         settle_at_exit()
-        self._state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
+        optimizer, beside = plain_optimizer(optimizer)
+        self._state = TrainingState(
+            model=model, optimizer=optimizer, scheduler=scheduler, extra={**beside, **(extra or {})}
+        )
         self._on_restored = on_restored
         self._checkpoints = checkpoints
         self._stem = stem
@@ -408,7 +411,7 @@ class ElasticJob:
     def _start(self) -> None:
         refuse_unsupported(self._state.model, self._state.optimizer, self._state.extra)
         if (trap := torchrun_trap.warning()) is not None and self.rank == 0:
-            _announce(logging.WARNING, trap)
+            announce(logging.WARNING, trap)
         if not self._keeps_state:
             release_mapped()  # Of an earlier entry as another rank: whoever keeps the images now has a mapping of its own.
         opened, entrants = self._open_run()
@@ -587,7 +590,7 @@ class ElasticJob:
             except StoreError as error:
                 if (pause_s := backoff.pause_s()) is None:
                     raise _unreachable([str(error.message)]) from error
-                _announce(
+                announce(
                     logging.WARNING,
                     f"a destination does not answer, retrying in {pause_s:.1f} s: {error.message}",
                 )
@@ -697,9 +700,7 @@ class ElasticJob:
         state: Any = None
         while isinstance(instruction, LookAgain):
             if instruction.reason and self.rank == 0:
-                _announce(
-                    logging.WARNING, f"looking again in {instruction.after_s:g} s: {instruction.reason}"
-                )
+                announce(logging.WARNING, f"looking again in {instruction.after_s:g} s: {instruction.reason}")
             time.sleep(instruction.after_s)
             instruction = self._protocol.surveyed(self._exchange_surveys(opened))
             if isinstance(instruction, Load | LoadShards | StartAnew):
@@ -877,7 +878,7 @@ class ElasticJob:
 
     def _start_anew(self, start: StartAnew, opened: _Opened) -> None:
         for reason in start.reasons:
-            _announce(logging.WARNING, f"could not be used: {reason}")
+            announce(logging.WARNING, f"could not be used: {reason}")
         before = self._tracer.before
         world_before = before.world_size if before is not None else self.world_size
         self._describe_start(
@@ -912,7 +913,7 @@ class ElasticJob:
                 if self.restored
                 else "training starts from scratch"
             )
-            _announce(
+            announce(
                 logging.INFO,
                 f"{what}, {counted(lost, 'step')} lost (run {self.run[:8]}, generation {self.generation})",
             )
@@ -930,13 +931,11 @@ class ElasticJob:
         self._drop_uncommitted()
         self._has_finished = False
         self._step_began_s = time.monotonic()
-        while not self._is_done():
+        while not self.is_done():
             for batch in self._data:
                 if self._live_run is not None:
                     self._live_run.check()
-                self._alive("training")
-                self._account.enter_step(self.step)
-                self._is_in_step = True
+                self.give()
                 try:
                     yield batch
                 except GeneratorExit:
@@ -948,16 +947,47 @@ class ElasticJob:
                     raise
                 self._is_in_step = False
                 if self._take(batch):
-                    if self._live is not None:
-                        self._live.reach(self.step)
-                    self._after_step(batch.step.batch_stop - batch.step.batch_start)
-                    if self._is_done():
+                    self._stepped(batch)
+                    if self.is_done():
                         break
                 self._alive("reading data")
                 self._account.enter("waiting")
             # What is left of an epoch without a step belongs to the next step, which no save comes before.
             self._commit_taken()
         self._finish()
+
+    # --- loops that belong to a trainer -----------------------------------------------------------------------
+
+    def give(self) -> None:
+        """The loop gets a batch. Called by `__iter__`; a trainer that has a loop of its own calls it, `made_step` and `finish`."""
+        self._alive("training")
+        self._account.enter_step(self.step)
+        self._is_in_step = True
+
+    def made_step(self, batches: Sequence[Batch]) -> None:
+        """An optimizer step was made with these batches, the next ones of this rank: count them, save what is due, and leave with
+        `Preempted` if a rank was asked to. Every rank calls it at the same step."""
+        if not batches or not batches[-1].step.ends_step:
+            raise StrataError(
+                "The optimizer stepped in the middle of a global batch, which would train part of it twice.",
+                hint="The trainer must accumulate gradients over as many batches as the sampler has in a step.",
+            )
+        self._is_in_step = False
+        self._taken = list(batches)
+        self._count_step()
+        self._stepped(batches[-1])
+
+    def finish(self) -> None:
+        """Training has ended: return when its state is in every destination, or raise what is missing."""
+        self._finish()
+
+    def watch_signals(self, *, on: bool) -> None:
+        """Whether this job handles SIGTERM and Ctrl-C, or whoever did before it was entered."""
+        assert self._preemption is not None
+        if on:
+            self._preemption.watch()
+        else:
+            self._preemption.unwatch()
 
     def report(self, **metrics: float) -> None:
         """Metrics of the step being made (loss, tokens_per_second, …) that are shown with this worker, and logged. Never
@@ -1015,12 +1045,21 @@ class ElasticJob:
                     hint="Give it the optimizer that steps, or set ElasticOptions(commit_on='batch').",
                 )
             return False
+        self._count_step()
+        return True
+
+    def _count_step(self) -> None:
         self._commit_taken()
         self.step += 1
         self._steps_here += 1
         if self._footprints is not None:
             self._footprints.leave(self.step, self.world_size)
-        return True
+
+    def _stepped(self, batch: Batch) -> None:
+        """A step was made, whose last batch is this."""
+        if self._live is not None:
+            self._live.reach(self.step)
+        self._after_step(batch.step.batch_stop - batch.step.batch_start)
 
     def _commit_taken(self) -> None:
         for batch in self._taken:
@@ -1034,7 +1073,8 @@ class ElasticJob:
             self._state.optimizer.zero_grad(set_to_none=True)
         self._taken = []
 
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
+        """Whether all epochs or steps are trained."""
         if self._max_steps is not None and self.step >= self._max_steps:
             return True
         return self._epochs is not None and self._data.epoch >= self._epochs
@@ -1136,7 +1176,7 @@ class ElasticJob:
         assert self._preemption is not None
         asked = self._preemption.requested
         who = "asked to stop" if asked else "other ranks were asked to stop"
-        _announce(logging.INFO, f"{who}: step {self.step:,} is saved, ending")
+        announce(logging.INFO, f"{who}: step {self.step:,} is saved, ending")
         raise Preempted(asked=asked)
 
     def _first_step(self) -> None:
@@ -1548,7 +1588,7 @@ def _error_of(stop: Stop, *, step: int = -1) -> StrataError:
     return FinalSaveFailed(step=step, missing=stop.reasons)
 
 
-def _announce(level: int, text: str) -> None:
+def announce(level: int, text: str) -> None:
     """A line that a user must see, also in a script that has not configured logging."""
     if log.isEnabledFor(level) and log.hasHandlers():
         log.log(level, "%s", text)

@@ -26,6 +26,10 @@ class Preemption:
         self._deadline_s = deadline_s
         self._timer: threading.Timer | None = None
         self._previous: dict[int, Any] = {}
+        self.watch()
+
+    def watch(self) -> None:
+        """Take the signals over from whoever has them now."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._on_signal)
@@ -49,6 +53,10 @@ class Preemption:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """Leave the signals to whoever had them before."""
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
                 signal.signal(number, handler)

@@ -43,7 +43,7 @@ class Stateful(Protocol):
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's module inside DDP or `torch.compile` wrappers."""
+    """The user's module inside the wrappers of DDP, `torch.compile` and Lightning Fabric."""
     while True:
         inner = getattr(model, "module", None) if _is_wrapper(model) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, torch.nn.Module):
@@ -57,7 +57,21 @@ def tensor_bytes(state: Any) -> int:
 
 
 def _is_wrapper(model: torch.nn.Module) -> bool:
-    return type(model).__name__ in ("DistributedDataParallel", "DataParallel")
+    return type(model).__name__ in ("DistributedDataParallel", "DataParallel", "_FabricModule")
+
+
+def plain_optimizer(optimizer: Stateful) -> tuple[Stateful, dict[str, Stateful]]:
+    """The optimizer inside the wrapper of Accelerate or Lightning (Fabric's too), whose steps can be seen; and, by name, what the
+    wrapper keeps beside it: the scaler of gradients in half precision."""
+    wrapper: Any = optimizer
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if "AcceleratedOptimizer" in kinds:
+        scaler = wrapper.scaler
+    elif kinds & {"_FabricOptimizer", "LightningOptimizer"}:
+        scaler = getattr(wrapper._strategy.precision, "scaler", None) if "_FabricOptimizer" in kinds else None
+    else:
+        return optimizer, {}
+    return wrapper.optimizer, {} if scaler is None else {"scaler": scaler}
 
 
 @dataclass(slots=True, kw_only=True)

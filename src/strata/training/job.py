@@ -351,6 +351,10 @@ class ElasticJob:
         self._tracer.mark("ready")
         self._tracer.mark("joined")
         self._data.check_trainable()
+        if self._max_steps is None and self._data.sampler.is_endless:
+            raise ValueError(
+                "the sources of this mixture repeat, so it never ends: say when training does, with max_steps"
+            )
         self._data_world.join(self._data)
         self._data.commit_explicitly()
         self._preemption = Preemption(deadline_s=self.options.preemption_deadline_s)
@@ -1021,6 +1025,8 @@ class ElasticJob:
     def _total_steps(self) -> int:
         """How many steps training has altogether, as far as can be known beforehand."""
         sampler = self._data.sampler
+        if sampler.is_endless:
+            return self._max_steps or 0
         each, rest = divmod(sampler.total, sampler.global_batch_size)
         by_epochs = (each + (rest > 0 and not sampler.drop_last)) * (self._epochs or 0)
         limits = [limit for limit in (self._max_steps, by_epochs) if limit]

@@ -110,6 +110,11 @@ class TokenIndex:
     def _damaged(self, what: str) -> InvalidIndex:
         return InvalidIndex(f"{self.path}: is damaged: {what}.", hint="Build it again.")
 
+    @property
+    def document_starts(self) -> NDArray[np.int64]:
+        """The first token of each record of the sources, in their order."""
+        return self._starts.view(np.int64)
+
     @cached_property
     def _starts(self) -> NDArray[np.uint64]:
         return self._section(self.header.starts_at, self.header.num_records, np.dtype("<u8"))

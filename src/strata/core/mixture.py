@@ -54,14 +54,19 @@ class Change:
 
     step: int
     weights: Mapping[str, float]
+    number: int = 0
+    """Of one that was made while training: which request it was; see `strata.core.mixture_changes`."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "weights": dict(self.weights)}
+        number = {"number": self.number} if self.number else {}
+        return {"step": self.step, "weights": dict(self.weights), **number}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Change:
         return cls(
-            step=int(value["step"]), weights={str(k): float(w) for k, w in dict(value["weights"]).items()}
+            step=int(value["step"]),
+            weights={str(k): float(w) for k, w in dict(value["weights"]).items()},
+            number=int(value.get("number", 0)),
         )
 
 
@@ -386,7 +391,9 @@ class MixturePlan:
         names = [source.name for source in self.definition.sources]
         weights = _shares([_exact(self.definition.weights[name]) for name in names])
         found = [(0, weights)]
-        changes = sorted([*self.definition.schedule, *self.changes], key=lambda change: change.step)
+        changes = sorted(
+            [*self.definition.schedule, *self.changes], key=lambda change: (change.step, change.number)
+        )
         for change in changes:
             weights = _rescaled(weights, {names.index(name): w for name, w in change.weights.items()})
             found.append((change.step * self.global_batch_size, weights))

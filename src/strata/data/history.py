@@ -17,6 +17,7 @@ from typing import Any
 from strata.core.audit import AuditReport, Commit, audit_all
 from strata.core.audit import audit as audit_commits
 from strata.core.ledger import DataCommit, LedgerError
+from strata.core.mixture_changes import Board, MixtureView, Request, mixture_view
 from strata.core.source_audit import SourceReport, by_source
 
 log = logging.getLogger("strata.data")
@@ -54,7 +55,26 @@ def audit_by_source(source: Source, dataset: str | None = None) -> list[SourceRe
             else "Its data is not mixed: audit it without --by-source.",
         )
     state = mixtures[name]
-    return by_source(audit_commits(commits, name, 0), plan_of(state), state.get("measured"))
+    measured = state.get("measured", {}).get("sources")
+    return by_source(audit_commits(commits, name, 0), plan_of(state), measured)
+
+
+def newest_board(source: Source) -> MixtureView:
+    """The mixture of a history as its newest checkpoint has it, with the changes that were made while training."""
+    from strata.data.mixture import plan_of
+
+    mixtures = _mixtures(commits_of(source))
+    if len(mixtures) != 1:
+        names = ", ".join(map(repr, sorted(mixtures))) or "none"
+        raise LedgerError(f"The history should have one mixture; it has {names}.")
+    plan = plan_of(next(iter(mixtures.values())))
+    board = Board(
+        run="",
+        definition=plan.definition,
+        global_batch_size=plan.global_batch_size,
+        requests=tuple(Request.adopted(change) for change in plan.changes),
+    )
+    return mixture_view(board)
 
 
 def mixtures_in(source: Source) -> list[str]:

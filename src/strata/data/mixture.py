@@ -192,12 +192,9 @@ class MixtureOrder:
         """What makes it possible to replay everything up to a position, and to continue from it."""
         measured = {}
         if self.mixture.is_measured:
-            sums = self._measured(position)
-            measured = {
-                "measured": {
-                    name: row for name, row in zip(self.mixture.names, sums.tolist(), strict=True) if row[1]
-                }
-            }
+            rows = zip(self.mixture.names, self._measured(position).tolist(), strict=True)
+            sources = {name: row for name, row in rows if any(row)}
+            measured = {"measured": {"up_to": position, "sources": sources}}
         return {
             "definition": self.plan.definition.to_json(),
             "changes": [change.to_json() for change in self.plan.changes],
@@ -228,11 +225,12 @@ class MixtureOrder:
             global_batch_size=self.plan.global_batch_size,
         )
 
-    def adopt(self, plan: MixturePlan, state: Mapping[str, Any], position: int) -> None:
+    def adopt(self, plan: MixturePlan, state: Mapping[str, Any]) -> None:
         self.plan = plan
-        measured = state.get("measured", {})
-        sums = [measured.get(name, (0, 0)) for name in self.mixture.names]
-        self._counted = [(position, np.asarray(sums, np.int64))]
+        self._counted = []
+        if measured := state.get("measured"):
+            sums = [measured["sources"].get(name, (0, 0)) for name in self.mixture.names]
+            self._counted = [(int(measured["up_to"]), np.asarray(sums, np.int64))]
 
     def _measured(self, position: int) -> NDArray[np.int64]:
         at, sums = 0, np.zeros((len(self.mixture.names), 2), np.int64)

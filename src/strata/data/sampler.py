@@ -316,9 +316,8 @@ class ElasticSampler:
             was, now = ("a mixture", "no mixture") if saved is not None else ("no mixture", "a mixture")
             raise StateMismatch(f"The saved position is one in {was}, and this is {now}.")
         if self.mixture is not None and saved is not None:
-            place = position if epoch == 0 else self.mixture.plan.total
             try:
-                self.mixture.adopt(self.mixture.check(saved), saved, place)
+                self.mixture.adopt(self.mixture.check(saved), saved)
             except StateMismatch:
                 if (
                     epoch or position

@@ -11,6 +11,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,14 @@ class MixedFleet(Fleet):
             for rank in range(world_size)
         ]
 
+    def train(self, steps: int) -> None:
+        left = -(-(self.last - self.ranks[0].position) // self.ranks[0].global_batch_size)
+        if not self.finished:
+            super().train(min(steps, left))
+
     @property
     def finished(self) -> bool:
-        return self.ranks[0].epoch > 0 or self.ranks[0].position >= self.last
+        return self.ranks[0].epoch > 0
 
 
 def documents(draw: random.Random, size: int) -> list[list[int]]:
@@ -136,7 +142,9 @@ def played(seed: int) -> None:
             fleet.resize_alive(world)
         elif event == "ask" and fleet.ranks[0].epoch == 0:
             names = [source.name for source in mixture.definition.sources]
-            board, _ = board.asked(shares(draw, names), fleet.ranks[0].next_step + draw.randint(-1, 5))
+            board, _ = board.asked(
+                shares(draw, names), max(0, fleet.ranks[0].next_step + draw.randint(-1, 5))
+            )
             meet()
         elif event in ("crash", "damaged", "memory"):
             run.crash(world, back=draw.randint(1, 2) if event == "damaged" else 0, memory=event == "memory")
@@ -150,11 +158,8 @@ def played(seed: int) -> None:
     calm = ElasticSampler(mixture, global_batch_size=batch)
     for change in board.adopted:
         calm.change_weights(change)
-    alone = (
-        [each for step, ids in calm.batches() if step.batch_start < end for each in ids]
-        if end < 10**6
-        else []
-    )
+    steps = islice(calm.batches(), -(-end // batch))
+    alone = [each for _, ids in steps for each in ids]
     assert fleet.learned == alone
     leaf, epoch, sample = plan.choose(np.arange(end))
     assert fleet.learned == mixture.id_of(leaf, epoch, sample).tolist()

@@ -28,7 +28,7 @@ from strata.data.packing import PackedDocuments
 from strata.data.sampler import ElasticSampler
 from tests.data.test_elastic_history import Fleet, Run
 
-QUICK, ALL, PARTS = 60, 5_000, 10
+QUICK, ALL, PARTS = 60, 5_000, 100
 EVENTS = 8
 
 

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -373,7 +374,7 @@ class MixturePlan:
     @cached_property
     def _first_leaf(self) -> list[int]:
         sizes = [1 if nested is None else len(nested.leaves) for nested in self.nested]
-        return np.cumsum([0, *sizes]).tolist()
+        return list(accumulate(sizes, initial=0))
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -534,15 +535,19 @@ def _check_weights(weights: Mapping[str, float], names: Iterable[str]) -> None:
     for name, weight in weights.items():
         if name not in known:
             raise MixtureError(f"there is no source {name!r}; there are {', '.join(map(repr, known))}")
-        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
+        if not _is_weight(weight):
             raise MixtureError(
                 f"the weight of {name!r} must be a number that is not negative, got {weight!r}"
             )
 
 
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+
+
 def _exact(weight: float) -> Fraction:
     """As it was written: 0.7 is seven tenths."""
-    return Fraction(repr(weight)) if isinstance(weight, float) else Fraction(weight)
+    return Fraction(str(float(weight)))
 
 
 def _shares(weights: Sequence[Fraction]) -> tuple[Fraction, ...]:

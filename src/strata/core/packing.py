@@ -58,7 +58,8 @@ def pack_lengths(
     order = np.lexsort((document, -length, window))
     sequence = np.empty(len(document), np.int64)
     made = 0
-    open_in, spaces = -1, []
+    open_in = -1
+    spaces: list[tuple[int, int]] = []
     for piece, size, of in zip(order.tolist(), length[order].tolist(), window[order].tolist(), strict=True):
         if of != open_in:
             open_in, spaces = of, []  # Of the window's sequences: what is left in each, and its number.

@@ -198,7 +198,7 @@ class _Collate:
 
     def __call__(self, rows: list[Any]) -> Any:
         if isinstance(rows, Kept):
-            return _Thinned(self._own(list(rows)), rows.count)
+            return _Thinned(self._own(list(rows)), rows.kept)
         return self._own(rows)
 
 

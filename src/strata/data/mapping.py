@@ -72,9 +72,9 @@ class _Filter:
 class Kept(list[Any]):
     """Samples of one batch, where that is not one for each position."""
 
-    def __init__(self, rows: Iterable[Any], count: int) -> None:
+    def __init__(self, rows: Iterable[Any], kept: int) -> None:
         super().__init__(rows)
-        self.count = count
+        self.kept = kept
         """How many there are; 0 where all were dropped and another sample stands in for them."""
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.data.errors import DataError
-from strata.data.sources import is_remote
 from strata.data.tokens.index import TokenIndex
 from strata.data.tokens.sequences import SequenceReader
 
@@ -27,6 +25,10 @@ class TokenDocuments:
 
     def __init__(self, index: TokenIndex) -> None:
         self.index = index
+
+    @property
+    def is_remote(self) -> bool:
+        return bool(getattr(self.index, "is_remote", False))
 
     @cached_property
     def lengths(self) -> Numbers:
@@ -96,10 +98,4 @@ class TokenSequences:
 
 def tokens(path: str | os.PathLike[str]) -> TokenDocuments:
     """The documents of a token index that `strata index` has built, as a source of a mixture or for packing."""
-    if is_remote(os.fspath(path)):
-        raise DataError(
-            f"'{os.fspath(path)}' is in object storage; a token index is mapped from a local file.",
-            path=os.fspath(path),
-            hint="Copy it to a local disk first.",
-        )
     return TokenDocuments(TokenIndex(path))

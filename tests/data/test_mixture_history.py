@@ -205,6 +205,7 @@ def test_a_mixture_is_read_as_by_one_undisturbed_worker(part: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_thousands_of_schedules_change_nothing(part: int) -> None:
     for seed in range(QUICK + part * ALL // PARTS, QUICK + (part + 1) * ALL // PARTS):

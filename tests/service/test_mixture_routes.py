@@ -61,10 +61,11 @@ def test_a_request_is_journaled_and_the_ranks_decide(coordinator: Coordinator) -
     )
     assert (late.code, "not decided yet" in late.out) == (0, True)
 
-    body, token = ranks.get(board_key("mixed")) or (b"", "")
-    board = Board.from_bytes(body)
+    found_value = ranks.get(board_key("mixed"))
+    assert found_value is not None
+    board = Board.from_bytes(found_value[0])
     decided = decide(board.requests, board.plan, next_step=8, lead=2)
-    ranks.cas(board_key("mixed"), board.decided(decided.requests).to_bytes(), token)
+    ranks.cas(board_key("mixed"), board.decided(decided.requests).to_bytes(), found_value[1])
     found = coordinator.get(path)
     assert [(each["number"], each["status"]) for each in found["changes"]] == [(1, "adopted"), (2, "refused")]
     assert found["changes"][1]["reason"] == "step 3 has begun; the first possible step is 10"

@@ -23,6 +23,7 @@ PURE = {
     "dataclasses",
     "datetime",  # To read what a clock has shown; see below.
     "enum",
+    "fractions",
     "functools",
     "hashlib",
     "heapq",

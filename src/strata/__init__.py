@@ -21,6 +21,7 @@ _HOMES = {
     "DatasetRegistry": "strata.data.registry",
     "ElasticLoader": "strata.data.loader",
     "ElasticSampler": "strata.data.sampler",
+    "Mixture": "strata.data.mixture",
     "ShardManager": "strata.data.shards",
     "StorageBackend": "strata.stores",
     "TrainingOrchestrator": "strata.worker.orchestrator",
@@ -28,6 +29,7 @@ _HOMES = {
     "current_task": "strata.launch.context",
     "elastic": "strata.training",
     "recoverable": "strata.training.recoverable",
+    "tokens": "strata.data.tokens.documents",
 }
 
 _MODULES = ("sinks",)
@@ -59,9 +61,11 @@ if TYPE_CHECKING:
     from strata.client import Client as Client
     from strata.data.history import audit as audit
     from strata.data.loader import ElasticLoader as ElasticLoader
+    from strata.data.mixture import Mixture as Mixture
     from strata.data.registry import DatasetRegistry as DatasetRegistry
     from strata.data.sampler import ElasticSampler as ElasticSampler
     from strata.data.shards import ShardManager as ShardManager
+    from strata.data.tokens.documents import tokens as tokens
     from strata.errors import StrataError as StrataError
     from strata.launch.context import current_task as current_task
     from strata.stores import StorageBackend as StorageBackend

@@ -31,9 +31,11 @@ from schemathesis.specs.openapi.checks import (
 
 from strata import TrainingOrchestrator
 from strata.core.ledger import DataCommit, RankRecord
+from strata.core.mixture_changes import board_key
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker.outbox import MetricOutbox
 from tests.service.clients import RawSession, channel, stub
+from tests.service.test_mixture_routes import a_board
 from tests.support import Coordinator, eventually
 
 STREAMING = ["/api/events", "/api/logs/live"]
@@ -78,6 +80,7 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
                 data=data,
             )
         worker.barrier("done", 1, participants=1)
+        calls.SwapValue(pb.SwapValueRequest(key=board_key("default"), value=a_board().to_bytes()))
         eventually(lambda: shared.get("/api/goodput"), within_s=30)
         with pytest.raises(Exception, match="timed out"):
             worker.barrier("broken", 2, participants=2, timeout_s=0.1)

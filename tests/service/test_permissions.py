@@ -64,6 +64,8 @@ ROUTES = {
     "GET /api/metrics/history": Expected("viewer"),
     "GET /api/goodput": Expected("viewer"),
     "GET /api/jobs/{job_id}/goodput": Expected("viewer", "job"),
+    "GET /api/jobs/{job_id}/mixture": Expected("viewer", "job"),
+    "POST /api/jobs/{job_id}/mixture": Expected("operator", "job"),
     "GET /api/tasks": Expected("viewer"),
     "POST /api/tasks": Expected("operator"),
     "GET /api/tasks/{task_id}": Expected("viewer", "job"),

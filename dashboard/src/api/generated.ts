@@ -100,6 +100,21 @@ export interface BarrierView {
   reason: string;
 }
 
+export interface ChangeView {
+  number: number;
+  weights: Record<string, number>;
+  from_step: number;
+  status: "waiting" | "adopted" | "refused";
+  reason: string;
+}
+
+export interface ChangeWeightsBody {
+  /** Shares of some sources; the others divide the rest as they do now */
+  weights: Record<string, number>;
+  /** The first step with them */
+  from_step: number;
+}
+
 export interface CheckpointCompleted {
   checkpoint_id: string;
   job_id: string;
@@ -590,6 +605,15 @@ export interface MetricsView {
   shard_assignment_time: number | null;
 }
 
+export interface MixtureView {
+  run: string;
+  seed: number;
+  global_batch_size: number;
+  sources: SourceView[];
+  weights: WeightsView[];
+  changes: ChangeView[];
+}
+
 export interface PreviewView {
   dataset_id: string;
   worker_id: string | null;
@@ -781,6 +805,11 @@ export interface SignInBody {
   code?: string | null;
 }
 
+export interface SourceView {
+  name: string;
+  size: number;
+}
+
 export interface StartView {
   generation: number;
   job_id: string;
@@ -939,6 +968,11 @@ export interface VerificationView {
   size_bytes: number;
   damages: DamageView[];
   reason: string;
+}
+
+export interface WeightsView {
+  from_step: number;
+  weights: Record<string, number>;
 }
 
 export interface WorkerCaughtUp {

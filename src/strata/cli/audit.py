@@ -7,6 +7,7 @@ could not be answered.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
@@ -17,8 +18,10 @@ from rich.text import Text
 
 from strata.cli.common import console, errors, get
 from strata.core.audit import AuditReport
+from strata.core.mixture import ENDLESS
+from strata.core.source_audit import SourceReport
 from strata.data.history import audit as audit_one
-from strata.data.history import audit_epochs, commits_of, datasets_in
+from strata.data.history import audit_by_source, audit_epochs, commits_of, datasets_in, mixtures_in
 from strata.errors import StrataError
 
 EXACT, NOT_EXACT, NO_ANSWER = 0, 1, 2
@@ -32,7 +35,11 @@ VERDICTS = {
 
 def audit(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", help="The dataset's id. Optional if the history has only one.")
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            help="The dataset's id; optional if the history has only one. Or the run: where its checkpoints are.",
+        ),
     ] = "",
     source: Annotated[
         str,
@@ -45,9 +52,16 @@ def audit(
         ),
     ] = "",
     epoch: Annotated[int | None, typer.Option(min=0, help="One epoch. Defaults to all.")] = None,
+    by_source: Annotated[
+        bool, typer.Option("--by-source", help="Of a mixture: samples, tokens and epochs of each source.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Prove from the committed history that each sample was trained exactly once, or list what was not."""
+    if not source and ("/" in dataset or os.path.isdir(dataset)):
+        dataset, source = "", dataset
+    if by_source:
+        _audit_by_source(source, dataset, as_json=as_json)
     if source.startswith(("http://", "https://")):
         _ask_coordinator(source, dataset, epoch, as_json=as_json)
     try:
@@ -62,6 +76,51 @@ def audit(
     else:
         _print(reports)
     raise typer.Exit(EXACT if _passes(reports, epoch) else NOT_EXACT)
+
+
+def _audit_by_source(source: str, dataset: str, *, as_json: bool) -> NoReturn:
+    try:
+        if not source or source.startswith(("http://", "https://")):
+            raise StrataError(
+                "Which run? An audit by source reads the run's checkpoints.",
+                hint="Name where they are: strata audit DIR --by-source, or --source s3://bucket/prefix.",
+            )
+        commits = commits_of(source)
+        found = audit_by_source(commits, dataset or None)
+        whole = audit_one(commits, dataset or mixtures_in(commits)[0], 0)
+    except (StrataError, OSError) as error:
+        _complain(str(error), as_json=as_json)
+        raise typer.Exit(NO_ANSWER) from error
+    passes = whole.clean and all(r.exact for r in found)
+    if as_json:
+        document = {"exact": passes, "sources": [r.to_json() for r in found], "mixture": whole.to_json()}
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        _print_sources(whole, found)
+    raise typer.Exit(EXACT if passes else NOT_EXACT)
+
+
+def _print_sources(whole: AuditReport, found: Sequence[SourceReport]) -> None:
+    _say(f"Committed history of {whole.dataset}: {whole.reason}")
+    _print_whole(
+        ("source", ">samples", ">share", ">documents", ">tokens", ">epochs", ">lost", ">repeated", "verdict"),
+        [
+            (
+                r.source,
+                f"{r.samples:,}",
+                f"{r.share:.2%}",
+                "—" if r.documents is None else f"{r.documents:,}",
+                "—" if r.tokens is None else f"{r.tokens:,}",
+                f"{r.epochs + r.begun / r.size:,.2f}",
+                f"{r.lost.size:,}",
+                f"{r.repeated.size:,}",
+                VERDICTS["exact" if r.exact else "not exact"],
+            )
+            for r in found
+        ],
+    )
+    for r in found:
+        _say(f"{r.source}: {r.reason}")
 
 
 def _ask_coordinator(api: str, dataset: str, epoch: int | None, *, as_json: bool) -> NoReturn:
@@ -122,6 +181,8 @@ def _reports(source: str, dataset: str, epoch: int | None) -> list[AuditReport]:
 
 def _passes(reports: list[AuditReport], epoch: int | None) -> bool:
     """An epoch asked for by number must be exact; of all epochs the last may still be open."""
+    if reports[-1].is_endless:
+        return all(r.clean for r in reports)
     if epoch is not None or len(reports) == 1:
         return reports[-1].exact
     return all(r.exact for r in reports[:-1]) and reports[-1].clean
@@ -135,7 +196,7 @@ def _print(reports: list[AuditReport]) -> None:
             (
                 _epochs(r),
                 f"{r.samples:,}",
-                f"{r.total:,}",
+                "—" if r.total == ENDLESS else f"{r.total:,}",
                 f"{r.lost.size:,}",
                 f"{r.repeated.size:,}",
                 f"{len(r.commits):,}",

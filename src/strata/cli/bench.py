@@ -36,13 +36,14 @@ def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
 
 @app.command()
 def data(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) -> None:
-    """Token indices and their reading, and what a resumed epoch loses or repeats."""
+    """Token indices and their reading, mixtures and packing, and what a resumed epoch loses or repeats."""
     _check_moved("--peers" if peers else "", "benchmarks.data")
-    from strata.bench import data_resume, data_tokens
+    from strata.bench import data_mixture, data_resume, data_tokens
     from strata.bench.table import report
 
     tokens = data_tokens.run(tokens=5_000_000, text_mb=2) if quick else data_tokens.run()
-    report("Data", chain(tokens, data_resume.run()), as_json=as_json)
+    sizes = {"draws": 200_000, "documents": 1_000, "batches": 10} if quick else {}
+    report("Data", chain(tokens, data_mixture.run(**sizes), data_resume.run()), as_json=as_json)
 
 
 @app.command()

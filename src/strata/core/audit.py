@@ -24,6 +24,7 @@ from itertools import pairwise
 from typing import Any
 
 from strata.core.ledger import Coverage, DataCommit, EpochCommit, LedgerError
+from strata.core.mixture import ENDLESS
 from strata.core.spans import Spans
 
 FEW = 16
@@ -96,6 +97,16 @@ class AuditReport:
         return self.clean and not self.remaining
 
     @property
+    def is_endless(self) -> bool:
+        """A mixture that has not ended: nothing is left of it to wait for."""
+        return self.total == ENDLESS and bool(self.remaining)
+
+    @property
+    def covered(self) -> Spans:
+        """Positions in the committed history."""
+        return Spans([(0, self.total)]) - self.lost - self.remaining - self.dropped
+
+    @property
     def reason(self) -> str:
         count = self.last_epoch - self.epoch + 1
         return self._verdict if count == 1 else f"in each of {count:,} epochs: {self._verdict}"
@@ -104,7 +115,8 @@ class AuditReport:
     def _verdict(self) -> str:
         faults = []
         if self.lost:
-            faults.append(f"{self.lost.size:,} of {self.total:,} samples lost (positions {self.lost})")
+            of = "" if self.total == ENDLESS else f" of {self.total:,}"
+            faults.append(f"{self.lost.size:,}{of} samples lost (positions {self.lost})")
         if self.repeated:
             who = f" by {', '.join(self.repeated_by[:5])}" if self.repeated_by else ""
             faults.append(
@@ -113,6 +125,9 @@ class AuditReport:
         faults.extend(self.problems)
         if faults:
             return "; ".join(faults)
+        if self.total == ENDLESS:
+            ended = "" if self.is_endless else ", and the mixture has ended"
+            return f"{self.samples:,} samples so far, each exactly once{ended}"
         dropped = f", {self.dropped.size:,} dropped on purpose" if self.dropped else ""
         if self.remaining:
             return (

@@ -13,6 +13,7 @@ position, never which sample stands there. Not cryptography: the order is hard t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,28 +73,29 @@ class EpochOrder:
         if not self.shuffle or self.total < 2:
             return values
         bits = (self.total - 1).bit_length()
-        permuted = self._feistel(values.astype(np.uint64), bits, forward=forward)
+        permuted = _feistel(values.astype(np.uint64), bits, self._keys, forward=forward)
         outside = np.flatnonzero(permuted >= self.total)
         while len(outside):
-            again = self._feistel(permuted[outside], bits, forward=forward)
+            again = _feistel(permuted[outside], bits, self._keys, forward=forward)
             permuted[outside] = again
             outside = outside[again >= self.total]
         return permuted.astype(np.int64)
 
-    def _feistel(self, values: Words, bits: int, *, forward: bool) -> Words:
-        """One pass over `bits` bits. Each round changes one half by a hash of the other, so running the rounds
-        backwards undoes them; the halves may differ by a bit."""
-        low_bits = np.uint64(bits // 2)
-        low_mask = np.uint64((1 << (bits // 2)) - 1)
-        high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-        high, low = values >> low_bits, values & low_mask
-        rounds = list(enumerate(self._keys))
-        for i, key in rounds if forward else reversed(rounds):
-            if i % 2 == 0:
-                high ^= _hash(low, key) & high_mask
-            else:
-                low ^= _hash(high, key) & low_mask
-        return np.asarray((high << low_bits) | low)
+
+def samples_of_epochs(total: int, seed: int, epochs: Samples, positions: Samples) -> Samples:
+    """The samples at positions of many epochs at once: what `EpochOrder(epoch=e).take(p)` gives for each pair."""
+    if total < 2:
+        return positions
+    numbers, which = np.unique(epochs, return_inverse=True)
+    keys = np.stack([EpochOrder(total=total, seed=seed, epoch=epoch)._keys for epoch in numbers.tolist()])
+    bits = (total - 1).bit_length()
+    permuted = _feistel(positions.astype(np.uint64), bits, list(keys[which].T), forward=True)
+    outside = np.flatnonzero(permuted >= total)
+    while len(outside):
+        again = _feistel(permuted[outside], bits, list(keys[which[outside]].T), forward=True)
+        permuted[outside] = again
+        outside = outside[again >= total]
+    return permuted.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,23 @@ def loss_weight(count: int, world_size: int, global_count: int) -> float:
     return count * world_size / global_count if global_count else 0.0
 
 
-def _hash(values: Words, key: np.uint64) -> Words:
+def _feistel(values: Words, bits: int, keys: Sequence[Words] | Words, *, forward: bool) -> Words:
+    """One pass over `bits` bits, a key for each round. Each round changes one half by a hash of the other, so running the
+    rounds backwards undoes them; the halves may differ by a bit."""
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    high, low = values >> low_bits, values & low_mask
+    rounds = list(enumerate(keys))
+    for i, key in rounds if forward else reversed(rounds):
+        if i % 2 == 0:
+            high ^= _hash(low, key) & high_mask
+        else:
+            low ^= _hash(high, key) & low_mask
+    return np.asarray((high << low_bits) | low)
+
+
+def _hash(values: Words, key: np.uint64 | Words) -> Words:
     """A keyed mix whose low bits depend on every input bit."""
     z = (values ^ key) * np.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> np.uint64(32)

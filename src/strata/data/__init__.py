@@ -23,6 +23,10 @@ _HOMES = {
     "ElasticIterableDataset": "strata.data.iterable",
     "ElasticLoader": "strata.data.loader",
     "ElasticSampler": "strata.data.sampler",
+    "Mixture": "strata.data.mixture",
+    "MixtureError": "strata.core.mixture",
+    "PackedDocuments": "strata.data.packing",
+    "Several": "strata.data.mapping",
     "Shard": "strata.data.shards",
     "ShardInfo": "strata.data.shards",
     "ShardManager": "strata.data.shards",
@@ -30,8 +34,14 @@ _HOMES = {
     "StateMismatch": "strata.data.errors",
     "Step": "strata.data.steps",
     "audit": "strata.data.history",
+    "audit_by_source": "strata.data.history",
     "audit_epochs": "strata.data.history",
+    "cu_seqlens": "strata.data.packing",
     "discover": "strata.data.reader",
+    "document_mask": "strata.data.packing",
+    "filtered": "strata.data.mapping",
+    "mapped": "strata.data.mapping",
+    "pack": "strata.data.packing",
 }
 
 __all__ = list(_HOMES)
@@ -51,14 +61,24 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from strata.core.mixture import MixtureError as MixtureError
     from strata.data.commits import DataLedger as DataLedger
     from strata.data.dataset import ElasticDataset as ElasticDataset
     from strata.data.errors import DataError as DataError
     from strata.data.errors import StateMismatch as StateMismatch
     from strata.data.history import audit as audit
+    from strata.data.history import audit_by_source as audit_by_source
     from strata.data.history import audit_epochs as audit_epochs
     from strata.data.iterable import ElasticIterableDataset as ElasticIterableDataset
     from strata.data.loader import ElasticLoader as ElasticLoader
+    from strata.data.mapping import Several as Several
+    from strata.data.mapping import filtered as filtered
+    from strata.data.mapping import mapped as mapped
+    from strata.data.mixture import Mixture as Mixture
+    from strata.data.packing import PackedDocuments as PackedDocuments
+    from strata.data.packing import cu_seqlens as cu_seqlens
+    from strata.data.packing import document_mask as document_mask
+    from strata.data.packing import pack as pack
     from strata.data.reader import DatasetFiles as DatasetFiles
     from strata.data.reader import DatasetReader as DatasetReader
     from strata.data.reader import discover as discover

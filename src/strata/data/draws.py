@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from strata.data.dataset import ElasticDataset
+from strata.data.mixture import Mixture
 
 if TYPE_CHECKING:
     from strata.data.sampler import ElasticSampler
@@ -38,7 +39,7 @@ def read_samples(samples: Any, ids: Sequence[int], sampler: ElasticSampler, epoc
     def begin(sample: int) -> None:
         seed_generators(seed_at(sampler, epoch, sample))
 
-    if isinstance(samples, ElasticDataset):
+    if isinstance(samples, ElasticDataset | Mixture):
         return samples.read(ids, begin=begin)
     if many:
         begin(ids[0])

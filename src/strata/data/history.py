@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from strata.core.audit import AuditReport, Commit, audit_all
 from strata.core.audit import audit as audit_commits
 from strata.core.ledger import DataCommit, LedgerError
+from strata.core.mixture_changes import Board, MixtureView, Request, mixture_view
+from strata.core.source_audit import SourceReport, by_source
 
 log = logging.getLogger("strata.data")
 
@@ -34,6 +37,56 @@ def audit(source: Source, dataset: str, epoch: int | None = None, *, total: int 
 def audit_epochs(source: Source, dataset: str) -> list[AuditReport]:
     """A report for each epoch of the dataset that the history knows, oldest first."""
     return audit_all(commits_of(source), dataset)
+
+
+def audit_by_source(source: Source, dataset: str | None = None) -> list[SourceReport]:
+    """What was trained of each source of a mixture, and whether exactly once within each epoch of the source. Raises
+    `LedgerError` where the history knows no such mixture. Whether the mixture itself is exact is what `audit` says."""
+    from strata.data.mixture import plan_of
+
+    commits = commits_of(source)
+    mixtures = _mixtures(commits)
+    name = dataset if dataset is not None or len(mixtures) != 1 else next(iter(mixtures))
+    if name is None or name not in mixtures:
+        raise LedgerError(
+            f"The history has no mixture '{name}'." if name else "Which mixture?",
+            hint=f"It has {', '.join(map(repr, sorted(mixtures)))}."
+            if mixtures
+            else "Its data is not mixed: audit it without --by-source.",
+        )
+    state = mixtures[name]
+    measured = state.get("measured", {}).get("sources")
+    return by_source(audit_commits(commits, name, 0), plan_of(state), measured)
+
+
+def newest_board(source: Source) -> MixtureView:
+    """The mixture of a history as its newest checkpoint has it, with the changes that were made while training."""
+    from strata.data.mixture import plan_of
+
+    mixtures = _mixtures(commits_of(source))
+    if len(mixtures) != 1:
+        names = ", ".join(map(repr, sorted(mixtures))) or "none"
+        raise LedgerError(f"The history should have one mixture; it has {names}.")
+    plan = plan_of(next(iter(mixtures.values())))
+    board = Board(
+        run="",
+        definition=plan.definition,
+        global_batch_size=plan.global_batch_size,
+        requests=tuple(Request.adopted(change) for change in plan.changes),
+    )
+    return mixture_view(board)
+
+
+def mixtures_in(source: Source) -> list[str]:
+    """The mixtures that the history has trained."""
+    return sorted(_mixtures(commits_of(source)))
+
+
+def _mixtures(commits: Sequence[Commit]) -> dict[str, Mapping[str, Any]]:
+    """By name: what the newest checkpoint keeps of each."""
+    newest = next((commit.data for commit in reversed(commits) if commit.data is not None), None)
+    states = newest.states if newest is not None else {}
+    return {name: state["mixture"] for name, state in states.items() if "mixture" in state}
 
 
 def datasets_in(source: Source) -> list[str]:

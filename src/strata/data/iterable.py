@@ -33,6 +33,11 @@ class ElasticIterableDataset(WithSampler, IterableDataset[Batch]):
         *,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
+        if sampler.mixture is not None:
+            # Weights may change while training; its loader processes would not know.
+            raise ValueError(
+                "a mixture is read with ElasticLoader(mixture, sampler), not as an iterable dataset"
+            )
         self.sampler = sampler
         self._samples = samples
         self._collate = collate_fn

@@ -19,18 +19,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from strata.data.draws import read_samples, seed_at
 from strata.data.errors import StateMismatch
 from strata.data.iterable import ElasticIterableDataset
+from strata.data.mapping import Kept, flattened
 from strata.data.sampler import ElasticSampler, WithSampler
-from strata.data.steps import Batch, MapDataset, Step
+from strata.data.steps import Batch, MapDataset, Step, ThinnedBatch
 from strata.errors import MissingDependency
 
 try:
     import torch
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, default_collate
 except ImportError as error:
     raise MissingDependency("torch", extra="torch", feature="ElasticLoader") from error
 
@@ -94,6 +95,9 @@ class ElasticLoader(WithSampler):
             self.sampler = sampler
             self._tagged = _Tagged(sampler)
             samples = _Samples(dataset, sampler)
+            dataloader_options["collate_fn"] = _Collate(
+                dataloader_options.get("collate_fn") or default_collate
+            )
             self._loader = DataLoader(samples, batch_sampler=self._tagged, **dataloader_options)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -127,7 +131,11 @@ class ElasticLoader(WithSampler):
             read_ahead = self._tagged.read_ahead = deque()
             self._tagged.start = start
             for data in self._loader:
-                yield Batch(data, read_ahead.popleft())
+                step = read_ahead.popleft()
+                if isinstance(data, _Thinned):
+                    yield ThinnedBatch.of(data.data, step, data.kept)
+                else:
+                    yield Batch(data, step)
 
     def commit_explicitly(self) -> None:
         """From now on nothing but `commit` moves the position."""
@@ -152,7 +160,13 @@ class _Samples:
 
     def __getitems__(self, batch: tuple[int, list[int]]) -> list[Any]:
         epoch, ids = batch
-        return read_samples(self._own, ids, self._sampler, epoch)
+        rows = read_samples(self._own, ids, self._sampler, epoch)
+        return flattened(rows, lambda id: self._own[id], ids, self._total)
+
+    @property
+    def _total(self) -> int:
+        mixture = self._sampler.mixture
+        return self._sampler.total if mixture is None else mixture.mixture.samples_in_sources
 
     def __len__(self) -> int:
         return len(self._own)
@@ -167,6 +181,25 @@ class _Samples:
             object.__setattr__(self, name, value)
         else:
             setattr(self._own, name, value)
+
+
+class _Thinned(NamedTuple):
+    """A batch on its way from a loader process, of which some was dropped or split."""
+
+    data: Any
+    kept: int
+
+
+class _Collate:
+    """The user's way of making a batch of samples."""
+
+    def __init__(self, own: Callable[[list[Any]], Any]) -> None:
+        self._own = own
+
+    def __call__(self, rows: list[Any]) -> Any:
+        if isinstance(rows, Kept):
+            return _Thinned(self._own(list(rows)), rows.kept)
+        return self._own(rows)
 
 
 class _Tagged:

@@ -9,6 +9,9 @@ Its position is what the trainer **committed**, never what a loader read ahead. 
 a time; `records` says what was committed since `DataLedger` last asked. An iteration begins at the position, so
 what was taken and not committed is read again; but after one that was read to the epoch's end the next continues in
 the next epoch, and the commits may follow later. Needs no torch.
+
+A mixture (`ElasticSampler(mixture, global_batch_size=...)`) is one long epoch: its sources have epochs, it has positions. How
+long it is may change with its weights, so the ledger takes it for endless, and what lies behind its end for dropped.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from typing import Any
 import numpy as np
 
 from strata.core.ledger import RankRecord
+from strata.core.mixture import ENDLESS, Change, MixtureError
 from strata.core.order import EpochOrder
 from strata.core.spans import Spans
-from strata.data.errors import StateMismatch
+from strata.data.errors import DataError, StateMismatch
+from strata.data.mixture import Mixture, MixtureOrder
 from strata.data.steps import Step, StepPlan
 
 STATE_VERSION = 1
@@ -38,7 +43,7 @@ class ElasticSampler:
 
     def __init__(
         self,
-        total: int,
+        total: int | Mixture,
         *,
         global_batch_size: int | None = None,
         batch_size: int | None = None,
@@ -50,6 +55,7 @@ class ElasticSampler:
         drop_last: bool = False,
         dataset: str = "data",
     ) -> None:
+        """`total`: how many samples there are, or a mixture, which brings its own seed."""
         if (global_batch_size is None) == (batch_size is None):
             raise ValueError("give either global_batch_size or batch_size (per rank)")
         for name, value in (
@@ -60,9 +66,11 @@ class ElasticSampler:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
         self.dataset = dataset
-        self.total = total
+        self.mixture = self._mixed(total, global_batch_size) if isinstance(total, Mixture) else None
+        """Which samples of its sources stand where, if this reads a mixture."""
+        self._total = total if isinstance(total, int) else 0
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = seed if self.mixture is None else self.mixture.plan.definition.seed
         self.drop_last = drop_last
         self._global_batch_size = global_batch_size
         self._batch_size = batch_size
@@ -75,8 +83,48 @@ class ElasticSampler:
             None  # Where to read on, while the batches before it wait for a commit.
         )
         self._records: dict[tuple[int, int], RankRecord] = {}
-        self._order = self._order_of(0)
+        self._order: EpochOrder | MixtureOrder = self._order_of(0)
         self.set_world(rank, world_size)
+
+    @staticmethod
+    def _mixed(mixture: Mixture, global_batch_size: int | None) -> MixtureOrder:
+        if global_batch_size is None and mixture.definition.schedule:
+            raise ValueError(
+                "a schedule by step needs a global_batch_size: with batch_size (per rank), how much is trained in a step "
+                "depends on the number of ranks"
+            )
+        return MixtureOrder(mixture, global_batch_size=global_batch_size or 1)
+
+    @property
+    def total(self) -> int:
+        """Positions of an epoch. Of a mixture: as far as is known now; `ENDLESS` where it never ends."""
+        return self._total if self.mixture is None else self.mixture.plan.total
+
+    @property
+    def ledger_total(self) -> int:
+        """What the ledger takes for the number of positions: a mixture's may change while it is read."""
+        return self._total if self.mixture is None else ENDLESS
+
+    @property
+    def is_endless(self) -> bool:
+        return self.mixture is not None and self.mixture.plan.is_endless
+
+    def change_weights(self, change: Change) -> None:
+        """From a step that has not begun, other weights. What an iteration has read ahead is read again with them: begin
+        another one. Every rank must change the same before the same step."""
+        if self.mixture is None or self._global_batch_size is None:
+            raise MixtureError(
+                "only the weights of a mixture that is read with a global_batch_size can be changed"
+            )
+        if change.step < (first := self.next_step):
+            raise MixtureError(f"step {change.step:,} has begun; the first that can be changed is {first:,}")
+        self.mixture.plan.definition.check_change(change)
+        self.mixture.change(change)
+
+    @property
+    def next_step(self) -> int:
+        """The first step that is not committed, in global batches from the beginning of the epoch."""
+        return -(-self.position // self.global_batch_size)
 
     # The world and the epoch --------------------------------------------------------------------------------
 
@@ -91,6 +139,7 @@ class ElasticSampler:
         """Go to the beginning of `epoch`; to the one that is read next is no change, so a resumed position stays."""
         if epoch == self.reading[0]:
             return
+        self._check_not_ended(epoch)
         if epoch == self.epoch:
             self.rewind()
         else:
@@ -124,6 +173,7 @@ class ElasticSampler:
     def begin(self) -> tuple[int, int]:
         """Begin an iteration, and say where."""
         start = self.reading
+        self._check_not_ended(start[0])
         if self._ahead is None:
             self.rewind()
         self._ahead = (
@@ -141,7 +191,7 @@ class ElasticSampler:
         epoch, position = at or (self.epoch, self.position)
         return StepPlan(
             epoch=epoch,
-            total=self.total,
+            total=self.total if self.mixture is None or epoch == 0 else 0,
             start=position,
             global_batch_size=self.global_batch_size,
             rank=self.rank,
@@ -159,6 +209,7 @@ class ElasticSampler:
         the step's collectives and adds nothing to the gradient.
         """
         plan = self.plan(at)
+        self._check_not_ended(plan.epoch)
         order = self._order if plan.epoch == self.epoch else self._order_of(plan.epoch)
         numbers = range(first, len(plan), every)
         for chunk in range(0, len(numbers), _CHUNK):
@@ -204,7 +255,7 @@ class ElasticSampler:
         """Close the epoch when no step is left in it, and stand at the beginning of the next."""
         plan = self.plan()
         if not plan.steps:
-            self._update_record(lambda known: replace(known, dropped=plan.dropped, closed=True))
+            self._update_record(lambda known: replace(known, dropped=self._dropped(plan), closed=True))
             self._stand(self.epoch + 1, 0)
 
     def records(self) -> list[RankRecord]:
@@ -225,10 +276,10 @@ class ElasticSampler:
                     RankRecord(
                         dataset=self.dataset,
                         epoch=epoch,
-                        total=self.total,
+                        total=self.ledger_total,
                         rank=rank,
                         runs=plan.trained_to(end),
-                        dropped=plan.dropped if is_closed else Spans(),
+                        dropped=self._dropped(plan) if is_closed else Spans(),
                         closed=is_closed,
                     )
                 )
@@ -238,12 +289,18 @@ class ElasticSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: the same on every rank, and good for any world."""
+        state = self._place()
+        if self.mixture is not None:
+            state["mixture"] = self.mixture.state(self.position if self.epoch == 0 else self.total)
+        return state
+
+    def _place(self) -> dict[str, Any]:
         return {
             "version": STATE_VERSION,
             "dataset": self.dataset,
             "epoch": self.epoch,
             "position": self.position,
-            "total": self.total,
+            "total": self.ledger_total,
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
@@ -253,7 +310,19 @@ class ElasticSampler:
 
         Raises `StateMismatch` where the state belongs to other data or another order, and changes nothing.
         """
-        epoch, position = check_state(state, self.state_dict())
+        epoch, position = check_state(state, self._place())
+        saved = state.get("mixture")
+        if (saved is None) != (self.mixture is None) and (epoch or position):
+            was, now = ("a mixture", "no mixture") if saved is not None else ("no mixture", "a mixture")
+            raise StateMismatch(f"The saved position is one in {was}, and this is {now}.")
+        if self.mixture is not None and saved is not None:
+            try:
+                self.mixture.adopt(self.mixture.check(saved), saved)
+            except StateMismatch:
+                if (
+                    epoch or position
+                ):  # At the very beginning there is nothing that another mixture could contradict.
+                    raise
         self._records = {}
         self.move(epoch, position)
 
@@ -269,8 +338,23 @@ class ElasticSampler:
             self._order = self._order_of(epoch)
         self.epoch, self.position, self._part = epoch, position, 0
 
-    def _order_of(self, epoch: int) -> EpochOrder:
-        return EpochOrder(total=self.total, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+    def _dropped(self, plan: StepPlan) -> Spans:
+        """What is left out at an epoch's end; of a mixture, all that would come after it."""
+        return plan.dropped if self.mixture is None else Spans([(plan.end, ENDLESS)])
+
+    def _check_not_ended(self, epoch: int) -> None:
+        if self.mixture is not None and epoch:
+            plan = self.mixture.plan
+            raise DataError(
+                f"The mixture has ended after {plan.total:,} positions: source '{plan.ended_by}' has run out.",
+                hint="Train no further (epochs=1), let its sources repeat (epochs=None), or continue without those that "
+                "have run out (when_exhausted='continue').",
+            )
+
+    def _order_of(self, epoch: int) -> EpochOrder | MixtureOrder:
+        if self.mixture is not None:
+            return self.mixture
+        return EpochOrder(total=self._total, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
 
     def _expected(self) -> Step | None:
         plan = self.plan()
@@ -280,7 +364,9 @@ class ElasticSampler:
         key = (self.epoch, self.rank)
         known = self._records.get(key)
         if known is None:
-            known = RankRecord(dataset=self.dataset, epoch=self.epoch, total=self.total, rank=self.rank)
+            known = RankRecord(
+                dataset=self.dataset, epoch=self.epoch, total=self.ledger_total, rank=self.rank
+            )
         self._records[key] = change(known)
 
 

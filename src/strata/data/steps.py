@@ -56,6 +56,23 @@ class Batch(NamedTuple):
         return self.step.weight
 
 
+class ThinnedBatch(Batch):
+    """A batch of which some samples were dropped or split: as many positions, other samples."""
+
+    kept: int
+    """Samples in it. Where it is 0, all were dropped, and `data` holds another sample that counts for nothing."""
+
+    @classmethod
+    def of(cls, data: Any, step: Step, kept: int) -> ThinnedBatch:
+        batch = cls(data, step)
+        batch.kept = kept
+        return batch
+
+    @property
+    def weight(self) -> float:
+        return self.step.weight if self.kept else 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The micro-batches of one rank from `start` to the end of an epoch."""

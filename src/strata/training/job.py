@@ -96,6 +96,7 @@ from strata.training.data_world import DataWorld
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
 from strata.training.link import CoordinatorLink, given_worker_id, open_link
 from strata.training.metric_log import MetricLog, Metrics
+from strata.training.mixture_watch import MixtureWatch
 from strata.training.preemption import Preemption
 from strata.training.replicas import Replicas
 from strata.training.sharded_job import (
@@ -319,6 +320,10 @@ class ElasticJob:
         self._manager: CheckpointManager | None = None
         self._link: CoordinatorLink | None = None
         self._metric_log: MetricLog | None = None
+        self._mixture: MixtureWatch | None = None
+        """Where data is a mixture: what is asked about its weights."""
+        self._has_changed_data = False
+        """What the loader has read ahead is not what comes next any longer."""
         self._is_in_step = False
         """Whether the loop has a batch: what it logs belongs to the step being made."""
         self._reported: dict[str, float] = {}
@@ -374,6 +379,10 @@ class ElasticJob:
         self._tracer.mark("ready")
         self._tracer.mark("joined")
         self._data.check_trainable()
+        if self._max_steps is None and self._data.sampler.is_endless:
+            raise ValueError(
+                "the sources of this mixture repeat, so it never ends: say when training does, with max_steps"
+            )
         self._data_world.join(self._data)
         self._data.commit_explicitly()
         self._preemption = Preemption(deadline_s=self.options.preemption_deadline_s)
@@ -430,6 +439,7 @@ class ElasticJob:
             if isinstance(self._state.optimizer, torch.optim.Optimizer):
                 self._manager.guard(self._state.optimizer)
         self._restore(opened)
+        self._watch_mixture()
         self._tracer.mark("loaded")
         self._open_metric_log()
         if self.rank == 0 and self._manager is not None:
@@ -482,6 +492,8 @@ class ElasticJob:
         if self._metric_log is not None:
             self._note_covered()
             self._metric_log.close(failed=failed)
+        if self._mixture is not None:
+            self._mixture.close()
         self._close_link(failed=failed)
         if self._footprints is not None:
             self._footprints.close()
@@ -660,6 +672,15 @@ class ElasticJob:
             step=lambda: self.step,
             on_latest=self.metrics.__setitem__,
         )
+
+    def _watch_mixture(self) -> None:
+        """Weights that were changed after the checkpoint was made are changed again, before anything is read."""
+        if self._data.sampler.mixture is None:
+            return
+        self._mixture = MixtureWatch(
+            self._data.sampler, job=self.name, run=self.run, rank=self.rank, coordinator=self._coordinator
+        )
+        self._mixture.settle()
 
     def _open_manager(self, opened: _Opened) -> CheckpointManager:
         options = self.options
@@ -932,6 +953,7 @@ class ElasticJob:
         self._has_finished = False
         self._step_began_s = time.monotonic()
         while not self.is_done():
+            self._has_changed_data = False
             for batch in self._data:
                 if self._live_run is not None:
                     self._live_run.check()
@@ -948,7 +970,7 @@ class ElasticJob:
                 self._is_in_step = False
                 if self._take(batch):
                     self._stepped(batch)
-                    if self.is_done():
+                    if self.is_done() or self._has_changed_data:
                         break
                 self._alive("reading data")
                 self._account.enter("waiting")
@@ -1082,6 +1104,8 @@ class ElasticJob:
     def _total_steps(self) -> int:
         """How many steps training has altogether, as far as can be known beforehand."""
         sampler = self._data.sampler
+        if sampler.is_endless:
+            return self._max_steps or 0
         each, rest = divmod(sampler.total, sampler.global_batch_size)
         by_epochs = (each + (rest > 0 and not sampler.drop_last)) * (self._epochs or 0)
         limits = [limit for limit in (self._max_steps, by_epochs) if limit]
@@ -1107,7 +1131,8 @@ class ElasticJob:
         self._note_first_save()
         if self._leaving:
             self._leave()
-        due = self._protocol.due(self.step)
+        # A change of weights is in the next checkpoint; the sooner there is one, the less depends on anything else.
+        due = "durable" if self._has_changed_data else self._protocol.due(self.step)
         self._compare_replicas(is_saving=due is not None)
         if due is not None:
             self._save(durable=due == "durable")
@@ -1140,8 +1165,9 @@ class ElasticJob:
         assert self._preemption is not None
         patience = max(1, min(1000, int(AGREE_EVERY_S / max(self._step_s, 1e-6))))
         asked, superseded = self._preemption.requested, self._superseded()
-        stay, gap, all_asked, current = smallest(
-            [float(not asked), float(patience), float(asked), float(superseded is None)]
+        has_news = self._mixture is not None and self._mixture.has_news
+        stay, gap, all_asked, current, no_news = smallest(
+            [float(not asked), float(patience), float(asked), float(superseded is None), float(not has_news)]
         )
         if not current:
             raise superseded or Superseded(
@@ -1150,6 +1176,8 @@ class ElasticJob:
         self._leaving = stay == 0.0
         self._everyone_leaves = all_asked == 1.0
         self._next_agreement = self._steps_here + int(gap)
+        if self._mixture is not None and not no_news:
+            self._has_changed_data = self._mixture.settle(lead=int(gap))
 
     def _superseded(self) -> StrataError | None:
         """Why this process may not continue: another start of the run has taken over, or another run has its name."""
@@ -1420,7 +1448,7 @@ class ElasticJob:
                     "Three ranks or more can say which of them is wrong.",
                 )
             if self.rank == 0:
-                _announce(logging.ERROR, str(found))
+                announce(logging.ERROR, str(found))
             if self._live is not None:
                 self._live.reach(self.step)
             self._check_repairs(found.verdict)

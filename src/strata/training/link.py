@@ -111,13 +111,17 @@ class CoordinatorLink:
 
         dataset_id = as_identifier(sampler.dataset)  # Usually the same; a name may hold anything.
 
+        # A mixture may have no end; what can be said of it is how much its sources have.
+        mixture = sampler.mixture
+        total = sampler.total if mixture is None else mixture.mixture.samples_in_sources
+
         def register() -> None:
             self._orchestrator.register_dataset(
                 dataset_id,
                 path,
                 data_format,
-                sampler.total,
-                -(-sampler.total // SHARDS_SHOWN),
+                total,
+                -(-total // SHARDS_SHOWN),
                 sampler.shuffle,
                 sampler.seed,
                 metadata,

@@ -24,6 +24,7 @@ from strata.coordinator.http import (
     fleet,
     logs,
     metrics,
+    mixtures,
     runs,
     tasks,
 )
@@ -45,6 +46,7 @@ ROUTERS = (
     checkpoints.router,
     metrics.router,
     runs.router,
+    mixtures.router,
     tasks.router,
     logs.router,
     access.router,

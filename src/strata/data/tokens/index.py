@@ -111,6 +111,11 @@ class TokenIndex:
         return InvalidIndex(f"{self.path}: is damaged: {what}.", hint="Build it again.")
 
     @cached_property
+    def document_starts(self) -> NDArray[np.int64]:
+        """The first token of each record of the sources, in their order."""
+        return np.asarray(self._starts).view(np.int64)
+
+    @cached_property
     def _starts(self) -> NDArray[np.uint64]:
         return self._section(self.header.starts_at, self.header.num_records, np.dtype("<u8"))
 
@@ -130,6 +135,7 @@ class TokenIndex:
         """Unmap the file. Views of `tokens` that are still held keep it mapped until they go."""
         self.tokens = np.empty(0, np.uint16)
         self.__dict__.pop("_starts", None)
+        self.__dict__.pop("document_starts", None)
         self.__dict__.pop("_places", None)
         with suppress(BufferError):  # somebody still holds a view; the map goes with it
             self._map.close()

@@ -28,6 +28,7 @@ _HOMES = {
     "ShardManager": "strata.data.shards",
     "ShardStream": "strata.data.shard_stream",
     "StateMismatch": "strata.data.errors",
+    "StreamLoader": "strata.data.stream",
     "Step": "strata.data.steps",
     "audit": "strata.data.history",
     "audit_epochs": "strata.data.history",
@@ -70,3 +71,4 @@ if TYPE_CHECKING:
     from strata.data.shards import ShardManager as ShardManager
     from strata.data.steps import Batch as Batch
     from strata.data.steps import Step as Step
+    from strata.data.stream import StreamLoader as StreamLoader

@@ -9,11 +9,10 @@ by itself.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from strata.data.reader import DatasetFiles, DatasetReader, DiscoverOptions
+from strata.data.reader import DatasetFiles, DatasetReader, DiscoverOptions, PathOrPaths
 
 
 class ElasticDataset:
@@ -21,7 +20,7 @@ class ElasticDataset:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | DatasetFiles,
+        path: PathOrPaths | DatasetFiles,
         format: str | None = None,
         *,
         transform: Callable[[dict[str, Any]], Any] | None = None,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
@@ -67,8 +67,12 @@ class DiscoverOptions(TypedDict, total=False):
     max_record_bytes: int
 
 
+PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A file, a directory, a glob or a URL of any of these; or several of them, whose samples follow each other."""
+
+
 def discover(
-    path: str | os.PathLike[str],
+    path: PathOrPaths,
     format: str | None = None,
     *,
     on_bad: OnBad = "raise",
@@ -76,13 +80,20 @@ def discover(
 ) -> DatasetFiles:
     """Find the files of a dataset and count their samples, without loading them.
 
-    `path` is a file, a directory, a glob, or a URL of any of these. Without `format`, suffixes decide.
+    `path` is a file, a directory, a glob, or a URL of any of these, or a list of them. Without `format`, suffixes decide.
     """
     if on_bad not in ("raise", "skip"):
         raise ValueError(f"on_bad is 'raise' or 'skip', not {on_bad!r}")
-    text = os.fspath(path)
+    places = [os.fspath(path)] if isinstance(path, str | os.PathLike) else [os.fspath(each) for each in path]
+    if not places:
+        raise DataError("No path was given.", hint="Give a file, a directory, a glob, or a list of them.")
+    text = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1:,} more"
     chosen = format_named(format, path=text) if format and format != "auto" else None
-    refs = find(text, chosen.suffixes if chosen else ALL_SUFFIXES)
+    refs = [ref for place in places for ref in find(place, chosen.suffixes if chosen else ALL_SUFFIXES)]
+    if twice := [one.path for one, count in Counter(refs).items() if count > 1]:
+        raise DataError.at(
+            twice[0], "it is named twice", hint="Its samples would be trained twice: name each file once."
+        )
     chosen = chosen or format_of((ref.path for ref in refs), path=text)
     options = ReadOptions(on_bad=on_bad, max_record_bytes=max_record_bytes)
     indexes = []
@@ -109,7 +120,7 @@ class DatasetReader:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | DatasetFiles,
+        path: PathOrPaths | DatasetFiles,
         format: str | None = None,
         **options: Unpack[DiscoverOptions],
     ) -> None:

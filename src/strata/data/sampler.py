@@ -36,6 +36,9 @@ class ElasticSampler:
     one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank.
     """
 
+    is_bounded = True
+    """Whether `total` is how many samples an epoch has; of a stream nobody may know."""
+
     def __init__(
         self,
         total: int,
@@ -204,8 +207,12 @@ class ElasticSampler:
         """Close the epoch when no step is left in it, and stand at the beginning of the next."""
         plan = self.plan()
         if not plan.steps:
-            self._update_record(lambda known: replace(known, dropped=plan.dropped, closed=True))
+            self._update_record(lambda known: replace(known, dropped=self.left_out(plan), closed=True))
             self._stand(self.epoch + 1, 0)
+
+    def left_out(self, plan: StepPlan) -> Spans:
+        """What an epoch that is closed leaves out on purpose."""
+        return plan.dropped
 
     def records(self) -> list[RankRecord]:
         """What was committed since the last call. Each call hands over: nothing is reported twice."""
@@ -228,7 +235,7 @@ class ElasticSampler:
                         total=self.total,
                         rank=rank,
                         runs=plan.trained_to(end),
-                        dropped=plan.dropped if is_closed else Spans(),
+                        dropped=self.left_out(plan) if is_closed else Spans(),
                         closed=is_closed,
                     )
                 )

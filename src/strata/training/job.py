@@ -78,8 +78,8 @@ from strata.core.live import Complete, judge
 from strata.core.roster import Changes, Entrant, Roster, enter
 from strata.core.text import counted
 from strata.core.types import CheckpointId
+from strata.data.adapt import AnyData, as_elastic_loader
 from strata.data.commits import DataLedger
-from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch
 from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
@@ -220,7 +220,8 @@ class ElasticJob:
         *,
         model: torch.nn.Module,
         optimizer: Stateful,
-        data: ElasticLoader,
+        data: AnyData,
+        global_batch_size: int | None = None,
         checkpoints: Destination | Sequence[Destination] | None = None,
         scheduler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
@@ -241,11 +242,7 @@ class ElasticJob:
         require_linux()
         if epochs is None and max_steps is None:
             raise ValueError("say when training ends: epochs, max_steps, or both")
-        if not isinstance(data, ElasticLoader):
-            raise TypeError(
-                f"data must be one strata.ElasticLoader, not {type(data).__name__}: the job keeps its position. "
-                "Other loaders may be used inside the loop; what they read is not in the ledger."
-            )
+        loader = as_elastic_loader(data, global_batch_size=global_batch_size)
         self.options = options or ElasticOptions()
         self.name = job or os.environ.get("STRATA_JOB_ID") or _launch_name() or "default"
         self.rank, self.world_size = rank_and_world()
@@ -265,8 +262,8 @@ class ElasticJob:
         """In a recoverable run, once it was left with an error: why its live state was saved, or was not."""
         # A task's name is given by the coordinator, not by the user: another task may continue its run.
         self._given_name = job if job and job != os.environ.get("STRATA_TASK_ID") else ""
-        self._data = data
-        self._data_place = (data_path or data.dataset, data_format, dict(data_metadata or {}))
+        self._data = loader
+        self._data_place = (data_path or loader.dataset, data_format, dict(data_metadata or {}))
         self._epochs = epochs
         self._max_steps = max_steps
         outlive_reducers(model)
@@ -281,7 +278,7 @@ class ElasticJob:
         self._changes = Changes(roster=Roster())
         """Who the ranks are, beside those before."""
         self._data_world = DataWorld(mesh)
-        self._ledger = DataLedger(data, gather=self._data_world.gather)
+        self._ledger = DataLedger(loader, gather=self._data_world.gather)
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._coordinator = coordinator
         self._sinks = tuple(sinks)
@@ -605,7 +602,7 @@ class ElasticJob:
                 account=self._account,
                 link=self._link,
             )
-        if self._link is not None and self.rank == 0:
+        if self._link is not None and self.rank == 0 and self._data.sampler.is_bounded:
             path, kind, metadata = self._data_place
             self._link.describe_data(self._data.sampler, path, kind, metadata)
 
@@ -1021,6 +1018,8 @@ class ElasticJob:
     def _total_steps(self) -> int:
         """How many steps training has altogether, as far as can be known beforehand."""
         sampler = self._data.sampler
+        if not sampler.is_bounded:
+            return self._max_steps or 0
         each, rest = divmod(sampler.total, sampler.global_batch_size)
         by_epochs = (each + (rest > 0 and not sampler.drop_last)) * (self._epochs or 0)
         limits = [limit for limit in (self._max_steps, by_epochs) if limit]

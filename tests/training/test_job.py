@@ -490,7 +490,7 @@ def test_several_loaders_are_an_error_before_the_first_step(tmp_path: Path) -> N
         strata.elastic(
             model=loop.model,
             optimizer=loop.optimizer,
-            data=[loop.loader, loop.loader],  # type: ignore[arg-type]
+            data=[loop.loader, loop.loader],  # type: ignore[list-item]
             checkpoints=tmp_path / "a",
             epochs=1,
         )

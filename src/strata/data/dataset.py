@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
+from strata.data.prefetch import Prefetcher
 from strata.data.reader import DatasetFiles, DatasetReader, DiscoverOptions, PathOrPaths
 
 
@@ -33,6 +34,10 @@ class ElasticDataset:
     @property
     def is_remote(self) -> bool:
         return self.reader.is_remote
+
+    def prefetcher(self) -> Prefetcher | None:
+        """What fetches samples before they are read, where they are remote."""
+        return Prefetcher(self.reader.found) if self.is_remote else None
 
     def __len__(self) -> int:
         return len(self.reader)

@@ -15,16 +15,18 @@ import logging
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
+from strata.data.compressed import DecompressedSource, is_compressed
 from strata.data.errors import DataError
 from strata.data.index_cache import load_index, save_index
-from strata.data.readers.base import Cache, FileIndex, OnBad, OpenFile, ReadOptions, Row, group_rows
-from strata.data.readers.formats import ALL_SUFFIXES, format_named, format_of
-from strata.data.sources import FileRef, find, is_remote, open_source
+from strata.data.readers.base import Cache, FileIndex, Format, OnBad, OpenFile, ReadOptions, Row, group_rows
+from strata.data.readers.formats import ALL_SUFFIXES, format_named, format_of, suffixes_of
+from strata.data.readers.mds import INDEX_NAME, MDS, listed
+from strata.data.sources import FileRef, Source, find, is_remote, open_source
 
 log = logging.getLogger("strata.data")
 
@@ -41,6 +43,8 @@ class DataFile:
     samples: int
     bad: int = 0
     """Records that were skipped because they cannot be read."""
+    version: str = ""
+    """Of an object: another version is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,30 +93,38 @@ def discover(
         raise DataError("No path was given.", hint="Give a file, a directory, a glob, or a list of them.")
     text = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1:,} more"
     chosen = format_named(format, path=text) if format and format != "auto" else None
-    refs = [ref for place in places for ref in find(place, chosen.suffixes if chosen else ALL_SUFFIXES)]
+    refs = [ref for place in places for ref in find(place, suffixes_of(chosen) if chosen else ALL_SUFFIXES)]
     if twice := [one.path for one, count in Counter(refs).items() if count > 1]:
         raise DataError.at(
             twice[0], "it is named twice", hint="Its samples would be trained twice: name each file once."
         )
+    if any(ref.path.endswith(MDS.suffixes) for ref in refs):
+        refs = [ref for ref in refs if os.path.basename(ref.path) != INDEX_NAME]  # It is no shard itself.
     chosen = chosen or format_of((ref.path for ref in refs), path=text)
     options = ReadOptions(on_bad=on_bad, max_record_bytes=max_record_bytes)
-    indexes = []
-    for ref in refs:
-        index = load_index(ref, chosen.name, options)
-        if index is None:
-            source = open_source(ref.path)
-            try:
-                index = chosen.index(source, options)
-            finally:
-                source.close()
-            save_index(ref, chosen.name, options, index)
-        if index.bad:
-            log.warning(
-                "%s: skipped %s bad records of %s", ref.path, f"{index.bad:,}", f"{index.rows + index.bad:,}"
-            )
-        indexes.append(index)
-    files = tuple(_file(ref, index) for ref, index in zip(refs, indexes, strict=True))
-    return DatasetFiles(format=chosen.name, files=files, indexes=tuple(indexes))
+    if chosen is MDS:
+        found = listed(refs, path=text)
+    else:
+        found = [(ref, _index_of(ref, chosen, options)) for ref in refs]
+    files = tuple(_file(ref, index) for ref, index in found)
+    return DatasetFiles(format=chosen.name, files=files, indexes=tuple(index for _, index in found))
+
+
+def _index_of(ref: FileRef, format: Format, options: ReadOptions) -> FileIndex:
+    """How to reach the rows of a file: as it was kept, or from the file itself."""
+    index = load_index(ref, format.name, options)
+    if index is None:
+        source = open_source(ref.path, version=ref.version, size_bytes=ref.size_bytes)
+        try:
+            index = _indexed(format, source, options)
+        finally:
+            source.close()
+        save_index(ref, format.name, options, index)
+    if index.bad:
+        log.warning(
+            "%s: skipped %s bad records of %s", ref.path, f"{index.bad:,}", f"{index.rows + index.bad:,}"
+        )
+    return index
 
 
 class DatasetReader:
@@ -132,6 +144,7 @@ class DatasetReader:
         self._open: OrderedDict[int, OpenFile] = OrderedDict()
         self._cache = Cache(_CACHE_BYTES)
         self._pid = os.getpid()
+        self._set_bytes = sum(file.size_bytes for file in found.files)
 
     @property
     def files(self) -> tuple[DataFile, ...]:
@@ -169,6 +182,21 @@ class DatasetReader:
                 answer[place] = row
         return answer
 
+    def prefetch(self, samples: Sequence[int]) -> None:
+        """Fetch what these samples need, beside other work, where it is remote. Never waits and never raises."""
+        if not self.is_remote:
+            return
+        numbers = [int(sample) for sample in samples]
+        for number, wanted in group_rows(numbers, self._first[:-1]).items():
+            try:
+                file = self._file(number)
+                ranges = getattr(file, "ranges", None)
+                if ranges is not None:
+                    for offset, length in ranges([row for _, row in wanted]):
+                        file.source.prefetch(offset, length)  # type: ignore[attr-defined]
+            except DataError:
+                return  # Whoever reads it says what is wrong.
+
     def files_of(self, start: int, stop: int) -> list[str]:
         """The files that hold samples [start, stop)."""
         first, last = np.searchsorted(self._first, [start, max(stop - 1, start)], side="right") - 1
@@ -185,7 +213,9 @@ class DatasetReader:
             self._open.move_to_end(number)
             return self._open[number]
         known = self.files[number]
-        source = open_source(known.path)
+        source = open_source(
+            known.path, version=known.version, size_bytes=known.size_bytes, set_bytes=self._set_bytes
+        )
         if source.size_bytes != known.size_bytes:
             source.close()
             raise DataError.at(
@@ -193,7 +223,10 @@ class DatasetReader:
                 f"it has {source.size_bytes:,} bytes now and had {known.size_bytes:,} when it was counted",
                 hint="Data must not change during an epoch: restore it, or register it again.",
             )
-        self._open[number] = self._format.open(source, self.found.indexes[number], self._cache)
+        index = self.found.indexes[number]
+        if "span_bounds" in index.arrays:
+            source = DecompressedSource(source, index.arrays)
+        self._open[number] = self._format.open(source, index, self._cache)
         if len(self._open) > _MAX_OPEN_FILES:
             self._open.popitem(last=False)[1].close()
         return self._open[number]
@@ -205,5 +238,15 @@ class DatasetReader:
         self.__init__(state["found"])  # type: ignore[misc]
 
 
+def _indexed(format: Format, source: Source, options: ReadOptions) -> FileIndex:
+    if not is_compressed(source.path) or not source.size_bytes:
+        return format.index(source, options)
+    unpacked = DecompressedSource(source)
+    index = format.index(unpacked, options)
+    return replace(index, arrays={**index.arrays, **unpacked.arrays()})
+
+
 def _file(ref: FileRef, index: FileIndex) -> DataFile:
-    return DataFile(path=ref.path, size_bytes=ref.size_bytes, samples=index.rows, bad=index.bad)
+    return DataFile(
+        path=ref.path, size_bytes=ref.size_bytes, samples=index.rows, bad=index.bad, version=ref.version
+    )

@@ -16,7 +16,7 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -26,10 +26,11 @@ from strata.data.index_cache import load_index, save_index
 from strata.data.readers.base import Cache, FileIndex, Format, OnBad, OpenFile, ReadOptions, Row, group_rows
 from strata.data.readers.formats import ALL_SUFFIXES, format_named, format_of, suffixes_of
 from strata.data.readers.mds import INDEX_NAME, MDS, listed
-from strata.data.sources import FileRef, Source, find, is_remote, open_source
+from strata.data.sources import FileRef, Source, WatchedSource, find, is_remote, open_source
 
 log = logging.getLogger("strata.data")
 
+SAMPLES_SUFFIX = ".samples"
 _MAX_OPEN_FILES = 64
 _CACHE_BYTES = 256 * 2**20
 
@@ -64,11 +65,20 @@ class DatasetFiles:
         return sum(file.bad for file in self.files)
 
 
+class Progress(Protocol):
+    """Who shows how far reading has come."""
+
+    def begin(self, *, total_bytes: int, done_bytes: int) -> None: ...
+
+    def advance(self, *, done_bytes: int, samples: int) -> None: ...
+
+
 class DiscoverOptions(TypedDict, total=False):
     """What `discover` takes by name alone."""
 
     on_bad: OnBad
     max_record_bytes: int
+    progress: Progress | None
 
 
 PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -81,16 +91,22 @@ def discover(
     *,
     on_bad: OnBad = "raise",
     max_record_bytes: int = ReadOptions().max_record_bytes,
+    progress: Progress | None = None,
 ) -> DatasetFiles:
     """Find the files of a dataset and count their samples, without loading them.
 
-    `path` is a file, a directory, a glob, or a URL of any of these, or a list of them. Without `format`, suffixes decide.
+    `path` is a file, a directory, a glob, or a URL of any of these, or a list of them; or a dataset's own
+    index (`.samples`). Without `format`, suffixes decide. `progress` is told how far looking at the files has come.
     """
     if on_bad not in ("raise", "skip"):
         raise ValueError(f"on_bad is 'raise' or 'skip', not {on_bad!r}")
     places = [os.fspath(path)] if isinstance(path, str | os.PathLike) else [os.fspath(each) for each in path]
     if not places:
         raise DataError("No path was given.", hint="Give a file, a directory, a glob, or a list of them.")
+    if places[0].endswith(SAMPLES_SUFFIX) and len(places) == 1:
+        from strata.data.sample_index import load
+
+        return load(places[0])
     text = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1:,} more"
     chosen = format_named(format, path=text) if format and format != "auto" else None
     refs = [ref for place in places for ref in find(place, suffixes_of(chosen) if chosen else ALL_SUFFIXES)]
@@ -105,21 +121,33 @@ def discover(
     if chosen is MDS:
         found = listed(refs, path=text)
     else:
-        found = [(ref, _index_of(ref, chosen, options)) for ref in refs]
+        if progress is not None:
+            progress.begin(total_bytes=sum(ref.size_bytes for ref in refs), done_bytes=0)
+        found = [(ref, _index_of(ref, chosen, options, progress)) for ref in refs]
     files = tuple(_file(ref, index) for ref, index in found)
     return DatasetFiles(format=chosen.name, files=files, indexes=tuple(index for _, index in found))
 
 
-def _index_of(ref: FileRef, format: Format, options: ReadOptions) -> FileIndex:
+def _index_of(
+    ref: FileRef, format: Format, options: ReadOptions, progress: Progress | None = None
+) -> FileIndex:
     """How to reach the rows of a file: as it was kept, or from the file itself."""
     index = load_index(ref, format.name, options)
+    watched = None
     if index is None:
         source = open_source(ref.path, version=ref.version, size_bytes=ref.size_bytes)
+        if progress is not None:
+            source = watched = WatchedSource(
+                source, lambda done: progress.advance(done_bytes=done, samples=0)
+            )
         try:
             index = _indexed(format, source, options)
         finally:
             source.close()
         save_index(ref, format.name, options, index)
+    if progress is not None:
+        left = ref.size_bytes - (watched.seen_bytes if watched is not None else 0)
+        progress.advance(done_bytes=left, samples=index.rows)
     if index.bad:
         log.warning(
             "%s: skipped %s bad records of %s", ref.path, f"{index.bad:,}", f"{index.rows + index.bad:,}"
@@ -181,6 +209,11 @@ class DatasetReader:
             for (place, _), row in zip(wanted, rows, strict=True):
                 answer[place] = row
         return answer
+
+    def compare_digests(self, number: int) -> int:
+        """Compare the digests that the format keeps of a file; how many there were. Raises `DataError` for one that differs."""
+        verify = getattr(self._file(number), "verify", None)
+        return int(verify()) if verify is not None else 0
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch what these samples need, beside other work, where it is remote. Never waits and never raises."""

@@ -2,7 +2,7 @@
 
 `find` turns what a user wrote (a file, a directory, a glob, a URL) into the files it names, in a stable order.
 A `Source` reads any range of one of them. Local reads use positions of their own, so that processes which
-inherit a file from their parent do not disturb each other. Never writes.
+inherit a file from their parent do not disturb each other. Datasets are never written to.
 """
 
 from __future__ import annotations
@@ -251,6 +251,27 @@ class _Fetching:
 _fetching = _Fetching()
 
 
+class WatchedSource:
+    """A source that tells how far it was read."""
+
+    def __init__(self, source: Source, seen: Callable[[int], None]) -> None:
+        self.path = source.path
+        self.size_bytes = source.size_bytes
+        self._source = source
+        self._seen = seen
+        self.seen_bytes = 0
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = self._source.read(offset, length)
+        if offset + len(data) > self.seen_bytes and offset <= self.seen_bytes + CHUNK_BYTES:
+            new, self.seen_bytes = offset + len(data) - self.seen_bytes, offset + len(data)
+            self._seen(new)
+        return data
+
+    def close(self) -> None:
+        self._source.close()
+
+
 def is_remote(path: str) -> bool:
     return "://" in path
 
@@ -282,6 +303,15 @@ def find(path: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> list[F
             hint="Give a file, a directory, a glob like 'data/*.jsonl', or s3://bucket/prefix.",
         )
     return matching
+
+
+def put_object(url: str, data: bytes) -> None:
+    """Write an object that describes a dataset, beside it."""
+    store, key = _client(url)
+    try:
+        store.put(key, data)
+    except StoreError as error:
+        raise DataError.at(url, error.message, hint=error.hint) from error
 
 
 def is_visible(path: str) -> bool:

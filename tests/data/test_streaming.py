@@ -39,7 +39,7 @@ from tests.support_seaweed import Seaweed, seaweed
 pytestmark = pytest.mark.s3
 BUCKET = "s3://streams"
 BLOCK_BYTES = 64 * 1024
-ROWS = [{"id": i, "text": f"{i:05d} " * (20 + i % 40)} for i in range(2_000)]
+ROWS: list[dict[str, Any]] = [{"id": i, "text": f"{i:05d} " * (20 + i % 40)} for i in range(2_000)]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,8 @@ FORMATS: dict[str, Callable[[], dict[str, bytes]]] = {
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
-    return row.get("json", row)
+    found: dict[str, Any] = row.get("json", row)
+    return found
 
 
 @pytest.mark.parametrize("kind", FORMATS)

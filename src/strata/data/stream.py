@@ -97,6 +97,8 @@ class StreamLoader(ElasticLoader):
 
     def _read(self, start: tuple[int, int]) -> Iterator[Batch]:
         sampler = self.sampler
+        here = (sampler.epoch, sampler.position)
+        self._states = {at: state for at, state in self._states.items() if here <= at <= start}
         if start == (0, 0) and not (self._states or self._is_replayed or self._options.get("num_workers")):
             self._states[start] = copy.deepcopy(self._stream.state_dict())  # Reading it will change it.
         pieces = _Pieces(

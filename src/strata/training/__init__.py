@@ -87,7 +87,8 @@ def elastic(
     data_path, data_format, data_metadata: what the dashboard shows of the data.
 
     The job has `step` (optimizer steps made in all its lives), `restored` (whether it continues from a checkpoint),
-    `recovery` (what this start recovered from: phases, steps lost, tier; or None), `run` and `generation`, and
+    `recovery` (what this start recovered from: phases, steps lost, tier; or None), `run` and `generation`,
+    `evaluate(loader, measure)`, which reads other data without disturbing any of this, and
     `log({"loss": loss, "eval": {"accuracy": x}})`, which keeps values by step in the coordinator's history of the run.
     """
     require_linux()

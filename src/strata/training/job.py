@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,6 +80,8 @@ from strata.core.text import counted
 from strata.core.types import CheckpointId
 from strata.data.adapt import AnyData, as_elastic_loader
 from strata.data.commits import DataLedger
+from strata.data.errors import DataError
+from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch
 from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
@@ -89,7 +91,7 @@ from strata.shared_memory import folder_name, memory_root, note_run
 from strata.sinks import Sink, SinkRun
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.torch_compat.groups import outlive_reducers, settle_at_exit
-from strata.training import live, rng
+from strata.training import evaluation, live, rng
 from strata.training.account import TimeAccount
 from strata.training.data_world import DataWorld
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
@@ -264,6 +266,10 @@ class ElasticJob:
         self._given_name = job if job and job != os.environ.get("STRATA_TASK_ID") else ""
         self._data = loader
         self._data_place = (data_path or loader.dataset, data_format, dict(data_metadata or {}))
+        self._evaluated: dict[int, ElasticLoader] = {}
+        """Loaders of evaluation data, by the identity of what was given,"""
+        self._kept_data: list[AnyData] = []
+        """which is kept, so that no other object gets its identity."""
         self._epochs = epochs
         self._max_steps = max_steps
         outlive_reducers(model)
@@ -955,6 +961,47 @@ class ElasticJob:
                 self.metrics[name] = value
         if self._metric_log is not None:
             self._metric_log.log(metrics, self.step + self._is_in_step if step is None else step)
+
+    @overload
+    def evaluate(
+        self, data: AnyData, measure: None = None, *, even: bool | None = None
+    ) -> Generator[Batch]: ...
+
+    @overload
+    def evaluate(self, data: AnyData, measure: evaluation.Measure) -> dict[str, float]: ...
+
+    def evaluate(
+        self, data: AnyData, measure: evaluation.Measure | None = None, *, even: bool | None = None
+    ) -> Generator[Batch] | dict[str, float]:
+        """Read evaluation data once on all ranks together, without a sample twice, at whatever world size there is now. Every
+        rank calls it, at the same step. The position of training and its random numbers stay as they are.
+
+        With `measure`, which gives means over one batch by name, the means over all samples are returned, the same on every
+        rank; the model is in evaluation mode meanwhile, without gradients. Without, this rank's batches are yielded.
+
+        data: as for `strata.elastic`. Keep one loader for all calls, so that its processes can be persistent.
+        even: yield as many batches on every rank, by one of weight 0 (`len(batch.step) == 0`) where a rank has no samples left:
+            for models whose forward pass all ranks make together. By default where the model is sharded.
+        """
+        if (loader := self._evaluated.get(id(data))) is None:
+            loader = as_elastic_loader(data, global_batch_size=self._data.sampler.global_batch_size)
+            if loader is self._data:
+                raise DataError(
+                    "The loader that is trained on cannot be evaluated on at the same time.",
+                    hint="Make another one for evaluation, of the same dataset if you like.",
+                )
+            self._evaluated[id(data)] = loader
+            self._kept_data.append(data)
+        found = evaluation.batches(
+            loader,
+            rank=self._data_world.rank,
+            world_size=self._data_world.size,
+            even=measure is not None or (self._is_sharded if even is None else even),
+            alive=lambda: self._alive("evaluating"),
+        )
+        if measure is None:
+            return found
+        return evaluation.reduced(found, self._state.model, measure)
 
     def waited(self, seconds: float) -> None:
         """So much of the step being made was waiting for other ranks: who waits least is whom the others wait for."""

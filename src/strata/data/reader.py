@@ -230,6 +230,10 @@ class DatasetReader:
             except DataError:
                 return  # Whoever reads it says what is wrong.
 
+    def file_of(self, sample: int) -> str:
+        """The file that holds a sample."""
+        return self.files[int(np.searchsorted(self._first, sample, side="right")) - 1].path
+
     def files_of(self, start: int, stop: int) -> list[str]:
         """The files that hold samples [start, stop)."""
         first, last = np.searchsorted(self._first, [start, max(stop - 1, start)], side="right") - 1

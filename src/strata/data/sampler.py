@@ -18,12 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from strata.core.ledger import RankRecord
 from strata.core.order import EpochOrder
 from strata.core.spans import Spans
 from strata.data.errors import StateMismatch
 from strata.data.steps import Step, StepPlan
+from strata.data.token_batches import TokenPlan, TokenSteps, checked_lengths
 
 STATE_VERSION = 1
 _CHUNK = 32  # Micro-batches whose ids are computed together: NumPy's overhead is per call.
@@ -33,7 +35,9 @@ class ElasticSampler:
     """Batches of sample ids for one rank, in an order that no change of the fleet can change.
 
     Give `global_batch_size` to keep the global batch constant whatever the world (slices then differ by at most
-    one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank.
+    one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank; or `max_tokens`, and the
+    `lengths` of all samples, for steps of as many samples as fit a global budget of tokens: then `Step.weight` weighs means
+    over tokens.
     """
 
     is_bounded = True
@@ -46,6 +50,8 @@ class ElasticSampler:
         global_batch_size: int | None = None,
         batch_size: int | None = None,
         micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+        lengths: ArrayLike | None = None,
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = True,
@@ -53,8 +59,12 @@ class ElasticSampler:
         drop_last: bool = False,
         dataset: str = "data",
     ) -> None:
-        if (global_batch_size is None) == (batch_size is None):
-            raise ValueError("give either global_batch_size or batch_size (per rank)")
+        if [global_batch_size, batch_size, max_tokens].count(None) != 2:
+            raise ValueError("give either global_batch_size or batch_size (per rank), or max_tokens")
+        if (max_tokens is None) != (lengths is None):
+            raise ValueError("max_tokens and lengths go together: how many tokens each sample has")
+        if max_tokens is not None and (micro_batch_size is not None or drop_last):
+            raise ValueError("max_tokens goes with neither micro_batch_size nor drop_last")
         for name, value in (
             ("global_batch_size", global_batch_size),
             ("batch_size", batch_size),
@@ -70,6 +80,13 @@ class ElasticSampler:
         self._global_batch_size = global_batch_size
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
+        self.max_tokens = max_tokens
+        self._lengths = (
+            checked_lengths(lengths, total=total, max_tokens=max_tokens)
+            if lengths is not None and max_tokens is not None
+            else None
+        )
+        self._token_steps: dict[int, TokenSteps] = {}
         self.epoch = 0
         self.position = 0
         """The next position to train: everything before it is committed."""
@@ -114,7 +131,8 @@ class ElasticSampler:
 
     @property
     def global_batch_size(self) -> int:
-        return self._global_batch_size or (self._batch_size or 0) * self.world_size
+        """Samples of one step; with `max_tokens` they differ, and this is 1."""
+        return self._global_batch_size or (self._batch_size or 0) * self.world_size or 1
 
     # Reading ------------------------------------------------------------------------------------------------
 
@@ -142,6 +160,16 @@ class ElasticSampler:
     def plan(self, at: tuple[int, int] | None = None) -> StepPlan:
         """What lies ahead of this rank in an epoch, from the committed position or another one."""
         epoch, position = at or (self.epoch, self.position)
+        if self._lengths is not None:
+            return TokenPlan(
+                epoch=epoch,
+                total=self.total,
+                start=position,
+                global_batch_size=self.global_batch_size,
+                rank=self.rank,
+                world_size=self.world_size,
+                token_steps=self._steps_of(epoch),
+            )
         return StepPlan(
             epoch=epoch,
             total=self.total,
@@ -275,6 +303,15 @@ class ElasticSampler:
         if epoch != self.epoch:
             self._order = self._order_of(epoch)
         self.epoch, self.position, self._part = epoch, position, 0
+
+    def _steps_of(self, epoch: int) -> TokenSteps:
+        assert self._lengths is not None
+        assert self.max_tokens is not None
+        if epoch not in self._token_steps:
+            if len(self._token_steps) > 1:
+                del self._token_steps[min(self._token_steps)]
+            self._token_steps[epoch] = TokenSteps(self._lengths, self._order_of(epoch), self.max_tokens)
+        return self._token_steps[epoch]
 
     def _order_of(self, epoch: int) -> EpochOrder:
         return EpochOrder(total=self.total, seed=self.seed, epoch=epoch, shuffle=self.shuffle)

@@ -1067,8 +1067,7 @@ class ElasticJob:
         sampler = self._data.sampler
         if not sampler.is_bounded:
             return self._max_steps or 0
-        each, rest = divmod(sampler.total, sampler.global_batch_size)
-        by_epochs = (each + (rest > 0 and not sampler.drop_last)) * (self._epochs or 0)
+        by_epochs = sampler.plan((0, 0)).steps * (self._epochs or 0)
         limits = [limit for limit in (self._max_steps, by_epochs) if limit]
         return min(limits, default=0)
 

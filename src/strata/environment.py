@@ -23,6 +23,7 @@ KNOWN = frozenset(
         "STRATA_API_URL",
         "STRATA_BARRIER_TIMEOUT",
         "STRATA_CACHE_DIR",
+        "STRATA_CACHE_LIMIT_MB",
         "STRATA_CHECKPOINTS",
         "STRATA_CHECKPOINT_DIR",
         "STRATA_DATA_DIR",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tarfile
 from collections.abc import Iterator
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -94,12 +96,14 @@ def test_a_registry_names_objects_that_exist(bucket: str) -> None:
     ]
 
 
-def test_what_is_not_there_is_a_data_error_that_names_it(bucket: str) -> None:
+def test_what_is_not_there_is_a_data_error_that_names_it(bucket: str, own_cache: Path) -> None:
     with pytest.raises(DataError, match=f"{bucket}/nothing"):
         discover(f"{bucket}/nothing")
     with pytest.raises(DataError, match="no such file"):
         discover(f"{bucket}/lines", "parquet")
     found = discover(f"{bucket}/lines/part-0.jsonl")
     open_store(bucket).delete("lines/part-0.jsonl")
+    assert DatasetReader(found)[0] == {"id": 0}  # This machine still has the version that was counted.
+    shutil.rmtree(own_cache)
     with pytest.raises(DataError, match="no such file"):
         DatasetReader(found).read([0])

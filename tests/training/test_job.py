@@ -15,6 +15,7 @@ import torch
 import strata
 from strata.checkpoint.errors import CheckpointError, FinalSaveFailed, LoadFailed, RunInUse, RunMismatch
 from strata.checkpoint.errors import StateMismatch as WrongModel
+from strata.data.errors import DataError
 from strata.data.errors import StateMismatch as WrongData
 from strata.errors import StrataError
 from strata.stores import open_store
@@ -485,11 +486,11 @@ def test_a_dataset_without_a_single_batch_is_an_error_before_the_first_step(tmp_
 
 def test_several_loaders_are_an_error_before_the_first_step(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "a")
-    with pytest.raises(TypeError, match=r"one strata\.ElasticLoader"):
+    with pytest.raises(DataError, match="data is one loader, not 2"):
         strata.elastic(
             model=loop.model,
             optimizer=loop.optimizer,
-            data=[loop.loader, loop.loader],  # type: ignore[arg-type]
+            data=[loop.loader, loop.loader],  # type: ignore[list-item]
             checkpoints=tmp_path / "a",
             epochs=1,
         )

@@ -22,6 +22,7 @@ from strata.cli import (
     certs,
     chaos,
     checkpoint,
+    data,
     demo,
     doctor,
     index,
@@ -91,6 +92,7 @@ app.command(
 )(torchrun.torchrun)
 app.add_typer(listings.datasets_app)
 app.add_typer(checkpoint.app)
+app.add_typer(data.app)
 app.add_typer(mixture.app)
 app.add_typer(access.app)
 app.add_typer(certs.app)

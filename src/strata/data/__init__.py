@@ -32,6 +32,7 @@ _HOMES = {
     "ShardManager": "strata.data.shards",
     "ShardStream": "strata.data.shard_stream",
     "StateMismatch": "strata.data.errors",
+    "StreamLoader": "strata.data.stream",
     "Step": "strata.data.steps",
     "audit": "strata.data.history",
     "audit_by_source": "strata.data.history",
@@ -90,3 +91,4 @@ if TYPE_CHECKING:
     from strata.data.shards import ShardManager as ShardManager
     from strata.data.steps import Batch as Batch
     from strata.data.steps import Step as Step
+    from strata.data.stream import StreamLoader as StreamLoader

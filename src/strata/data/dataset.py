@@ -9,11 +9,12 @@ by itself.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from strata.data.reader import DatasetFiles, DatasetReader, DiscoverOptions
+from strata.data.media import How, checked, with_media
+from strata.data.prefetch import Prefetcher
+from strata.data.reader import DatasetFiles, DatasetReader, DiscoverOptions, PathOrPaths
 
 
 class ElasticDataset:
@@ -21,19 +22,26 @@ class ElasticDataset:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | DatasetFiles,
+        path: PathOrPaths | DatasetFiles,
         format: str | None = None,
         *,
         transform: Callable[[dict[str, Any]], Any] | None = None,
+        media: Mapping[str, How] | None = None,
         **options: Unpack[DiscoverOptions],
     ) -> None:
-        """`path`, `format` and `options` as for `strata.data.discover`."""
+        """`path`, `format` and `options` as for `strata.data.discover`. `media` says which fields are images or other files, and
+        whether they are wanted as "pixels", "bytes" or "path": see `strata.data.media`."""
         self.reader = DatasetReader(path, format, **options)
         self._transform = transform
+        self._media = checked(media or {})
 
     @property
     def is_remote(self) -> bool:
         return self.reader.is_remote
+
+    def prefetcher(self) -> Prefetcher | None:
+        """What fetches samples before they are read, where they are remote."""
+        return Prefetcher(self.reader.found) if self.is_remote else None
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -47,6 +55,11 @@ class ElasticDataset:
     def read(self, samples: Sequence[int], *, begin: Callable[[int], None] | None = None) -> list[Any]:
         """All of them at once; `begin` is called with each sample before its transform runs."""
         rows = self.reader.read(samples)
+        if self._media:
+            rows = [
+                with_media(row, self._media, file=self.reader.file_of(sample))
+                for sample, row in zip(samples, rows, strict=True)
+            ]
         if self._transform is None:
             return rows
         found = []

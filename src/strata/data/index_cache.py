@@ -1,6 +1,6 @@
 """Indexes of dataset files, kept between runs.
 
-`$STRATA_CACHE_DIR`, else `~/.cache/strata`. An entry belongs to one file as it was (path, size, time of change)
+`$STRATA_CACHE_DIR`, else `~/.cache/strata`. An entry belongs to one file as it was (path, size, version or time of change)
 and one way of reading it; a changed file simply has another name here. A cache that cannot be read or written is no
 error, only slower. Entries are written completely or not at all.
 """
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
+from strata.data.cache_folder import cache_dir
 from strata.data.readers.base import FileIndex, ReadOptions
 from strata.data.sources import FileRef, is_remote
 from strata.files import fresh_file
 
 log = logging.getLogger("strata.data")
 
-VERSION = 1
+VERSION = 2
 WORTH_KEEPING_BYTES = 2**20  # Smaller files are read faster than their index is looked up.
 
 
@@ -37,7 +38,7 @@ def load_index(ref: FileRef, format: str, options: ReadOptions) -> FileIndex | N
 
 
 def save_index(ref: FileRef, format: str, options: ReadOptions, index: FileIndex) -> None:
-    if ref.size_bytes < WORTH_KEEPING_BYTES:
+    if ref.size_bytes < WORTH_KEEPING_BYTES and not is_remote(ref.path):
         return
     path = _entry(ref, format, options)
     try:
@@ -49,22 +50,13 @@ def save_index(ref: FileRef, format: str, options: ReadOptions, index: FileIndex
         log.debug("index of %s was not cached: %s", ref.path, error)
 
 
-def cache_dir() -> Path:
-    chosen = os.environ.get("STRATA_CACHE_DIR")
-    return (
-        Path(chosen)
-        if chosen
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "strata"
-    )
-
-
 def _entry(ref: FileRef, format: str, options: ReadOptions) -> Path:
     place = ref.path if is_remote(ref.path) else os.path.abspath(ref.path)
     identity = (
         VERSION,
         place,
         ref.size_bytes,
-        ref.modified_s,
+        ref.version or ref.modified_s,
         format,
         options.on_bad,
         options.max_record_bytes,

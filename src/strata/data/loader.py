@@ -25,6 +25,7 @@ from strata.data.draws import read_samples, seed_at
 from strata.data.errors import StateMismatch
 from strata.data.iterable import ElasticIterableDataset
 from strata.data.mapping import Kept, flattened
+from strata.data.prefetch import BATCHES_AHEAD, Prefetcher
 from strata.data.sampler import ElasticSampler, WithSampler
 from strata.data.steps import Batch, MapDataset, Step, ThinnedBatch
 from strata.errors import MissingDependency
@@ -93,7 +94,7 @@ class ElasticLoader(WithSampler):
             if sampler is None:
                 raise ValueError("a map-style dataset needs an ElasticSampler")
             self.sampler = sampler
-            self._tagged = _Tagged(sampler)
+            self._tagged = _Tagged(sampler, getattr(dataset, "prefetcher", None))
             samples = _Samples(dataset, sampler)
             dataloader_options["collate_fn"] = _Collate(
                 dataloader_options.get("collate_fn") or default_collate
@@ -206,16 +207,37 @@ class _Tagged:
     """The batch sampler that `DataLoader` sees: notes each step as its ids go to the workers. `DataLoader`
     hands batches back in the same order."""
 
-    def __init__(self, sampler: ElasticSampler) -> None:
+    def __init__(
+        self, sampler: ElasticSampler, prefetcher: Callable[[], Prefetcher | None] | None = None
+    ) -> None:
         self._sampler = sampler
+        self._prefetcher = prefetcher
         self.read_ahead: deque[Step] = deque()
         self.start: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         read_ahead = self.read_ahead
-        for step, ids in self._sampler.batches(at=self.start):
+        batches = self._sampler.batches(at=self.start)
+        prefetcher = self._prefetcher() if self._prefetcher is not None else None
+        for step, ids in batches if prefetcher is None else _prefetched(batches, prefetcher):
             read_ahead.append(step)
             yield step.epoch, ids
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+def _prefetched(
+    batches: Iterator[tuple[Step, list[int]]], prefetcher: Prefetcher
+) -> Iterator[tuple[Step, list[int]]]:
+    """The same batches, each announced to the prefetcher some batches before."""
+    announced: deque[tuple[Step, list[int]]] = deque()
+    try:
+        for batch in batches:
+            prefetcher.put(batch[1])
+            announced.append(batch)
+            if len(announced) > BATCHES_AHEAD:
+                yield announced.popleft()
+        yield from announced
+    finally:
+        prefetcher.close()

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from strata.data.media import thumbnail
+
 _LABELS = {"label", "labels", "cls", "class", "target", "targets", "y", "category"}
 _MAGIC = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 
@@ -30,9 +32,9 @@ class Limits:
     items: int = 32
     depth: int = 3
     image_bytes: int = 48 * 1024
-    """A larger image is shown by its size alone."""
+    """A larger image is shown small, where it can be decoded, else by its size alone. 0 shows none."""
     thumbnail_pixels: int = 96
-    """Arrays that are images are thinned out to this edge."""
+    """Large images and arrays that are images are shown with this edge."""
 
 
 def preview(samples: Iterable[Mapping[str, Any]], limits: Limits | None = None) -> list[dict[str, Any]]:
@@ -113,6 +115,8 @@ def _binary(data: bytes, limits: Limits) -> dict[str, Any]:
         image["width"], image["height"] = struct.unpack(">II", data[16:24])
     if len(data) <= limits.image_bytes:
         image["value"] = _data_url(kind, data)
+    elif limits.image_bytes and (small := thumbnail(data, limits.thumbnail_pixels)) is not None:
+        image["value"] = _data_url("jpeg", small)
     return image
 
 

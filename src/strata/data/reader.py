@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypedDict, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
+from strata.data.compressed import DecompressedSource, is_compressed
 from strata.data.errors import DataError
 from strata.data.index_cache import load_index, save_index
-from strata.data.readers.base import Cache, FileIndex, OnBad, OpenFile, ReadOptions, Row, group_rows
-from strata.data.readers.formats import ALL_SUFFIXES, format_named, format_of
-from strata.data.sources import FileRef, find, is_remote, open_source
+from strata.data.readers.base import Cache, FileIndex, Format, OnBad, OpenFile, ReadOptions, Row, group_rows
+from strata.data.readers.formats import ALL_SUFFIXES, format_named, format_of, suffixes_of
+from strata.data.readers.mds import INDEX_NAME, MDS, listed
+from strata.data.sources import FileRef, Source, WatchedSource, find, is_remote, open_source
 
 log = logging.getLogger("strata.data")
 
+SAMPLES_SUFFIX = ".samples"
 _MAX_OPEN_FILES = 64
 _CACHE_BYTES = 256 * 2**20
 
@@ -41,6 +44,8 @@ class DataFile:
     samples: int
     bad: int = 0
     """Records that were skipped because they cannot be read."""
+    version: str = ""
+    """Of an object: another version is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,48 +65,94 @@ class DatasetFiles:
         return sum(file.bad for file in self.files)
 
 
+class Progress(Protocol):
+    """Who shows how far reading has come."""
+
+    def begin(self, *, total_bytes: int, done_bytes: int) -> None: ...
+
+    def advance(self, *, done_bytes: int, samples: int) -> None: ...
+
+
 class DiscoverOptions(TypedDict, total=False):
     """What `discover` takes by name alone."""
 
     on_bad: OnBad
     max_record_bytes: int
+    progress: Progress | None
+
+
+PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A file, a directory, a glob or a URL of any of these; or several of them, whose samples follow each other."""
 
 
 def discover(
-    path: str | os.PathLike[str],
+    path: PathOrPaths,
     format: str | None = None,
     *,
     on_bad: OnBad = "raise",
     max_record_bytes: int = ReadOptions().max_record_bytes,
+    progress: Progress | None = None,
 ) -> DatasetFiles:
     """Find the files of a dataset and count their samples, without loading them.
 
-    `path` is a file, a directory, a glob, or a URL of any of these. Without `format`, suffixes decide.
+    `path` is a file, a directory, a glob, or a URL of any of these, or a list of them; or a dataset's own
+    index (`.samples`). Without `format`, suffixes decide. `progress` is told how far looking at the files has come.
     """
     if on_bad not in ("raise", "skip"):
         raise ValueError(f"on_bad is 'raise' or 'skip', not {on_bad!r}")
-    text = os.fspath(path)
+    places = [os.fspath(path)] if isinstance(path, str | os.PathLike) else [os.fspath(each) for each in path]
+    if not places:
+        raise DataError("No path was given.", hint="Give a file, a directory, a glob, or a list of them.")
+    if places[0].endswith(SAMPLES_SUFFIX) and len(places) == 1:
+        from strata.data.sample_index import load
+
+        return load(places[0])
+    text = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1:,} more"
     chosen = format_named(format, path=text) if format and format != "auto" else None
-    refs = find(text, chosen.suffixes if chosen else ALL_SUFFIXES)
+    refs = [ref for place in places for ref in find(place, suffixes_of(chosen) if chosen else ALL_SUFFIXES)]
+    if twice := [one.path for one, count in Counter(refs).items() if count > 1]:
+        raise DataError.at(
+            twice[0], "it is named twice", hint="Its samples would be trained twice: name each file once."
+        )
+    if any(ref.path.endswith(MDS.suffixes) for ref in refs):
+        refs = [ref for ref in refs if os.path.basename(ref.path) != INDEX_NAME]  # It is no shard itself.
     chosen = chosen or format_of((ref.path for ref in refs), path=text)
     options = ReadOptions(on_bad=on_bad, max_record_bytes=max_record_bytes)
-    indexes = []
-    for ref in refs:
-        index = load_index(ref, chosen.name, options)
-        if index is None:
-            source = open_source(ref.path)
-            try:
-                index = chosen.index(source, options)
-            finally:
-                source.close()
-            save_index(ref, chosen.name, options, index)
-        if index.bad:
-            log.warning(
-                "%s: skipped %s bad records of %s", ref.path, f"{index.bad:,}", f"{index.rows + index.bad:,}"
+    if chosen is MDS:
+        found = listed(refs, path=text)
+    else:
+        if progress is not None:
+            progress.begin(total_bytes=sum(ref.size_bytes for ref in refs), done_bytes=0)
+        found = [(ref, _index_of(ref, chosen, options, progress)) for ref in refs]
+    files = tuple(_file(ref, index) for ref, index in found)
+    return DatasetFiles(format=chosen.name, files=files, indexes=tuple(index for _, index in found))
+
+
+def _index_of(
+    ref: FileRef, format: Format, options: ReadOptions, progress: Progress | None = None
+) -> FileIndex:
+    """How to reach the rows of a file: as it was kept, or from the file itself."""
+    index = load_index(ref, format.name, options)
+    watched = None
+    if index is None:
+        source = open_source(ref.path, version=ref.version, size_bytes=ref.size_bytes)
+        if progress is not None:
+            source = watched = WatchedSource(
+                source, lambda done: progress.advance(done_bytes=done, samples=0)
             )
-        indexes.append(index)
-    files = tuple(_file(ref, index) for ref, index in zip(refs, indexes, strict=True))
-    return DatasetFiles(format=chosen.name, files=files, indexes=tuple(indexes))
+        try:
+            index = _indexed(format, source, options)
+        finally:
+            source.close()
+        save_index(ref, format.name, options, index)
+    if progress is not None:
+        left = ref.size_bytes - (watched.seen_bytes if watched is not None else 0)
+        progress.advance(done_bytes=left, samples=index.rows)
+    if index.bad:
+        log.warning(
+            "%s: skipped %s bad records of %s", ref.path, f"{index.bad:,}", f"{index.rows + index.bad:,}"
+        )
+    return index
 
 
 class DatasetReader:
@@ -109,7 +160,7 @@ class DatasetReader:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | DatasetFiles,
+        path: PathOrPaths | DatasetFiles,
         format: str | None = None,
         **options: Unpack[DiscoverOptions],
     ) -> None:
@@ -121,6 +172,7 @@ class DatasetReader:
         self._open: OrderedDict[int, OpenFile] = OrderedDict()
         self._cache = Cache(_CACHE_BYTES)
         self._pid = os.getpid()
+        self._set_bytes = sum(file.size_bytes for file in found.files)
 
     @property
     def files(self) -> tuple[DataFile, ...]:
@@ -158,6 +210,30 @@ class DatasetReader:
                 answer[place] = row
         return answer
 
+    def compare_digests(self, number: int) -> int:
+        """Compare the digests that the format keeps of a file; how many there were. Raises `DataError` for one that differs."""
+        verify = getattr(self._file(number), "verify", None)
+        return int(verify()) if verify is not None else 0
+
+    def prefetch(self, samples: Sequence[int]) -> None:
+        """Fetch what these samples need, beside other work, where it is remote. Never waits and never raises."""
+        if not self.is_remote:
+            return
+        numbers = [int(sample) for sample in samples]
+        for number, wanted in group_rows(numbers, self._first[:-1]).items():
+            try:
+                file = self._file(number)
+                ranges = getattr(file, "ranges", None)
+                if ranges is not None:
+                    for offset, length in ranges([row for _, row in wanted]):
+                        file.source.prefetch(offset, length)  # type: ignore[attr-defined]
+            except DataError:
+                return  # Whoever reads it says what is wrong.
+
+    def file_of(self, sample: int) -> str:
+        """The file that holds a sample."""
+        return self.files[int(np.searchsorted(self._first, sample, side="right")) - 1].path
+
     def files_of(self, start: int, stop: int) -> list[str]:
         """The files that hold samples [start, stop)."""
         first, last = np.searchsorted(self._first, [start, max(stop - 1, start)], side="right") - 1
@@ -174,7 +250,9 @@ class DatasetReader:
             self._open.move_to_end(number)
             return self._open[number]
         known = self.files[number]
-        source = open_source(known.path)
+        source = open_source(
+            known.path, version=known.version, size_bytes=known.size_bytes, set_bytes=self._set_bytes
+        )
         if source.size_bytes != known.size_bytes:
             source.close()
             raise DataError.at(
@@ -182,7 +260,10 @@ class DatasetReader:
                 f"it has {source.size_bytes:,} bytes now and had {known.size_bytes:,} when it was counted",
                 hint="Data must not change during an epoch: restore it, or register it again.",
             )
-        self._open[number] = self._format.open(source, self.found.indexes[number], self._cache)
+        index = self.found.indexes[number]
+        if "span_bounds" in index.arrays:
+            source = DecompressedSource(source, index.arrays)
+        self._open[number] = self._format.open(source, index, self._cache)
         if len(self._open) > _MAX_OPEN_FILES:
             self._open.popitem(last=False)[1].close()
         return self._open[number]
@@ -194,5 +275,15 @@ class DatasetReader:
         self.__init__(state["found"])  # type: ignore[misc]
 
 
+def _indexed(format: Format, source: Source, options: ReadOptions) -> FileIndex:
+    if not is_compressed(source.path) or not source.size_bytes:
+        return format.index(source, options)
+    unpacked = DecompressedSource(source)
+    index = format.index(unpacked, options)
+    return replace(index, arrays={**index.arrays, **unpacked.arrays()})
+
+
 def _file(ref: FileRef, index: FileIndex) -> DataFile:
-    return DataFile(path=ref.path, size_bytes=ref.size_bytes, samples=index.rows, bad=index.bad)
+    return DataFile(
+        path=ref.path, size_bytes=ref.size_bytes, samples=index.rows, bad=index.bad, version=ref.version
+    )

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from strata.core.ledger import RankRecord
 from strata.core.mixture import ENDLESS, Change, MixtureError
@@ -29,6 +30,7 @@ from strata.core.spans import Spans
 from strata.data.errors import DataError, StateMismatch
 from strata.data.mixture import Mixture, MixtureOrder
 from strata.data.steps import Step, StepPlan
+from strata.data.token_batches import TokenPlan, TokenSteps, checked_lengths
 
 STATE_VERSION = 1
 _CHUNK = 32  # Micro-batches whose ids are computed together: NumPy's overhead is per call.
@@ -38,8 +40,13 @@ class ElasticSampler:
     """Batches of sample ids for one rank, in an order that no change of the fleet can change.
 
     Give `global_batch_size` to keep the global batch constant whatever the world (slices then differ by at most
-    one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank.
+    one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank; or `max_tokens`, and the
+    `lengths` of all samples, for steps of as many samples as fit a global budget of tokens: then `Step.weight` weighs means
+    over tokens.
     """
+
+    is_bounded = True
+    """Whether `total` is how many samples an epoch has; of a stream nobody may know."""
 
     def __init__(
         self,
@@ -48,6 +55,8 @@ class ElasticSampler:
         global_batch_size: int | None = None,
         batch_size: int | None = None,
         micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+        lengths: ArrayLike | None = None,
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = True,
@@ -56,8 +65,14 @@ class ElasticSampler:
         dataset: str = "data",
     ) -> None:
         """`total`: how many samples there are, or a mixture, which brings its own seed."""
-        if (global_batch_size is None) == (batch_size is None):
-            raise ValueError("give either global_batch_size or batch_size (per rank)")
+        if [global_batch_size, batch_size, max_tokens].count(None) != 2:
+            raise ValueError("give either global_batch_size or batch_size (per rank), or max_tokens")
+        if (max_tokens is None) != (lengths is None):
+            raise ValueError("max_tokens and lengths go together: how many tokens each sample has")
+        if max_tokens is not None and (micro_batch_size is not None or drop_last):
+            raise ValueError("max_tokens goes with neither micro_batch_size nor drop_last")
+        if max_tokens is not None and isinstance(total, Mixture):
+            raise ValueError("max_tokens does not go with a mixture: pack its sources (pack=True) instead")
         for name, value in (
             ("global_batch_size", global_batch_size),
             ("batch_size", batch_size),
@@ -75,6 +90,13 @@ class ElasticSampler:
         self._global_batch_size = global_batch_size
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
+        self.max_tokens = max_tokens
+        self._lengths = (
+            checked_lengths(lengths, total=self._total, max_tokens=max_tokens)
+            if lengths is not None and max_tokens is not None
+            else None
+        )
+        self._token_steps: dict[int, TokenSteps] = {}
         self.epoch = 0
         self.position = 0
         """The next position to train: everything before it is committed."""
@@ -160,7 +182,8 @@ class ElasticSampler:
 
     @property
     def global_batch_size(self) -> int:
-        return self._global_batch_size or (self._batch_size or 0) * self.world_size
+        """Samples of one step; with `max_tokens` they differ, and this is 1."""
+        return self._global_batch_size or (self._batch_size or 0) * self.world_size or 1
 
     # Reading ------------------------------------------------------------------------------------------------
 
@@ -189,6 +212,16 @@ class ElasticSampler:
     def plan(self, at: tuple[int, int] | None = None) -> StepPlan:
         """What lies ahead of this rank in an epoch, from the committed position or another one."""
         epoch, position = at or (self.epoch, self.position)
+        if self._lengths is not None:
+            return TokenPlan(
+                epoch=epoch,
+                total=self.total,
+                start=position,
+                global_batch_size=self.global_batch_size,
+                rank=self.rank,
+                world_size=self.world_size,
+                token_steps=self._steps_of(epoch),
+            )
         return StepPlan(
             epoch=epoch,
             total=self.total if self.mixture is None or epoch == 0 else 0,
@@ -255,8 +288,12 @@ class ElasticSampler:
         """Close the epoch when no step is left in it, and stand at the beginning of the next."""
         plan = self.plan()
         if not plan.steps:
-            self._update_record(lambda known: replace(known, dropped=self._dropped(plan), closed=True))
+            self._update_record(lambda known: replace(known, dropped=self.left_out(plan), closed=True))
             self._stand(self.epoch + 1, 0)
+
+    def left_out(self, plan: StepPlan) -> Spans:
+        """What an epoch that is closed leaves out on purpose; of a mixture, all that would come after its end."""
+        return plan.dropped if self.mixture is None else Spans([(plan.end, ENDLESS)])
 
     def records(self) -> list[RankRecord]:
         """What was committed since the last call. Each call hands over: nothing is reported twice."""
@@ -279,7 +316,7 @@ class ElasticSampler:
                         total=self.ledger_total,
                         rank=rank,
                         runs=plan.trained_to(end),
-                        dropped=self._dropped(plan) if is_closed else Spans(),
+                        dropped=self.left_out(plan) if is_closed else Spans(),
                         closed=is_closed,
                     )
                 )
@@ -338,10 +375,6 @@ class ElasticSampler:
             self._order = self._order_of(epoch)
         self.epoch, self.position, self._part = epoch, position, 0
 
-    def _dropped(self, plan: StepPlan) -> Spans:
-        """What is left out at an epoch's end; of a mixture, all that would come after it."""
-        return plan.dropped if self.mixture is None else Spans([(plan.end, ENDLESS)])
-
     def _check_not_ended(self, epoch: int) -> None:
         if self.mixture is not None and epoch:
             plan = self.mixture.plan
@@ -350,6 +383,16 @@ class ElasticSampler:
                 hint="Train no further (epochs=1), let its sources repeat (epochs=None), or continue without those that "
                 "have run out (when_exhausted='continue').",
             )
+
+    def _steps_of(self, epoch: int) -> TokenSteps:
+        assert self._lengths is not None
+        assert self.max_tokens is not None
+        if epoch not in self._token_steps:
+            if len(self._token_steps) > 1:
+                del self._token_steps[min(self._token_steps)]
+            order = EpochOrder(total=self._total, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+            self._token_steps[epoch] = TokenSteps(self._lengths, order, self.max_tokens)
+        return self._token_steps[epoch]
 
     def _order_of(self, epoch: int) -> EpochOrder | MixtureOrder:
         if self.mixture is not None:

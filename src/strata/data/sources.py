@@ -2,7 +2,7 @@
 
 `find` turns what a user wrote (a file, a directory, a glob, a URL) into the files it names, in a stable order.
 A `Source` reads any range of one of them. Local reads use positions of their own, so that processes which
-inherit a file from their parent do not disturb each other. Never writes.
+inherit a file from their parent do not disturb each other. Datasets are never written to.
 """
 
 from __future__ import annotations
@@ -10,17 +10,27 @@ from __future__ import annotations
 import fnmatch
 import functools
 import glob
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from strata.data.block_cache import block_cache
 from strata.data.errors import DataError
-from strata.stores import InvalidStoreURL, Store, StoreError, open_store
+from strata.stores import InvalidStoreURL, NotFound, Replaced, Store, StoreError, open_store
+from strata.stores.protocol import VersionReader
 
 CHUNK_BYTES = 4 * 2**20
+BLOCK_BYTES = 4 * 2**20
+"""In which remote files are fetched and kept."""
+READ_AHEAD_BLOCKS = 6
+FETCH_THREADS = 6
+MOST_UNDER_WAY = 32
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
@@ -31,6 +41,8 @@ class FileRef:
     path: str
     size_bytes: int
     modified_s: float
+    version: str = ""
+    """Of an object: differs where it was replaced."""
 
 
 class Source(Protocol):
@@ -96,38 +108,181 @@ class LocalSource:
 
 
 class StoredSource:
-    """An object in S3, GCS or Azure."""
+    """An object in S3, GCS or Azure: one version of it, read through the cache of this machine.
 
-    def __init__(self, url: str) -> None:
+    Ranges are read in blocks, which are kept on disk and shared. What is read from front to back is fetched ahead. Where a
+    dataset is larger than the cache, small reads out of order fetch what they ask for and nothing more.
+    """
+
+    def __init__(
+        self, url: str, *, version: str = "", size_bytes: int | None = None, set_bytes: int = 0
+    ) -> None:
+        """`version` and `size_bytes` as a listing told them; else they are asked for. `set_bytes`: of the whole dataset."""
         self.path = url
         self._store, self._key = _client(url)
-        try:
-            blob = self._store.stat(self._key)
-        except StoreError as error:
-            raise DataError.at(url, error.message, hint=error.hint) from error
-        if blob is None:
-            raise _missing(url)
-        self.size_bytes = blob.size_bytes
+        if size_bytes is None:
+            try:
+                blob = self._store.stat(self._key)
+            except StoreError as error:
+                raise DataError.at(url, error.message, hint=error.hint) from error
+            if blob is None:
+                raise _missing(url)
+            version, size_bytes = blob.version, blob.size_bytes
+        self.size_bytes = size_bytes
+        self.version = version
+        self._cache = block_cache()
+        self._is_set_larger = max(set_bytes, size_bytes) > self._cache.limit_bytes
+        self._last_block = -1
+        self._ahead_to = 0
+        """Blocks before this one are on their way, or here."""
 
     def read(self, offset: int, length: int) -> bytes:
         length = min(length, self.size_bytes - offset)
         if length <= 0:
             return b""
-        try:
-            return self._store.read(self._key, offset=offset, length=length)
-        except StoreError as error:
-            raise DataError.at(self.path, error.message, hint=error.hint) from error
+        first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
+        is_sequential = first in (self._last_block, self._last_block + 1)
+        self._last_block = last
+        if is_sequential:
+            self._fetch_ahead(last)
+        elif self._is_set_larger and length <= BLOCK_BYTES // 8 and not self._cache.has(self._name(first)):
+            return bytes(self._fetch(offset, length))
+        if first == last:
+            start = offset - first * BLOCK_BYTES
+            return bytes(self._block(first, start, start + length))
+        for block in range(first, last + 1):
+            _fetching.start(self, block)
+        pieces = []
+        for block in range(first, last + 1):
+            start = max(offset - block * BLOCK_BYTES, 0)
+            stop = min(offset + length - block * BLOCK_BYTES, BLOCK_BYTES)
+            pieces.append(self._block(block, start, stop))
+        return b"".join(pieces)
+
+    def prefetch(self, offset: int, length: int) -> None:
+        """Fetch what will be read soon, beside other work. Never waits; what cannot be fetched is found out when it is read."""
+        if self._is_set_larger and length <= BLOCK_BYTES // 8:
+            return
+        for block in range(offset // BLOCK_BYTES, -(-min(offset + length, self.size_bytes) // BLOCK_BYTES)):
+            _fetching.start(self, block)
 
     def close(self) -> None:
         pass
+
+    @property
+    def is_cached(self) -> bool:
+        return self._cache.limit_bytes > 0
+
+    def _fetch_ahead(self, block: int) -> None:
+        stop = min(block + 1 + READ_AHEAD_BLOCKS, -(-self.size_bytes // BLOCK_BYTES))
+        for ahead in range(max(block + 1, self._ahead_to if self._ahead_to <= stop else 0), stop):
+            _fetching.start(self, ahead)
+        self._ahead_to = stop
+
+    def _block(self, number: int, start: int, stop: int) -> memoryview:
+        name, size_bytes = self._name(number), self._block_bytes(number)
+        _fetching.wait(name)
+        return self._cache.read(name, size_bytes, start, stop, lambda: self._fetch_block(number))
+
+    def fill(self, number: int) -> None:
+        """Have a block in the cache."""
+        name = self._name(number)
+        if not self._cache.has(name):
+            self._cache.fill(name, self._block_bytes(number), lambda: self._fetch_block(number))
+
+    def name_of(self, number: int) -> str:
+        return self._name(number)
+
+    def _name(self, number: int) -> str:
+        text = f"{self.path}\n{self.version}\n{self.size_bytes}\n{number}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _block_bytes(self, number: int) -> int:
+        return min(BLOCK_BYTES, self.size_bytes - number * BLOCK_BYTES)
+
+    def _fetch_block(self, number: int) -> memoryview:
+        return self._fetch(number * BLOCK_BYTES, self._block_bytes(number))
+
+    def _fetch(self, offset: int, length: int) -> memoryview:
+        try:
+            if isinstance(self._store, VersionReader):
+                return self._store.read_version(self._key, self.version, offset=offset, length=length)
+            return memoryview(self._store.read(self._key, offset=offset, length=length))
+        except NotFound as error:
+            raise _missing(self.path) from error
+        except Replaced as error:
+            raise DataError.at(
+                self.path,
+                "the object was replaced since it was first looked at",
+                hint="Data must not change during an epoch: restore the version it had, or register it again.",
+            ) from error
+        except StoreError as error:
+            raise DataError.at(self.path, error.message, hint=error.hint) from error
+
+
+class _Fetching:
+    """Blocks that are fetched beside reading, in a few threads of this process. Never raises: whoever reads a block that could
+    not be fetched tries it again, and says what is wrong."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self._under_way: dict[str, Future[None]] = {}
+
+    def start(self, source: StoredSource, block: int) -> None:
+        if self._pid != os.getpid():
+            self._pool, self._pid, self._under_way = None, os.getpid(), {}
+        name = source.name_of(block)
+        if name in self._under_way or len(self._under_way) >= MOST_UNDER_WAY or not source.is_cached:
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(FETCH_THREADS, "strata-fetch")
+        future = self._pool.submit(source.fill, block)
+        self._under_way[name] = future
+        future.add_done_callback(lambda _: self._under_way.pop(name, None))
+
+    def wait(self, name: str) -> None:
+        future = self._under_way.get(name) if self._pid == os.getpid() else None
+        if future is not None:
+            with suppress(Exception):
+                future.exception()
+
+
+_fetching = _Fetching()
+
+
+class WatchedSource:
+    """A source that tells how far it was read."""
+
+    def __init__(self, source: Source, seen: Callable[[int], None]) -> None:
+        self.path = source.path
+        self.size_bytes = source.size_bytes
+        self._source = source
+        self._seen = seen
+        self.seen_bytes = 0
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = self._source.read(offset, length)
+        if offset + len(data) > self.seen_bytes and offset <= self.seen_bytes + CHUNK_BYTES:
+            new, self.seen_bytes = offset + len(data) - self.seen_bytes, offset + len(data)
+            self._seen(new)
+        return data
+
+    def close(self) -> None:
+        self._source.close()
 
 
 def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def open_source(path: str) -> Source:
-    return StoredSource(path) if is_remote(path) else LocalSource(path)
+def open_source(path: str, *, version: str = "", size_bytes: int | None = None, set_bytes: int = 0) -> Source:
+    """`version` and `size_bytes` of an object as they were when it was found: another one is refused."""
+    if not is_remote(path):
+        return LocalSource(path)
+    return StoredSource(
+        path, version=version, size_bytes=size_bytes if version else None, set_bytes=set_bytes
+    )
 
 
 def find(path: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> list[FileRef]:
@@ -148,6 +303,15 @@ def find(path: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> list[F
             hint="Give a file, a directory, a glob like 'data/*.jsonl', or s3://bucket/prefix.",
         )
     return matching
+
+
+def put_object(url: str, data: bytes) -> None:
+    """Write an object that describes a dataset, beside it."""
+    store, key = _client(url)
+    try:
+        store.put(key, data)
+    except StoreError as error:
+        raise DataError.at(url, error.message, hint=error.hint) from error
 
 
 def is_visible(path: str) -> bool:
@@ -205,6 +369,7 @@ def _find_stored(url: str) -> Iterator[FileRef]:
                     path=f"{_split_url(url)[0]}/{blob.key}",
                     size_bytes=blob.size_bytes,
                     modified_s=blob.modified_s,
+                    version=blob.version,
                 )
     except StoreError as error:
         raise DataError.at(url, error.message, hint=error.hint) from error

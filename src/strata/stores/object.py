@@ -42,6 +42,7 @@ from strata.stores.protocol import (
     Buffer,
     Misconfigured,
     NotFound,
+    Replaced,
     StoreError,
     TakePart,
     Truncated,
@@ -184,12 +185,34 @@ class ObjectStore:
                 f"'{key}' in {self.url} was replaced while it was read.", tier=self.tier, key=key
             )
 
+    def read_version(self, key: str, version: str, *, offset: int, length: int) -> memoryview:
+        if length <= self._part_bytes:
+            data = self._fetch(key, offset, length, version or None)
+            if data is not None:
+                return memoryview(data)
+        else:
+            target = memoryview(bytearray(length))
+            if self._read_version(key, target, offset, version or None):
+                return target
+        self._found(key)  # Raises where it does not exist.
+        raise Replaced(
+            f"'{key}' in {self.url} was replaced by another version.",
+            tier=self.tier,
+            key=key,
+            reason="it was replaced",
+        )
+
     def stat(self, key: str) -> Blob | None:
         try:
             found = self._found(key)
         except NotFound:
             return None
-        return Blob(key=key, size_bytes=found["size"], modified_s=found["last_modified"].timestamp())
+        return Blob(
+            key=key,
+            size_bytes=found["size"],
+            modified_s=found["last_modified"].timestamp(),
+            version=found["e_tag"] or "",
+        )
 
     def list(self, prefix: str = "") -> Iterator[Blob]:
         import obstore
@@ -204,7 +227,14 @@ class ObjectStore:
                     key = meta["path"][skip:]
                     if key.startswith(prefix) and not key.startswith(f"{RESERVED}/"):
                         modified_s = meta["last_modified"].timestamp()
-                        found.append(Blob(key=key, size_bytes=meta["size"], modified_s=modified_s))
+                        found.append(
+                            Blob(
+                                key=key,
+                                size_bytes=meta["size"],
+                                modified_s=modified_s,
+                                version=meta["e_tag"] or "",
+                            )
+                        )
         except Exception as error:
             raise self._explained(error, prefix, "list") from error
         self._bucket_seen = True

@@ -32,6 +32,8 @@ class Blob:
     key: str
     size_bytes: int
     modified_s: float
+    version: str = ""
+    """Differs where the value was replaced; empty where the store has no such mark."""
 
 
 class BlobWriter(Protocol):
@@ -109,6 +111,16 @@ class PartReader(Protocol):
         ...
 
 
+@runtime_checkable
+class VersionReader(Protocol):
+    """A store that can read one version of a value, and no other."""
+
+    def read_version(self, key: str, version: str, *, offset: int, length: int) -> memoryview:
+        """A range of the value that `Blob.version` named. Raises `Replaced` where there is another now, `NotFound` where there is
+        none."""
+        ...
+
+
 StorageBackend = Store
 """The name users know the protocol by."""
 
@@ -144,6 +156,12 @@ class Truncated(StoreError):
     """The value is shorter than what was asked of it."""
 
     code = "truncated"
+
+
+class Replaced(StoreError):
+    """The value is not the one that was looked at before."""
+
+    code = "replaced"
 
 
 class NoSpace(StoreError):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from strata.checkpoint.destinations import Destination
-    from strata.data.loader import ElasticLoader
+    from strata.data.adapt import AnyData
     from strata.sinks import Sink
     from strata.training.job import ElasticJob as ElasticJob
     from strata.training.job import ElasticOptions as ElasticOptions
@@ -37,7 +37,8 @@ def elastic(
     *,
     model: torch.nn.Module,
     optimizer: Stateful,
-    data: ElasticLoader,
+    data: AnyData,
+    global_batch_size: int | None = None,
     checkpoints: Destination | Sequence[Destination] | None = None,
     scheduler: Stateful | None = None,
     extra: Mapping[str, Stateful] | None = None,
@@ -68,7 +69,11 @@ def elastic(
 
     model: as usual: plain, DDP, FSDP2, HSDP or tensor parallel, also as Accelerate and Lightning Fabric return it.
     optimizer, scheduler: anything with `state_dict` and `load_state_dict`; of theirs, what is inside.
-    data: the `ElasticLoader` that training reads; the job keeps its position and its ledger.
+    data: what training reads; the job keeps its position and its ledger. An `ElasticLoader`; a plain `DataLoader` or torchdata's
+        `StatefulDataLoader`, whose sampling is replaced by one that is exact; a dataset; an iterable dataset with `state_dict`
+        and `load_state_dict`; or paths, globs and URLs of files.
+    global_batch_size: for data that has no batch size of its own (datasets, paths). A `DataLoader`'s is per rank; this one goes
+        before it.
     checkpoints: destinations, near to far: a folder, `s3://bucket/prefix`, or a list of them. `[]` keeps the state in
         memory only. The run's identity lives there: the same destination continues the same run.
     mesh: the dimensions of a device mesh along which data differs, such as `mesh["dp"]`; by default all ranks read different
@@ -82,7 +87,8 @@ def elastic(
     data_path, data_format, data_metadata: what the dashboard shows of the data.
 
     The job has `step` (optimizer steps made in all its lives), `restored` (whether it continues from a checkpoint),
-    `recovery` (what this start recovered from: phases, steps lost, tier; or None), `run` and `generation`, and
+    `recovery` (what this start recovered from: phases, steps lost, tier; or None), `run` and `generation`,
+    `evaluate(loader, measure)`, which reads other data without disturbing any of this, and
     `log({"loss": loss, "eval": {"accuracy": x}})`, which keeps values by step in the coordinator's history of the run.
     """
     require_linux()
@@ -92,6 +98,7 @@ def elastic(
         model=model,
         optimizer=optimizer,
         data=data,
+        global_batch_size=global_batch_size,
         checkpoints=checkpoints,
         scheduler=scheduler,
         extra=extra,

@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,9 @@ from strata.core.replicas import Odd, Undecided
 from strata.core.roster import Changes, Entrant, Roster, enter
 from strata.core.text import counted
 from strata.core.types import CheckpointId
+from strata.data.adapt import AnyData, as_elastic_loader
 from strata.data.commits import DataLedger
+from strata.data.errors import DataError
 from strata.data.loader import ElasticLoader
 from strata.data.steps import Batch
 from strata.errors import StrataError, require_linux
@@ -90,7 +92,7 @@ from strata.shared_memory import folder_name, memory_root, note_run
 from strata.sinks import Sink, SinkRun
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.torch_compat.groups import outlive_reducers, settle_at_exit
-from strata.training import live, rng
+from strata.training import evaluation, live, rng
 from strata.training.account import TimeAccount
 from strata.training.data_world import DataWorld
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
@@ -238,7 +240,8 @@ class ElasticJob:
         *,
         model: torch.nn.Module,
         optimizer: Stateful,
-        data: ElasticLoader,
+        data: AnyData,
+        global_batch_size: int | None = None,
         checkpoints: Destination | Sequence[Destination] | None = None,
         scheduler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
@@ -259,11 +262,7 @@ class ElasticJob:
         require_linux()
         if epochs is None and max_steps is None:
             raise ValueError("say when training ends: epochs, max_steps, or both")
-        if not isinstance(data, ElasticLoader):
-            raise TypeError(
-                f"data must be one strata.ElasticLoader, not {type(data).__name__}: the job keeps its position. "
-                "Other loaders may be used inside the loop; what they read is not in the ledger."
-            )
+        loader = as_elastic_loader(data, global_batch_size=global_batch_size)
         self.options = options or ElasticOptions()
         self.name = job or os.environ.get("STRATA_JOB_ID") or _launch_name() or "default"
         self.rank, self.world_size = rank_and_world()
@@ -283,8 +282,12 @@ class ElasticJob:
         """In a recoverable run, once it was left with an error: why its live state was saved, or was not."""
         # A task's name is given by the coordinator, not by the user: another task may continue its run.
         self._given_name = job if job and job != os.environ.get("STRATA_TASK_ID") else ""
-        self._data = data
-        self._data_place = (data_path or data.dataset, data_format, dict(data_metadata or {}))
+        self._data = loader
+        self._data_place = (data_path or loader.dataset, data_format, dict(data_metadata or {}))
+        self._evaluated: dict[int, ElasticLoader] = {}
+        """Loaders of evaluation data, by the identity of what was given,"""
+        self._kept_data: list[AnyData] = []
+        """which is kept, so that no other object gets its identity."""
         self._epochs = epochs
         self._max_steps = max_steps
         outlive_reducers(model)
@@ -302,7 +305,7 @@ class ElasticJob:
         self._changes = Changes(roster=Roster())
         """Who the ranks are, beside those before."""
         self._data_world = DataWorld(mesh)
-        self._ledger = DataLedger(data, gather=self._data_world.gather)
+        self._ledger = DataLedger(loader, gather=self._data_world.gather)
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._coordinator = coordinator
         self._sinks = tuple(sinks)
@@ -641,7 +644,7 @@ class ElasticJob:
                 account=self._account,
                 link=self._link,
             )
-        if self._link is not None and self.rank == 0:
+        if self._link is not None and self.rank == 0 and self._data.sampler.is_bounded:
             path, kind, metadata = self._data_place
             self._link.describe_data(self._data.sampler, path, kind, metadata)
 
@@ -1032,6 +1035,47 @@ class ElasticJob:
         if self._metric_log is not None:
             self._metric_log.log(metrics, self.step + self._is_in_step if step is None else step)
 
+    @overload
+    def evaluate(
+        self, data: AnyData, measure: None = None, *, even: bool | None = None
+    ) -> Generator[Batch]: ...
+
+    @overload
+    def evaluate(self, data: AnyData, measure: evaluation.Measure) -> dict[str, float]: ...
+
+    def evaluate(
+        self, data: AnyData, measure: evaluation.Measure | None = None, *, even: bool | None = None
+    ) -> Generator[Batch] | dict[str, float]:
+        """Read evaluation data once on all ranks together, without a sample twice, at whatever world size there is now. Every
+        rank calls it, at the same step. The position of training and its random numbers stay as they are.
+
+        With `measure`, which gives means over one batch by name, the means over all samples are returned, the same on every
+        rank; the model is in evaluation mode meanwhile, without gradients. Without, this rank's batches are yielded.
+
+        data: as for `strata.elastic`. Keep one loader for all calls, so that its processes can be persistent.
+        even: yield as many batches on every rank, by one of weight 0 (`len(batch.step) == 0`) where a rank has no samples left:
+            for models whose forward pass all ranks make together. By default where the model is sharded.
+        """
+        if (loader := self._evaluated.get(id(data))) is None:
+            loader = as_elastic_loader(data, global_batch_size=self._data.sampler.global_batch_size)
+            if loader is self._data:
+                raise DataError(
+                    "The loader that is trained on cannot be evaluated on at the same time.",
+                    hint="Make another one for evaluation, of the same dataset if you like.",
+                )
+            self._evaluated[id(data)] = loader
+            self._kept_data.append(data)
+        found = evaluation.batches(
+            loader,
+            rank=self._data_world.rank,
+            world_size=self._data_world.size,
+            even=measure is not None or (self._is_sharded if even is None else even),
+            alive=lambda: self._alive("evaluating"),
+        )
+        if measure is None:
+            return found
+        return evaluation.reduced(found, self._state.model, measure)
+
     def waited(self, seconds: float) -> None:
         """So much of the step being made was waiting for other ranks: who waits least is whom the others wait for."""
         self.metrics["sync_wait_s"] = seconds
@@ -1104,10 +1148,9 @@ class ElasticJob:
     def _total_steps(self) -> int:
         """How many steps training has altogether, as far as can be known beforehand."""
         sampler = self._data.sampler
-        if sampler.is_endless:
+        if sampler.is_endless or not sampler.is_bounded:
             return self._max_steps or 0
-        each, rest = divmod(sampler.total, sampler.global_batch_size)
-        by_epochs = (each + (rest > 0 and not sampler.drop_last)) * (self._epochs or 0)
+        by_epochs = sampler.plan((0, 0)).steps * (self._epochs or 0)
         limits = [limit for limit in (self._max_steps, by_epochs) if limit]
         return min(limits, default=0)
 

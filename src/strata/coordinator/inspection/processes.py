@@ -31,7 +31,14 @@ ANSWER_LIMIT_BYTES = 16 << 20
 KEPT_VARIABLES = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME"),
-        *("VIRTUAL_ENV", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "STRATA_CACHE_DIR", "SSL_CERT_FILE"),
+        *(
+            "VIRTUAL_ENV",
+            "LD_LIBRARY_PATH",
+            "XDG_CACHE_HOME",
+            "STRATA_CACHE_DIR",
+            "STRATA_CACHE_LIMIT_MB",
+            "SSL_CERT_FILE",
+        ),
         *("SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
     }
 )

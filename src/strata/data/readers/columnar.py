@@ -20,8 +20,9 @@ from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Ro
 from strata.data.sources import LocalSource, Source
 from strata.files import RangeFile
 
-Pieces = tuple[list[int], Callable[[int], Any]]
-"""Rows of each piece of a file, and how to read one as a table."""
+Place = Callable[[int], tuple[int, int]]
+Pieces = tuple[list[int], Callable[[int], Any], Place | None]
+"""Rows of each piece of a file, how to read one as a table, and where in the file it is: offset and length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class ColumnarFormat:
     pieces: Callable[[Source], Pieces]
 
     def index(self, source: Source, options: ReadOptions) -> FileIndex:
-        sizes, _ = _opened(self, source)
+        sizes, _, _ = _opened(self, source)
         bounds = np.r_[0, np.cumsum(sizes)].astype(np.int64)
         return FileIndex(rows=int(bounds[-1]), arrays={"first": bounds[:-1]})
 
@@ -41,20 +42,23 @@ class ColumnarFormat:
 
 class _Columnar:
     def __init__(self, format: ColumnarFormat, source: Source, index: FileIndex, cache: Cache) -> None:
-        self._source = source
+        self.source = source
         self._cache = cache
         self._first = index.arrays["first"]
-        _, self._load = _opened(format, source)
+        _, self._load, self._place = _opened(format, source)
 
     def read(self, rows: Sequence[int]) -> list[Row]:
         answer: list[Row] = [{}] * len(rows)
         for piece, wanted in group_rows(rows, self._first).items():
-            table = self._cache.get((self._source.path, piece), partial(self._piece, piece), _size_bytes)
+            table = self._cache.get((self.source.path, piece), partial(self._piece, piece), _size_bytes)
             for (place, _), row in zip(
                 wanted, table.take([row for _, row in wanted]).to_pylist(), strict=True
             ):
                 answer[place] = row
         return answer
+
+    def ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        return [self._place(piece) for piece in group_rows(rows, self._first)] if self._place else []
 
     def _piece(self, number: int) -> Any:
         pa = arrow("Parquet and Arrow files")
@@ -64,11 +68,11 @@ class _Columnar:
             raise
         except (pa.ArrowException, OSError) as error:
             raise DataError.at(
-                self._source.path, f"damaged ({error})", line=number + 1, unit="row group"
+                self.source.path, f"damaged ({error})", line=number + 1, unit="row group"
             ) from error
 
     def close(self) -> None:
-        self._source.close()
+        self.source.close()
 
 
 def _size_bytes(table: Any) -> int:
@@ -92,7 +96,15 @@ def _parquet(source: Source) -> Pieces:
     file = parquet.ParquetFile(_file(source))
     metadata = file.metadata
     sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    return sizes, lambda number: file.read_row_group(number, use_threads=False)
+
+    def place(number: int) -> tuple[int, int]:
+        group = metadata.row_group(number)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        starts = [c.dictionary_page_offset or c.data_page_offset for c in columns]
+        stops = [s + c.total_compressed_size for s, c in zip(starts, columns, strict=True)]
+        return min(starts, default=0), max(stops, default=0) - min(starts, default=0)
+
+    return sizes, lambda number: file.read_row_group(number, use_threads=False), place
 
 
 def _ipc(source: Source) -> Pieces:
@@ -102,9 +114,9 @@ def _ipc(source: Source) -> Pieces:
         reader = pa.ipc.open_file(_file(source))
     except pa.ArrowInvalid:
         batches = list(pa.ipc.open_stream(_file(source)))
-        return [b.num_rows for b in batches], lambda number: pa.Table.from_batches([batches[number]])
+        return [b.num_rows for b in batches], lambda number: pa.Table.from_batches([batches[number]]), None
     sizes = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
-    return sizes, lambda number: pa.Table.from_batches([reader.get_batch(number)])
+    return sizes, lambda number: pa.Table.from_batches([reader.get_batch(number)]), None
 
 
 def _file(source: Source) -> Any:

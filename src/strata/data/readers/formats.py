@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from strata.data import compressed
 from strata.data.errors import DataError
 from strata.data.readers.base import Format
 from strata.data.readers.columnar import ARROW, PARQUET
 from strata.data.readers.delimited import CSV, TSV
+from strata.data.readers.mds import MDS
 from strata.data.readers.npy import NPY
 from strata.data.readers.tar import WEBDATASET
 from strata.data.readers.text import JSONL, TEXT
 from strata.data.readers.tfrecord import TFRECORD
 
-FORMATS: tuple[Format, ...] = (PARQUET, CSV, TSV, JSONL, ARROW, WEBDATASET, TFRECORD, NPY, TEXT)
+FORMATS: tuple[Format, ...] = (PARQUET, CSV, TSV, JSONL, ARROW, WEBDATASET, MDS, TFRECORD, NPY, TEXT)
 NAMES = tuple(format.name for format in FORMATS)
 _ALIASES = {"json": "jsonl", "ndjson": "jsonl", "feather": "arrow", "ipc": "arrow", "tar": "webdataset"}
-_ALIASES |= {"wds": "webdataset", "tfrecords": "tfrecord", "txt": "text", "numpy": "npy"}
-ALL_SUFFIXES = tuple(suffix for format in FORMATS for suffix in format.suffixes)
+_ALIASES |= {"wds": "webdataset", "mosaicml": "mds", "tfrecords": "tfrecord", "txt": "text", "numpy": "npy"}
+_COMPRESSIBLE = (CSV, TSV, JSONL, TEXT, WEBDATASET)
+
+
+def suffixes_of(format: Format) -> tuple[str, ...]:
+    """The endings of files of a format, compressed ones too where they can be read by number."""
+    if format not in _COMPRESSIBLE:
+        return format.suffixes
+    return format.suffixes + tuple(one + packed for one in format.suffixes for packed in compressed.SUFFIXES)
+
+
+ALL_SUFFIXES = tuple(suffix for format in FORMATS for suffix in suffixes_of(format))
 
 
 def format_named(name: str, *, path: str = "") -> Format:
@@ -31,7 +43,9 @@ def format_named(name: str, *, path: str = "") -> Format:
 
 def format_of(paths: Iterable[str], *, path: str) -> Format:
     """The one format that all files have by their suffix."""
-    found = {format.name: format for p in paths for format in FORMATS if p.lower().endswith(format.suffixes)}
+    found = {
+        format.name: format for p in paths for format in FORMATS if p.lower().endswith(suffixes_of(format))
+    }
     if len(found) == 1:
         return next(iter(found.values()))
     raise DataError.at(

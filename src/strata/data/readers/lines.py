@@ -162,6 +162,15 @@ class Blocks:
                 start += len(line)
             start = bad_stop
 
+    def ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """What of the file will be read for these rows: offset and length of each."""
+        found = []
+        for number in group_rows(rows, self._first):
+            start = int(self._offset[number])
+            stop = int(self._offset[number + 1]) if number + 1 < len(self) else self.source.size_bytes
+            found.append((start, stop - start))
+        return found
+
     def read(self, rows: Sequence[int]) -> Iterator[list[tuple[int, int, bytes]]]:
         """Block by block the rows asked for, as (place in the answer, offset, record)."""
         for number, wanted in group_rows(rows, self._first).items():

@@ -79,7 +79,7 @@ class TarFormat:
 
 class _Tar:
     def __init__(self, source: Source, index: FileIndex) -> None:
-        self._source = source
+        self.source = source
         self._first = index.arrays["first"]
         self._places = index.arrays["places"]
         self._keys = _unpacked(index.arrays["keys"])
@@ -88,22 +88,29 @@ class _Tar:
     def read(self, rows: Sequence[int]) -> list[Row]:
         return [self._sample(row) for row in rows]
 
+    def ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        found = []
+        for row in rows:
+            first, last = self._places[int(self._first[row])], self._places[int(self._first[row + 1]) - 1]
+            found.append((int(first[0]), int(last[0] + last[1] - first[0])))
+        return found
+
     def _sample(self, row: int) -> Row:
         sample: Row = {"__key__": self._keys[row]}
         for member in range(int(self._first[row]), int(self._first[row + 1])):
             offset, size = self._places[member].tolist()
             suffix = self._suffixes[member]
             try:
-                sample[suffix] = decode(suffix, self._source.read(offset, size))
+                sample[suffix] = decode(suffix, self.source.read(offset, size))
             except ValueError as error:
                 name = f"{self._keys[row]}.{suffix}"
                 raise DataError.at(
-                    f"{self._source.path}:{name}", f"not readable as {suffix} ({error})"
+                    f"{self.source.path}:{name}", f"not readable as {suffix} ({error})"
                 ) from error
         return sample
 
     def close(self) -> None:
-        self._source.close()
+        self.source.close()
 
 
 def decode(suffix: str, data: bytes) -> Any:

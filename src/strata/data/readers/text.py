@@ -38,6 +38,13 @@ class _Lines:
     def read(self, rows: Sequence[int]) -> list[Row]:
         return read_rows(self._blocks, rows, self._parse)
 
+    @property
+    def source(self) -> Source:
+        return self._blocks.source
+
+    def ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        return self._blocks.ranges(rows)
+
     def close(self) -> None:
         self._blocks.source.close()
 

@@ -13,11 +13,12 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata.data.sources import Source, is_remote, open_source
 from strata.data.tokens.errors import IndexNotFound, InvalidIndex
 from strata.data.tokens.format import TOKENS_AT, IndexEntry, IndexHeader, IndexMeta, identity_of
 
@@ -30,11 +31,62 @@ FAULT_BYTES = 64 << 10
 """What the kernel maps around one touched page: the cost of reading one sequence at random."""
 
 
+class RemoteBytes:
+    """Slices of an object, as of a mapped file."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(self.source.size_bytes)
+        return self.source.read(start, stop - start)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+class RemoteArray:
+    """Slices and single values of an array in an object: what readers ask of a mapped one."""
+
+    def __init__(self, source: Source, at: int, count: int, dtype: np.dtype[Any]) -> None:
+        self._source = source
+        self._at = at
+        self._count = count
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self._count,)
+
+    def __getitem__(self, part: int | slice) -> Any:
+        size = self.dtype.itemsize
+        if isinstance(part, slice):
+            start, stop, step = part.indices(self._count)
+            data = self._source.read(self._at + start * size, max(stop - start, 0) * size)
+            return np.frombuffer(data, self.dtype)[::step]
+        number = range(self._count)[part]
+        return np.frombuffer(self._source.read(self._at + number * size, size), self.dtype)[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
+
+
 class TokenIndex:
     """One index file, mapped. Use as a context manager, or leave it to the garbage collector."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.url = os.fspath(path) if is_remote(os.fspath(path)) else ""
+        """Where it is, if it is in object storage: then it is read in place, through this machine's cache."""
+        self._touched_bytes = 0
+        self.header: IndexHeader
+        if self.url:
+            self._map: Any = self._open_remote()
+            self.tokens: Tokens = self._section(TOKENS_AT, self.header.total_tokens, self._token_type)
+            return
         try:
             with self.path.open("rb") as file:
                 self.header = IndexHeader.from_bytes(file.read(IndexHeader.SIZE))
@@ -53,11 +105,32 @@ class TokenIndex:
             raise InvalidIndex(f"{self.path}: {error.message}", hint=error.hint) from None
         # Sequences are read in shuffled order: reading ahead would fetch what nobody asked for.
         self._map.madvise(mmap.MADV_RANDOM)
-        dtype = np.dtype("<u2" if self.header.token_bytes == 2 else "<u4")
-        self.tokens: Tokens = self._section(TOKENS_AT, self.header.total_tokens, dtype)
-        self._touched_bytes = 0
+        self.tokens = self._section(TOKENS_AT, self.header.total_tokens, self._token_type)
+
+    @property
+    def is_remote(self) -> bool:
+        return bool(self.url)
+
+    @property
+    def _token_type(self) -> np.dtype[Any]:
+        return np.dtype("<u2" if self.header.token_bytes == 2 else "<u4")
+
+    def _open_remote(self) -> RemoteBytes:
+        source = open_source(self.url)
+        try:
+            self.header = IndexHeader.from_bytes(source.read(0, IndexHeader.SIZE))
+        except InvalidIndex as error:
+            raise InvalidIndex(f"{self.url}: {error.message}", hint=error.hint) from None
+        if source.size_bytes != self.header.file_bytes:
+            raise InvalidIndex(
+                f"{self.url}: is cut short or grown: {source.size_bytes:,} bytes where {self.header.file_bytes:,} belong.",
+                hint="Upload it again.",
+            )
+        return RemoteBytes(source)
 
     def _section(self, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        if isinstance(self._map, RemoteBytes):
+            return cast(NDArray[Any], RemoteArray(self._map.source, at, count, dtype))
         return np.frombuffer(self._map, dtype, count=count, offset=at)
 
     @property
@@ -127,7 +200,7 @@ class TokenIndex:
         """Tell that `read_bytes` more were read. Now and then the mapped pages are dropped from this process
         (they stay in the page cache), so that its memory does not grow towards the size of the index."""
         self._touched_bytes += read_bytes
-        if self._touched_bytes >= RESIDENT_LIMIT_BYTES:
+        if not self.url and self._touched_bytes >= RESIDENT_LIMIT_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._touched_bytes = 0
 
@@ -150,12 +223,12 @@ class TokenIndex:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopened, (
-            self.path.absolute(),
+            self.url or self.path.absolute(),
             self.header.identity,
         )  # a loader process maps the file itself
 
 
-def _reopened(path: Path, identity: bytes) -> TokenIndex:
+def _reopened(path: Path | str, identity: bytes) -> TokenIndex:
     index = TokenIndex(path)
     if index.header.identity != identity:
         raise InvalidIndex(

@@ -1,0 +1,248 @@
+"""Datasets read in place from a real S3 server, through a cache that is bounded, shared, and may be lost or damaged."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from strata.data import (
+    DataError,
+    DatasetReader,
+    ElasticDataset,
+    ElasticLoader,
+    ElasticSampler,
+    discover,
+    sources,
+)
+from strata.data import block_cache as caches
+from strata.data.tokens.builder import build_index
+from strata.data.tokens.dataset import TokenDataset, TokenLoader
+from strata.data.tokens.errors import InvalidIndex
+from strata.data.tokens.index import TokenIndex
+from strata.stores import open_store
+from tests.support_datasets import in_members, lines, mds, tar
+from tests.support_seaweed import Seaweed, seaweed
+
+pytestmark = pytest.mark.s3
+BUCKET = "s3://streams"
+BLOCK_BYTES = 64 * 1024
+ROWS: list[dict[str, Any]] = [{"id": i, "text": f"{i:05d} " * (20 + i % 40)} for i in range(2_000)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(server: Seaweed, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", BLOCK_BYTES)
+    sources._store_of.cache_clear()
+
+
+def upload(folder: str, files: dict[str, bytes]) -> str:
+    store = open_store(BUCKET)
+    for name, data in files.items():
+        store.put(f"{folder}/{name}", data)
+    return f"{BUCKET}/{folder}"
+
+
+def parquet() -> bytes:
+    buffer = io.BytesIO()
+    pa.parquet.write_table(pa.Table.from_pylist(ROWS), buffer, row_group_size=100)
+    return buffer.getvalue()
+
+
+def as_mds(compression: str | None) -> dict[str, bytes]:
+    samples = [{"id": np.int64(row["id"]).tobytes(), "text": str(row["text"]).encode()} for row in ROWS]
+    columns: dict[str, tuple[str, int | None]] = {"id": ("int", 8), "text": ("str", None)}
+    return mds(samples, columns, shard_samples=300, compression=compression)
+
+
+FORMATS: dict[str, Callable[[], dict[str, bytes]]] = {
+    "parquet": lambda: {"a.parquet": parquet()},
+    "jsonl": lambda: {"a.jsonl": lines(ROWS[:900]), "b.jsonl": lines(ROWS[900:])},
+    "jsonl.gz": lambda: {"a.jsonl.gz": in_members(lines(ROWS), 10**9, "gz")},
+    "jsonl.zst": lambda: {"a.jsonl.zst": in_members(lines(ROWS), 100_000, "zst")},
+    "webdataset": lambda: {"a.tar": tar([{"json": json.dumps(row).encode()} for row in ROWS])},
+    "mds": lambda: as_mds(None),
+    "mds.zstd": lambda: as_mds("zstd"),
+}
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = row.get("json", row)
+    return found
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_is_read_in_place_and_once(kind: str, own_cache: Path) -> None:
+    url = upload(f"formats/{kind}", FORMATS[kind]())
+    reader = DatasetReader(url)
+    wanted = [1999, 0, 301, 299, 1234]
+    assert [plain(row) for row in reader.read(wanted)] == [ROWS[i] for i in wanted]
+    assert [plain(row) for row in reader.read(range(len(ROWS)))] == ROWS
+    # All of it is on this machine now: a reader of another process needs the server no more.
+    for file in reader.files:
+        open_store(BUCKET).delete(file.path.removeprefix(f"{BUCKET}/"))
+    assert [plain(row) for row in DatasetReader(reader.found).read(wanted)] == [ROWS[i] for i in wanted]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_shuffled_loader_fetches_ahead_and_loses_nothing(num_workers: int) -> None:
+    url = upload("loader", FORMATS["jsonl.gz"]())
+    dataset = ElasticDataset(url, transform=itemgetter("id"))
+    sampler = ElasticSampler(len(dataset), global_batch_size=64, seed=3)
+    loader = ElasticLoader(dataset, sampler, num_workers=num_workers)
+    assert sorted(i for batch in loader for i in batch.data.tolist()) == list(range(len(ROWS)))
+
+
+def test_the_first_batch_reads_only_what_it_needs(own_cache: Path) -> None:
+    url = upload("cold", as_mds(None))
+    dataset = ElasticDataset(url)
+    assert dataset[0]["id"] == 0
+    total = sum(file.size_bytes for file in dataset.reader.files)
+    index_bytes = len(as_mds(None)["index.json"])
+    used = caches.BlockCache(own_cache / "blocks", limit_bytes=10**9).used_bytes()
+    assert used <= index_bytes + 3 * (BLOCK_BYTES + 16) < total
+
+
+def test_the_cache_never_takes_more_than_its_limit(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = upload("limit", FORMATS["mds"]())
+    monkeypatch.setattr(caches, "_limit_mb", lambda: 0.4)
+    limit_bytes = int(0.4 * 2**20)
+    reader = DatasetReader(url)
+    assert sum(file.size_bytes for file in reader.files) > limit_bytes
+    cache = caches.BlockCache(own_cache / "blocks", limit_bytes=limit_bytes)
+    for first in range(0, len(ROWS), 40):
+        assert [row["id"] for row in reader.read(range(first, first + 40))] == list(range(first, first + 40))
+        assert cache.used_bytes() <= limit_bytes
+    random = np.random.default_rng(1).permutation(len(ROWS))[:200].tolist()
+    assert [row["id"] for row in reader.read(random)] == random
+    assert cache.used_bytes() <= limit_bytes
+
+
+def test_without_a_cache_everything_is_still_read(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = upload("uncached", FORMATS["jsonl"]())
+    monkeypatch.setenv("STRATA_CACHE_LIMIT_MB", "0")
+    assert [row["id"] for row in DatasetReader(url).read([5, 1500])] == [5, 1500]
+    assert not list((own_cache / "blocks").rglob("??/*"))
+    monkeypatch.setenv("STRATA_CACHE_LIMIT_MB", "much")
+    with pytest.raises(DataError, match="STRATA_CACHE_LIMIT_MB is 'much'"):
+        DatasetReader(url)[0]
+
+
+def blocks(cache: Path) -> list[Path]:
+    return sorted(path for path in (cache / "blocks").rglob("??/*") if path.suffix != ".part")
+
+
+def test_a_damaged_block_is_fetched_again(own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = upload("damaged", FORMATS["jsonl"]())
+    found = DatasetReader(url).found
+    assert DatasetReader(found).read(range(len(ROWS))) == ROWS
+    damaged = blocks(own_cache)
+    for number, path in enumerate(damaged):
+        data = bytearray(path.read_bytes())
+        if number % 3 == 0:
+            data[len(data) // 2] ^= 1
+        path.write_bytes(data[:-5] if number % 3 == 1 else data)
+    with caplog.at_level(logging.WARNING):
+        assert DatasetReader(found).read(range(len(ROWS))) == ROWS
+    assert "damaged and is fetched again" in caplog.text
+
+
+def test_an_object_that_was_replaced_is_an_error_that_names_it(own_cache: Path) -> None:
+    data = lines(ROWS)
+    url = upload("replaced", {"a.jsonl": data})
+    reader = DatasetReader(url)
+    assert reader[0] == ROWS[0]
+    for path in blocks(own_cache):
+        path.unlink()
+    upload("replaced", {"a.jsonl": data.replace(b"00001", b"99999")})  # As long as before.
+    with pytest.raises(DataError, match=r"replaced/a\.jsonl.*was replaced since") as refused:
+        DatasetReader(reader.found).read([0, 1999])
+    assert "must not change" in refused.value.hint
+    open_store(BUCKET).delete("replaced/a.jsonl")
+    with pytest.raises(DataError, match=r"replaced/a\.jsonl.*no such file"):
+        DatasetReader(reader.found).read([0, 1999])
+    assert DatasetReader(upload("replaced", {"a.jsonl": data}))[1] == ROWS[1]  # Counted anew.
+
+
+READ_ALL = """
+import sys
+from strata.data import DatasetReader, sources
+sources.BLOCK_BYTES = int(sys.argv[2])
+reader = DatasetReader(sys.argv[1])
+print(sum(row["id"] for row in reader.read(range(len(reader)))), flush=True)
+"""
+
+
+def reading(url: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", READ_ALL, url, str(BLOCK_BYTES)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_processes_share_a_cache_and_survive_each_others_death(own_cache: Path) -> None:
+    url = upload("killed", FORMATS["mds"]())
+    expected = str(sum(range(len(ROWS))))
+    doomed = [reading(url) for _ in range(2)]
+    folder = own_cache / "blocks"
+    while not list(folder.rglob("??/*")):  # They are at it.
+        assert all(process.poll() is None for process in doomed)
+    for process in doomed:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    # One more left a block half written, with nobody holding it.
+    left = folder / "ab" / f"{'ab' * 16}.part"
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(bytes(1000))
+    for process in [reading(url) for _ in range(2)]:
+        assert process.communicate(timeout=120)[0].strip() == expected
+    cache = caches.BlockCache(folder, limit_bytes=BLOCK_BYTES)
+    assert cache.fill("cd" * 16, 100, lambda: memoryview(bytes(100))) == bytes(100)
+    assert not left.exists()
+    assert cache.used_bytes() <= BLOCK_BYTES
+
+
+def test_a_token_index_is_read_in_place(tmp_path: Path, own_cache: Path) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_bytes(lines(ROWS))
+    build_index([text], tmp_path / "a.index", tokenizer="bytes")
+    data = (tmp_path / "a.index").read_bytes()
+    url = upload("tokens", {"a.index": data})
+    with TokenIndex(tmp_path / "a.index") as local, TokenIndex(f"{url}/a.index") as remote:
+        assert remote.identity == local.identity
+        assert np.array_equal(remote.tokens[1000:3000], local.tokens[1000:3000])
+        assert remote.find_position(50_000) == local.find_position(50_000)
+        batches = [
+            [batch["input_ids"] for batch in TokenLoader(TokenDataset(index, seq_length=512), 8)]
+            for index in (local, remote)
+        ]
+        assert all(one.equal(other) for one, other in zip(*batches, strict=True))
+    upload("tokens", {"short.index": data[:-10]})
+    with pytest.raises(InvalidIndex, match=r"short\.index: is cut short"):
+        TokenIndex(f"{url}/short.index")
+
+
+def test_a_listing_that_nobody_may_read_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    sources._store_of.cache_clear()
+    with pytest.raises(DataError, match="s3://streams/any"):
+        discover(f"{BUCKET}/any")

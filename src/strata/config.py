@@ -82,7 +82,7 @@ def read_config(
     known = {f.name: f for f in fields(cast(Any, kind))}
     given: dict[str, _Given] = {}
     if file is not None:
-        for key, value in _read_section(file, section, problems).items():
+        for key, value in read_section(file, section, problems).items():
             if key in known:
                 given[key] = _Given(value, f"{section}.{key} in {file}")
             else:
@@ -155,7 +155,8 @@ def _dotenv(path: Path, problems: list[str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _read_section(file: Path, section: str, problems: list[str]) -> dict[str, Any]:
+def read_section(file: Path, section: str, problems: list[str]) -> dict[str, Any]:
+    """One table of a TOML file; empty where it has none, and what is wrong with the file is added to `problems`."""
     try:
         document = tomllib.loads(file.read_text())
     except FileNotFoundError:

@@ -100,6 +100,21 @@ export interface BarrierView {
   reason: string;
 }
 
+/** One channel, without what is secret about it. */
+export interface ChannelView {
+  name: string;
+  kind: string;
+  address: string;
+  rules: string[];
+  runs: string[];
+  sent: number;
+  failed: number;
+  dropped: number;
+  waiting: number;
+  last_sent_at: number | null;
+  last_error: string;
+}
+
 export interface CheckpointCompleted {
   checkpoint_id: string;
   job_id: string;
@@ -341,6 +356,14 @@ export interface DatasetView {
   seed: number;
   registered_at: number;
   metadata: Record<string, string>;
+}
+
+/** What became of a test notification. */
+export interface DeliveryView {
+  channel: string;
+  kind: string;
+  delivered: boolean;
+  error: string;
 }
 
 /** What every refused call answers. */
@@ -590,6 +613,35 @@ export interface MetricsView {
   shard_assignment_time: number | null;
 }
 
+/** One thing to tell people, as `/api/notifications` and the event stream show it. Times are Unix seconds. */
+export interface Notification {
+  id: number;
+  rule: "stopped" | "slow_recovery" | "repeated" | "failed_save" | "overdue_save" | "loss" | "throughput" | "slow_rank" | "disk" | "goodput" | "test";
+  run: string;
+  subject: string;
+  state: "raised" | "resolved";
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  title: string;
+  text: string;
+  next_step: string;
+  at: number;
+  held_back: number;
+}
+
+export interface NotificationEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "notification";
+  data: Notification;
+}
+
+export interface NotifyView {
+  channels: ChannelView[];
+  rules: RuleView[];
+}
+
 export interface PreviewView {
   dataset_id: string;
   worker_id: string | null;
@@ -693,6 +745,14 @@ export interface ResyncEvent {
   at: number;
   event: "resync";
   data: Resync;
+}
+
+export interface RuleView {
+  name: string;
+  enabled: boolean;
+  threshold: number | null;
+  unit: string;
+  meaning: string;
 }
 
 export interface RunCurvesView {
@@ -810,7 +870,7 @@ export interface StorageView {
 }
 
 /** One event; `event` names its kind, which says what `data` holds. */
-export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
+export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | NotificationEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
 
 export interface TaskAnswer {
   task_id: string;
@@ -920,6 +980,11 @@ export interface TaskView {
   max_retries: number;
   exit_cause: ExitCause | null;
   reason: string;
+}
+
+export interface TestNotificationBody {
+  /** Its name; all channels when not given */
+  channel?: string | null;
 }
 
 export interface TokenView {
@@ -1112,4 +1177,4 @@ export interface WorkerView {
 }
 
 /** Every kind on the stream. */
-export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];
+export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "notification", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];

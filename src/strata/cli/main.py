@@ -29,6 +29,7 @@ from strata.cli import (
     listings,
     logs,
     metrics,
+    notify,
     replay,
     serve,
     slurm,
@@ -90,6 +91,7 @@ app.command(
 )(torchrun.torchrun)
 app.add_typer(listings.datasets_app)
 app.add_typer(checkpoint.app)
+app.add_typer(notify.app)
 app.add_typer(access.app)
 app.add_typer(certs.app)
 app.add_typer(bench.app)

@@ -8,11 +8,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from strata.config import read_config, setting
+from strata.config import ConfigError, read_config, setting
 from strata.coordinator.auth.gatekeeper import DIGEST_PREFIX
 from strata.coordinator.auth.paths import problems_of_roots
 from strata.coordinator.auth.peers import is_loopback
 from strata.coordinator.auth.principals import ROLES, Role
+from strata.coordinator.notify.settings import NotifySettings, read_notify
 from strata.core.barriers import BarrierLimits
 from strata.core.cluster import Limits
 from strata.core.membership import MembershipLimits
@@ -271,6 +272,23 @@ def read_settings(
         environ=environ,
         check=_contradictions,
     )
+
+
+def read_all(
+    *, file: Path | None = None, flags: Mapping[str, Any] | None = None
+) -> tuple[CoordinatorSettings, NotifySettings]:
+    """The settings and where notifications go, or one `ConfigError` for both."""
+    found: list[Any] = []
+    problems: list[str] = []
+    for read in (lambda: read_settings(file=file, flags=flags), lambda: read_notify(file=file)):
+        try:
+            found.append(read())
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    settings, notify = found
+    return settings, notify
 
 
 def _weakness(token: str, host: str) -> str:

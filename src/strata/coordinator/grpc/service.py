@@ -44,6 +44,7 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
+from strata.core.run_metrics import MetricBatch
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc, wire
@@ -102,6 +103,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         *,
         heartbeat_interval_s: float,
         worker_config: dict[str, str],
+        on_metrics: Callable[[JobId, MetricBatch], None],
     ) -> None:
         self.engine = engine
         self.sessions = sessions
@@ -120,6 +122,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             access,
             run_history,
             heartbeat_interval_ms=self.heartbeat_interval_ms,
+            on_metrics=on_metrics,
         )
         self._agents = agents
 

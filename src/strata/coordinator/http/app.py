@@ -24,6 +24,7 @@ from strata.coordinator.http import (
     fleet,
     logs,
     metrics,
+    notifications,
     runs,
     tasks,
 )
@@ -45,6 +46,7 @@ ROUTERS = (
     checkpoints.router,
     metrics.router,
     runs.router,
+    notifications.router,
     tasks.router,
     logs.router,
     access.router,

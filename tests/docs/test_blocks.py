@@ -159,7 +159,7 @@ def _coordinator(text: str, folder: Path) -> str | None:
 def _notify(text: str, folder: Path) -> str | None:
     file = folder / "strata.toml"
     file.write_text(text)
-    named = {name: "https://hooks.example.org/x" for name in re.findall(r'"\$(\w+)"', text)}
+    named = dict.fromkeys(re.findall(r'"\$(\w+)"', text), "https://hooks.example.org/x")
     return _problem(lambda: read_notify(file=file, environ=named))
 
 

@@ -418,11 +418,12 @@ def test_a_channel_that_hangs_holds_nobody_up_and_drops_the_oldest() -> None:
         outbox = _Outbox(channel, "", outcomes.append)
         for number in range(3 * QUEUED_LIMIT):
             outbox.put(replace(NOTICE, id=number))
+        silent.settimeout(60)
+        connection, _ = silent.accept()  # It takes what is sent there, and never answers.
         shown = outbox.view()
         assert (shown.waiting, shown.dropped) == (QUEUED_LIMIT, 2 * QUEUED_LIMIT)
         assert outcomes == ["dropped"] * 2 * QUEUED_LIMIT
         outbox.begin_to_close(time.monotonic())
-        connection, _ = silent.accept()
         connection.close()
     outbox.join(time.monotonic() + 60)
 

@@ -210,20 +210,19 @@ def _convert(value: Any, hint: Any, about: Field[Any]) -> Any:
 
 
 def _schema(hint: Any, about: Field[Any]) -> Schema:
-    if get_origin(hint) is dict:
-        return {"type": "object", "additionalProperties": {"type": "string"}}
-    if get_origin(hint) is tuple:
-        return {"type": "array", "items": {"type": "string"}}
     names = {bool: "boolean", int: "integer", float: "number"}
     limits = {
         "minimum": about.metadata["least"],
         "maximum": about.metadata["most"],
         "enum": about.metadata["choices"] or None,
     }
-    return {
-        "type": names.get(hint, "string"),
-        **{keyword: limit for keyword, limit in limits.items() if limit is not None},
-    }
+    said = {keyword: limit for keyword, limit in limits.items() if limit is not None}
+    if get_origin(hint) is dict:
+        kind = names.get(get_args(hint)[1], "string")
+        return {"type": "object", "additionalProperties": {"type": kind, **said}}
+    if get_origin(hint) is tuple:
+        return {"type": "array", "items": {"type": "string"}}
+    return {"type": names.get(hint, "string"), **said}
 
 
 def _read_text(text: str, hint: type) -> Any:

@@ -25,6 +25,7 @@ KNOWN = frozenset(
         "STRATA_CACHE_DIR",
         "STRATA_CHECKPOINTS",
         "STRATA_CHECKPOINT_DIR",
+        "STRATA_CURRENCY",
         "STRATA_DATA_DIR",
         "STRATA_DATA_ROOTS",
         "STRATA_DISCONNECT_GRACE",
@@ -57,6 +58,7 @@ KNOWN = frozenset(
         "STRATA_POLICY",
         "STRATA_PRELOAD",
         "STRATA_PREVIEWS",
+        "STRATA_PRICE_PER_GPU_HOUR",
         "STRATA_RAY_ADDRESS",
         "STRATA_RAY_CPUS_PER_WORKER",
         "STRATA_RECIPES_DIR",
@@ -101,6 +103,7 @@ KNOWN = frozenset(
 SAFE = frozenset(
     [
         "STRATA_BARRIER_TIMEOUT",
+        "STRATA_CURRENCY",
         "STRATA_DISCONNECT_GRACE",
         "STRATA_DISK_RESERVE_MB",
         "STRATA_GRPC_PORT",
@@ -117,6 +120,7 @@ SAFE = frozenset(
         "STRATA_METRICS_LIMIT_MB",
         "STRATA_NOTIFY_RULES",
         "STRATA_POLICY",
+        "STRATA_PRICE_PER_GPU_HOUR",
         "STRATA_RAY_CPUS_PER_WORKER",
         "STRATA_TASK_GPUS",
         "STRATA_TASK_STOP_TIMEOUT",

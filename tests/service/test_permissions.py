@@ -75,6 +75,7 @@ ROUTES = {
     "GET /api/tasks/{task_id}/logs": Expected("viewer", "job"),
     "GET /api/tasks/{task_id}/goodput": Expected("viewer", "job"),
     "GET /api/runs": Expected("viewer"),
+    "GET /api/runs/{run}/cost": Expected("viewer"),
     "GET /api/runs/{run}/metrics": Expected("viewer"),
     "GET /api/runs/{run}/metrics/series": Expected("viewer"),
     "GET /api/logs": Expected("viewer"),

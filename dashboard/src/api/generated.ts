@@ -10,6 +10,11 @@ export interface AbandonedView {
   generation: number;
 }
 
+export interface AmountView {
+  hours: number;
+  cost: number | null;
+}
+
 export interface AuditEntry {
   at: number;
   who: string;
@@ -231,6 +236,21 @@ export interface CheckpointView {
   metadata: Record<string, string>;
   run_id: string;
   generation: number;
+}
+
+/** What a run has cost so far. `hours` are of GPUs, or of workers where there are none (`counted`). */
+export interface CostView {
+  run: string;
+  jobs: string[];
+  currency: string;
+  price_per_gpu_hour: number | null;
+  counted: "gpu" | "worker";
+  gpus_per_worker: number;
+  spent: AmountView;
+  training: AmountView;
+  lost: AmountView;
+  lost_by_cause: LossView[];
+  saved: SavedView;
 }
 
 export interface CreateTaskBody {
@@ -455,6 +475,8 @@ export interface IncidentClosed {
   lost_steps: number | null;
   lost_s: number | null;
   lost_gpu_s: number | null;
+  saved_steps: number | null;
+  saved_gpu_s: number | null;
   severity: "debug" | "info" | "success" | "warning" | "error";
   text: string;
 }
@@ -569,6 +591,14 @@ export interface LogsSkippedEvent {
   at: number;
   event: "logs_skipped";
   data: LogsSkipped;
+}
+
+export interface LossView {
+  cause: "user_error" | "oom" | "gpu" | "network" | "storage" | "preemption" | "hang" | "node_lost" | "unknown" | "checkpoint" | "recovery" | "waiting";
+  meaning: string;
+  incidents: number;
+  hours: number;
+  cost: number | null;
 }
 
 export interface MetricCurvesView {
@@ -774,6 +804,14 @@ export interface RunView {
   jobs: string[];
   created_at: number;
   updated_at: number;
+}
+
+/** Beside restarting from the newest durable checkpoint each time. */
+export interface SavedView {
+  recoveries: number;
+  steps: number;
+  hours: number;
+  cost: number | null;
 }
 
 export interface SeriesView {

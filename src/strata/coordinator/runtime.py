@@ -36,6 +36,7 @@ from strata.coordinator.tasks.runner import TaskRunner
 from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
+from strata.core.cost import PriceList
 from strata.core.messages import TaskId, TaskStatus
 from strata.core.stream_events import LogsSkipped
 from strata.core.task_views import TaskView
@@ -68,6 +69,7 @@ class Runtime:
     recipes: Recipes
     inspection: DatasetInspection
     verifications: Verifications
+    prices: PriceList = field(default_factory=PriceList)
     run_history: RunHistory | None = None
     """What training loops have logged; none where there is no place on disk for it."""
     tasks: TaskRunner | None = None

@@ -95,6 +95,7 @@ class Server:
             _open_run_history(settings),
             notify,
         )
+        self.runtime.prices = settings.price_list
         if self.runtime.logs.archive is not None:
             space = self._journal.space
             self.runtime.logs.archive.is_paused = lambda: space.is_full

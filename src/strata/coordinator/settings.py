@@ -16,6 +16,7 @@ from strata.coordinator.auth.principals import ROLES, Role
 from strata.coordinator.notify.settings import NotifySettings, read_notify
 from strata.core.barriers import BarrierLimits
 from strata.core.cluster import Limits
+from strata.core.cost import PriceList
 from strata.core.membership import MembershipLimits
 from strata.core.presence import PresenceLimits
 
@@ -120,6 +121,17 @@ class CoordinatorSettings:
         least=1,
         most=1_000_000,
     )
+    price_per_gpu_hour: float = setting(
+        0.0,
+        "What an hour of a GPU costs, for `strata cost`; of a worker where there are none. 0: not known.",
+        env="STRATA_PRICE_PER_GPU_HOUR",
+        least=0,
+        most=1e6,
+    )
+    prices: dict[str, float] = setting(
+        dict, "The same for some runs, as run or pattern = price; the first that fits.", least=0, most=1e6
+    )
+    currency: str = setting("USD", "What prices are in.", env="STRATA_CURRENCY")
     otel_endpoint: str = setting(
         "",
         "OpenTelemetry collector to which metrics are sent, such as http://127.0.0.1:4318.",
@@ -226,6 +238,10 @@ class CoordinatorSettings:
             barriers=BarrierLimits(timeout_s=self.barrier_timeout),
             presence=PresenceLimits(grace_s=self.agent_grace),
         )
+
+    @property
+    def price_list(self) -> PriceList:
+        return PriceList(default=self.price_per_gpu_hour, by_run=self.prices, currency=self.currency)
 
     @property
     def inherited_by_tasks(self) -> tuple[str, ...]:

@@ -291,6 +291,10 @@ class IncidentClosed:
     lost_steps: int | None = None
     lost_s: float | None = None
     lost_gpu_s: float | None = None
+    saved_steps: int | None = (
+        None  # which a restart from the newest durable checkpoint would have trained again
+    )
+    saved_gpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

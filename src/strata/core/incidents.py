@@ -254,6 +254,8 @@ class Incidents:
                 reason = "the run has recovered, and its pace is measured anew"
                 events.append(self._closed_quietly(slow, "recovered", reason, now))
         seconds = sum(recorded.phases_s.values()) + recorded.lost_steps * cost.step_s
+        spread = max(1, recorded.world_before) * max(1, cost.gpus_per_worker)
+        saved_steps = max(0, recorded.resumed_step - (cost.saved_step or 0))
         events.append(
             IncidentClosed(
                 incident_id=newest.reported.incident_id,
@@ -263,7 +265,9 @@ class Incidents:
                 resumed_step=recorded.resumed_step,
                 lost_steps=recorded.lost_steps,
                 lost_s=seconds,
-                lost_gpu_s=seconds * max(1, recorded.world_before) * max(1, cost.gpus_per_worker),
+                lost_gpu_s=seconds * spread,
+                saved_steps=saved_steps,
+                saved_gpu_s=saved_steps * cost.step_s * spread,
                 reason=recorded.reason,
                 at_s=now.wall_s,
             )

@@ -122,7 +122,8 @@ class Watch:
             report = membership.reports.get(worker_id) if member.present else None
             if report is not None and report.metrics:
                 by_job.setdefault(member.spec.job_id, []).append((worker_id, report))
-                self.goodput.take(member.spec.job_id, worker_id, report.metrics)
+                spec = member.spec
+                self.goodput.take(spec.job_id, worker_id, report.metrics, gpus=spec.gpu_count)
         self._stragglers.keep_only(by_job)
         changes = [
             change

@@ -54,6 +54,9 @@ ROUTES = {
     "GET /api/notifications": Expected("viewer"),
     "GET /api/notifications/channels": Expected("viewer"),
     "POST /api/notifications/test": Expected("operator"),
+    "GET /api/quarantine": Expected("viewer"),
+    "POST /api/quarantine": Expected("operator"),
+    "DELETE /api/quarantine/{host}": Expected("operator"),
     "GET /api/datasets": Expected("viewer"),
     "POST /api/datasets": Expected("operator"),
     "DELETE /api/datasets/{dataset_id}": Expected("operator"),
@@ -189,6 +192,7 @@ OTHERS = {
     "ReadValue",
     "SwapValue",
     "ReportFailure",
+    "AdmitHost",
     "Presence",
     "Session",
 }

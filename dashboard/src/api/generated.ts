@@ -464,6 +464,42 @@ export interface HistoryView {
   series: Record<string, SeriesView>;
 }
 
+export interface HostCleared {
+  host: string;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HostClearedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "host_cleared";
+  data: HostCleared;
+}
+
+export interface HostQuarantined {
+  host: string;
+  by: string;
+  job_id: string | null;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HostQuarantinedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "host_quarantined";
+  data: HostQuarantined;
+}
+
 export interface IncidentClosed {
   incident_id: number;
   job_id: string;
@@ -494,7 +530,7 @@ export interface IncidentReported {
   incident_id: number;
   job_id: string;
   launch: string;
-  subject: "run" | "save" | "slow_rank";
+  subject: "run" | "save" | "slow_rank" | "quarantine";
   failure_class: "user_error" | "oom" | "gpu" | "network" | "storage" | "preemption" | "hang" | "node_lost" | "unknown";
   fingerprint: string;
   failures: number;
@@ -524,7 +560,7 @@ export interface IncidentView {
   id: number;
   run: string;
   launch: string;
-  subject: "run" | "save" | "slow_rank";
+  subject: "run" | "save" | "slow_rank" | "quarantine";
   failure_class: "user_error" | "oom" | "gpu" | "network" | "storage" | "preemption" | "hang" | "node_lost" | "unknown";
   rule: string;
   fingerprint: string;
@@ -646,7 +682,7 @@ export interface MetricsView {
 /** One thing to tell people, as `/api/notifications` and the event stream show it. Times are Unix seconds. */
 export interface Notification {
   id: number;
-  rule: "stopped" | "slow_recovery" | "repeated" | "failed_save" | "overdue_save" | "loss" | "throughput" | "slow_rank" | "disk" | "goodput" | "test";
+  rule: "stopped" | "slow_recovery" | "repeated" | "failed_save" | "overdue_save" | "loss" | "throughput" | "slow_rank" | "disk" | "goodput" | "quarantine" | "test";
   run: string;
   subject: string;
   state: "raised" | "resolved";
@@ -679,6 +715,21 @@ export interface PreviewView {
   shard_id: number | null;
   indices: number[];
   samples: Record<string, unknown>[];
+}
+
+export interface QuarantineBody {
+  /** As its workers show it */
+  host: string;
+  reason: string;
+}
+
+/** One machine that is out of use. Times are Unix seconds. */
+export interface QuarantineView {
+  host: string;
+  reason: string;
+  by: string;
+  run: string;
+  since: number;
 }
 
 /** What may be run here. */
@@ -908,7 +959,7 @@ export interface StorageView {
 }
 
 /** One event; `event` names its kind, which says what `data` holds. */
-export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | NotificationEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
+export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | HostQuarantinedEvent | HostClearedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | NotificationEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
 
 export interface TaskAnswer {
   task_id: string;
@@ -1215,4 +1266,4 @@ export interface WorkerView {
 }
 
 /** Every kind on the stream. */
-export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "notification", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];
+export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "host_cleared", "host_quarantined", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "notification", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];

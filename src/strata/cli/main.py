@@ -31,6 +31,7 @@ from strata.cli import (
     logs,
     metrics,
     notify,
+    quarantine,
     replay,
     serve,
     slurm,
@@ -94,6 +95,7 @@ app.command(
 app.add_typer(listings.datasets_app)
 app.add_typer(checkpoint.app)
 app.add_typer(notify.app)
+app.add_typer(quarantine.app)
 app.add_typer(access.app)
 app.add_typer(certs.app)
 app.add_typer(bench.app)

@@ -44,6 +44,7 @@ Rule = Literal[
     "slow_rank",
     "disk",
     "goodput",
+    "quarantine",
     "test",
 ]
 State = Literal["raised", "resolved"]
@@ -98,6 +99,7 @@ RULES: dict[Rule, RuleAbout] = {
     "slow_rank": RuleAbout(None, "", 0, 0, "the other ranks wait for one"),
     "disk": RuleAbout(10.0, "percent", 0.1, 90, "less than this is free on a disk of the coordinator or of checkpoints"),
     "goodput": RuleAbout(0.5, "share", 0.01, 0.99, "of the last ten minutes less than this share was training"),
+    "quarantine": RuleAbout(None, "", 0, 0, "a machine was taken out of use"),
 }  # fmt: skip
 """Every rule that can be configured."""
 
@@ -243,6 +245,13 @@ class Notifications:
                 "Look at that machine: its GPU clocks, its disk, and what else runs there.",
                 now_s,
             )
+        if event.subject == "quarantine":
+            return self._raise(
+                Key("quarantine", run, event.launch),
+                *("error", f"the machine {event.launch} is quarantined", f"{event.what}. {event.reason}"),
+                f"Fix it, then: strata quarantine clear {event.launch}",
+                now_s,
+            )
         if event.failure_class == "preemption":
             return []
         known = self._run(run)
@@ -271,6 +280,9 @@ class Notifications:
         if known.subject == "slow_rank":
             title = f"{run}: a rank is no longer slow"
             return self._resolve(Key("slow_rank", run, known.launch), title, event.reason, now_s)
+        if known.subject == "quarantine":
+            title = f"the machine {known.launch} may be used again"
+            return self._resolve(Key("quarantine", run, known.launch), title, event.reason, now_s)
         if event.outcome == "stopped":
             text = f"{known.what}. Stopped: {event.reason}" if event.reason else known.what
             found = self._resolve(Key("slow_recovery", run, ""), "", "", now_s, quietly=True)

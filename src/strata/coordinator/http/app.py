@@ -25,6 +25,7 @@ from strata.coordinator.http import (
     logs,
     metrics,
     notifications,
+    quarantine,
     runs,
     tasks,
 )
@@ -47,6 +48,7 @@ ROUTERS = (
     metrics.router,
     runs.router,
     notifications.router,
+    quarantine.router,
     tasks.router,
     logs.router,
     access.router,

@@ -82,7 +82,7 @@ def read_config(
     known = {f.name: f for f in fields(cast(Any, kind))}
     given: dict[str, _Given] = {}
     if file is not None:
-        for key, value in _read_section(file, section, problems).items():
+        for key, value in read_section(file, section, problems).items():
             if key in known:
                 given[key] = _Given(value, f"{section}.{key} in {file}")
             else:
@@ -155,7 +155,8 @@ def _dotenv(path: Path, problems: list[str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _read_section(file: Path, section: str, problems: list[str]) -> dict[str, Any]:
+def read_section(file: Path, section: str, problems: list[str]) -> dict[str, Any]:
+    """One table of a TOML file; empty where it has none, and what is wrong with the file is added to `problems`."""
     try:
         document = tomllib.loads(file.read_text())
     except FileNotFoundError:
@@ -209,20 +210,19 @@ def _convert(value: Any, hint: Any, about: Field[Any]) -> Any:
 
 
 def _schema(hint: Any, about: Field[Any]) -> Schema:
-    if get_origin(hint) is dict:
-        return {"type": "object", "additionalProperties": {"type": "string"}}
-    if get_origin(hint) is tuple:
-        return {"type": "array", "items": {"type": "string"}}
     names = {bool: "boolean", int: "integer", float: "number"}
     limits = {
         "minimum": about.metadata["least"],
         "maximum": about.metadata["most"],
         "enum": about.metadata["choices"] or None,
     }
-    return {
-        "type": names.get(hint, "string"),
-        **{keyword: limit for keyword, limit in limits.items() if limit is not None},
-    }
+    said = {keyword: limit for keyword, limit in limits.items() if limit is not None}
+    if get_origin(hint) is dict:
+        kind = names.get(get_args(hint)[1], "string")
+        return {"type": "object", "additionalProperties": {"type": kind, **said}}
+    if get_origin(hint) is tuple:
+        return {"type": "array", "items": {"type": "string"}}
+    return {"type": names.get(hint, "string"), **said}
 
 
 def _read_text(text: str, hint: type) -> Any:

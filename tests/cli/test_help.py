@@ -74,7 +74,7 @@ def test_a_group_shows_the_first_line_of_each_of_its_commands(group: tuple[str, 
 
 def test_words_in_brackets_are_shown_where_rich_knows_them_as_styles() -> None:
     shown = page("serve")
-    assert "TOML file with a [coordinator] table." in shown
+    assert "TOML file with a [coordinator] table, and [notify]." in shown
     assert "What runs tasks: local, ray or none. [local]" in shown
 
 

@@ -12,6 +12,7 @@ from strata.core.messages import (
     ArriveAtBarrier,
     BeginAttempt,
     CheckpointId,
+    ClearHost,
     Command,
     CreateTask,
     DatasetId,
@@ -24,6 +25,7 @@ from strata.core.messages import (
     NoteProgress,
     NotifyCheckpoint,
     PlanEpoch,
+    QuarantineHost,
     QueueTask,
     ReconcileCheckpoints,
     RegisterDataset,
@@ -255,7 +257,10 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
         job_id=st.one_of(st.none(), names.map(JobId)),
         decision=st.sampled_from(["restart", "stop"]),
         reason=texts,
+        quarantine=st.booleans(),
     ),
+    QuarantineHost: built(QuarantineHost, host=texts, reason=texts, by=texts),
+    ClearHost: built(ClearHost, host=texts, by=texts),
     ReportSlow: built(
         ReportSlow, job_id=names.map(JobId), worker_id=workers, slow=st.booleans(), reason=texts
     ),

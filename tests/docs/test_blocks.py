@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from strata.cli.validate import find_problems
+from strata.coordinator.notify.settings import read_notify
 from strata.coordinator.settings import read_settings
 from strata.launch.recipes import read_recipes
 from tests.docs import commands
@@ -155,6 +156,13 @@ def _coordinator(text: str, folder: Path) -> str | None:
     return _problem(lambda: read_settings(file=file, environ={}))
 
 
+def _notify(text: str, folder: Path) -> str | None:
+    file = folder / "strata.toml"
+    file.write_text(text)
+    named = dict.fromkeys(re.findall(r'"\$(\w+)"', text), "https://hooks.example.org/x")
+    return _problem(lambda: read_notify(file=file, environ=named))
+
+
 def _recipe(text: str, folder: Path) -> str | None:
     (folder / "finetune.toml").write_text(text)
     (folder / "finetune.py").write_text("")
@@ -174,6 +182,7 @@ READERS = {
     "prometheus": _prometheus,
     "harness": _harness,
     "coordinator": _coordinator,
+    "notify": _notify,
     "recipe": _recipe,
 }
 

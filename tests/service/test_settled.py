@@ -100,6 +100,7 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
         TaskSecrets(data_dir),
         heartbeat_interval_s=1.0,
         worker_config={},
+        on_metrics=runtime.notifier.logged,
     )
     server.add_generic_rpc_handlers((handlers(service),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -10,6 +10,11 @@ export interface AbandonedView {
   generation: number;
 }
 
+export interface AmountView {
+  hours: number;
+  cost: number | null;
+}
+
 export interface AuditEntry {
   at: number;
   who: string;
@@ -113,6 +118,21 @@ export interface ChangeWeightsBody {
   weights: Record<string, number>;
   /** The first step with them */
   from_step: number;
+}
+
+/** One channel, without what is secret about it. */
+export interface ChannelView {
+  name: string;
+  kind: string;
+  address: string;
+  rules: string[];
+  runs: string[];
+  sent: number;
+  failed: number;
+  dropped: number;
+  waiting: number;
+  last_sent_at: number | null;
+  last_error: string;
 }
 
 export interface CheckpointCompleted {
@@ -231,6 +251,21 @@ export interface CheckpointView {
   metadata: Record<string, string>;
   run_id: string;
   generation: number;
+}
+
+/** What a run has cost so far. `hours` are of GPUs, or of workers where there are none (`counted`). */
+export interface CostView {
+  run: string;
+  jobs: string[];
+  currency: string;
+  price_per_gpu_hour: number | null;
+  counted: "gpu" | "worker";
+  gpus_per_worker: number;
+  spent: AmountView;
+  training: AmountView;
+  lost: AmountView;
+  lost_by_cause: LossView[];
+  saved: SavedView;
 }
 
 export interface CreateTaskBody {
@@ -358,6 +393,14 @@ export interface DatasetView {
   metadata: Record<string, string>;
 }
 
+/** What became of a test notification. */
+export interface DeliveryView {
+  channel: string;
+  kind: string;
+  delivered: boolean;
+  error: string;
+}
+
 /** What every refused call answers. */
 export interface ErrorBody {
   /** Stable, for programs */
@@ -436,6 +479,42 @@ export interface HistoryView {
   series: Record<string, SeriesView>;
 }
 
+export interface HostCleared {
+  host: string;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HostClearedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "host_cleared";
+  data: HostCleared;
+}
+
+export interface HostQuarantined {
+  host: string;
+  by: string;
+  job_id: string | null;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HostQuarantinedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "host_quarantined";
+  data: HostQuarantined;
+}
+
 export interface IncidentClosed {
   incident_id: number;
   job_id: string;
@@ -447,6 +526,8 @@ export interface IncidentClosed {
   lost_steps: number | null;
   lost_s: number | null;
   lost_gpu_s: number | null;
+  saved_steps: number | null;
+  saved_gpu_s: number | null;
   severity: "debug" | "info" | "success" | "warning" | "error";
   text: string;
 }
@@ -464,7 +545,7 @@ export interface IncidentReported {
   incident_id: number;
   job_id: string;
   launch: string;
-  subject: "run" | "save" | "slow_rank";
+  subject: "run" | "save" | "slow_rank" | "quarantine";
   failure_class: "user_error" | "oom" | "gpu" | "network" | "storage" | "preemption" | "hang" | "node_lost" | "unknown";
   fingerprint: string;
   failures: number;
@@ -494,7 +575,7 @@ export interface IncidentView {
   id: number;
   run: string;
   launch: string;
-  subject: "run" | "save" | "slow_rank";
+  subject: "run" | "save" | "slow_rank" | "quarantine";
   failure_class: "user_error" | "oom" | "gpu" | "network" | "storage" | "preemption" | "hang" | "node_lost" | "unknown";
   rule: string;
   fingerprint: string;
@@ -563,6 +644,14 @@ export interface LogsSkippedEvent {
   data: LogsSkipped;
 }
 
+export interface LossView {
+  cause: "user_error" | "oom" | "gpu" | "network" | "storage" | "preemption" | "hang" | "node_lost" | "unknown" | "checkpoint" | "recovery" | "waiting";
+  meaning: string;
+  incidents: number;
+  hours: number;
+  cost: number | null;
+}
+
 export interface MetricCurvesView {
   name: string;
   committed: CurveView;
@@ -614,6 +703,35 @@ export interface MixtureView {
   changes: ChangeView[];
 }
 
+/** One thing to tell people, as `/api/notifications` and the event stream show it. Times are Unix seconds. */
+export interface Notification {
+  id: number;
+  rule: "stopped" | "slow_recovery" | "repeated" | "failed_save" | "overdue_save" | "loss" | "throughput" | "slow_rank" | "disk" | "goodput" | "quarantine" | "test";
+  run: string;
+  subject: string;
+  state: "raised" | "resolved";
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  title: string;
+  text: string;
+  next_step: string;
+  at: number;
+  held_back: number;
+}
+
+export interface NotificationEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "notification";
+  data: Notification;
+}
+
+export interface NotifyView {
+  channels: ChannelView[];
+  rules: RuleView[];
+}
+
 export interface PreviewView {
   dataset_id: string;
   worker_id: string | null;
@@ -621,6 +739,21 @@ export interface PreviewView {
   shard_id: number | null;
   indices: number[];
   samples: Record<string, unknown>[];
+}
+
+export interface QuarantineBody {
+  /** As its workers show it */
+  host: string;
+  reason: string;
+}
+
+/** One machine that is out of use. Times are Unix seconds. */
+export interface QuarantineView {
+  host: string;
+  reason: string;
+  by: string;
+  run: string;
+  since: number;
 }
 
 /** What may be run here. */
@@ -719,6 +852,14 @@ export interface ResyncEvent {
   data: Resync;
 }
 
+export interface RuleView {
+  name: string;
+  enabled: boolean;
+  threshold: number | null;
+  unit: string;
+  meaning: string;
+}
+
 export interface RunCurvesView {
   run: string;
   series: MetricCurvesView[];
@@ -738,6 +879,14 @@ export interface RunView {
   jobs: string[];
   created_at: number;
   updated_at: number;
+}
+
+/** Beside restarting from the newest durable checkpoint each time. */
+export interface SavedView {
+  recoveries: number;
+  steps: number;
+  hours: number;
+  cost: number | null;
 }
 
 export interface SeriesView {
@@ -839,7 +988,7 @@ export interface StorageView {
 }
 
 /** One event; `event` names its kind, which says what `data` holds. */
-export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
+export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | HostQuarantinedEvent | HostClearedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | NotificationEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
 
 export interface TaskAnswer {
   task_id: string;
@@ -949,6 +1098,11 @@ export interface TaskView {
   max_retries: number;
   exit_cause: ExitCause | null;
   reason: string;
+}
+
+export interface TestNotificationBody {
+  /** Its name; all channels when not given */
+  channel?: string | null;
 }
 
 export interface TokenView {
@@ -1146,4 +1300,4 @@ export interface WorkerView {
 }
 
 /** Every kind on the stream. */
-export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];
+export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "host_cleared", "host_quarantined", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "notification", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];

@@ -6,9 +6,10 @@ import type { EventLine } from "./types";
 
 const LEVELS = { info: "info", success: "good", warning: "warn", error: "bad" } as const;
 
-/** The event as a line of the story; null for those that only change what is shown (metrics, logs, progress). */
+/** The event as a line of the story; null for those that only change what is shown (metrics, logs, progress), and for
+ * notifications, which are about events that have their own. */
 export function eventLineOf({ id, kind, data }: FeedEvent): EventLine | null {
-  if (!("severity" in data) || data.severity === "debug") return null;
+  if (kind === "notification" || !("severity" in data) || data.severity === "debug") return null;
   const about = "spec" in data ? data.spec : data;
   return {
     id,

@@ -22,6 +22,7 @@ from strata.cli import (
     certs,
     chaos,
     checkpoint,
+    cost,
     data,
     demo,
     doctor,
@@ -31,6 +32,8 @@ from strata.cli import (
     logs,
     metrics,
     mixture,
+    notify,
+    quarantine,
     replay,
     serve,
     slurm,
@@ -62,6 +65,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     listings.recoveries,
     listings.tasks,
     why.why,
+    cost.cost,
     logs.logs,
     metrics.metrics,
     tasks.recipes,
@@ -94,6 +98,8 @@ app.add_typer(listings.datasets_app)
 app.add_typer(checkpoint.app)
 app.add_typer(data.app)
 app.add_typer(mixture.app)
+app.add_typer(notify.app)
+app.add_typer(quarantine.app)
 app.add_typer(access.app)
 app.add_typer(certs.app)
 app.add_typer(bench.app)

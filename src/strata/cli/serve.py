@@ -31,11 +31,13 @@ def serve(
         bool | None,
         typer.Option("--trust-loopback", help="Trust every user of this machine, not only your own."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with a [coordinator] table.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with a [coordinator] table, and [notify].")
+    ] = None,
 ) -> None:
     """Run the coordinator, with API and dashboard, until Ctrl-C."""
     from strata.coordinator.server import run
-    from strata.coordinator.settings import read_settings
+    from strata.coordinator.settings import read_all
 
     flags = {
         "host": host,
@@ -48,6 +50,6 @@ def serve(
         "launcher": launcher,
         "ray_address": ray_address,
     }
-    settings = read_settings(file=config, flags=flags)
+    settings, notify = read_all(file=config, flags=flags)
     logs.configure()
-    run(settings, private=[config] if config is not None else [])
+    run(settings, notify=notify, private=[config] if config is not None else [])

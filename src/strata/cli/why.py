@@ -30,7 +30,7 @@ STATES = {
     "failed_again": ("it failed again before it had recovered", "yellow"),
 }
 DECISIONS = {"restart": "started again", "stop": "stopped", "continue": "training continues"}
-SUBJECTS = {"run": "failure", "save": "failed save", "slow_rank": "slow rank"}
+SUBJECTS = {"run": "failure", "save": "failed save", "slow_rank": "slow rank", "quarantine": "quarantine"}
 LINES_SHOWN = 12
 
 

@@ -30,10 +30,13 @@ from strata.coordinator.metrics.collectors import JobCollector, LogCollector, St
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.run_history import RunHistory
 from strata.coordinator.metrics.watch import Watch
+from strata.coordinator.notify.notifier import Notifier
+from strata.coordinator.notify.settings import NotifySettings
 from strata.coordinator.tasks.runner import TaskRunner
 from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core import task_views, views
 from strata.core.cluster import Cluster, Limits
+from strata.core.cost import PriceList
 from strata.core.messages import TaskId, TaskStatus
 from strata.core.stream_events import LogsSkipped
 from strata.core.task_views import TaskView
@@ -61,10 +64,12 @@ class Runtime:
     metrics: CoordinatorMetrics
     pages: Pages
     watch: Watch
+    notifier: Notifier
     started_at_s: float
     recipes: Recipes
     inspection: DatasetInspection
     verifications: Verifications
+    prices: PriceList = field(default_factory=PriceList)
     run_history: RunHistory | None = None
     """What training loops have logged; none where there is no place on disk for it."""
     tasks: TaskRunner | None = None
@@ -94,12 +99,14 @@ class Runtime:
         recipes: Iterable[Recipe] = BUILT_IN,
         read_rules: ReadRules | None = None,
         run_history: RunHistory | None = None,
+        notify: NotifySettings | None = None,
     ) -> Runtime:
         """A runtime with the journal's state; its engine is not running yet."""
         cluster, clock = Cluster(limits), SystemClock()
         engine = Engine(cluster, journal, clock)
         metrics, feed = CoordinatorMetrics(), Feed(boot_id=secrets.token_hex(4))
         # Verifying takes long: it does not take the places of what somebody waits for.
+        watch = Watch(engine, metrics, logs, feed.publish, lambda: fleet_metrics(cluster, metrics))
         quick, slow = InspectionProcesses(), InspectionProcesses(variables=VERIFYING_VARIABLES)
         runtime = cls(
             engine=engine,
@@ -109,7 +116,10 @@ class Runtime:
             feed=feed,
             metrics=metrics,
             pages=Pages(engine),
-            watch=Watch(engine, metrics, logs, feed.publish, lambda: fleet_metrics(cluster, metrics)),
+            watch=watch,
+            notifier=Notifier(
+                engine, watch, logs, feed.publish, metrics.notified, notify or NotifySettings()
+            ),
             started_at_s=time.time(),
             recipes=Recipes(recipes),
             inspection=DatasetInspection(quick, read_rules),
@@ -123,6 +133,7 @@ class Runtime:
             runtime.agents.committed,
             runtime.feed.committed,
             runtime.watch.committed,
+            runtime.notifier.committed,
         ]
         metrics.registry.register(LogCollector(logs))
         metrics.registry.register(StorageCollector(engine))
@@ -149,6 +160,7 @@ class Runtime:
         self.metrics.sample()
         self.logs.report_drops()
         self.watch.pulse()
+        self.notifier.pulse()
         if self.feed.readers:
             self.feed.publish("metrics", self._metrics(await self.engine.settled()))
 

@@ -36,6 +36,7 @@ from strata.coordinator.logs.archive import LogArchive
 from strata.coordinator.logs.store import LogStore, LogStoreHandler
 from strata.coordinator.metrics.otel import OtelExport
 from strata.coordinator.metrics.run_history import RunHistory
+from strata.coordinator.notify.settings import NotifySettings
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.settings import CoordinatorSettings
 from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, worker_address, worker_tls
@@ -73,19 +74,28 @@ class PortTaken(StrataError):
 class Server:
     """A running coordinator. `grpc_port` and `http_port` are the ports it really has."""
 
-    def __init__(self, settings: CoordinatorSettings, *, private: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        *,
+        notify: NotifySettings | None = None,
+        private: Sequence[Path] = (),
+    ) -> None:
         """`private`: further files that are read for nobody, such as the configuration."""
+        notify = notify or NotifySettings()
         self._settings = settings
         recipes = [*BUILT_IN, *read_recipes(settings.recipes_dir or settings.data_dir / "recipes")]
         self._journal = SqliteJournal(settings.data_dir, reserve_bytes=settings.disk_reserve_mb << 20)
         self.runtime = Runtime.create(
             self._journal,
             settings.limits,
-            _open_logs(settings),
+            _open_logs(settings, notify),
             recipes,
             _read_rules(settings, private),
             _open_run_history(settings),
+            notify,
         )
+        self.runtime.prices = settings.price_list
         if self.runtime.logs.archive is not None:
             space = self._journal.space
             self.runtime.logs.archive.is_paused = lambda: space.is_full
@@ -174,6 +184,7 @@ class Server:
                 logger.removeHandler(self._log_handler)
         if self._otel is not None:
             await asyncio.to_thread(self._otel.close)
+        await asyncio.to_thread(self.runtime.notifier.close)
         self.runtime.engine.close()
         self.runtime.logs.close()
         if self.runtime.run_history is not None:
@@ -225,6 +236,7 @@ class Server:
             runtime.task_secrets,
             heartbeat_interval_s=settings.heartbeat_interval,
             worker_config={"heartbeat_timeout": f"{settings.heartbeat_timeout:g}"},
+            on_metrics=runtime.notifier.logged,
         )
         server.add_generic_rpc_handlers((handlers(service),))
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -329,14 +341,18 @@ class Server:
 
 
 async def serve(
-    settings: CoordinatorSettings, *, private: Sequence[Path] = (), announce: bool = True
+    settings: CoordinatorSettings,
+    *,
+    notify: NotifySettings | None = None,
+    private: Sequence[Path] = (),
+    announce: bool = True,
 ) -> None:
     """Run until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOPPING:  # Before anything is up, so that no signal finds it half-way.
         loop.add_signal_handler(number, stopped.set)
-    server = Server(settings, private=private)
+    server = Server(settings, notify=notify, private=private)
     try:
         await server.start()
         gc.collect()
@@ -361,18 +377,20 @@ async def serve(
             signal.signal(number, signal.SIG_IGN)  # Impatience must not tear the last steps.
 
 
-def run(settings: CoordinatorSettings, *, private: Sequence[Path] = ()) -> None:
+def run(
+    settings: CoordinatorSettings, *, notify: NotifySettings | None = None, private: Sequence[Path] = ()
+) -> None:
     """`serve` on the fastest event loop there is. Raises `StrataError` for what a user can fix."""
     _allow_many_connections()
     try:
         import uvloop
     except ImportError:
-        asyncio.run(serve(settings, private=private))
+        asyncio.run(serve(settings, notify=notify, private=private))
     else:
-        uvloop.run(serve(settings, private=private))
+        uvloop.run(serve(settings, notify=notify, private=private))
 
 
-def _open_logs(settings: CoordinatorSettings) -> LogStore:
+def _open_logs(settings: CoordinatorSettings, notify: NotifySettings) -> LogStore:
     archive = None
     try:
         archive = LogArchive(
@@ -384,7 +402,7 @@ def _open_logs(settings: CoordinatorSettings) -> LogStore:
         log.warning("log lines are kept in memory only: %s", error)
     return LogStore(
         archive,
-        tidy=Tidy([token for _, token in settings.named_secrets()]),
+        tidy=Tidy([*(token for _, token in settings.named_secrets()), *notify.secrets]),
         lines_per_second=settings.log_lines_per_second,
     )
 

@@ -8,13 +8,15 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from strata.config import read_config, setting
+from strata.config import ConfigError, read_config, setting
 from strata.coordinator.auth.gatekeeper import DIGEST_PREFIX
 from strata.coordinator.auth.paths import problems_of_roots
 from strata.coordinator.auth.peers import is_loopback
 from strata.coordinator.auth.principals import ROLES, Role
+from strata.coordinator.notify.settings import NotifySettings, read_notify
 from strata.core.barriers import BarrierLimits
 from strata.core.cluster import Limits
+from strata.core.cost import PriceList
 from strata.core.membership import MembershipLimits
 from strata.core.presence import PresenceLimits
 
@@ -119,6 +121,17 @@ class CoordinatorSettings:
         least=1,
         most=1_000_000,
     )
+    price_per_gpu_hour: float = setting(
+        0.0,
+        "What an hour of a GPU costs, for `strata cost`; of a worker where there are none. 0: not known.",
+        env="STRATA_PRICE_PER_GPU_HOUR",
+        least=0,
+        most=1e6,
+    )
+    prices: dict[str, float] = setting(
+        dict, "The same for some runs, as run or pattern = price; the first that fits.", least=0, most=1e6
+    )
+    currency: str = setting("USD", "What prices are in.", env="STRATA_CURRENCY")
     otel_endpoint: str = setting(
         "",
         "OpenTelemetry collector to which metrics are sent, such as http://127.0.0.1:4318.",
@@ -227,6 +240,10 @@ class CoordinatorSettings:
         )
 
     @property
+    def price_list(self) -> PriceList:
+        return PriceList(default=self.price_per_gpu_hour, by_run=self.prices, currency=self.currency)
+
+    @property
     def inherited_by_tasks(self) -> tuple[str, ...]:
         return tuple(filter(None, (name.strip() for name in self.task_environment.split(","))))
 
@@ -271,6 +288,23 @@ def read_settings(
         environ=environ,
         check=_contradictions,
     )
+
+
+def read_all(
+    *, file: Path | None = None, flags: Mapping[str, Any] | None = None
+) -> tuple[CoordinatorSettings, NotifySettings]:
+    """The settings and where notifications go, or one `ConfigError` for both."""
+    found: list[Any] = []
+    problems: list[str] = []
+    for read in (lambda: read_settings(file=file, flags=flags), lambda: read_notify(file=file)):
+        try:
+            found.append(read())
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    settings, notify = found
+    return settings, notify
 
 
 def _weakness(token: str, host: str) -> str:

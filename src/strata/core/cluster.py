@@ -15,6 +15,7 @@ Pure: no clock, no threads, no I/O. Time arrives as `Instant`. One caller at a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -22,6 +23,7 @@ from strata.core import checks
 from strata.core.barriers import BarrierLimits, Barriers
 from strata.core.checkpoints import CheckpointEvent, Checkpoints, data_commit
 from strata.core.datasets import Datasets
+from strata.core.failures import classify, first_failing
 from strata.core.incidents import Cost, Incidents, check_report
 from strata.core.membership import Membership, MembershipLimits
 from strata.core.messages import (
@@ -38,6 +40,7 @@ from strata.core.messages import (
     CheckpointFailed,
     CheckpointRemoved,
     CheckpointStarted,
+    ClearHost,
     ClockResumed,
     Command,
     CountersRestored,
@@ -50,6 +53,8 @@ from strata.core.messages import (
     EndAttempt,
     Event,
     Heartbeat,
+    HostCleared,
+    HostQuarantined,
     IncidentClosed,
     IncidentReported,
     Instant,
@@ -60,6 +65,7 @@ from strata.core.messages import (
     Observation,
     PlanEpoch,
     ProgressReported,
+    QuarantineHost,
     QueueTask,
     Rebalance,
     ReconcileCheckpoints,
@@ -97,7 +103,9 @@ from strata.core.messages import (
     WorkerSpec,
 )
 from strata.core.presence import Presence, PresenceLimits
+from strata.core.quarantine import Quarantine
 from strata.core.recoveries import Recoveries
+from strata.core.refusals import shorten
 from strata.core.tasks import Tasks
 from strata.core.values import Values
 
@@ -119,6 +127,7 @@ class Cluster:
         self.tasks = Tasks()
         self.recoveries = Recoveries()
         self.incidents = Incidents()
+        self.quarantine = Quarantine()
         self.values = Values()
         self.presence = Presence(limits.presence)
 
@@ -198,7 +207,16 @@ class Cluster:
                 job = self._job_of(command)
                 events_of = self.incidents.decide_report(command, job, self._cost(job), now)
                 _each(fact, events_of)
+                self._quarantine_failed(command, job, now, fact)
                 return Accepted(reason="known already" if not events_of else "recorded")
+            case QuarantineHost():
+                self._quarantine(command, None, now, fact)
+                return Accepted(reason=self.quarantine.hosts[command.host].reason)
+            case ClearHost():
+                cleared = self.quarantine.decide_clear(command, now)
+                fact(cleared)
+                _each(fact, self.incidents.decide_cleared(cleared, now))
+                return Accepted(reason=cleared.reason)
             case ReportSlow():
                 known = self.membership.members.get(command.worker_id)
                 spec_of = known.spec if known is not None else None
@@ -229,6 +247,27 @@ class Cluster:
                 _each(fact, self.values.decide_tick(now))
                 return Accepted(reason="time passed")
         assert_never(command)
+
+    def _quarantine_failed(
+        self, command: ReportFailure, job: JobId, now: Instant, fact: Callable[[Event], None]
+    ) -> None:
+        """Where the run's policy says so: the machine whose device failed first, and for nothing else than that."""
+        first = first_failing(command.failures)
+        if not command.quarantine or first is None or not first.host or classify(first) != "gpu":
+            return
+        evidence = first.device_faults[-1] if first.device_faults else str(first.error or "")
+        said = str(first) if evidence in str(first) else f"{first}: {evidence}"
+        asked = QuarantineHost(host=first.host, reason=shorten(said, 400), by=shorten(f"the policy of {job}"))
+        with suppress(Refused):  # A host without a proper name: the failure is recorded all the same.
+            self._quarantine(asked, job, now, fact)
+
+    def _quarantine(
+        self, command: QuarantineHost, job: JobId | None, now: Instant, fact: Callable[[Event], None]
+    ) -> None:
+        quarantined = self.quarantine.decide_add(command, now, job=job)
+        if quarantined is not None:
+            fact(quarantined)
+            _each(fact, self.incidents.decide_quarantined(quarantined, now))
 
     def _register(self, command: RegisterWorker, now: Instant, fact: Callable[[Event], None]) -> Registered:
         joined = self.membership.decide_register(command, now)
@@ -386,6 +425,8 @@ class Cluster:
                 self.recoveries.apply(event)
             case IncidentReported() | IncidentClosed():
                 self.incidents.apply(event)
+            case HostQuarantined() | HostCleared():
+                self.quarantine.apply(event)
             case ValueSwapped() | ValueRefreshed() | VersionsReserved() | ValueDropped():
                 self.values.apply(event, now)
             case _:
@@ -429,6 +470,7 @@ class Cluster:
             *self.tasks.compact(),
             *self.recoveries.compact(),
             *self.incidents.compact(),
+            *self.quarantine.compact(),
             *self.values.compact(),
             counters,
         ]

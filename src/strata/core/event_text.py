@@ -20,6 +20,8 @@ from strata.core.messages import (
     DatasetRegistered,
     DatasetRemoved,
     Event,
+    HostCleared,
+    HostQuarantined,
     IncidentClosed,
     IncidentReported,
     RecoveryRecorded,
@@ -117,6 +119,10 @@ def describe(event: Event | Change) -> EventText:
             what = f"incident {event.incident_id} of {event.job_id} {event.outcome.replace('_', ' ')}{lost}"
             of: dict[str, Severity] = {"recovered": "success", "stopped": "error", "failed_again": "warning"}
             return EventText(of[event.outcome], _because(event, what))
+        case HostQuarantined():
+            return EventText("error", _because(event, f"machine {event.host} was quarantined by {event.by}"))
+        case HostCleared():
+            return EventText("success", _because(event, f"machine {event.host} may be used again"))
         case ValueSwapped() | ValueRefreshed() | ValueDropped():
             return EventText("debug", _because(event, f"value {event.key}"))
         case CountersRestored():

@@ -257,7 +257,7 @@ class RecoveryRecorded:
     cause: str = ""  # why the set of ranks changed
 
 
-IncidentSubject = Literal["run", "save", "slow_rank"]
+IncidentSubject = Literal["run", "save", "slow_rank", "quarantine"]
 Outcome = Literal["recovered", "stopped", "failed_again"]
 
 
@@ -291,6 +291,30 @@ class IncidentClosed:
     lost_steps: int | None = None
     lost_s: float | None = None
     lost_gpu_s: float | None = None
+    saved_steps: int | None = (
+        None  # which a restart from the newest durable checkpoint would have trained again
+    )
+    saved_gpu_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostQuarantined:
+    """A machine is out of use: its agents are refused, and those that take part leave."""
+
+    host: str
+    by: str  # a person, or the policy of a run
+    job_id: JobId | None  # the run whose failure led to it
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCleared:
+    """It may be used again."""
+
+    host: str
+    reason: str
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +390,8 @@ Event = (
     | RecoveryRecorded
     | IncidentReported
     | IncidentClosed
+    | HostQuarantined
+    | HostCleared
     | ValueSwapped
     | ValueRefreshed
     | VersionsReserved

@@ -51,14 +51,16 @@ class _JobTime:
     lives: dict[WorkerId, tuple[float, dict[str, float]]] = field(default_factory=dict)
     """The account that each worker kept last, and what it had said."""
     processes: int = 0
+    gpus: int = 0
+    """Of a worker: the most that one has had."""
 
 
 class Goodput:
     def __init__(self) -> None:
         self._jobs: dict[JobId, _JobTime] = {}
 
-    def take(self, job: JobId, worker_id: WorkerId, metrics: Mapping[str, float]) -> None:
-        """What a heartbeat says. Metrics that cannot be right are not counted."""
+    def take(self, job: JobId, worker_id: WorkerId, metrics: Mapping[str, float], *, gpus: int = 0) -> None:
+        """What a heartbeat of a worker with so many GPUs says. Metrics that cannot be right are not counted."""
         life = metrics.get(LIFE_METRIC)
         if life is None:
             return
@@ -70,6 +72,7 @@ class Goodput:
             time = self._jobs[job] = _JobTime()
             if len(self._jobs) > JOBS_KEPT:
                 del self._jobs[next(iter(self._jobs))]
+        time.gpus = max(time.gpus, gpus)
         known = time.lives.get(worker_id)
         if known is None or known[0] != life:
             time.processes += 1
@@ -83,6 +86,10 @@ class Goodput:
 
     def jobs(self) -> list[JobId]:
         return list(self._jobs)
+
+    def gpus_per_worker(self, job: JobId) -> int:
+        time = self._jobs.get(job)
+        return time.gpus if time is not None else 0
 
     def view(self, job: JobId, *, task_id: str | None = None, queued_s: float | None = None) -> GoodputView:
         time = self._jobs.get(job) or _JobTime()
@@ -104,7 +111,12 @@ class Goodput:
 
     def dump(self) -> bytes:
         jobs = {
-            job: {"parts_s": time.parts_s, "lives": time.lives, "processes": time.processes}
+            job: {
+                "parts_s": time.parts_s,
+                "lives": time.lives,
+                "processes": time.processes,
+                "gpus": time.gpus,
+            }
             for job, time in self._jobs.items()
         }
         return json.dumps(jobs).encode()
@@ -120,6 +132,7 @@ class Goodput:
                         for name, (life, said) in found["lives"].items()
                     },
                     processes=int(found["processes"]),
+                    gpus=int(found.get("gpus", 0)),
                 )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not what was written: {error!r}") from None

@@ -18,6 +18,8 @@ from strata.core.events import (
     CheckpointCompleted,
     CheckpointFailed,
     Event,
+    HostCleared,
+    HostQuarantined,
     IncidentClosed,
     IncidentReported,
     IncidentSubject,
@@ -49,6 +51,8 @@ TOGETHER_S = 10.0
 LATE_S = 60.0
 """So long after an incident has ended its consequences may still be reported."""
 
+NO_RUN = JobId("")
+"""In place of a job, for what a person has decided about a machine."""
 UNSAID = "its agent has not said why"
 LEFT = "the run continues with fewer workers, and nobody has reported a failure"
 
@@ -254,6 +258,8 @@ class Incidents:
                 reason = "the run has recovered, and its pace is measured anew"
                 events.append(self._closed_quietly(slow, "recovered", reason, now))
         seconds = sum(recorded.phases_s.values()) + recorded.lost_steps * cost.step_s
+        spread = max(1, recorded.world_before) * max(1, cost.gpus_per_worker)
+        saved_steps = max(0, recorded.resumed_step - (cost.saved_step or 0))
         events.append(
             IncidentClosed(
                 incident_id=newest.reported.incident_id,
@@ -263,7 +269,9 @@ class Incidents:
                 resumed_step=recorded.resumed_step,
                 lost_steps=recorded.lost_steps,
                 lost_s=seconds,
-                lost_gpu_s=seconds * max(1, recorded.world_before) * max(1, cost.gpus_per_worker),
+                lost_gpu_s=seconds * spread,
+                saved_steps=saved_steps,
+                saved_gpu_s=saved_steps * cost.step_s * spread,
                 reason=recorded.reason,
                 at_s=now.wall_s,
             )
@@ -382,6 +390,35 @@ class Incidents:
             )
         ]
 
+    def decide_quarantined(self, event: HostQuarantined, now: Instant) -> list[Event]:
+        """A machine that is out of use is an incident until it is cleared."""
+        failure = Failure(host=event.host, at_s=now.wall_s)
+        return [
+            IncidentReported(
+                incident_id=self.count + 1,
+                job_id=event.job_id or NO_RUN,
+                launch=event.host,
+                subject="quarantine",
+                failure_class="gpu" if event.job_id is not None else "unknown",
+                fingerprint="quarantine",
+                first=failure,
+                failures=(failure,),
+                what=f"the machine {event.host} is out of use: {event.reason}",
+                decision="continue",
+                reason=f"quarantined by {event.by}; runs continue without it where they can",
+                at_s=now.wall_s,
+            )
+        ]
+
+    def decide_cleared(self, event: HostCleared, now: Instant) -> list[Event]:
+        return [
+            self._closed_quietly(incident, "recovered", event.reason, now)
+            for incident in self.records.values()
+            if incident.is_open
+            and incident.reported.subject == "quarantine"
+            and incident.reported.launch == event.host
+        ]
+
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _known(self, job: JobId) -> set[tuple[str, int]]:
@@ -476,7 +513,9 @@ class Incidents:
 def view(incident: Incident) -> IncidentView:
     known, closed, first = incident.reported, incident.closed, incident.reported.first
     next_step = ADVICE[known.failure_class]
-    if known.subject == "slow_rank":
+    if known.subject == "quarantine":
+        next_step = f"Fix the machine, then: strata quarantine clear {known.launch}"
+    elif known.subject == "slow_rank":
         next_step = "Look at that machine: its GPU clocks, its disk, and what else runs there."
     return IncidentView(
         id=known.incident_id,

@@ -25,6 +25,8 @@ from strata.core.events import (
     DatasetRegistered,
     DatasetRemoved,
     Event,
+    HostCleared,
+    HostQuarantined,
     IncidentClosed,
     IncidentReported,
     RecoveryRecorded,
@@ -93,6 +95,7 @@ __all__ = [
     "CheckpointRemoved",
     "CheckpointStarted",
     "CheckpointStatus",
+    "ClearHost",
     "ClockResumed",
     "Command",
     "Conflict",
@@ -111,6 +114,8 @@ __all__ = [
     "FileSpan",
     "Gpu",
     "Heartbeat",
+    "HostCleared",
+    "HostQuarantined",
     "IncidentClosed",
     "IncidentReported",
     "Instant",
@@ -124,6 +129,7 @@ __all__ = [
     "Overloaded",
     "PlanEpoch",
     "ProgressReported",
+    "QuarantineHost",
     "QueueTask",
     "Rebalance",
     "ReconcileCheckpoints",
@@ -336,6 +342,25 @@ class ReportFailure:
     """Whose they are; None: of the job that has registered them, else the launch's."""
     decision: Literal["restart", "stop"]
     reason: str
+    quarantine: bool = False
+    """The policy of the run takes the machine out of use, if it was a device of it that failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineHost:
+    """Take a machine out of use."""
+
+    host: str
+    reason: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearHost:
+    """Let it be used again."""
+
+    host: str
+    by: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +422,8 @@ Command = (
     | ReportRecovery
     | ReportFailure
     | ReportSlow
+    | QuarantineHost
+    | ClearHost
     | SwapValue
     | PlanEpoch
     | Rebalance

@@ -27,6 +27,7 @@ FROM_OUTSIDE: frozenset[FailureClass] = frozenset({"preemption", "node_lost"})
 Decision = Literal["restart", "stop"]
 OnUserError = Literal["stop", "stop_if_repeated", "continue"]
 OnFailure = Literal["stop", "continue"]
+OnGpu = Literal["stop", "continue", "quarantine"]
 
 
 class PolicyError(ValueError):
@@ -41,7 +42,8 @@ class Policy:
     """Stop after the same failure so many times in a row without a new step."""
     user_error: OnUserError = "stop_if_repeated"
     """`stop`: the first ends the run; `stop_if_repeated`: one that comes back without a new step; `continue`: as any other."""
-    gpu: OnFailure = "continue"
+    gpu: OnGpu = "continue"
+    """`quarantine`: the machine is taken out of use, and the run continues without it where it can."""
     preemption: OnFailure = "continue"
     max_restarts_per_hour: int = 0
     """0: as many as there are."""
@@ -52,7 +54,7 @@ class Policy:
         names = [part.name for part in fields(cls)]
         allowed: Mapping[str, tuple[str, ...]] = {
             "user_error": get_args(OnUserError),
-            "gpu": get_args(OnFailure),
+            "gpu": get_args(OnGpu),
             "preemption": get_args(OnFailure),
         }
         found: dict[str, int | str] = {}
@@ -78,6 +80,8 @@ class Verdict:
 
     decision: Decision
     reason: str
+    quarantine: bool = False
+    """This machine is to be taken out of use: it leaves the run, and takes no part in any."""
 
 
 @dataclass(slots=True)
@@ -97,6 +101,9 @@ class Restarts:
         self, first: Failure | None, *, lasted_s: float, now_s: float, others_continue: bool = False
     ) -> Verdict:
         """An attempt has failed; `first` is the worker to blame, None where nobody knows. `now_s` is monotonic."""
+        if first is not None and classify(first) == "gpu" and self.policy.gpu == "quarantine":
+            reason = f"the policy of this run takes a machine out of use whose GPU has failed: {_said(first)}"
+            return Verdict(decision="restart", reason=reason, quarantine=True)
         stop = self._stops(first, lasted_s, others_continue) or self._too_many(now_s)
         if stop is not None:
             return Verdict(decision="stop", reason=stop)

@@ -27,6 +27,7 @@ from strata.core.messages import (
     ValueSwapped,
     VersionsReserved,
 )
+from strata.core.notifications import Notification
 from strata.core.stragglers import Change
 from strata.core.tasks import percent, remaining_s
 from strata.core.views import LogView, MetricsView
@@ -140,6 +141,7 @@ def stream_types() -> dict[str, Any]:
         types[kind] = _published_type(Change, name=name, more={"at_s": float})
     return {
         **types,
+        "notification": Notification,
         "metrics": MetricsView,
         "logs": Sequence[LogView],
         "logs_skipped": LogsSkipped,

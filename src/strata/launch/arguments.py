@@ -224,6 +224,10 @@ def _launch(args: Namespace) -> int:
     except ChildFailedError as error:
         return _report_failure(error)
     except SignalException as error:
+        from strata.rendezvous.agent import CarefulAgent
+
+        if CarefulAgent.given_up is not None:
+            print(f"strata torchrun: this machine leaves the run: {CarefulAgent.given_up}", file=sys.stderr)
         return 128 + int(error.sigval)
     except (RendezvousError, ValueError, AssertionError) as error:
         print(f"strata torchrun: error: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from strata.rendezvous import run_policy
 from strata.rendezvous.evidence import OomKills, device_faults, device_of, last_lines, wall_s
 from strata.rendezvous.frames import read_report
 from strata.rendezvous.incidents import IncidentReporter, trimmed
-from strata.torch_compat.elastic import Agent
+from strata.torch_compat.elastic import Agent, leave
 from strata.worker.address import coordinator_address
 
 SUPERVISOR_VARIABLE = "STRATA_KEEPER"  # As `strata.launch.entry` has it, which needs no torch.
@@ -110,13 +110,23 @@ class CarefulAgent(Agent):
         verdict = self._restarts.failed(
             first, lasted_s=lasted_s, now_s=time.monotonic(), others_continue=others_continue
         )
+        if verdict.quarantine and not self._incidents.has_coordinator:
+            reason = f"{verdict.reason}; without a coordinator the run ends here"
+            verdict = Verdict(decision="stop", reason=reason)
         if not self.has_restarts:
             verdict = Verdict(decision="stop", reason=OUT_OF_RESTARTS)
         elif verdict.decision == "stop":
             CarefulAgent.given_up = verdict.reason
             self.give_up()
         self._concluded.update(failure.pid for failure in failures)
+        if verdict.quarantine:
+            CarefulAgent.given_up = (
+                verdict.reason
+            )  # The coordinator may ask this machine to leave before it does so itself.
         self._incidents.report(failures, verdict)
+        if verdict.quarantine:
+            self._incidents.flush()
+            leave(verdict.reason)
         return verdict
 
 

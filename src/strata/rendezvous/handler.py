@@ -64,6 +64,8 @@ class CasRendezvousHandler(DynamicHandler):
     _workers_store: Store | None = None
     _next_look_s = 0.0
     _stands_by = False
+    admit: Callable[[], None] = staticmethod(lambda: None)
+    """Called before each round; raises what ends this machine's part in the run."""
     on_stand_by: Callable[[], None] | None = None
     """Called repeatedly while this node stands by."""
 
@@ -78,6 +80,7 @@ class CasRendezvousHandler(DynamicHandler):
         while True:
             try:
                 self._workers_store = None
+                self.admit()
                 met = super().next_rendezvous()
                 if met.rank == 0 and met.bootstrap_store_info is not None:
                     self._workers_store = self._serve(met.bootstrap_store_info)

@@ -51,6 +51,8 @@ class IncidentReporter:
     def report(self, failures: Sequence[Failure], verdict: Verdict) -> None:
         first = first_failing(failures)
         decided = "the run stops" if verdict.decision == "stop" else "its workers are started again"
+        if verdict.quarantine:
+            decided = "this machine is taken out of use, and leaves the run"
         log.error(
             "%s%s (%s); %s: %s",
             *(first, others(failures, first), classify(first), decided, verdict.reason),
@@ -60,6 +62,16 @@ class IncidentReporter:
             self._send(kept, verdict)
         else:
             self._write(kept, verdict)
+
+    @property
+    def has_coordinator(self) -> bool:
+        return bool(self._coordinator)
+
+    def flush(self) -> None:
+        """Wait, a little, until everything has arrived."""
+        deadline_s = time.monotonic() + LAST_WORDS_S
+        while self._waiting.unfinished_tasks and time.monotonic() < deadline_s:
+            time.sleep(0.01)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -76,6 +88,7 @@ class IncidentReporter:
             job_id=JobId(job) if job else None,
             decision=verdict.decision,
             reason=verdict.reason,
+            quarantine=verdict.quarantine,
         )
         with suppress(queue.Full):
             self._waiting.put_nowait(command)
@@ -97,6 +110,7 @@ class IncidentReporter:
                 continue
             client = client or CoordinatorCasClient(self._coordinator, timeout_s=ATTEMPT_S)
             self._deliver(client, command)
+            self._waiting.task_done()
 
     def _deliver(self, client: CoordinatorCasClient, command: ReportFailure) -> None:
         deadline_s = None

@@ -6,10 +6,19 @@ present; everything else is shared with the etcd back end.
 
 from __future__ import annotations
 
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+import logging
+import os
+import signal
+import socket
+from contextlib import suppress
+
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
+from strata.torch_compat.elastic import leave
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 50051
 DEFAULT_REQUEST_TIMEOUT_S = 2.0
@@ -17,7 +26,7 @@ DEFAULT_REQUEST_TIMEOUT_S = 2.0
 
 def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
     """What `torchrun --rdzv-backend=strata` calls."""
-    from strata.rpc.cas import CoordinatorCasClient
+    from strata.rpc.cas import CoordinatorCasClient, HostRefused
 
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     address = f"{host}:{port}"
@@ -31,8 +40,34 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
             f"or check it: strata doctor --coordinator {address}"
         )
 
+    host = socket.gethostname()
+    try:
+        client.admit(host)
+    except HostRefused as error:
+        raise RendezvousError(str(error)) from None
+    except ConnectionError:
+        pass  # That is said where it matters, below.
     handler = create_cas_handler(client, params, unreachable=unreachable)
     handler.coordinator = address
+
+    def admit() -> None:
+        """Others continue: the rendezvous is not closed by one that leaves."""
+        with suppress(ConnectionError):
+            try:
+                client.admit(host)
+            except HostRefused as error:
+                logger.error("%s This machine leaves the run '%s'.", error, params.run_id)
+                leave(str(error))
+
+    def leave_now(reason: str) -> None:
+        logger.error(
+            "the machine '%s' was quarantined (%s): it leaves the run '%s'", host, reason, params.run_id
+        )
+        os.kill(os.getpid(), signal.SIGTERM)  # As whoever asks an agent to leave: its workers save first.
+
+    handler.admit = admit
     key, node = handler.backend.state_key, str(handler.this_node)
-    handler.backend.presence = client.join(key, node=node, run_id=params.run_id)
+    handler.backend.presence = client.join(
+        key, node=node, run_id=params.run_id, host=host, on_leave=leave_now
+    )
     return handler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -13,6 +13,10 @@ from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc, wire
 from strata.rpc.presence import AgentPresence
 from strata.rpc.tls import channel_credentials
+
+
+class HostRefused(Exception):
+    """This machine is out of use: why, and what to do when it is fixed."""
 
 
 class CoordinatorCasClient:
@@ -54,13 +58,27 @@ class CoordinatorCasClient:
         """Raises `ConnectionError` where it may not have arrived; it may be said again."""
         self._call("ReportFailure", wire.failure_report(command))
 
-    def join(self, key: str, *, node: str, run_id: str) -> AgentPresence:
-        """Be there, as `node`, among those who share the value under `key`."""
+    def admit(self, host: str) -> None:
+        """Raises `HostRefused` for a machine that is out of use. A coordinator of an earlier version refuses none."""
+        request = pb.AdmitHostRequest(host=host)
+        try:
+            self._stub.AdmitHost(request, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise HostRefused(error.details()) from None
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise ConnectionError(f"{error.code().name.lower()}: {error.details()}") from None
+
+    def join(
+        self, key: str, *, node: str, run_id: str, host: str, on_leave: Callable[[str], None]
+    ) -> AgentPresence:
+        """Be there, as `node`, among those who share the value under `key`; `on_leave` is called, on another thread, when this
+        machine is taken out of use."""
 
         def open_stream(messages: Iterator[pb.AgentMessage]) -> object:
             return self._stub.Presence(messages, metadata=self._metadata, wait_for_ready=True)
 
-        return AgentPresence(open_stream, key=key, node=node, run_id=run_id)
+        return AgentPresence(open_stream, key=key, node=node, run_id=run_id, host=host, on_leave=on_leave)
 
     def close(self) -> None:
         self._channel.close()

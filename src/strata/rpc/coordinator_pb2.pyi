@@ -594,24 +594,38 @@ class WorkerFailure(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., gpu: _Optional[str] = ..., at: _Optional[float] = ..., exit_code: _Optional[int] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., oom_killed: _Optional[bool] = ..., device_faults: _Optional[_Iterable[str]] = ..., last_lines: _Optional[_Iterable[str]] = ..., replaced: _Optional[str] = ...) -> None: ...
 
 class ReportFailureRequest(_message.Message):
-    __slots__ = ("failures", "launch", "job_id", "stops", "reason")
+    __slots__ = ("failures", "launch", "job_id", "stops", "reason", "quarantine")
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     failures: _containers.RepeatedCompositeFieldContainer[WorkerFailure]
     launch: str
     job_id: str
     stops: bool
     reason: str
-    def __init__(self, failures: _Optional[_Iterable[_Union[WorkerFailure, _Mapping]]] = ..., launch: _Optional[str] = ..., job_id: _Optional[str] = ..., stops: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    quarantine: bool
+    def __init__(self, failures: _Optional[_Iterable[_Union[WorkerFailure, _Mapping]]] = ..., launch: _Optional[str] = ..., job_id: _Optional[str] = ..., stops: _Optional[bool] = ..., reason: _Optional[str] = ..., quarantine: _Optional[bool] = ...) -> None: ...
 
 class ReportFailureResponse(_message.Message):
     __slots__ = ("acknowledged",)
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     acknowledged: bool
     def __init__(self, acknowledged: _Optional[bool] = ...) -> None: ...
+
+class AdmitHostRequest(_message.Message):
+    __slots__ = ("host",)
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    def __init__(self, host: _Optional[str] = ...) -> None: ...
+
+class AdmitHostResponse(_message.Message):
+    __slots__ = ("admitted",)
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    admitted: bool
+    def __init__(self, admitted: _Optional[bool] = ...) -> None: ...
 
 class ReadValueRequest(_message.Message):
     __slots__ = ("key",)
@@ -642,12 +656,14 @@ class ValueResponse(_message.Message):
     def __init__(self, swapped: _Optional[bool] = ..., value: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
 
 class AgentHello(_message.Message):
-    __slots__ = ("key", "node")
+    __slots__ = ("key", "node", "host")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     key: str
     node: str
-    def __init__(self, key: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+    host: str
+    def __init__(self, key: _Optional[str] = ..., node: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
 
 class AgentMessage(_message.Message):
     __slots__ = ("hello", "goodbye")
@@ -658,12 +674,14 @@ class AgentMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class PresenceNotice(_message.Message):
-    __slots__ = ("version", "lost")
+    __slots__ = ("version", "lost", "leave")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     version: int
     lost: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
+    leave: str
+    def __init__(self, version: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., leave: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("worker_id", "incarnation")

@@ -108,6 +108,12 @@ class CoordinatorStub:
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportFailureResponse.FromString,
             _registered_method=True,
         )
+        self.AdmitHost = channel.unary_unary(
+            "/coordinator.Coordinator/AdmitHost",
+            request_serializer=strata_dot_rpc_dot_coordinator__pb2.AdmitHostRequest.SerializeToString,
+            response_deserializer=strata_dot_rpc_dot_coordinator__pb2.AdmitHostResponse.FromString,
+            _registered_method=True,
+        )
         self.ReadValue = channel.unary_unary(
             "/coordinator.Coordinator/ReadValue",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReadValueRequest.SerializeToString,
@@ -209,6 +215,12 @@ class CoordinatorServicer:
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
+    def AdmitHost(self, request, context):
+        """Whether the agent of a machine may take part in a rendezvous."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("Method not implemented!")
+        raise NotImplementedError("Method not implemented!")
+
     def ReadValue(self, request, context):
         """Compare-and-swap on named values: how torchrun's agents find each other."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -297,6 +309,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             servicer.ReportFailure,
             request_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportFailureRequest.FromString,
             response_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportFailureResponse.SerializeToString,
+        ),
+        "AdmitHost": grpc.unary_unary_rpc_method_handler(
+            servicer.AdmitHost,
+            request_deserializer=strata_dot_rpc_dot_coordinator__pb2.AdmitHostRequest.FromString,
+            response_serializer=strata_dot_rpc_dot_coordinator__pb2.AdmitHostResponse.SerializeToString,
         ),
         "ReadValue": grpc.unary_unary_rpc_method_handler(
             servicer.ReadValue,
@@ -677,6 +694,36 @@ class Coordinator:
             "/coordinator.Coordinator/ReportFailure",
             strata_dot_rpc_dot_coordinator__pb2.ReportFailureRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ReportFailureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True,
+        )
+
+    @staticmethod
+    def AdmitHost(
+        request,
+        target,
+        options=(),
+        channel_credentials=None,
+        call_credentials=None,
+        insecure=False,
+        compression=None,
+        wait_for_ready=None,
+        timeout=None,
+        metadata=None,
+    ):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            "/coordinator.Coordinator/AdmitHost",
+            strata_dot_rpc_dot_coordinator__pb2.AdmitHostRequest.SerializeToString,
+            strata_dot_rpc_dot_coordinator__pb2.AdmitHostResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,12 +30,21 @@ class AgentPresence:
     """`open_stream` calls the method `Presence` with an iterator of messages. `key` is where the agents' shared state is kept."""
 
     def __init__(
-        self, open_stream: Callable[[Iterator[pb.AgentMessage]], Any], *, key: str, node: str, run_id: str
+        self,
+        open_stream: Callable[[Iterator[pb.AgentMessage]], Any],
+        *,
+        key: str,
+        node: str,
+        run_id: str,
+        host: str = "",
+        on_leave: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._open_stream = open_stream
         self._key = key
         self._node = node
         self._run_id = run_id
+        self._host = host
+        self._on_leave = on_leave
         self._news = threading.Condition()
         self._notice: pb.PresenceNotice | None = None
         self._lost: frozenset[str] = frozenset()
@@ -78,7 +87,8 @@ class AgentPresence:
             opened_s = time.monotonic()
             try:
                 self._to_send = queue.SimpleQueue()
-                self._to_send.put(pb.AgentMessage(hello=pb.AgentHello(key=self._key, node=self._node)))
+                hello = pb.AgentHello(key=self._key, node=self._node, host=self._host)
+                self._to_send.put(pb.AgentMessage(hello=hello))
                 self._call = self._open_stream(iter(self._to_send.get, None))
                 for notice in self._call:
                     self._take(notice)
@@ -103,3 +113,5 @@ class AgentPresence:
         with self._news:
             self._notice, self._lost = notice, lost
             self._news.notify_all()
+        if notice.leave and not self._closing.is_set():
+            self._on_leave(notice.leave)

@@ -249,6 +249,7 @@ def report_failure(m: pb.ReportFailureRequest, *, bound: JobId | None = None) ->
         job_id=bound or (JobId(m.job_id) if m.job_id else None),
         decision="stop" if m.stops else "restart",
         reason=m.reason,
+        quarantine=m.quarantine,
     )
 
 
@@ -346,6 +347,7 @@ def failure_report(command: ReportFailure) -> pb.ReportFailureRequest:
         job_id=command.job_id or "",
         stops=command.decision == "stop",
         reason=command.reason,
+        quarantine=command.quarantine,
     )
 
 

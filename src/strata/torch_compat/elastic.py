@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from strata.processes import add_output_to
 from strata.torch_compat import require
@@ -179,6 +179,11 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is not WorkerState.HEALTHY or not self.keep():
             super()._restart_workers(worker_group)
+
+
+def leave(reason: str) -> NoReturn:
+    """End this machine's part in the run as a signal would: others continue, and the rendezvous stays open."""
+    raise workers.api.SignalException(reason, signal.SIGTERM)
 
 
 class _NoProcesses:

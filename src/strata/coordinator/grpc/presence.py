@@ -20,6 +20,7 @@ from strata.core.messages import (
     AgentConnected,
     AgentDisconnected,
     Event,
+    HostQuarantined,
     InvalidArgument,
     ValueSwapped,
 )
@@ -35,9 +36,12 @@ NOTICES_PER_S = 5_000
 class AgentStream:
     """One agent's stream, seen from the coordinator."""
 
-    def __init__(self, key: str, node: str, caller: Principal) -> None:
+    def __init__(self, key: str, node: str, host: str, caller: Principal) -> None:
         self.key = key
         self.node = node
+        self.host = host
+        self.leave = ""
+        """Why its agent is to leave."""
         self.caller = caller
         self.said_goodbye = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -45,6 +49,8 @@ class AgentStream:
         self._filled = asyncio.Event()
 
     def notify(self, notice: pb.PresenceNotice) -> None:
+        if self.leave:
+            notice = pb.PresenceNotice(version=notice.version, lost=notice.lost, leave=self.leave)
         self._notice = notice
         self._filled.set()
 
@@ -123,7 +129,9 @@ class Agents:
         cluster = await self._engine.settled()
         key, node = own_key(hello.key, caller), hello.node
         self._engine.observe(AgentConnected(key=key, node=node))
-        stream = AgentStream(key, node, caller)
+        stream = AgentStream(key, node, hello.host, caller)
+        quarantined = cluster.quarantine.hosts.get(hello.host)
+        stream.leave = quarantined.reason if quarantined is not None else ""
         meeting = self._meetings.get(key)
         if meeting is None:
             value = cluster.values.durable.get(key)
@@ -198,9 +206,19 @@ class Agents:
 
     def committed(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, ValueSwapped) and event.key in self._meetings:
+            if isinstance(event, HostQuarantined):
+                self._send_away(event)
+            elif isinstance(event, ValueSwapped) and event.key in self._meetings:
                 meeting = self._meetings[event.key]
                 meeting.version = event.version
                 if meeting.flush is None:
                     pause_s = len(meeting.streams) / NOTICES_PER_S
                     meeting.flush = asyncio.get_running_loop().call_later(pause_s, meeting.notify_all)
+
+    def _send_away(self, event: HostQuarantined) -> None:
+        """Its machine is out of use: whoever takes part from there leaves."""
+        for meeting in self._meetings.values():
+            for stream in meeting.streams:
+                if stream.host == event.host:
+                    stream.leave = event.reason
+                    stream.notify(meeting.notice())

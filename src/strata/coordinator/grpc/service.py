@@ -44,6 +44,7 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
+from strata.core.run_metrics import MetricBatch
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc, wire
@@ -102,6 +103,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         *,
         heartbeat_interval_s: float,
         worker_config: dict[str, str],
+        on_metrics: Callable[[JobId, MetricBatch], None],
     ) -> None:
         self.engine = engine
         self.sessions = sessions
@@ -120,6 +122,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             access,
             run_history,
             heartbeat_interval_ms=self.heartbeat_interval_ms,
+            on_metrics=on_metrics,
         )
         self._agents = agents
 
@@ -376,8 +379,20 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             conceal = await asyncio.to_thread(self._secrets.concealer, command.job_id)
             failures = tuple(map(conceal.in_failure, command.failures))
             command = replace(command, failures=failures, reason=conceal(command.reason))
+        if command.quarantine and caller.job is not None:
+            # Whoever speaks for one job takes only machines out of use that this job is on.
+            members = (await self.engine.settled()).membership.members.values()
+            hosts = {member.spec.hostname for member in members if member.spec.job_id == caller.job}
+            command = replace(command, quarantine=all(each.host in hosts for each in command.failures))
         await self.engine.submit(command, client=caller.client)
         return pb.ReportFailureResponse(acknowledged=True)
+
+    @_call
+    async def AdmitHost(
+        self, request: pb.AdmitHostRequest, context: Context, caller: Principal
+    ) -> pb.AdmitHostResponse:
+        (await self.engine.settled()).quarantine.admit(request.host)
+        return pb.AdmitHostResponse(admitted=True)
 
     # --- values ---------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from strata.coordinator.auth.principals import Forbidden, Principal
@@ -30,6 +31,7 @@ from strata.core.messages import (
     DEFAULT_JOB,
     DeregisterWorker,
     InvalidArgument,
+    JobId,
     Overloaded,
     Refused,
     Reply,
@@ -37,6 +39,7 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
+from strata.core.run_metrics import MetricBatch
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import wire
@@ -63,6 +66,7 @@ class Streams:
         run_history: RunHistory | None,
         *,
         heartbeat_interval_ms: int,
+        on_metrics: Callable[[JobId, MetricBatch], None],
     ) -> None:
         self._engine = engine
         self._sessions = sessions
@@ -71,6 +75,7 @@ class Streams:
         self._access = access
         self._run_history = run_history
         self._heartbeat_interval_ms = heartbeat_interval_ms
+        self._on_metrics = on_metrics
 
     async def serve(self, context: Context) -> None:
         """From the hello to the end, whoever ends it."""
@@ -200,6 +205,7 @@ class Streams:
             kept.refused = str(refusal)
             answer()
             return
+        self._on_metrics(session.job_id, batch)
         if self._run_history is None:
             kept.refused = "The coordinator has no place on disk for metrics of runs."
             answer()

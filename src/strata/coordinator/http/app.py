@@ -25,6 +25,8 @@ from strata.coordinator.http import (
     logs,
     metrics,
     mixtures,
+    notifications,
+    quarantine,
     runs,
     tasks,
 )
@@ -47,6 +49,8 @@ ROUTERS = (
     metrics.router,
     runs.router,
     mixtures.router,
+    notifications.router,
+    quarantine.router,
     tasks.router,
     logs.router,
     access.router,

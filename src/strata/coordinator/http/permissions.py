@@ -47,6 +47,7 @@ _FILTERED = {
     "/api/logs/live": "task_id",
     "/api/metrics/history": "job_id",
     "/api/incidents": "run",
+    "/api/notifications": "run",
 }
 _OF_A_RUN = re.compile(r"/api/runs/[^/]+/.+")
 """Filtered by `job_id` as well: a run is known by what jobs say of it."""

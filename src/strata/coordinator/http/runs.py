@@ -1,4 +1,4 @@
-"""Runs over HTTP: what their training loops have logged, by step, at any resolution.
+"""Runs over HTTP: what their training loops have logged, by step, at any resolution, and what they have cost.
 
 Reading and writing down an answer happen on the history's own threads: a reader that asks for much slows nobody else.
 """
@@ -17,9 +17,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from strata.coordinator.http.dependencies import NOT_FOUND, Limit, NameFilter, NameInPath, TheRuntime
+from strata.coordinator.http.middleware import json_response
 from strata.coordinator.metrics.run_history import LAST_STEP, Curve, RunHistory
 from strata.coordinator.runtime import Runtime
-from strata.core.messages import InvalidArgument, Unknown
+from strata.core.cost import CostView, cost
+from strata.core.messages import InvalidArgument, JobId, Unknown
 from strata.core.run_metrics import NAME_LIMIT, STEP_LIMIT, RunCurvesView, RunMetricsView, RunView
 
 router = APIRouter(tags=["runs"])
@@ -34,6 +36,7 @@ Name = Annotated[str, Query(max_length=NAME_LIMIT)]
 Names = Annotated[list[Name], Query(min_length=1, max_length=200, description="Metrics; may be repeated")]
 FirstStep = Annotated[int, Query(alias="from", ge=0, le=STEP_LIMIT, description="First step")]
 LastStep = Annotated[int | None, Query(alias="to", ge=0, le=STEP_LIMIT, description="Last step, included")]
+Price = Annotated[float | None, Query(ge=0, le=1e6, description="Of a GPU-hour, or of a worker-hour")]
 Points = Annotated[int, Query(ge=1, le=10_000, description="At most so many for each metric")]
 
 
@@ -107,6 +110,43 @@ async def run_series(
         return {"run": found, "series": series}
 
     return await _answered(history, request, read)
+
+
+@router.get("/api/runs/{run}/cost", response_model=CostView, responses=NOT_FOUND)
+async def run_cost(
+    runtime: TheRuntime, run: NameInPath, job_id: NameFilter = None, price_per_gpu_hour: Price = None
+) -> Response:
+    """What a run has cost: spent, lost by cause, and saved beside restarts from the newest durable checkpoint.
+
+    `run` is the id of a run, a job or a task; `price_per_gpu_hour` counts in place of the configured one.
+    """
+    goodput, prices = runtime.watch.goodput, runtime.prices
+    incidents = list((await runtime.engine.settled()).incidents.records.values())
+    known = {*goodput.jobs(), *(each.reported.job_id for each in incidents)}
+    jobs = [run] if run in known else await _jobs_of(runtime, run)
+    jobs = [job for job in jobs if job in known and job_id in (None, job)]
+    if not jobs:
+        raise Unknown("run", run, hint="What a run costs is known once its workers report or one has failed.")
+    price = price_per_gpu_hour if price_per_gpu_hour is not None else prices.of(run)
+    if price is None:
+        price = next(filter(None, map(prices.of, jobs)), None)
+    return json_response(
+        cost(
+            run,
+            spent=[goodput.view(JobId(job)) for job in jobs],
+            incidents=[each for each in incidents if each.reported.job_id in jobs],
+            gpus_per_worker=max(goodput.gpus_per_worker(JobId(job)) for job in jobs),
+            price=price,
+            currency=prices.currency,
+        )
+    )
+
+
+async def _jobs_of(runtime: Runtime, run: str) -> list[str]:
+    history = runtime.run_history
+    if history is None:
+        return []
+    return await asyncio.get_running_loop().run_in_executor(history.readers, history.jobs_of, run)
 
 
 def _history(runtime: Runtime, run: str) -> RunHistory:

@@ -29,6 +29,7 @@ class Space:
         """With less than this free, beside the reserve, the disk counts as full."""
         self.is_full = False
         self.free_bytes = 0
+        self.total_bytes = 0
         self._path = folder / FILE_NAME
         self._is_held = self._is_allocated()
         self.look()
@@ -73,6 +74,7 @@ class Space:
         with suppress(OSError):  # A disk that does not answer for a moment: what was known last counts.
             found = os.statvfs(self.folder)
             self.free_bytes = found.f_bavail * found.f_frsize
+            self.total_bytes = found.f_blocks * found.f_frsize
 
     def _is_allocated(self) -> bool:
         """Whether an earlier coordinator left the reserve, with all of its blocks."""

@@ -98,6 +98,12 @@ class CoordinatorMetrics:
             "strata_event_readers", "Readers of the event stream", registry=self.registry
         )
         self.tasks = Gauge("strata_tasks", "Tasks by status", ["status"], registry=self.registry)
+        self._notifications = Counter(
+            "strata_notifications",
+            "Notifications by what became of them at a channel",
+            ["outcome"],
+            registry=self.registry,
+        )
         self._failures = Counter("strata_worker_failures", "Workers declared failed", registry=self.registry)
         self.workers = Gauge("strata_workers", "Known workers by status", ["status"], registry=self.registry)
         self.generation = Gauge("strata_generation", "Changes of the member set", registry=self.registry)
@@ -106,6 +112,7 @@ class CoordinatorMetrics:
         for family, values in (
             (self._checkpoints, ("completed", "failed")),
             (self._barriers, ("released", "broken")),
+            (self._notifications, ("sent", "failed", "dropped")),
             (self._recovery_phases, RECOVERY_PHASES),
         ):
             for value in values:
@@ -126,6 +133,10 @@ class CoordinatorMetrics:
 
     def access_refused(self, reason: str) -> None:
         self._refused.labels(reason).inc()
+
+    def notified(self, outcome: str) -> None:
+        """Called on threads of channels."""
+        self._notifications.labels(outcome).inc()
 
     def planned(self, seconds: float) -> None:
         self._last_plan_s = seconds

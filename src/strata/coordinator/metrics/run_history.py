@@ -214,6 +214,14 @@ class RunHistory:
             )
         return str(row[0])
 
+    def jobs_of(self, name: str) -> list[str]:
+        """The jobs that have reported this run, or the latest run of this job; none where it is not known."""
+        with suppress(Unknown):
+            run = self.resolve(name)
+            with self._reader() as db:
+                return self._jobs(db, run)
+        return []
+
     def summary(self, run: str, *, job: str | None = None) -> RunMetricsView:
         with self._reader() as db:
             starts = _starts(db, run, job)

@@ -9,6 +9,7 @@ than a small part of the time, however large the fleet.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import statistics
 import time
@@ -44,6 +45,8 @@ REST = 30
 KEEP_EVERY_S = 2.0
 GOODPUT_NOTE = "goodput"
 MAKING_STEPS = ("training", "checkpointing")
+DISK_FREE, DISK_TOTAL = "checkpoint_disk_free_bytes", "checkpoint_disk_total_bytes"
+"""Under which names workers report the disk of their checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,12 @@ class JobMetrics:
     """Of the rank that is furthest."""
     workers: int
     slow_workers: int
+    loss_is_nonfinite: bool = False
+    """Whether a rank says that its loss is NaN or infinite."""
+    disk_free_bytes: float | None = None
+    """Of the disk of local checkpoints that has least, as far as ranks say."""
+    disk_total_bytes: float | None = None
+    """Of the same disk."""
 
 
 class Watch:
@@ -113,7 +122,8 @@ class Watch:
             report = membership.reports.get(worker_id) if member.present else None
             if report is not None and report.metrics:
                 by_job.setdefault(member.spec.job_id, []).append((worker_id, report))
-                self.goodput.take(member.spec.job_id, worker_id, report.metrics)
+                spec = member.spec
+                self.goodput.take(spec.job_id, worker_id, report.metrics, gpus=spec.gpu_count)
         self._stragglers.keep_only(by_job)
         changes = [
             change
@@ -128,6 +138,14 @@ class Watch:
     def _job_metrics(self, reports: list[tuple[WorkerId, Report]]) -> JobMetrics:
         metrics = [report.metrics for _, report in reports]
         losses = _values(metrics, "loss")
+        free_bytes, total_bytes = min(
+            (
+                (free, total)
+                for each in metrics
+                if 0 <= (free := each.get(DISK_FREE, -1.0)) <= (total := each.get(DISK_TOTAL, -1.0))
+            ),
+            default=(None, None),
+        )
         return JobMetrics(
             loss=statistics.fmean(losses) if losses else None,
             tokens_per_second=_median(metrics, "tokens_per_second"),
@@ -137,6 +155,9 @@ class Watch:
             step=max(report.step for _, report in reports),
             workers=len(reports),
             slow_workers=sum(worker_id in self._stragglers.slow for worker_id, _ in reports),
+            loss_is_nonfinite=any(not math.isfinite(each.get("loss", 0.0)) for each in metrics),
+            disk_free_bytes=free_bytes,
+            disk_total_bytes=total_bytes,
         )
 
     def _shown(self, job: JobId) -> dict[str, float | None]:

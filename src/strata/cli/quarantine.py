@@ -1,0 +1,57 @@
+"""`strata quarantine`: machines that take no part in any run until they are cleared."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from strata.cli.common import (
+    DEFAULT_API,
+    Api,
+    AsJson,
+    LiteralGroup,
+    ago,
+    console,
+    delete,
+    get_rows,
+    post_facts,
+    print_json,
+    print_table,
+)
+
+app = typer.Typer(
+    name="quarantine", cls=LiteralGroup, help="Machines that are out of use, and why.", no_args_is_help=True
+)
+
+Host = Annotated[str, typer.Argument(metavar="NODE", help="Host name, as `strata workers` shows it.")]
+
+
+@app.command("ls")
+def list_machines(api: Api = DEFAULT_API, json: AsJson = False) -> None:
+    """The machines that are out of use."""
+    found = get_rows(api, "/api/quarantine")
+    if json:
+        print_json(found)
+        return
+    rows = [(one["host"], ago(one["since"]), one["by"], one["run"] or "-", one["reason"]) for one in found]
+    print_table(("=NODE", "SINCE", "BY", "RUN", "REASON"), rows, empty="No machine is quarantined.")
+
+
+@app.command()
+def add(
+    host: Host,
+    reason: Annotated[str, typer.Option(help="Why, for whoever wants to use it.")],
+    api: Api = DEFAULT_API,
+) -> None:
+    """Take a machine out of use: its agents save, leave their runs, and are refused from then on."""
+    made = post_facts(api, "/api/quarantine", {"host": host, "reason": reason}, having="host")
+    console.print(f"{made['host']} is quarantined: {made['reason']}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def clear(host: Host, api: Api = DEFAULT_API) -> None:
+    """Let a machine be used again. Its agents are to be started anew."""
+    delete(api, f"/api/quarantine/{quote(host, safe='')}")
+    console.print(f"{host} may be used again.", markup=False, soft_wrap=True)

@@ -279,6 +279,7 @@ export interface DashboardView {
   metrics: MetricsView;
   tasks: TaskView[];
   logs: LogView[];
+  jobs: JobView[];
 }
 
 export interface DatasetRegistered {
@@ -341,6 +342,7 @@ export interface DatasetView {
   seed: number;
   registered_at: number;
   metadata: Record<string, string>;
+  readers: string[];
 }
 
 /** What every refused call answers. */
@@ -501,6 +503,18 @@ export interface IncidentView {
   lost_s: number | null;
   lost_gpu_s: number | null;
   failures: Failure[];
+}
+
+/** What a job has last reported, also when nobody is in it any more. */
+export interface JobView {
+  id: string;
+  at: number;
+  step: number;
+  loss: number | null;
+  tokens_per_second: number | null;
+  samples_per_second: number | null;
+  step_time_s: number | null;
+  goodput: number | null;
 }
 
 export interface LinkBody {
@@ -740,6 +754,7 @@ export interface ShardPlanView {
   samples_done: number;
   total_samples: number;
   shard_count: number;
+  by_shard: boolean;
   shards: ShardView[];
 }
 

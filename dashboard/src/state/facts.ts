@@ -25,6 +25,12 @@ export function eventLineOf({ id, kind, data }: FeedEvent): EventLine | null {
 const FOLDED: Record<string, string> = { worker_joined: "joined", worker_failed: "failed", worker_left: "left" };
 const TOGETHER_S = 10;
 
+function togetherOf(first: EventLine, workers: number, times: number): EventLine {
+  const did = FOLDED[first.kind] ?? "";
+  if (workers === 1) return { ...first, text: `${first.workerId ?? "a worker"} ${did} ${times} times` };
+  return { ...first, workerId: null, text: `${plural(workers, "worker")} of ${first.jobId ?? "a run"} ${did}` };
+}
+
 /** Newest first, with the same change of many workers as one. */
 export function folded(items: readonly EventLine[]): EventLine[] {
   const result: EventLine[] = [];
@@ -34,11 +40,9 @@ export function folded(items: readonly EventLine[]): EventLine[] {
     let end = i + 1;
     const belongs = (h: EventLine | undefined, before: EventLine) => h !== undefined && h.kind === first.kind && h.jobId === first.jobId && before.at - h.at <= TOGETHER_S;
     if (first.kind in FOLDED) while (belongs(items[end], items[end - 1] ?? first)) end += 1;
-    const n = end - i;
-    if (n >= 3) {
-      const generation = first.generation === null ? "" : ` (generation ${first.generation})`;
-      result.push({ ...first, workerId: null, text: `${plural(n, "worker")} of ${first.jobId ?? "a run"} ${FOLDED[first.kind] ?? ""}${generation}` });
-    } else result.push(...items.slice(i, end));
+    const who = new Set(items.slice(i, end).map((h) => h.workerId));
+    if (end - i >= 3) result.push(togetherOf(first, who.size, end - i));
+    else result.push(...items.slice(i, end));
     i = end;
   }
   return result;

@@ -68,6 +68,14 @@ export function assess(state: State, now: number): Health {
   return { level: "good", headline: `${stale}Training is healthy`, reason: wellBeing(live, now), findings };
 }
 
+/** Of one list, so that they agree: those that are present, all, and what they do. */
+export function workerCounts(workers: ReadonlyMap<string, Worker>): { present: number; total: number; text: string } {
+  const counts = new Map<string, number>();
+  for (const w of workers.values()) counts.set(w.status, (counts.get(w.status) ?? 0) + 1);
+  const text = [...counts].sort((a, b) => b[1] - a[1]).map(([status, n]) => `${count(n)} ${status}`).join(", ");
+  return { present: workers.size - (counts.get("failed") ?? 0), total: workers.size, text };
+}
+
 function rank(finding: Finding): number {
   return finding.level === "bad" ? 0 : 1;
 }

@@ -109,7 +109,6 @@ describe("facts", () => {
     expect(state.tasks[0]).toMatchObject({ step: 50, progress: 50, eta_s: 25 });
   });
 
-  it("raises the generation of the run", () => expect(after(joined()).coordinator?.jobs).toEqual({ job: 2 }));
 });
 
 describe("what has no end is bounded", () => {

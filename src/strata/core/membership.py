@@ -464,5 +464,5 @@ def _join_reason(worker_id: WorkerId, known: Member | None, superseded: int) -> 
     if superseded:
         return f"'{worker_id}' registered again; incarnation {superseded} is fenced"
     if known is not None:
-        return f"'{worker_id}' rejoined after a failure ({known.reason})"
+        return f"'{worker_id}' rejoined after a failure"
     return f"'{worker_id}' is new"

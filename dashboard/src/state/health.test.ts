@@ -98,7 +98,7 @@ describe("the headline", () => {
 
   it("tells of a task that failed lately, not of one long ago", () => {
     const failed = (at: number) => stateOf({ checkpoints: saved, tasks: [task({ status: "failed", completed_at: at, reason: "exit code 1" })] });
-    expect(assess(failed(NOW - 10), NOW)).toMatchObject({ level: "bad", headline: "Task t failed", reason: "exit code 1" });
+    expect(assess(failed(NOW - 10), NOW)).toMatchObject({ level: "bad", headline: "t failed", reason: "exit code 1" });
     expect(assess(failed(NOW - 10_000), NOW).level).toBe("good");
   });
 

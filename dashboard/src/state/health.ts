@@ -18,7 +18,7 @@ export interface Finding {
   /** One sentence: why. */
   reason: string;
   /** Where to look next. */
-  link: { to: "/workers" | "/runs" | "/checkpoints" | "/barriers" | "/tasks"; search?: Record<string, string>; job?: string };
+  link: { to: "/workers" | "/runs" | "/checkpoints" | "/barriers"; search?: Record<string, string>; job?: string };
 }
 
 export interface Health {
@@ -195,7 +195,7 @@ function ofTasks(state: State, now: number): Finding[] {
   const failed = state.tasks.filter((t) => t.status === "failed" && now - (t.completed_at ?? 0) < RECENT_S);
   const first = failed[0];
   if (!first) return [];
-  return [{ level: "bad", title: `Task ${first.name} failed`, reason: first.reason || "No reason reported.", link: { to: "/tasks", search: { task: first.id } } }];
+  return [{ level: "bad", title: `${first.name} failed`, reason: first.reason || "No reason reported.", link: { to: "/runs", job: first.id } }];
 }
 
 // --- what would be lost ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import type { DataOf, FeedEvent, Kind } from "../api/events";
 import type { Snapshot } from "../api/types";
 import { timeTicks } from "../components/ticks";
 import { assess, workerCounts } from "./health";
-import { folded } from "./facts";
+import { filtered, folded } from "./facts";
 import { initialState, reduce } from "./reducer";
 import { domainsOf } from "./risk";
 import { generationLines, runsOf, type Run } from "./runs";
@@ -140,4 +140,19 @@ it("workers are counted once: active ones and all of them come from the same lis
 
 it("an axis of eight minutes has more than one tick wherever two have space", () => {
   for (let width = 160; width < 1200; width += 20) expect(timeTicks(NOW + 7, NOW + 487, width).length, `${width} px`).toBeGreaterThan(1);
+});
+
+describe("events", () => {
+  const line = (n: number, kind: string, change: Partial<EventLine> = {}): EventLine => ({ id: `e-${n}`, kind, at: n, jobId: "job", workerId: null, generation: null, text: `${kind} ${n}`, level: "info", ...change });
+
+  it("saves that went as they should are one line; one that failed stays its own", () => {
+    const saves = [5, 4, 3].map((n) => line(n, "checkpoint_completed"));
+    expect(folded([...saves, line(2, "checkpoint_failed", { level: "bad" }), line(1, "checkpoint_completed")]).map((l) => l.text)).toEqual(["checkpoint_completed 5; 2 saves before it", "checkpoint_failed 2", "checkpoint_completed 1"]);
+  });
+
+  it("are filtered by what they are about, and problems by how bad they are", () => {
+    const all = [line(3, "worker_failed", { level: "bad" }), line(2, "checkpoint_completed"), line(1, "task_created")];
+    const kinds = (filter: Parameters<typeof filtered>[1]) => filtered(all, filter).map((l) => l.kind);
+    expect([kinds("all").length, kinds("problems"), kinds("saves"), kinds("workers"), kinds("tasks")]).toEqual([3, ["worker_failed"], ["checkpoint_completed"], ["worker_failed"], ["task_created"]]);
+  });
 });

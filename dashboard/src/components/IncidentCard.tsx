@@ -23,9 +23,9 @@ export function IncidentCard({ incident }: { incident: Incident }) {
   const Icon = grave ? OctagonAlert : TriangleAlert;
   const facts = [whoOf(incident), outcomeOf(incident, now), costOf(incident)].filter(Boolean);
   return (
-    <article aria-label={`Incident ${incident.id}`} className={`flex gap-3 rounded-lg border bg-surface px-4 py-3 sm:gap-4 sm:px-5 ${grave ? "border-l-4 border-l-bad" : "border-l-4 border-l-warn"}`}>
+    <article aria-label={`Incident ${incident.id}`} className={`flex flex-wrap gap-x-3 gap-y-2 rounded-lg border bg-surface px-4 py-3 sm:flex-nowrap sm:gap-4 sm:px-5 ${grave ? "border-l-4 border-l-bad" : "border-l-4 border-l-warn"}`}>
       <Icon aria-hidden className={`mt-0.5 size-5 shrink-0 ${grave ? "text-bad" : "text-warn"}`} />
-      <div className="flex min-w-0 flex-1 flex-col gap-1">
+      <div className="flex min-w-0 flex-1 basis-60 flex-col gap-1">
         <p className="flex flex-wrap items-center gap-x-2 gap-y-1">
           <strong className="font-semibold">{kindOf(incident)}</strong>
           <IncidentPill incident={incident} />
@@ -35,7 +35,7 @@ export function IncidentCard({ incident }: { incident: Incident }) {
         {facts.length > 0 && <p className="foreign text-sm break-words text-muted">{facts.join(" · ")}</p>}
         {incident.next_step && <p className="break-words"><span className="text-muted">Next: </span>{incident.next_step}</p>}
       </div>
-      <div className="flex shrink-0 flex-col items-end gap-1 sm:flex-row sm:items-start">
+      <div className="flex shrink-0 basis-full items-center justify-end gap-1 sm:basis-auto sm:items-start">
         <Link to="/incidents" search={{ incident: String(incident.id) }} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Why<span className="sr-only"> incident {incident.id}</span></Link>
         <CopyButton text={`strata why ${incident.run}`} label="command strata why" />
         <IconButton label={`Dismiss incident ${incident.id}`} onClick={() => dismiss([incident])}><X aria-hidden className="size-4" /></IconButton>

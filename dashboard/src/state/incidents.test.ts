@@ -28,7 +28,7 @@ describe("a card", () => {
 it("says who, what it cost and what became of it; nothing where that is not known", () => {
   expect(whoOf(incident({ gpu: "GPU 1" }))).toBe("rank 1 on a, pid 7, GPU 1");
   expect(whoOf(incident({ rank: null, pid: 0 }))).toBe("");
-  expect(costOf(incident({ phases_s: { detect: 1, load: 0.5 } }))).toBe("1.5 s to recover, 5 steps lost, 4 GPU-seconds");
+  expect(costOf(incident({ phases_s: { detect: 1, load: 0.5 } }))).toBe("1.5 s to recover, 5 steps lost, 4 worker-seconds");
   expect(costOf(incident({ lost_steps: null, lost_gpu_s: null }))).toBe("");
   expect(outcomeOf(incident(), NOW)).toBe("recovered, resumed at step 80");
   expect(outcomeOf(incident({ state: "open" }), NOW)).toBe("open for 1 m");

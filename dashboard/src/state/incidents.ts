@@ -54,13 +54,18 @@ export function whoOf(incident: Incident): string {
   return [rank === null ? "" : `rank ${rank}${host ? ` on ${host}` : ""}`, pid ? `pid ${pid}` : "", gpu].filter(Boolean).join(", ");
 }
 
+/** What its cost is counted in: of a run without GPUs, workers. */
+export function deviceOf(incident: Incident): "GPU" | "worker" {
+  return incident.gpu || incident.failures.some((failure) => failure.gpu) ? "GPU" : "worker";
+}
+
 /** "12 s down, 7 steps lost, 24 GPU-seconds"; empty while it is not known. */
 export function costOf(incident: Incident): string {
   const downS = Object.values(incident.phases_s).reduce((sum, s) => sum + s, 0);
   return [
     downS > 0 ? `${duration(downS)} to recover` : "",
     incident.lost_steps === null ? "" : `${plural(incident.lost_steps, "step")} lost`,
-    incident.lost_gpu_s ? `${count(incident.lost_gpu_s)} GPU-seconds` : "",
+    incident.lost_gpu_s ? `${count(incident.lost_gpu_s)} ${deviceOf(incident)}-seconds` : "",
   ].filter(Boolean).join(", ");
 }
 

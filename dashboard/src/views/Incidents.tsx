@@ -19,7 +19,8 @@ import { Ago, Name, RunLink, Time } from "../components/values";
 import { dismiss, useDismissed } from "../dismissed";
 import { count, duration, plural } from "../format";
 import { useFilters } from "../search";
-import { CLASSES, costOf, kindOf, matching, outcomeOf, undismissed, whoOf } from "../state/incidents";
+import { CLASSES, costOf, deviceOf, kindOf, matching, outcomeOf, undismissed, whoOf } from "../state/incidents";
+import { PHASES } from "../state/runs";
 import { useServerNow, useStore } from "../state/store";
 
 const MOST = 1_000;
@@ -32,7 +33,7 @@ const COLUMNS: readonly Column<Incident>[] = [
   { id: "run", header: "Run", value: (each) => each.run, cell: (each) => <RunLink id={each.run} />, width: "minmax(9rem, 1fr)" },
   { id: "rank", header: "First rank", value: (each) => each.rank, cell: (each) => (each.rank === null ? "–" : count(each.rank)), align: "right", width: "96px" },
   { id: "lost", header: "Steps lost", value: (each) => each.lost_steps, cell: (each) => count(each.lost_steps), align: "right", width: "100px" },
-  { id: "gpu", header: "GPU-seconds", value: (each) => each.lost_gpu_s, cell: (each) => count(each.lost_gpu_s), align: "right", width: "112px" },
+  { id: "gpu", header: "Cost, GPU-s", value: (each) => each.lost_gpu_s, cell: (each) => count(each.lost_gpu_s), align: "right", width: "112px" },
 ];
 
 export function Incidents() {
@@ -118,7 +119,8 @@ function together(recent: readonly Incident[], older: readonly Incident[]): Inci
 }
 
 function Detail({ incident, now }: { incident: Incident; now: number }) {
-  const phases = Object.entries(incident.phases_s);
+  const place = (name: string) => (PHASES as readonly string[]).indexOf(name);
+  const phases = Object.entries(incident.phases_s).sort(([a], [b]) => place(a) - place(b));
   const who = whoOf(incident);
   return (
     <div className="flex flex-col gap-6">
@@ -143,7 +145,7 @@ function Detail({ incident, now }: { incident: Incident; now: number }) {
       </Section>
       <Section title="Cost">
         {costOf(incident) ? (
-          <Facts items={[["Steps lost", count(incident.lost_steps)], ["Time lost", duration(incident.lost_s)], ["GPU-seconds lost", count(incident.lost_gpu_s)], ["Resumed at step", count(incident.resumed_step)]]} />
+          <Facts items={[["Steps lost", count(incident.lost_steps)], ["Time lost", duration(incident.lost_s)], [`${deviceOf(incident) === "GPU" ? "GPU" : "Worker"}-seconds lost`, count(incident.lost_gpu_s)], ["Resumed at step", count(incident.resumed_step)]]} />
         ) : (
           <p className="text-muted">{incident.state === "open" ? "Known when it has ended." : "Nothing was measured."}</p>
         )}

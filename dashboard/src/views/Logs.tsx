@@ -67,7 +67,7 @@ export function Logs() {
       subtitle={<span aria-live="off">{plural(shown.length, "line")}{held ? ", paused" : ""}</span>}
       actions={
         <>
-          <Button aria-pressed={wrap} className="hidden sm:inline-flex" onClick={() => setFilters({ wrap: wrap ? undefined : "1" })}><WrapText aria-hidden className="size-4" />Wrap</Button>
+          <Button aria-pressed={wrap} className="max-sm:hidden" onClick={() => setFilters({ wrap: wrap ? undefined : "1" })}><WrapText aria-hidden className="size-4" />Wrap</Button>
           <Button disabled={exporting.isPending} onClick={() => exporting.mutate()}><Download aria-hidden className="size-4" />Export</Button>
           {held ? (
             <Button look="primary" onClick={() => setHeld(null)}><Play aria-hidden className="size-4" />Resume{waiting > 0 ? ` (${count(waiting)} new)` : ""}</Button>

@@ -45,14 +45,15 @@ export function Overview() {
   const live = runs.filter((r) => r.alive > 0 || r.status === "pending" || r.status === "starting");
   // The one that ran last keeps its values.
   const heroes = live.length > 0 ? live.slice(0, HEROES) : runs.slice(0, 1);
+  const isNew = runs.length === 0 && state.workers.size === 0 && state.eventLines.length === 0;
   const others = runs.filter((r) => !heroes.includes(r));
   return (
     <Page title="Overview">
       <IncidentCards />
       <HealthPanel health={health} />
-      {runs.length === 0 && state.workers.size === 0 ? <FirstRun address={state.coordinator.address} /> : null}
+      {isNew && <FirstRun address={state.coordinator.address} />}
       {heroes.map((run) => <RunHero key={run.id} run={run} now={now} alone={heroes.length === 1} />)}
-      <div className="grid items-start gap-4 xl:grid-cols-[minmax(0,1.2fr)_minmax(0,1fr)]">
+      <div className={`grid items-start gap-4 xl:grid-cols-[minmax(0,1.2fr)_minmax(0,1fr)] ${isNew ? "hidden" : ""}`}>
         <div className="flex min-w-0 flex-col gap-4">
           {state.workers.size > 0 && <Fleet />}
           {others.length > 0 && <Card title="Other runs" actions={<More to="/runs" />} flush><RunList runs={others.slice(0, 6)} /></Card>}

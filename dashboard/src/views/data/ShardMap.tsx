@@ -32,7 +32,7 @@ export function ShardMap(props: { plan: ShardPlan; proofs: readonly Audit[] }) {
         Plan {count(plan.version)} of <RunLink id={plan.job_id} />, epoch {count(plan.epoch)}: <span className="foreign text-ink">{plan.reason}</span>.{" "}
         {moved > 0 ? `${plural(moved, "shard")} reassigned to ${plural(receivers, "worker")}.` : "No shards reassigned."}
       </p>}
-      <Legend trained={position.isPlans} read={position.isPlans && plan.shards.some((shard) => shard.reported > shard.done)} />
+      <Legend byShard={plan.by_shard} trained={position.isPlans} read={position.isPlans && plan.shards.some((shard) => shard.reported > shard.done)} />
       {plan.by_shard ? <Rows rows={rows} job={plan.job_id} total={plan.total_samples} trained={position.isPlans} /> : <Together rows={rows} total={plan.total_samples} trained={position.isPlans} />}
       {plan.shards.length < plan.shard_count && <p className="text-faint">Showing the first {count(plan.shards.length)} of {count(plan.shard_count)} shards.</p>}
     </div>
@@ -68,13 +68,13 @@ function isExact(proof: Audit): boolean {
   return proof.lost === 0 && proof.repeated === 0;
 }
 
-function Legend(props: { trained: boolean; read: boolean }) {
+function Legend(props: { byShard: boolean; trained: boolean; read: boolean }) {
   return (
     <ul className="flex flex-wrap gap-x-5 gap-y-1 text-sm text-muted" aria-label="Legend">
-      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-edge opacity-45" />assigned</li>
+      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-edge opacity-45" />{props.byShard ? "assigned" : "not trained yet"}</li>
       {props.trained && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent" />trained</li>}
       {props.read && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent opacity-45" />read since the last checkpoint</li>}
-      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-edge/45" />reassigned in the latest plan</li>
+      {props.byShard && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-edge/45" />reassigned in the latest plan</li>}
     </ul>
   );
 }

@@ -84,7 +84,7 @@ export function RiskLines({ run, now }: { run: Run; now: number }) {
             {domains.map((d) => (
               <li key={d.domain} className="flex flex-wrap items-baseline justify-between gap-x-3">
                 <span className="text-muted">{d.label}</span>
-                <span className={`text-right ${d.steps === null ? "text-warn" : "font-medium"}`} title={d.from === null ? "It would start from the beginning" : `It would continue at step ${count(d.from)}`}>{d.text}</span>
+                <span className={`ml-auto text-right ${d.steps === null ? "text-warn" : "font-medium"}`} title={d.from === null ? "It would start from the beginning" : `It would continue at step ${count(d.from)}`}>{d.text}</span>
               </li>
             ))}
           </ul>

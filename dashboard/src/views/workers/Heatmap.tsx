@@ -12,7 +12,7 @@ import { PACES, type Pace, type PaceClass } from "./pace";
 export type HeatmapColor = "pace" | "status" | "load";
 
 const SIZES = [
-  { upTo: 24, cell: "h-[74px]", min: 190, gap: 8, detail: "tile" },
+  { upTo: 24, cell: "h-[74px]", min: 228, gap: 8, detail: "tile" },
   { upTo: 240, cell: "h-10", min: 40, gap: 4, detail: "glyph" },
   { upTo: Number.POSITIVE_INFINITY, cell: "h-[22px]", min: 22, gap: 3, detail: "glyph" },
 ] as const;
@@ -141,7 +141,7 @@ const Cell = memo(function Cell(props: CellProps) {
         {props.color === "pace" ? (
           <span className="flex items-center gap-2 text-xs text-muted">
             <span aria-hidden className={`size-2 shrink-0 rounded-full ${pace?.[2] ?? ""}`} />
-            <span className="min-w-0 flex-1 truncate">{props.own === "–" ? "no step time" : `${props.own} own${props.wait ? `, ${props.wait} waiting` : ""}`}</span>
+            <span className="min-w-0 flex-1 truncate">{props.own === "–" ? "no step time" : `${props.own} own${props.wait ? `, ${props.wait} wait` : ""}`}</span>
             {props.ratio >= 0 && <span className="shrink-0 text-ink">{props.ratio.toFixed(2)}×</span>}
           </span>
         ) : (

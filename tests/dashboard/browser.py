@@ -177,12 +177,6 @@ class Browser:
     def allow(self, permission: str) -> None:
         self._do("allow", permission=permission, origin=self.base)
 
-    def open_within(self, path: str) -> None:
-        """Go there without loading the page anew, as a link would."""
-        self.evaluate(
-            f"history.pushState(null, '', {json.dumps(path)}); dispatchEvent(new PopStateEvent('popstate'))"
-        )
-
     def leave(self) -> None:
         """Show nothing: what becomes of the server is of no interest any more."""
         self._do("open", url="about:blank")

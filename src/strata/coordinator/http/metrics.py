@@ -26,10 +26,12 @@ from strata.coordinator.metrics.history import (
     WORKER_SERIES,
     WORKER_STEP_S,
     HistoryView,
+    Track,
     WorkerTrack,
 )
 from strata.coordinator.runtime import Runtime
 from strata.core import views
+from strata.core.cluster import Cluster
 from strata.core.goodput import GoodputView
 from strata.core.messages import InvalidArgument, JobId, TaskId, Unknown, WorkerId
 from strata.core.tasks import Task
@@ -80,6 +82,12 @@ async def history(
     if worker_id is not None:
         return _of_worker(runtime, worker_id, names, now_s=now_s, since=since, job_id=job_id)
     track = runtime.watch.history.fleet if job_id is None else runtime.watch.history.jobs.get(job_id)
+    if (
+        track is None
+        and job_id is not None
+        and _is_known(runtime, await runtime.engine.settled(), JobId(job_id))
+    ):
+        track = Track(JOB_SERIES)  # It has reported nothing yet, or not since the coordinator has started.
     if track is None:
         raise Unknown(
             "history of job", job_id or "", hint="It starts when a worker of the job reports metrics."
@@ -124,12 +132,15 @@ async def job_goodput(runtime: TheRuntime, job_id: NameInPath) -> Response:
     """Of a job that has not reported yet nothing is measured, and `goodput` is null."""
     cluster = await runtime.engine.settled()
     tasks, job = cluster.tasks.tasks, JobId(job_id)
-    is_known = (
-        job in cluster.membership.job_generations or TaskId(job) in tasks or cluster.checkpoints.knows(job)
-    )
-    if not is_known and job not in runtime.watch.goodput.jobs():
+    if not _is_known(runtime, cluster, job):
         raise Unknown("job", job_id, hint="A job is known here once one of its workers registers or reports.")
     return json_response(goodput_view(runtime, JobId(job_id), tasks.get(TaskId(job_id))))
+
+
+def _is_known(runtime: Runtime, cluster: Cluster, job: JobId) -> bool:
+    """Whether there is, or was, such a job, whatever it has reported."""
+    is_here = job in cluster.membership.job_generations or TaskId(job) in cluster.tasks.tasks
+    return is_here or cluster.checkpoints.knows(job) or job in runtime.watch.goodput.jobs()
 
 
 def goodput_view(runtime: Runtime, job: JobId, task: Task | None) -> GoodputView:

@@ -72,13 +72,13 @@ def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> None:
     os.kill(running.living()[1], signal.SIGKILL)
     page.see(role="article", name="Incident 1", within_s=90)
     eventually(lambda: own.get("/api/incidents")[0]["state"] == "recovered", within_s=90)
-    card = {"css": "[aria-label='Incident 1'] *"}
+    card = "[aria-label='Incident 1'] *"
     (incident,) = own.get("/api/incidents")
     assert incident["rank"] == 1
-    page.see("rank 1 on", **card)
-    page.see(incident["text"][1:], **card)
-    page.see("recovered", **card, within_s=60)
-    page.see("Next:", **card)
+    page.see("rank 1 on", css=card)
+    page.see(incident["text"][1:], css=card)
+    page.see("recovered", css=card, within_s=60)
+    page.see("Next:", css=card)
     page.see("error: ", css="[aria-label=Events] li")  # A red event, however fast the recovery was.
     page.until("/^\\(1\\) seen: /.test(document.title)")
     page.until("document.querySelector('link[rel=icon]').getAttribute('href') === '/favicon-bad.svg'")

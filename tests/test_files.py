@@ -94,7 +94,7 @@ def test_what_is_read_by_ranges_reads_like_a_file() -> None:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("/home/me/checkpoints", False),
+        ("/local/checkpoints", False),
         ("/shared/team/run", True),
         ("/shared", True),
         ("/shared/scratch/run", False),

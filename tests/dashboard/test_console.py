@@ -292,3 +292,25 @@ def test_who_wants_it_is_notified_of_failures_and_stops(own: Coordinator, page: 
     own.post(f"/api/tasks/{task}/stop", {})
     page.until("window.told.includes('told stopped')")
     page.evaluate("localStorage.setItem('strata.notify', '0')")
+
+
+def test_nothing_of_a_wide_page_is_cut_off(page: Browser) -> None:
+    """The last column of the runs, and what the timeline says of the point under the pointer."""
+    page.size(*DESK)
+    page.open("/runs?demo")
+    page.see("Generation", css="[role=columnheader] *")
+    assert page.evaluate(
+        "(t => t.scrollWidth <= t.clientWidth)(document.querySelector('[role=table][aria-label=Runs]'))"
+    )
+    page.open("/runs/gpt-small?demo")
+    page.see(css="canvas[aria-label*='workers up']")
+    for right, bottom in ((4, 40), (600, 40)):
+        page.evaluate(
+            "(canvas => { canvas.scrollIntoView({block: 'end'}); const box = canvas.getBoundingClientRect();"
+            " canvas.dispatchEvent(new PointerEvent('pointermove', {bubbles: true,"
+            f" clientX: box.right - 30 - {right}, clientY: Math.min(box.bottom, innerHeight) - {bottom}}})); }})"
+            "(document.querySelector('canvas[role=img]'))"
+        )
+        page.see(role="tooltip")
+        inside = "b.top >= 0 && b.left >= 0 && b.right <= innerWidth && b.bottom <= innerHeight"
+        page.until(f"(b => {inside})(document.querySelector('[role=tooltip]').getBoundingClientRect())")

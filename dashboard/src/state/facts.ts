@@ -16,7 +16,6 @@ export function eventLineOf({ id, kind, data }: FeedEvent): EventLine | null {
     at: data.at_s,
     jobId: ("job_id" in about && about.job_id) || null,
     workerId: ("worker_id" in about && about.worker_id) || null,
-    generation: "incarnation" in data ? data.generation : null,
     text: data.text,
     level: LEVELS[data.severity],
   };

@@ -197,24 +197,3 @@ function ofTasks(state: State, now: number): Finding[] {
   if (!first) return [];
   return [{ level: "bad", title: `${first.name} failed`, reason: first.reason || "No reason reported.", link: { to: "/runs", job: first.id } }];
 }
-
-// --- what would be lost ---------------------------------------------------------------------------------------------
-
-export interface Exposure {
-  /** Of the run with the most to lose; null when nothing trains. */
-  run: Run | null;
-  seconds: number | null;
-  steps: number;
-}
-
-/** How much work would be lost right now: the run whose last safe state is the oldest. */
-export function exposure(runs: readonly Run[], now: number): Exposure {
-  let worst: Exposure = { run: null, seconds: null, steps: 0 };
-  for (const run of runs) {
-    if (run.risk.since === null) continue;
-    const seconds = Math.max(0, now - run.risk.since);
-    if (worst.seconds === null || seconds > worst.seconds) worst = { run, seconds, steps: run.risk.steps };
-  }
-  return worst;
-}
-

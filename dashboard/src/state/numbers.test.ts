@@ -98,7 +98,7 @@ describe("generations", () => {
 });
 
 describe("joins", () => {
-  const line = (n: number, who: string): EventLine => ({ id: `b-${n}`, kind: "worker_joined", at: n, jobId: "job", workerId: who, generation: n, text: `${who} joined`, level: "good" });
+  const line = (n: number, who: string): EventLine => ({ id: `b-${n}`, kind: "worker_joined", at: n, jobId: "job", workerId: who, text: `${who} joined`, level: "good" });
 
   it("are counted by worker: one that joins three times is one", () => {
     expect(folded([line(3, "w0"), line(2, "w0"), line(1, "w0")]).map((l) => l.text)).toEqual(["w0 joined 3 times"]);
@@ -143,7 +143,7 @@ it("an axis of eight minutes has more than one tick wherever two have space", ()
 });
 
 describe("events", () => {
-  const line = (n: number, kind: string, change: Partial<EventLine> = {}): EventLine => ({ id: `e-${n}`, kind, at: n, jobId: "job", workerId: null, generation: null, text: `${kind} ${n}`, level: "info", ...change });
+  const line = (n: number, kind: string, change: Partial<EventLine> = {}): EventLine => ({ id: `e-${n}`, kind, at: n, jobId: "job", workerId: null, text: `${kind} ${n}`, level: "info", ...change });
 
   it("saves that went as they should are one line; one that failed stays its own", () => {
     const saves = [5, 4, 3].map((n) => line(n, "checkpoint_completed"));

@@ -101,9 +101,7 @@ export function useNowMs(): number {
 /** The coordinator's clock in Unix seconds, once a second. Stands still while we are disconnected from it. */
 export function useServerNow(): number {
   const now = useNowMs();
-  const skew = useStore((s) => s.skewS);
-  const stoppedMs = useStore((s) => (s.connection.phase === "disconnected" ? s.connection.updatedAtMs : null));
-  return (stoppedMs ?? now) / 1000 + skew;
+  return useStore((s) => serverNow(s, now));
 }
 
 /** The same, for a state. Whoever is out of reach does not grow older: what became of it meanwhile is not known. */

@@ -32,8 +32,6 @@ export interface EventLine {
   at: number;
   jobId: string | null;
   workerId: string | null;
-  /** Of the run, where its members changed. */
-  generation: number | null;
   text: string;
   level: "info" | "good" | "warn" | "bad";
 }

@@ -2,7 +2,7 @@ import { describe, expect, it } from "vitest";
 
 import { timeTicks } from "../../components/ticks";
 import { checkpoint, NOW, recovery } from "../../state/samples";
-import { hitAt, layoutOf, phasesOf, tiersOf, timeAt, xOf, type TimelineData } from "./drawing";
+import { allSaves, hitAt, layoutOf, phasesOf, tiersOf, timeAt, xOf, type TimelineData } from "./drawing";
 
 it("a recovery's phases fill its time in their order, and end when it was recorded", () => {
   const phases = phasesOf(recovery({ phases_s: { load: 0.5, detect: 1, unheard_of: 0.25 }, total_s: 1.75, at: NOW }));
@@ -52,4 +52,11 @@ it("time axes have round marks, as many as there is space for", () => {
     expect(ticks.length).toBeGreaterThan(0);
     expect(ticks.length).toBeLessThanOrEqual(10);
   }
+});
+
+it("the timeline has all saves of its range: those the stream keeps, and those that were asked for; removed ones stay away", () => {
+  const save = (id: string, at: number) => checkpoint({ id, created_at: at });
+  const recent = [save("new", NOW), save("old", NOW - 100)];
+  expect(allSaves(recent, [save("old", NOW - 100), save("removed", NOW - 50), save("older", NOW - 900)]).map((c) => c.id)).toEqual(["new", "old", "older"]);
+  expect(allSaves([], [save("only", NOW)]).map((c) => c.id)).toEqual(["only"]);
 });

@@ -29,7 +29,7 @@ from tests.dashboard.browser import Browser  # noqa: E402
 
 FOLDER = ROOT / "docs" / "screenshots"
 WORKERS = 3
-LIGHT_TOO = ("overview", "run", "data")
+LIGHT_TOO = ("overview", "run", "data", "incident")
 PHONE = {"width": 390, "height": 844}
 CONFIG = {
     "steps": 100_000,
@@ -49,18 +49,23 @@ def main(wanted: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="strata-pictures-") as name, ExitStack() as stack:
         coordinator = CoordinatorProcess(Path(name) / "coordinator").start()
         stack.callback(coordinator.stop)
-        task = _train(coordinator.api)
-        stack.callback(post, coordinator.api, f"/api/tasks/{task}/stop?wait=30", {})
         page = stack.enter_context(Browser(coordinator.api))
         phone = stack.enter_context(Browser(coordinator.api, viewport=PHONE))
-        for picture, path in _views(coordinator.api, task).items():
+
+        def take(picture: str, path: str) -> None:
             if wanted and picture not in wanted:
-                continue
-            if picture == "barriers":
-                _meet(coordinator.address, stack)
+                return
             for dark in (True, False) if picture in LIGHT_TOO else (True,):
                 _take(page, path, FOLDER / f"{picture}{'' if dark else '-light'}.png", dark=dark)
             _take(phone, path, FOLDER / f"{picture}-phone.png", dark=True)
+
+        take("first-run", "/")
+        task = _train(coordinator.api)
+        stack.callback(post, coordinator.api, f"/api/tasks/{task}/stop?wait=30", {})
+        for picture, path in _views(coordinator.api, task).items():
+            if picture == "barriers" and (not wanted or picture in wanted):
+                _meet(coordinator.address, stack)
+            take(picture, path)
 
 
 def _take(page: Browser, path: str, file: Path, *, dark: bool) -> None:
@@ -128,8 +133,11 @@ def _views(api: str, task: str) -> dict[str, str]:
         "data": f"/data?worker={worker}",
         "checkpoints": "/checkpoints",
         "checkpoint": f"/checkpoints?checkpoint={safe['id']}",
-        "tasks": f"/tasks?task={task}",
-        "start-task": "/tasks?start=1",
+        "task": f"/runs/{task}?task={task}",
+        "start-task": "/runs?start=1",
+        "incidents": "/incidents",
+        "incident": f"/incidents?incident={get(api, '/api/incidents')[0]['id']}",
+        "coordinator": "/coordinator",
         "logs": "/logs",
         "settings": "/settings",
         "demo": "/runs/gpt-small?demo",

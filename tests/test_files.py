@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.files import RangeFile, fresh_file, move_into_place, sync_folder, write_file
+from strata.files import RangeFile, fresh_file, is_on_network, move_into_place, sync_folder, write_file
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -89,3 +89,29 @@ def test_what_is_read_by_ranges_reads_like_a_file() -> None:
     assert file.read(1) == b""
     with pytest.raises(ValueError, match="before the start"):
         file.seek(-1)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/local/checkpoints", False),
+        ("/shared/team/run", True),
+        ("/shared", True),
+        ("/shared/scratch/run", False),
+        ("/sharedness/run", False),
+        ("/with space/run", True),
+        ("s3://bucket/run", False),
+    ],
+)
+def test_files_of_another_machine_are_known_by_their_file_system(
+    tmp_path: Path, path: str, expected: bool
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/nvme0 / ext4 rw 0 0\n"
+        "filer:/x /shared nfs4 rw 0 0\n"
+        "/dev/nvme1 /shared/scratch xfs rw 0 0\n"
+        "filer:/y /with\\040space lustre rw 0 0\n"
+    )
+    assert is_on_network(path, mounts=str(mounts)) is expected
+    assert not is_on_network(path, mounts=str(tmp_path / "missing"))

@@ -38,6 +38,10 @@ const complaints = [];
 page.on("console", (message) => {
   if (message.type() === "error") complaints.push(message.text());
 });
+const refusals = [];
+page.on("response", (response) => {
+  if (response.status() >= 400) refusals.push(`${response.status()} ${response.url()}`);
+});
 page.on("pageerror", (error) => complaints.push(`uncaught: ${error.message}`));
 page.on("dialog", (dialog) => {
   complaints.push(`dialog: ${dialog.message()}`);
@@ -104,6 +108,8 @@ const ops = {
     return violations.map(({ id, impact, nodes }) => ({ id, impact, nodes: nodes.slice(0, 5).map((node) => `${node.target.join(" ")}: ${node.failureSummary ?? ""}`) }));
   },
   complaints: () => complaints.splice(0),
+  refusals: () => refusals.splice(0),
+  allow: ({ permission, origin }) => context.grantPermissions([permission], { origin }),
 };
 
 for await (const line of createInterface({ input: process.stdin })) {

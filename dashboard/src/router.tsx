@@ -1,6 +1,7 @@
 /** Every view is a URL, and so is every filter in it. */
 
-import { createHashHistory, createRootRoute, createRoute, createRouter, lazyRouteComponent, type ErrorComponentProps } from "@tanstack/react-router";
+import { createHashHistory, createRootRoute, createRoute, createRouter, lazyRouteComponent, Link, redirect, type ErrorComponentProps } from "@tanstack/react-router";
+import { Compass } from "lucide-react";
 
 import { Page } from "./components/Page";
 import { Empty, ErrorNote, Loading } from "./components/states";
@@ -19,13 +20,23 @@ const workers = createRoute({ getParentRoute: () => root, path: "/workers", comp
 const data = createRoute({ getParentRoute: () => root, path: "/data", component: lazyRouteComponent(() => import("./views/Data"), "Data") });
 const checkpoints = createRoute({ getParentRoute: () => root, path: "/checkpoints", component: lazyRouteComponent(() => import("./views/Checkpoints"), "Checkpoints") });
 const barriers = createRoute({ getParentRoute: () => root, path: "/barriers", component: lazyRouteComponent(() => import("./views/Barriers"), "Barriers") });
-const tasks = createRoute({ getParentRoute: () => root, path: "/tasks", component: lazyRouteComponent(() => import("./views/Tasks"), "Tasks") });
+const incidents = createRoute({ getParentRoute: () => root, path: "/incidents", component: lazyRouteComponent(() => import("./views/Incidents"), "Incidents") });
+const coordinator = createRoute({ getParentRoute: () => root, path: "/coordinator", component: lazyRouteComponent(() => import("./views/Coordinator"), "Coordinator") });
+/** Tasks are runs: what once led to a task leads to its run. */
+const tasks = createRoute({
+  getParentRoute: () => root,
+  path: "/tasks",
+  beforeLoad: ({ search }) => {
+    const { task, ...rest } = search as Search;
+    throw task === undefined ? redirect({ to: "/runs", search: rest, replace: true }) : redirect({ to: "/runs/$job", params: { job: task }, search: { ...rest, task }, replace: true });
+  },
+});
 const logs = createRoute({ getParentRoute: () => root, path: "/logs", component: lazyRouteComponent(() => import("./views/Logs"), "Logs") });
 const settings = createRoute({ getParentRoute: () => root, path: "/settings", component: lazyRouteComponent(() => import("./views/Settings"), "Settings") });
 const signIn = createRoute({ getParentRoute: () => root, path: "/sign-in", component: SignIn });
 
 export const router = createRouter({
-  routeTree: root.addChildren([overview, runs, run, workers, data, checkpoints, barriers, tasks, logs, settings, signIn]),
+  routeTree: root.addChildren([overview, runs, run, workers, data, checkpoints, barriers, incidents, coordinator, tasks, logs, settings, signIn]),
   parseSearch,
   stringifySearch,
   defaultErrorComponent: Failed,
@@ -55,5 +66,11 @@ function Failed({ error, reset }: ErrorComponentProps) {
 }
 
 function NotFound() {
-  return <Page title="Not found"><Empty title="Page not found">Choose a view from the navigation.</Empty></Page>;
+  return (
+    <Page title="Page not found">
+      <Empty icon={Compass} title="There is no page at this address" action={<Link to="/" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open the overview</Link>}>
+        <span className="foreign font-mono text-sm break-all">{location.pathname}</span>
+      </Empty>
+    </Page>
+  );
 }

@@ -29,7 +29,7 @@ it("says which role is needed, and which one has", () => {
 });
 
 it("offers a browser of one job that job's views", () => {
-  expect(viewsFor("task-1").map((view) => view.to)).toEqual(["/tasks", "/logs", "/settings"]);
+  expect(viewsFor("task-1").map((view) => view.to)).toEqual(["/runs", "/logs", "/settings"]);
   expect(viewsFor(null).map((view) => view.to)).toContain("/workers");
 });
 

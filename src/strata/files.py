@@ -8,7 +8,8 @@ and for what can be made again.
 Stores (`strata.stores.files`) keep unfinished values in a place of their own, for they must tell those of the dead from those
 of the living; they flush folders with `sync_folder`.
 
-`RangeFile` makes a file object of what is read by its ranges, wherever it is.
+`RangeFile` makes a file object of what is read by its ranges, wherever it is. `is_on_network` says which files another machine
+keeps.
 
 Files are their user's alone, unless they are meant for others too (`mode`, less what the umask takes away). Needs nothing but
 Python.
@@ -105,3 +106,40 @@ class RangeFile(io.RawIOBase):
         view[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        *(
+            "9p",
+            "afs",
+            "beegfs",
+            "ceph",
+            "cifs",
+            "fuse.ceph",
+            "fuse.gcsfuse",
+            "fuse.glusterfs",
+            "fuse.goofys",
+        ),
+        *("fuse.juicefs", "fuse.mount-s3", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "ncpfs"),
+        *("nfs", "nfs4", "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"),
+    }
+)
+
+
+def is_on_network(path: str, *, mounts: str = "/proc/self/mounts") -> bool:
+    """Whether a file is kept by another machine than this one: by the kind of file system it is on. False where that is not
+    known, and for what is no path."""
+    if not path.startswith("/"):
+        return False
+    kind, longest = "", 0
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                _, point, found, *_ = line.split(" ")
+                point = point.replace("\\040", " ").rstrip("/") + "/"
+                if f"{path}/".startswith(point) and len(point) >= longest:
+                    kind, longest = found, len(point)
+    except (OSError, ValueError):
+        return False
+    return kind in NETWORK_FILE_SYSTEMS

@@ -9,7 +9,17 @@ import msgspec
 import pytest
 
 from strata.core import task_views, views
-from strata.core.messages import CheckpointId, DatasetId, JobId, Report, ReportRecovery, TaskId, WorkerId
+from strata.core.messages import (
+    CheckpointId,
+    DatasetId,
+    JobId,
+    Report,
+    ReportRecovery,
+    ShardsRequested,
+    TaskId,
+    Unknown,
+    WorkerId,
+)
 from tests.core.builders import Fleet, data_json, shown, trained
 
 KEY = (JobId("default"), DatasetId("d"), 0)
@@ -86,11 +96,55 @@ def test_connected_means_that_its_stream_is_open(fleet: Fleet) -> None:
     assert not view_of(fleet, "a").connected
 
 
-def test_assigned_shards_count_every_dataset_in_its_newest_epoch(fleet: Fleet) -> None:
+def requests(fleet: Fleet, dataset: str, *, job: str = "default") -> None:
+    fleet.observe(ShardsRequested(job_id=JobId(job), dataset_id=DatasetId(dataset)))
+
+
+def assigned(fleet: Fleet) -> int:
+    return sum(view.assigned_shards for view in views.workers(fleet.cluster))
+
+
+def test_assigned_shards_count_every_dataset_that_is_read_by_shard_in_its_newest_epoch(fleet: Fleet) -> None:
     fleet.register("e", samples=30)
     fleet.plan()
     fleet.open_epoch("a", 1)
-    assert sum(view.assigned_shards for view in views.workers(fleet.cluster)) == 10 + 3
+    assert assigned(fleet) == 0, "nobody has asked for a shard"
+    requests(fleet, "d")
+    assert assigned(fleet) == 10
+    requests(fleet, "e")
+    assert assigned(fleet) == 10 + 3
+
+
+def test_a_dataset_is_not_assigned_to_a_job_that_does_not_read_it(fleet: Fleet) -> None:
+    fleet.join("x", job="other")
+    fleet.plan()
+    (shown_dataset,) = [views.dataset(fleet.cluster, spec) for spec in fleet.cluster.datasets.specs.values()]
+    assert shown_dataset.readers == []
+    requests(fleet, "d")
+    assert views.dataset(fleet.cluster, fleet.cluster.datasets.specs[DatasetId("d")]).readers == ["default"]
+    assert view_of(fleet, "x").assigned_shards == 0
+    key = views.find_plan(fleet.cluster, DatasetId("d"), job=None, epoch=None)
+    assert key is not None
+    assert key[0] == "default", "the plan of the job that reads, not of the one that joined last"
+
+
+def test_a_job_reads_what_its_checkpoints_and_its_task_say(fleet: Fleet) -> None:
+    spec = fleet.cluster.datasets.specs[DatasetId("d")]
+    fleet.save("a", "c1", data_json=data_json(trained([(0, 15)])))
+    assert views.dataset(fleet.cluster, spec).readers == ["default"]
+    key = views.find_plan(fleet.cluster, DatasetId("d"), job=None, epoch=None)
+    assert key is not None
+    assert not views.shard_plan(fleet.cluster, key).by_shard, "it reads by position: nobody asked for shards"
+    requests(fleet, "d")
+    assert views.shard_plan(fleet.cluster, key).by_shard
+
+
+def test_a_dataset_that_nobody_has_trained_has_no_history_and_one_that_is_not_there_is_unknown(
+    fleet: Fleet,
+) -> None:
+    assert views.audits(fleet.cluster, DatasetId("d"), job=None, epoch=None) == []
+    with pytest.raises(Unknown):
+        views.audits(fleet.cluster, DatasetId("nothing"), job=None, epoch=None)
 
 
 # --- data ---------------------------------------------------------------------------------------------------

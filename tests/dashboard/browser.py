@@ -19,12 +19,13 @@ PATIENCE_S = 45.0
 VIEWS = (
     "/",
     "/runs",
+    "/incidents",
     "/workers",
     "/data",
     "/checkpoints",
     "/barriers",
-    "/tasks",
     "/logs",
+    "/coordinator",
     "/settings",
     "/sign-in",
 )
@@ -168,6 +169,13 @@ class Browser:
         """Errors on the console since the last time. Refusals and lost connections are shown by the page itself."""
         expected = re.compile(r"Failed to load resource: (net::ERR_(?!BLOCKED)|.*status of 4\d\d)")
         return [text for text in self._do("complaints") if not expected.search(text)]
+
+    def refusals(self) -> list[str]:
+        """Answers with an error since the last time, each with its address."""
+        return list(self._do("refusals"))
+
+    def allow(self, permission: str) -> None:
+        self._do("allow", permission=permission, origin=self.base)
 
     def leave(self) -> None:
         """Show nothing: what becomes of the server is of no interest any more."""

@@ -10,10 +10,12 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.mark.timeout(400)
-def test_no_view_has_a_serious_violation_in_either_theme(page: Browser) -> None:
+@pytest.mark.parametrize("width", [1440, 390])
+def test_no_view_has_a_serious_violation_in_either_theme(page: Browser, width: int) -> None:
     """Everything in the dark; what depends on the theme, in the light as well."""
     found = {}
-    for view in (*VIEWS, "/runs/gpt-small"):
+    page.size(width, 900)
+    for view in (*VIEWS, "/runs/gpt-small", "/no-such-page"):
         page.theme(dark=True)
         page.open(f"{view}?demo")
         page.see("Simulated data.", exact=True)
@@ -25,11 +27,18 @@ def test_no_view_has_a_serious_violation_in_either_theme(page: Browser) -> None:
         if serious:
             found[view] = serious
         assert page.violations() == [], f"the policy of the page forbids something on {view}"
+    page.size(1440, 900)
     assert found == {}
 
 
 def test_dialogs_have_no_serious_violation(page: Browser) -> None:
-    for address in ("/tasks?demo&start=1", "/data?demo&register=1", "/tasks?demo&task=task-7f3a91c2"):
+    for address in (
+        "/runs?demo&start=1",
+        "/data?demo&register=1",
+        "/runs/gpt-small?demo&task=task-7f3a91c2",
+        "/incidents?demo&incident=1",
+        "/workers?demo&worker=gpt-small-rank0",
+    ):
         page.open(address)
         page.see(role="dialog")
         assert page.serious() == [], address

@@ -131,7 +131,7 @@ def test_a_build_for_demonstrations_needs_no_coordinator(page: Browser, tmp_path
         page.base = f"http://127.0.0.1:{server.server_port}"
         page.open("/")
         page.see("Simulated data.", exact=True)
-        page.see("Time since last checkpoint", css="main h2")
+        page.see("Work at risk", css="main dt")
         page.click("link", "Runs", exact=True)
         page.see("pretrain-gpt-small", css="[role=row] *")
         page.see("Simulated data.", exact=True)

@@ -198,7 +198,7 @@ def test_whoever_is_bound_to_a_job_sees_that_job_alone_and_why(
     visitor.click("link", "Logs", exact=True)
     visitor.see(role="heading", name="Logs")
     visitor.see("No log lines yet")
-    assert visitor.texts(css="nav[aria-label=Views] a[title]")[:3] == ["Tasks", "Logs", "Settings"]
+    assert visitor.texts(css="nav[aria-label=Views] a[title]")[:3] == ["Runs", "Logs", "Settings"]
     # It never asked for what it may not see.
     refused = guarded.call("GET", f"/api/audit-log?q={made['id']}", token=ADMIN)[1]
     assert [entry for entry in refused if entry["outcome"] == "refused"] == []

@@ -103,10 +103,10 @@ def test_job_is_measured_remembered_and_its_slow_rank_named(coordinator: Coordin
             worker.close()
 
 
-def written_down(coordinator: Coordinator) -> bytes:
+def written_down(coordinator: Coordinator, note: str = "goodput") -> bytes:
     path = coordinator.data_dir / "logs.sqlite"
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as db:
-        row = db.execute("SELECT value FROM notes WHERE key = 'goodput'").fetchone()
+        row = db.execute("SELECT value FROM notes WHERE key = ?", (note,)).fetchone()
     return bytes(row[0]) if row is not None else b""
 
 
@@ -121,6 +121,48 @@ def test_goodput_survives_a_crash_of_the_coordinator(coordinator: Coordinator) -
         report(worker, 2, own_s=0.5, training_s=9.0)
         eventually(lambda: coordinator.get("/api/jobs/crash/goodput")["training_s"] == 9.0, within_s=30)
         assert coordinator.get("/api/jobs/crash/goodput")["processes"] == 1
+
+
+def test_what_a_job_reported_last_outlives_its_workers_and_the_coordinator(coordinator: Coordinator) -> None:
+    def last() -> dict[str, Any] | None:
+        found = [job for job in coordinator.get("/api/dashboard")["jobs"] if job["id"] == "stopped"]
+        return found[0] if found else None
+
+    with TrainingOrchestrator(coordinator.address, job_id="stopped") as worker:
+        worker.register_worker("stopped-rank0")
+        assert last() is None, "nothing was measured yet"
+        assert coordinator.get("/api/jobs/stopped/goodput")["goodput"] is None
+        report(worker, 41, own_s=0.5, training_s=8.0)
+        eventually(last, within_s=30)
+        eventually(lambda: b'"stopped"' in written_down(coordinator, "last_reported"), within_s=30)
+        worker.deregister()
+    coordinator.kill()
+    coordinator.start()
+    kept = last()
+    assert kept is not None
+    assert (kept["step"], kept["loss"], kept["goodput"]) == (41, 2.0, pytest.approx(0.8))
+
+
+def test_each_worker_has_a_history_of_what_it_used(coordinator: Coordinator) -> None:
+    with TrainingOrchestrator(coordinator.address, job_id="used") as worker:
+        worker.register_worker("used-rank0")
+        fresh = coordinator.get("/api/metrics/history?worker_id=used-rank0")
+        assert fresh["step"] == 15
+        assert not any(measured(fresh, name) for name in fresh["series"])
+        report(worker, 1, own_s=0.5, training_s=8.0)
+        found = eventually(
+            lambda: measured(coordinator.get("/api/metrics/history?worker_id=used-rank0"), "step_time"),
+            within_s=60,
+        )
+        assert set(found) == {0.5}
+    for path in (
+        "worker_id=nobody",
+        "worker_id=used-rank0&job_id=another",
+        "worker_id=used-rank0&series=loss",
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            coordinator.get(f"/api/metrics/history?{path}")
+        refused.value.close()
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,7 @@ export interface DashboardView {
   metrics: MetricsView;
   tasks: TaskView[];
   logs: LogView[];
+  jobs: JobView[];
 }
 
 export interface DatasetRegistered {
@@ -391,6 +392,7 @@ export interface DatasetView {
   seed: number;
   registered_at: number;
   metadata: Record<string, string>;
+  readers: string[];
 }
 
 /** What became of a test notification. */
@@ -597,6 +599,18 @@ export interface IncidentView {
   lost_s: number | null;
   lost_gpu_s: number | null;
   failures: Failure[];
+}
+
+/** What a job has last reported, also when nobody is in it any more. */
+export interface JobView {
+  id: string;
+  at: number;
+  step: number;
+  loss: number | null;
+  tokens_per_second: number | null;
+  samples_per_second: number | null;
+  step_time_s: number | null;
+  goodput: number | null;
 }
 
 export interface LinkBody {
@@ -913,6 +927,7 @@ export interface ShardPlanView {
   samples_done: number;
   total_samples: number;
   shard_count: number;
+  by_shard: boolean;
   shards: ShardView[];
 }
 

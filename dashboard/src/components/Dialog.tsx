@@ -37,7 +37,7 @@ function Frame(props: Props & { className: string }) {
         <Radix.Content onOpenAutoFocus={focusFirstField} className={`fixed z-50 flex flex-col border bg-surface shadow-2xl focus:outline-none ${props.className}`} {...(props.description ? {} : { "aria-describedby": undefined })}>
           <header className="flex items-start gap-3 border-b px-5 py-3.5">
             <div className="min-w-0 flex-1">
-              <Radix.Title className="foreign truncate text-lg font-semibold" title={props.title}>{props.title}</Radix.Title>
+              <Radix.Title className="foreign line-clamp-4 text-lg font-semibold break-words" title={props.title}>{props.title}</Radix.Title>
               {props.description && <Radix.Description asChild><div className="text-muted">{props.description}</div></Radix.Description>}
             </div>
             <Radix.Close asChild><IconButton label="Close"><X aria-hidden className="size-4" /></IconButton></Radix.Close>

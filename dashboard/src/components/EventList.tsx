@@ -1,9 +1,10 @@
-/** What happened, newest first, in sentences. */
+/** What happened, newest first, in sentences. Saves that went as they should are one line; failures are red and stay. */
 
 import { Link } from "@tanstack/react-router";
 import { CircleAlert, CircleCheck, CircleX, Dot, type LucideIcon } from "lucide-react";
+import { useMemo, useState } from "react";
 
-import { folded } from "../state/facts";
+import { filtered, folded, type EventFilter } from "../state/facts";
 import type { EventLine } from "../state/types";
 import { Empty } from "./states";
 import { Time } from "./values";
@@ -15,24 +16,49 @@ const LOOKS: Record<EventLine["level"], { icon: LucideIcon; tone: string; word: 
   bad: { icon: CircleX, tone: "text-bad", word: "error: " },
 };
 
+const FILTERS: readonly (readonly [EventFilter, string])[] = [["all", "All"], ["problems", "Problems"], ["workers", "Workers"], ["saves", "Saves"], ["tasks", "Tasks, data"]];
+
 export function EventList(props: { items: readonly EventLine[]; height?: number; onHover?: (at: number | null) => void }) {
+  const [filter, setFilter] = useState<EventFilter>("all");
+  const shown = useMemo(() => folded(filtered(props.items, filter)), [props.items, filter]);
   if (props.items.length === 0) return <Empty title="No events yet">Joins, failures, checkpoints and recoveries appear here.</Empty>;
   return (
-    <ol className="divide-y divide-line/60 overflow-y-auto border-t" style={{ maxHeight: props.height }} tabIndex={0} aria-label="Events">
-      {folded(props.items).map((item) => {
-        const { icon: Icon, tone, word } = LOOKS[item.level];
-        const to = item.workerId && item.kind.startsWith("worker_") ? item.workerId : null;
-        return (
-          <li key={item.id} className="flex items-baseline gap-2.5 px-4 py-1.5 hover:bg-hover" onMouseEnter={() => props.onHover?.(item.at)} onMouseLeave={() => props.onHover?.(null)}>
-            <Icon aria-hidden className={`size-3.5 shrink-0 translate-y-0.5 ${tone}`} />
-            <span className="foreign line-clamp-2 min-w-0 flex-1 break-words" title={item.text}>
-              {word && <span className="sr-only">{word}</span>}
-              {to ? <Link to="/workers" search={{ worker: to }} className="hover:underline">{item.text}</Link> : item.text}
-            </span>
-            <span className="shrink-0 text-sm text-faint"><Time at={item.at} /></span>
-          </li>
-        );
-      })}
-    </ol>
+    <div className="flex flex-col">
+      <div role="group" aria-label="Filter events" className="flex flex-wrap gap-1 px-3 pb-2">
+        {FILTERS.map(([value, label]) => (
+          <button key={value} type="button" aria-pressed={filter === value} onClick={() => setFilter(value)} className={`inline-flex h-7 items-center rounded-full px-2.5 text-sm font-medium ${filter === value ? "bg-accent-soft text-ink" : "text-muted hover:bg-hover"}`}>
+            {label}
+          </button>
+        ))}
+      </div>
+      {shown.length === 0 ? (
+        <p className="border-t px-4 py-6 text-center text-muted">None of these.</p>
+      ) : (
+        <ol className="divide-y divide-line/60 overflow-y-auto border-t" style={{ maxHeight: props.height }} tabIndex={0} aria-label="Events">
+          {shown.map((item) => <Line key={item.id} item={item} onHover={props.onHover} />)}
+        </ol>
+      )}
+    </div>
   );
+}
+
+function Line({ item, onHover }: { item: EventLine; onHover: ((at: number | null) => void) | undefined }) {
+  const { icon: Icon, tone, word } = LOOKS[item.level];
+  const isBad = item.level === "bad";
+  return (
+    <li className={`flex items-baseline gap-2.5 px-4 py-1.5 hover:bg-hover ${isBad ? "bg-bad-soft/50" : ""}`} onMouseEnter={() => onHover?.(item.at)} onMouseLeave={() => onHover?.(null)}>
+      <Icon aria-hidden className={`size-3.5 shrink-0 translate-y-0.5 ${tone}`} />
+      <span className={`foreign line-clamp-3 min-w-0 flex-1 break-words ${isBad ? "font-medium" : ""}`} title={item.text}>
+        {word && <span className="sr-only">{word}</span>}
+        <EventText item={item} />
+      </span>
+      <span className="shrink-0 text-sm text-faint"><Time at={item.at} /></span>
+    </li>
+  );
+}
+
+function EventText({ item }: { item: EventLine }) {
+  if (item.workerId && item.kind.startsWith("worker_")) return <Link to="/workers" search={{ worker: item.workerId }} className="hover:underline">{item.text}</Link>;
+  if (item.kind.startsWith("incident_")) return <Link to="/incidents" search={item.jobId ? { run: item.jobId } : {}} className="hover:underline">{item.text}</Link>;
+  return item.text;
 }

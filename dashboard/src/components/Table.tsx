@@ -5,6 +5,8 @@ import { useVirtualizer } from "@tanstack/react-virtual";
 import { ArrowDown, ArrowUp } from "lucide-react";
 import { useEffect, useMemo, useRef, type ReactNode } from "react";
 
+import { useNarrow } from "./narrow";
+
 export interface Column<T> {
   id: string;
   header: string;
@@ -35,6 +37,9 @@ interface Props<T> {
   /** Extra class for a row. */
   rowClass?: (row: T) => string;
 }
+
+/** About as high as a row is on a phone, where it is a card; measured when it is drawn. */
+const CARD_PX = 120;
 
 const features = tableFeatures({ rowSortingFeature, sortedRowModel: createSortedRowModel() });
 
@@ -67,7 +72,9 @@ export function Table<T extends object>(props: Props<T>) {
   const sorted = table.getRowModel().rows;
 
   const scroller = useRef<HTMLDivElement>(null);
-  const virtual = useVirtualizer({ count: sorted.length, getScrollElement: () => scroller.current, estimateSize: () => rowHeight, overscan: 12 });
+  const narrow = useNarrow();
+  const virtual = useVirtualizer({ count: sorted.length, getScrollElement: () => scroller.current, estimateSize: () => (narrow ? CARD_PX : rowHeight), overscan: 12 });
+  useEffect(() => virtual.measure(), [narrow, virtual]);
   const selectedIndex = props.selected ? sorted.findIndex((row) => row.id === props.selected) : -1;
   useEffect(() => {
     if (selectedIndex >= 0) virtual.scrollToIndex(selectedIndex, { align: "auto" });
@@ -95,7 +102,7 @@ export function Table<T extends object>(props: Props<T>) {
       className={`relative overflow-auto ${height === "fill" ? "min-h-0 flex-1" : ""}`}
       style={height === "fill" ? undefined : { maxHeight: height }}
     >
-      <div role="rowgroup" className="sticky top-0 z-10 min-w-fit border-b bg-surface">
+      <div role="rowgroup" className={narrow ? "sr-only" : "sticky top-0 z-10 min-w-fit border-b bg-surface"}>
         <div role="row" className="grid min-w-fit items-center px-2" style={{ gridTemplateColumns: template }}>
           {columns.map((column) => {
             const direction = sort === column.id ? "ascending" : sort === `-${column.id}` ? "descending" : undefined;
@@ -119,7 +126,7 @@ export function Table<T extends object>(props: Props<T>) {
       {sorted.length === 0 ? (
         props.empty
       ) : (
-        <div role="rowgroup" className="relative min-w-fit" style={{ height: virtual.getTotalSize() }}>
+        <div role="rowgroup" className={`relative ${narrow ? "" : "min-w-fit"}`} style={{ height: virtual.getTotalSize() }}>
           {virtual.getVirtualItems().map((item) => {
             const row = sorted[item.index];
             if (!row) return null;
@@ -131,6 +138,7 @@ export function Table<T extends object>(props: Props<T>) {
                 aria-rowindex={item.index + 2}
                 data-index={item.index}
                 data-row
+                ref={narrow ? virtual.measureElement : undefined}
                 tabIndex={props.onOpen ? 0 : -1}
                 onClick={() => props.onOpen?.(row.original)}
                 onKeyDown={(event) => {
@@ -141,11 +149,12 @@ export function Table<T extends object>(props: Props<T>) {
                   else return;
                   event.preventDefault();
                 }}
-                className={`absolute inset-x-0 grid min-w-fit items-center border-b border-line/60 px-2 focus-visible:-outline-offset-2 ${props.onOpen ? "cursor-pointer hover:bg-hover" : ""} ${isSelected ? "bg-accent-soft" : ""} ${props.rowClass?.(row.original) ?? ""}`}
-                style={{ gridTemplateColumns: template, height: item.size, transform: `translateY(${item.start}px)` }}
+                className={`absolute inset-x-0 border-b border-line/60 px-2 focus-visible:-outline-offset-2 ${narrow ? "grid grid-cols-2 gap-x-2 gap-y-1 py-2.5" : "grid min-w-fit items-center"} ${props.onOpen ? "cursor-pointer hover:bg-hover" : ""} ${isSelected ? "bg-accent-soft" : ""} ${props.rowClass?.(row.original) ?? ""}`}
+                style={{ transform: `translateY(${item.start}px)`, ...(narrow ? {} : { gridTemplateColumns: template, height: item.size }) }}
               >
                 {columns.map((column) => (
-                  <div key={column.id} role="cell" className={`min-w-0 truncate px-2 ${column.align === "right" ? "text-right" : ""}`}>
+                  <div key={column.id} role="cell" className={`min-w-0 truncate px-2 ${narrow ? "flex items-baseline gap-2 first:col-span-2 first:font-medium [&>*:last-child]:min-w-0" : column.align === "right" ? "text-right" : ""}`}>
+                    {narrow && column !== columns[0] && <span aria-hidden className="shrink-0 text-sm text-faint">{column.header}</span>}
                     {column.cell ? column.cell(row.original) : <span className="foreign">{column.value?.(row.original) ?? "–"}</span>}
                   </div>
                 ))}

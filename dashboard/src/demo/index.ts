@@ -24,6 +24,7 @@ export const demo: Backend = {
     dispatch({ type: "snapshot", snapshot: run.snapshot(), atMs: Date.now() });
     dispatch({ type: "past", events: past });
     dispatch({ type: "recoveries", recoveries: run.recoveries });
+    dispatch({ type: "incidents", incidents: run.incidents });
     dispatch({ type: "history", series: structuredClone(run.series) });
     dispatch({ type: "runHistory", jobId: JOB, series: structuredClone(run.runSeries) });
     dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextAttemptAtMs: null, updatedAtMs: Date.now() } });
@@ -32,6 +33,7 @@ export const demo: Backend = {
       const events = run.advance(Date.now() / 1000);
       if (events.length > 0) dispatch({ type: "events", events, atMs: Date.now() });
       turn += 1;
+      if (events.some((event) => event.kind === "incident_reported" || event.kind === "recovery_recorded")) dispatch({ type: "incidents", incidents: run.incidents });
       if (turn % SNAPSHOT_EVERY === 0) {
         dispatch({ type: "snapshot", snapshot: run.snapshot(), atMs: Date.now() });
         dispatch({ type: "connection", connection: { updatedAtMs: Date.now() } });

@@ -7,7 +7,7 @@
  */
 
 import type {
-  Barrier, Checkpoint, Dataset, LogEntry, Metrics, Recovery, Snapshot, Task, Worker, WorkerState,
+  Barrier, Checkpoint, Dataset, Incident, LogEntry, Metrics, Recovery, Snapshot, Task, Worker, WorkerState,
 } from "../api/types";
 import type { DataOf, FeedEvent, Kind } from "../api/events";
 import type { DatasetSpec } from "../api/generated";
@@ -24,6 +24,8 @@ export const TASK = "task-7f3a91c2";
 
 const TICK_S = 0.25;
 const WORKERS = 8;
+/** Of a run that has lost a few workers. */
+const GOODPUT = 0.962;
 const STEPS = 12_000;
 const STEPS_PER_S = 2.4;
 const SAVE_EVERY = 60;
@@ -59,6 +61,7 @@ export class Simulation {
   barriers: Barrier[] = [];
   tasks: Task[] = [];
   recoveries: Recovery[] = [];
+  incidents: Incident[] = [];
   logs: LogEntry[] = [];
   /** One point a second. */
   readonly series: Series = { times: [], rps: [], activeWorkers: [], throughput: [], barrierP99: [], checkpointMbS: [], planMs: [] };
@@ -123,6 +126,7 @@ export class Simulation {
       metrics: this.metrics(),
       tasks: this.tasks.map((task) => ({ ...task })),
       logs: this.logs.slice(-100).reverse(),
+      jobs: [{ id: JOB, at: this.now, step: Math.floor(this.step), loss: this.loss, tokens_per_second: this.runSeries.tokensPerS.at(-1) ?? null, samples_per_second: null, step_time_s: null, goodput: GOODPUT }],
     };
   }
 
@@ -306,7 +310,7 @@ export class Simulation {
       spec: { worker_id: id, job_id: JOB, hostname: host, port: 29_500, gpu_count: 1, memory_bytes: 137_438_953_472, metadata, run_id: "", run_generation: 0 },
       registration_id: this.random.hex(12), incarnation: this.numbers.incarnation, generation: this.numbers.generation,
       superseded, reason, at_s: this.now, former: [], origin: 0, severity: "success",
-      text: `${id} joined${superseded ? " again" : ""} on ${host} (generation ${this.numbers.generation})`,
+      text: `${id} joined${superseded ? " again" : ""} on ${host}`,
     });
   }
 
@@ -331,6 +335,7 @@ export class Simulation {
     const lastStep = Math.floor(this.step);
     this.log("error", `Rank ${rank}: CUDA error: uncorrectable ECC error encountered`, worker.id);
     this.log("error", `worker '${worker.id}' failed: ${worker.reason}`, null, "coordinator");
+    this.openIncident(rank, worker);
     this.breakBarrier(worker.id);
     this.becomeAll("recovering");
     this.replan(`${worker.id} failed`);
@@ -341,6 +346,32 @@ export class Simulation {
       this.replan(`${worker.id} rejoined`);
     });
     this.after(3.75, () => this.recover(worker.id, lastStep, 8, 8, "MEMORY", { detect: 0.41, rendezvous: 0.62, spawn: 2.18, load: 0.19, first_step: 0.42 }));
+  }
+
+  private openIncident(rank: number, worker: Worker): void {
+    const pid = Number(worker.metadata["pid"]);
+    const what = `rank ${rank} (host ${worker.ip}, pid ${pid}) failed: CUDA error: uncorrectable ECC error encountered`;
+    const error = { type: "AcceleratorError", message: "CUDA error: uncorrectable ECC error encountered", where: ["train.py:118 in train_step", "model.py:64 in forward"], step: Math.floor(this.step), traceback: "", at_s: this.now };
+    const failure = { rank, host: worker.ip, pid, gpu: `GPU ${rank % 2}`, at_s: this.now, exit_code: 1, error, oom_killed: false, device_faults: ["NVRM: Xid (PCI:0000:3b:00): 48, Double Bit ECC Error"], last_lines: [], replaced: "", lost: "", left: "" };
+    this.incidents = [
+      {
+        id: this.incidents.length + 1, run: JOB, launch: "", subject: "run" as const, failure_class: "gpu" as const, rule: "the kernel reports a fault of the GPU", fingerprint: "gpu:xid48", text: what, rank, host: worker.ip, pid,
+        gpu: failure.gpu, decision: "restart", reason: "1 of 3 restarts within an hour", next_step: "Drain the machine and run its diagnostics: double bit errors come back.", state: "open", opened_at: this.now,
+        closed_at: null, closed_reason: "", phases_s: {}, resumed_step: null, lost_steps: null, lost_s: null, lost_gpu_s: null, failures: [failure],
+      },
+      ...this.incidents,
+    ].slice(0, 50);
+    const { id, fingerprint, decision, reason, failure_class, subject } = this.incidents[0]!;
+    this.publish("incident_reported", { incident_id: id, job_id: JOB, launch: "", subject, failure_class, fingerprint, failures: 1, what, decision, reason, at_s: this.now, rank, host: worker.ip, pid, gpu: failure.gpu, severity: "error", text: what });
+  }
+
+  private closeIncident(recovery: Recovery): void {
+    const lostS = recovery.total_s + 0.5 * recovery.lost_steps;
+    this.incidents = this.incidents.map((each) =>
+      each.state === "open"
+        ? { ...each, state: "recovered", closed_at: recovery.at, closed_reason: recovery.reason, phases_s: recovery.phases_s, resumed_step: recovery.resumed_step, lost_steps: recovery.lost_steps, lost_s: lostS, lost_gpu_s: lostS * WORKERS }
+        : each,
+    );
   }
 
   private recover(worker: string, lastStep: number, before: number, after: number, tier: string, phases: Record<string, number>, who: Partial<Recovery> = {}): void {
@@ -354,6 +385,7 @@ export class Simulation {
       survived: 0, lost: [], joined: [], cause: "", ...who,
     };
     this.recoveries = [recovery, ...this.recoveries].slice(0, 200);
+    this.closeIncident(recovery);
     const { at, total_s: _total, ...rest } = recovery;
     const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${this.safeStep.toLocaleString("en-US")} from ${tier}, ${lost} steps lost`;
     this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text: [text, whoSurvived(recovery), recovery.cause].filter(Boolean).join("; ") });
@@ -504,11 +536,11 @@ export class Simulation {
     const common = { shuffle: true, seed: 42, registered_at: this.startedAt, metadata: {} };
     this.addDataset({
       ...common, id: DATASET, name: "Web text", path: "s3://datasets/web-text", format: "tokens", total_samples: 2_400_000,
-      shard_size: 10_000, shard_count: 240,
+      shard_size: 10_000, shard_count: 240, readers: [JOB],
     });
     this.addDataset({
       ...common, id: PICTURES, name: "Fruit images", path: "/data/fruit", format: "webdataset", total_samples: 61_488,
-      shard_size: 1_000, shard_count: 62,
+      shard_size: 1_000, shard_count: 62, readers: [],
     });
   }
 
@@ -536,7 +568,7 @@ export class Simulation {
 }
 
 function datasetSpec(dataset: Dataset): DatasetSpec {
-  const { id, name: _name, shard_count: _count, registered_at: _at, ...rest } = dataset;
+  const { id, name: _name, shard_count: _count, registered_at: _at, readers: _readers, ...rest } = dataset;
   return { dataset_id: id, ...rest, files: [], jobs: [] };
 }
 

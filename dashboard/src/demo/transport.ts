@@ -19,6 +19,7 @@ const ROUTES: readonly (readonly [method: string, pattern: RegExp, answer: Answe
   ["GET", /^\/checkpoints$/, (simulation) => simulation.checkpoints],
   ["GET", /^\/barriers$/, (simulation) => simulation.barriers],
   ["GET", /^\/recoveries$/, (simulation) => simulation.recoveries],
+  ["GET", /^\/incidents$/, (simulation) => simulation.incidents],
   ["GET", /^\/tasks$/, (simulation) => simulation.tasks],
   ["GET", /^\/logs$/, logs],
   ["GET", /^\/tasks\/([^/]+)\/logs$/, (simulation, call, id) => logs(simulation, { ...call, query: { ...call.query, task_id: id } })],
@@ -86,6 +87,7 @@ function shards(simulation: Simulation, _call: Call, id?: string): unknown {
     samples_done: Math.round(plan.done * plan.samples),
     total_samples: plan.samples,
     shard_count: dataset.shard_count,
+    by_shard: true,
     shards: plan.owners.map((owner, shard) => {
       const done = Math.min(plan.shardSize, Math.round(perShard * (0.9 + ((shard * 37) % 21) / 100)));
       return {
@@ -106,7 +108,7 @@ function preview(simulation: Simulation, call: Call, id?: string): unknown {
 
 function audit(simulation: Simulation, _call: Call, id?: string): unknown {
   const { plan } = simulation;
-  if (id !== DATASET) throw unknown(`There is no history of dataset '${id}'.`);
+  if (id !== DATASET) return [];
   const samples = Math.round(plan.done * plan.samples);
   return [
     {
@@ -125,7 +127,7 @@ function registerDataset(simulation: Simulation, call: Call): Dataset {
   const size = body.shard_size ?? 10_000;
   const dataset: Dataset = {
     id: body.dataset_id, name: body.dataset_id, path: body.path, format: body.format, total_samples: total, shard_size: size,
-    shard_count: Math.ceil(total / size), shuffle: body.shuffle ?? false, seed: body.seed ?? 0, registered_at: simulation.now, metadata: {},
+    shard_count: Math.ceil(total / size), shuffle: body.shuffle ?? false, seed: body.seed ?? 0, registered_at: simulation.now, metadata: {}, readers: [],
   };
   simulation.addDataset(dataset);
   return dataset;

@@ -1,7 +1,7 @@
 /** Go anywhere, find anything: views, runs, workers, tasks, datasets, and what can be done. */
 
 import { useNavigate } from "@tanstack/react-router";
-import { Activity, Boxes, Database, FlaskConical, ListChecks, Play, SunMoon, type LucideIcon } from "lucide-react";
+import { Activity, Boxes, Database, FlaskConical, Play, Siren, SunMoon, type LucideIcon } from "lucide-react";
 import { Dialog as Radix } from "radix-ui";
 import { useEffect, useId, useMemo, useRef, useState } from "react";
 
@@ -53,7 +53,7 @@ function Body({ onClose }: { onClose: () => void }) {
       ...viewsFor(job).map((v): Item => ({ id: v.to, label: v.label, kind: "view", icon: v.icon, run: go(v.to) })),
       ...(operates
         ? [
-            { id: "start", label: "Start task", kind: "action", icon: Play, run: go("/tasks", { start: "1" }) },
+            { id: "start", label: "Start task", kind: "action", icon: Play, run: go("/runs", { start: "1" }) },
             { id: "register", label: "Register dataset", kind: "action", icon: Database, run: go("/data", { register: "1" }) },
           ]
         : []),
@@ -62,7 +62,7 @@ function Body({ onClose }: { onClose: () => void }) {
       ...(DEMO_ONLY ? [] : [{ id: "mode", label: mode === "demo" ? "Exit demo mode" : "Demo mode", kind: "action", icon: FlaskConical, run: () => setMode(mode === "demo" ? "live" : "demo") }]),
       ...runsOf(state).map(({ id: job, name }): Item => ({ id: `run ${job}`, label: name === job ? job : `${name} (${job})`, kind: "run", icon: Activity, run: () => void navigate({ to: "/runs/$job", params: { job } }) })),
       ...[...state.workers.keys()].map((w): Item => ({ id: `worker ${w}`, label: w, kind: "worker", icon: Boxes, run: go("/workers", { worker: w }) })),
-      ...state.tasks.map((t): Item => ({ id: `task ${t.id}`, label: t.name === t.id ? t.id : `${t.name} (${t.id})`, kind: "task", icon: ListChecks, run: go("/tasks", { task: t.id }) })),
+      ...state.incidents.map((i): Item => ({ id: `incident ${i.id}`, label: `${i.id}: ${i.text}`, kind: "incident", icon: Siren, run: go("/incidents", { incident: String(i.id) }) })),
       ...[...state.datasets.values()].map((d): Item => ({ id: `dataset ${d.id}`, label: d.id, kind: "dataset", icon: Database, run: go("/data", { dataset: d.id }) })),
     ];
   }, [navigate, mode]);

@@ -2,23 +2,30 @@
 
 import { useQueryClient } from "@tanstack/react-query";
 import { Link, Navigate, Outlet, useRouterState } from "@tanstack/react-router";
-import { FlaskConical, LockKeyhole, Moon, Search, Sun, WifiOff } from "lucide-react";
-import { useEffect, useMemo, useRef, useState, type ReactNode } from "react";
+import { FlaskConical, LockKeyhole, Menu, Moon, OctagonAlert, Search, Sun, WifiOff, X } from "lucide-react";
+import { lazy, Suspense, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
 
 import { Button, IconButton, Kbd } from "../components/controls";
 import { Dialog } from "../components/Dialog";
 import { Page } from "../components/Page";
 import { Empty, Loading } from "../components/states";
-import { age } from "../format";
+import { age, count } from "../format";
 import { DEMO_ONLY, setMode, setTheme, useMode, useTheme } from "../mode";
-import { useOnlyJob } from "../session";
+import { dismiss, useDismissed } from "../dismissed";
+import { useFilters } from "../search";
+import { useOnlyJob, useRefusal } from "../session";
 import { retryNow } from "../state/connection";
-import { useNowMs, useStore } from "../state/store";
+import { kindOf, undismissed } from "../state/incidents";
+import { useNowMs, useServerNow, useStore } from "../state/store";
 import { SIGN_IN, SignIn } from "../views/SignIn";
 import { Account } from "./Account";
+import { useAttention } from "./attention";
 import { KEYS, useKeys } from "./keys";
 import { Palette } from "./Palette";
-import { VIEWS, viewsFor } from "./views";
+import { atHand, VIEWS, viewsFor } from "./views";
+
+const Job = lazy(() => import("../views/tasks/Job").then((module) => ({ default: module.Job })));
+const TaskDialogs = lazy(() => import("../views/Tasks").then((module) => ({ default: module.TaskDialogs })));
 
 function isDark(): boolean {
   const chosen = document.documentElement.dataset["theme"];
@@ -59,11 +66,12 @@ function Content(props: { path: string }) {
   // What a view may ask for depends on who is asking.
   const unknown = useStore((s) => s.connection.phase === "connecting" && s.session === null);
   if (unknown && mode === "live") return <Page title="Connecting"><Loading rows={6} /></Page>;
+  if (job !== null && props.path === "/runs") return <Suspense fallback={<Page title={job}><Loading rows={6} /></Page>}><Job key={job} id={job} /></Suspense>;
   if (job === null || viewsFor(job).some((view) => props.path === view.to)) return <Outlet />;
-  if (props.path === "/") return <Navigate to="/tasks" replace />;
+  if (props.path === "/" || props.path === `/runs/${encodeURIComponent(job)}`) return <Navigate to="/runs" replace />;
   return (
     <Page title={VIEWS.find((view) => view.to !== "/" && props.path.startsWith(view.to))?.label ?? "Not found"}>
-      <Empty icon={LockKeyhole} title={`You are signed in for job ${job} only`} action={<Link to="/tasks" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open the job</Link>}>
+      <Empty icon={LockKeyhole} title={`You are signed in for job ${job} only`} action={<Link to="/runs" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open the job</Link>}>
         This view shows the whole cluster, which needs a credential that is not bound to a job.
       </Empty>
     </Page>
@@ -82,10 +90,11 @@ function Views() {
   const path = useRouterState({ select: (s) => s.location.pathname });
   const job = useOnlyJob();
   const main = useRef<HTMLElement>(null);
+  const [more, setMore] = useState(false);
+  useAttention(path);
   useEffect(() => {
-    const view = VIEWS.find((v) => (v.to === "/" ? path === "/" : path.startsWith(v.to)));
-    document.title = view && view.to !== "/" ? `${view.label} · Strata` : "Strata";
     main.current?.scrollTo(0, 0);
+    setMore(false);
   }, [path]);
 
   return (
@@ -94,7 +103,7 @@ function Views() {
       <DemoBanner />
       <DisconnectedBanner />
       <div className="flex min-h-0 flex-1">
-        <nav aria-label="Views" className="flex w-14 shrink-0 flex-col gap-0.5 overflow-y-auto border-r bg-surface px-2 py-3 lg:w-52 lg:px-3">
+        <nav aria-label="Views" className="hidden w-14 shrink-0 flex-col gap-0.5 overflow-y-auto border-r bg-surface px-2 py-3 sm:flex lg:w-52 lg:px-3">
           <Link to="/" className="mb-3 flex h-9 items-center gap-2.5 rounded-md px-2 text-lg font-semibold tracking-tight">
             <Logo />
             <span className="hidden lg:inline">Strata</span>
@@ -109,6 +118,7 @@ function Views() {
             >
               <view.icon aria-hidden className="size-4 shrink-0" strokeWidth={2} />
               <span className="hidden lg:inline">{view.label}</span>
+              {view.to === "/incidents" && <PendingCount />}
             </Link>
           ))}
           <div className="mt-auto flex flex-col gap-1 pt-3">
@@ -132,9 +142,22 @@ function Views() {
           </div>
         </nav>
         <main id="main" ref={main} tabIndex={-1} className="min-w-0 flex-1 overflow-y-auto focus:outline-none">
+          {path !== "/" && path !== "/incidents" && <IncidentStrip />}
           <Content path={path} />
         </main>
       </div>
+      <BottomBar job={job} onMore={() => setMore(true)} />
+      <Dialog open={more} onClose={() => setMore(false)} title="Views">
+        <div className="flex flex-col gap-1">
+          {viewsFor(job).map((view) => <Link key={view.to} to={view.to} activeOptions={{ exact: view.to === "/", includeSearch: false }} onClick={() => setMore(false)} className="flex h-11 items-center gap-3 rounded-md px-2 font-medium hover:bg-hover aria-[current=page]:bg-accent-soft"><view.icon aria-hidden className="size-4" />{view.label}</Link>)}
+          <div className="mt-2 flex items-center gap-2 border-t pt-3">
+            <ConnectionLamp />
+            <Button onClick={() => { setMore(false); does.palette(); }}><Search aria-hidden className="size-4" />Search</Button>
+            <IconButton label={isDark() ? "Use light theme" : "Use dark theme"} onClick={does.theme} className="ml-auto">{isDark() ? <Sun aria-hidden className="size-4" /> : <Moon aria-hidden className="size-4" />}</IconButton>
+          </div>
+        </div>
+      </Dialog>
+      <Tasks job={job} />
       <Palette open={palette} onClose={() => setPalette(false)} />
       <Dialog open={help} onClose={() => setHelp(false)} title="Keyboard shortcuts">
         <dl className="flex flex-col gap-3">
@@ -206,4 +229,59 @@ function ConnectionLamp() {
       <span className="sr-only lg:not-sr-only" aria-live="polite">{word}</span>
     </Link>
   );
+}
+
+function usePending() {
+  const incidents = useStore((s) => s.incidents);
+  const dismissed = useDismissed();
+  const now = useServerNow();
+  return undismissed(incidents, dismissed, now);
+}
+
+function PendingCount() {
+  const pending = usePending().length;
+  if (pending === 0) return null;
+  return <span className="ml-auto grid h-5 min-w-5 place-items-center rounded-full bg-bad-soft px-1.5 text-xs font-semibold text-bad"><span className="sr-only">, not dismissed: </span>{count(pending)}</span>;
+}
+
+/** The newest failure, on every view, until somebody dismisses it. */
+function IncidentStrip() {
+  const [newest, ...others] = usePending();
+  if (!newest) return null;
+  return (
+    <aside aria-label="Newest incident" className="flex items-center gap-x-3 border-b bg-bad-soft px-4 py-1.5 text-sm sm:px-5 lg:px-7">
+      <OctagonAlert aria-hidden className="size-4 shrink-0 text-bad" />
+      <span className="foreign line-clamp-2 min-w-0 flex-1 break-words sm:line-clamp-1"><strong className="font-semibold">{kindOf(newest)}:</strong> {newest.text}</span>
+      <Link to="/incidents" search={{ incident: String(newest.id) }} className="shrink-0 font-medium underline underline-offset-2">Why</Link>
+      {others.length > 0 && <Link to="/incidents" className="hidden shrink-0 font-medium underline underline-offset-2 sm:inline">{count(others.length)} more</Link>}
+      <IconButton label={`Dismiss incident ${newest.id}`} className="size-6" onClick={() => dismiss([newest])}><X aria-hidden className="size-4" /></IconButton>
+    </aside>
+  );
+}
+
+/** For a thumb. */
+function BottomBar(props: { job: string | null; onMore: () => void }) {
+  const look = "flex min-w-0 flex-1 flex-col items-center justify-center gap-0.5 text-xs font-medium text-muted aria-[current=page]:text-accent";
+  return (
+    <nav aria-label="Main views" className="flex h-14 shrink-0 items-stretch border-t bg-surface sm:hidden">
+      {atHand(props.job).map((view) => (
+        <Link key={view.to} to={view.to} activeOptions={{ exact: view.to === "/", includeSearch: false }} className={look}>
+          <view.icon aria-hidden className="size-5" />
+          {view.label}
+        </Link>
+      ))}
+      <button type="button" className={look} onClick={props.onMore}><Menu aria-hidden className="size-5" />More</button>
+    </nav>
+  );
+}
+
+/** Starting a task, and what is known of one, over whatever view. */
+function Tasks(props: { job: string | null }) {
+  const [search, setFilters] = useFilters();
+  const path = useRouterState({ select: (s) => s.location.pathname });
+  const refused = useRefusal("operator") !== undefined;
+  const starts = search["start"] === "1" && !refused;
+  const task = path.startsWith("/runs") ? search["task"] : undefined;
+  if (props.job !== null || (!starts && task === undefined)) return null;
+  return <Suspense fallback={null}><TaskDialogs starts={starts} task={task} onChange={setFilters} /></Suspense>;
 }

@@ -1,9 +1,9 @@
 /** The views, in the order of the questions they answer. */
 
-import { Activity, Boxes, Database, Gauge, ListChecks, Save, ScrollText, Settings, UsersRound, type LucideIcon } from "lucide-react";
+import { Activity, Boxes, Database, Gauge, Save, ScrollText, Server, Settings, Siren, UsersRound, type LucideIcon } from "lucide-react";
 
 export interface ViewEntry {
-  to: "/" | "/runs" | "/workers" | "/data" | "/checkpoints" | "/barriers" | "/tasks" | "/logs" | "/settings";
+  to: "/" | "/runs" | "/incidents" | "/workers" | "/data" | "/checkpoints" | "/barriers" | "/logs" | "/coordinator" | "/settings";
   label: string;
   icon: LucideIcon;
   /** Typed after "g". */
@@ -13,18 +13,26 @@ export interface ViewEntry {
 export const VIEWS: readonly ViewEntry[] = [
   { to: "/", label: "Overview", icon: Gauge, key: "o" },
   { to: "/runs", label: "Runs", icon: Activity, key: "r" },
+  { to: "/incidents", label: "Incidents", icon: Siren, key: "i" },
   { to: "/workers", label: "Workers", icon: Boxes, key: "w" },
   { to: "/data", label: "Data", icon: Database, key: "d" },
   { to: "/checkpoints", label: "Checkpoints", icon: Save, key: "c" },
   { to: "/barriers", label: "Barriers", icon: UsersRound, key: "b" },
-  { to: "/tasks", label: "Tasks", icon: ListChecks, key: "t" },
   { to: "/logs", label: "Logs", icon: ScrollText, key: "l" },
+  { to: "/coordinator", label: "Coordinator", icon: Server, key: "h" },
   { to: "/settings", label: "Settings", icon: Settings, key: "s" },
 ];
 
-const OF_A_JOB: readonly ViewEntry["to"][] = ["/tasks", "/logs", "/settings"];
+const OF_A_JOB: readonly ViewEntry["to"][] = ["/runs", "/logs", "/settings"];
+
+/** Within reach of a thumb; the rest is behind "More". */
+const AT_HAND: readonly ViewEntry["to"][] = ["/", "/runs", "/incidents", "/logs"];
 
 /** Those that a browser which may see one job only can show anything in. */
 export function viewsFor(job: string | null): readonly ViewEntry[] {
   return job === null ? VIEWS : VIEWS.filter((view) => OF_A_JOB.includes(view.to));
+}
+
+export function atHand(job: string | null): readonly ViewEntry[] {
+  return viewsFor(job).filter((view) => AT_HAND.includes(view.to));
 }

@@ -13,7 +13,7 @@
 import { API_URL, ApiError, get, httpTransport, onUnauthorized, refusal, unreachable } from "../api/client";
 import { received, type FeedEvent } from "../api/events";
 import type { StreamEvent } from "../api/generated";
-import type { History, Recovery, Session, Snapshot } from "../api/types";
+import type { History, Incident, Recovery, Session, Snapshot } from "../api/types";
 import type { Backend } from "./backend";
 import { fleetHistory } from "./series";
 import { EventParser } from "./sse";
@@ -28,6 +28,7 @@ const HIDDEN_POLL_MS = 10_000;
 const STREAM_RETRY_MS = 15_000;
 const SNAPSHOT_PATIENCE_MS = 15_000;
 const PAST_S = 900;
+const INCIDENTS_WAIT_MS = 150;
 const FLEET_SERIES = "coordinator_rps,active_workers,barrier_latency_p99,checkpoint_throughput,shard_assignment_time";
 
 let wake: (() => void) | null = null;
@@ -54,6 +55,7 @@ class Follower {
   private since: FeedEvent[] | null = null;
   private pollTimer: ReturnType<typeof setTimeout> | undefined;
   private workers = 0;
+  private asksForIncidents = false;
   /** What is followed now. */
   private line = new AbortController();
 
@@ -141,7 +143,7 @@ class Follower {
         throw new ApiError("The event stream could not be opened.", { status: response.status, code: "no_stream", hint: `A proxy in front of ${API_URL} may block event streams.` });
       }
       const resumed = this.lastId !== "";
-      await Promise.all([this.snapshot(), resumed ? null : this.past()]);
+      await Promise.all([this.snapshot(), resumed ? this.incidents() : this.past()]);
       onOpen();
       this.dispatch({ type: "connection", connection: { phase: "live", reason: "", hint: "", nextAttemptAtMs: null } });
       this.schedulePoll();
@@ -170,6 +172,7 @@ class Follower {
   private take(events: FeedEvent[]): void {
     this.since?.push(...events);
     this.dispatch({ type: "events", events, atMs: Date.now() });
+    if (events.some((e) => e.kind === "incident_reported" || e.kind === "incident_closed")) void this.incidents();
     if (events.some((e) => e.kind === "resync")) {
       void this.snapshot().catch(() => undefined); // The stream itself ends when the coordinator is lost.
       void this.past();
@@ -200,14 +203,29 @@ class Follower {
   /** What happened before this page was opened; an older coordinator may not answer. */
   private async past(): Promise<void> {
     const signal = this.ended.signal;
-    const [events, recoveries, history] = await Promise.allSettled([
+    const [events, recoveries, incidents, history] = await Promise.allSettled([
       get<StreamEvent[]>("/events/recent", undefined, signal),
       get<Recovery[]>("/recoveries", undefined, signal),
+      get<Incident[]>("/incidents", undefined, signal),
       get<History>("/metrics/history", { series: FLEET_SERIES, since: Math.floor(Date.now() / 1000 - PAST_S) }, signal),
     ]);
     if (events.status === "fulfilled") this.dispatch({ type: "past", events: events.value.map((e) => received(e.id, e.event, e.data)).filter((e) => e !== null) });
     if (recoveries.status === "fulfilled") this.dispatch({ type: "recoveries", recoveries: recoveries.value });
+    if (incidents.status === "fulfilled") this.dispatch({ type: "incidents", incidents: incidents.value });
     if (history.status === "fulfilled") this.dispatch({ type: "history", series: fleetHistory(history.value) });
+  }
+
+  /** An event says that there is more to know; all of it is asked for, once for many events. */
+  private async incidents(): Promise<void> {
+    if (this.asksForIncidents) return;
+    this.asksForIncidents = true;
+    await new Promise((resolve) => setTimeout(resolve, INCIDENTS_WAIT_MS));
+    this.asksForIncidents = false;
+    try {
+      this.dispatch({ type: "incidents", incidents: await this.ask<Incident[]>(`/incidents`) });
+    } catch {
+      // The stream itself ends when the coordinator is lost, and its past is asked for anew.
+    }
   }
 
   private schedulePoll(): void {
@@ -228,6 +246,7 @@ class Follower {
     const untilMs = Date.now() + STREAM_RETRY_MS;
     try {
       await this.snapshot();
+      void this.incidents();
       this.dispatch({
         type: "connection",
         connection: { phase: "polling", reason: "The event stream is blocked; polling every 2 s instead.", hint: "A proxy in front of the coordinator may buffer streams.", nextAttemptAtMs: null },

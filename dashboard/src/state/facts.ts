@@ -17,29 +17,60 @@ export function eventLineOf({ id, kind, data }: FeedEvent): EventLine | null {
     at: data.at_s,
     jobId: ("job_id" in about && about.job_id) || null,
     workerId: ("worker_id" in about && about.worker_id) || null,
-    generation: "incarnation" in data ? data.generation : null,
     text: data.text,
     level: LEVELS[data.severity],
   };
 }
 
+export type EventFilter = "all" | "problems" | "workers" | "saves" | "tasks";
+
+const KINDS: Record<Exclude<EventFilter, "all" | "problems">, RegExp> = { workers: /^worker_|^recovery_|^barrier_/, saves: /^checkpoint_/, tasks: /^task_|^dataset_|^shards_/ };
+
+export function filtered(items: readonly EventLine[], filter: EventFilter): readonly EventLine[] {
+  if (filter === "all") return items;
+  if (filter === "problems") return items.filter((item) => item.level === "bad" || item.level === "warn");
+  return items.filter((item) => KINDS[filter].test(item.kind));
+}
+
 const FOLDED: Record<string, string> = { worker_joined: "joined", worker_failed: "failed", worker_left: "left" };
 const TOGETHER_S = 10;
 
-/** Newest first, with the same change of many workers as one. */
+function togetherOf(first: EventLine, workers: number, times: number): EventLine {
+  const did = FOLDED[first.kind] ?? "";
+  if (workers === 1) return { ...first, text: `${first.workerId ?? "a worker"} ${did} ${times} times` };
+  return { ...first, workerId: null, text: `${plural(workers, "worker")} of ${first.jobId ?? "a run"} ${did}` };
+}
+
+/** A save that went as it should: many of them are one line. */
+function isQuiet(line: EventLine): boolean {
+  return line.kind.startsWith("checkpoint_") && line.level !== "bad" && line.level !== "warn";
+}
+
+/** How far the lines that belong to the one at `from` go. */
+function endOf(items: readonly EventLine[], from: number): number {
+  const first = items[from];
+  let end = from + 1;
+  if (!first) return end;
+  const follows = (h: EventLine | undefined, before: EventLine) =>
+    h !== undefined && h.jobId === first.jobId && (isQuiet(first) ? isQuiet(h) : h.kind === first.kind && before.at - h.at <= TOGETHER_S);
+  if (first.kind in FOLDED || isQuiet(first)) while (follows(items[end], items[end - 1] ?? first)) end += 1;
+  return end;
+}
+
+/** Newest first, with the same change of many workers as one, and so all saves between two other events. */
 export function folded(items: readonly EventLine[]): EventLine[] {
   const result: EventLine[] = [];
   for (let i = 0; i < items.length; ) {
     const first = items[i];
     if (!first) break;
-    let end = i + 1;
-    const belongs = (h: EventLine | undefined, before: EventLine) => h !== undefined && h.kind === first.kind && h.jobId === first.jobId && before.at - h.at <= TOGETHER_S;
-    if (first.kind in FOLDED) while (belongs(items[end], items[end - 1] ?? first)) end += 1;
-    const n = end - i;
-    if (n >= 3) {
-      const generation = first.generation === null ? "" : ` (generation ${first.generation})`;
-      result.push({ ...first, workerId: null, text: `${plural(n, "worker")} of ${first.jobId ?? "a run"} ${FOLDED[first.kind] ?? ""}${generation}` });
-    } else result.push(...items.slice(i, end));
+    const end = endOf(items, i);
+    const group = items.slice(i, end);
+    if (isQuiet(first)) {
+      const saves = group.filter((h) => h.kind === "checkpoint_completed").length;
+      const newest = group.find((h) => h.kind === "checkpoint_completed") ?? first;
+      result.push(saves > 1 ? { ...newest, text: `${newest.text}; ${plural(saves - 1, "save")} before it` } : newest);
+    } else if (group.length >= 3) result.push(togetherOf(first, new Set(group.map((h) => h.workerId)).size, group.length));
+    else result.push(...group);
     i = end;
   }
   return result;

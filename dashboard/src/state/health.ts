@@ -18,7 +18,7 @@ export interface Finding {
   /** One sentence: why. */
   reason: string;
   /** Where to look next. */
-  link: { to: "/workers" | "/runs" | "/checkpoints" | "/barriers" | "/tasks"; search?: Record<string, string>; job?: string };
+  link: { to: "/workers" | "/runs" | "/checkpoints" | "/barriers"; search?: Record<string, string>; job?: string };
 }
 
 export interface Health {
@@ -66,6 +66,14 @@ export function assess(state: State, now: number): Health {
     return { level: "idle", headline: `${stale}${first.name} is starting`, reason: `${plural(first.alive, "worker")} joined, no steps completed yet.`, findings };
   }
   return { level: "good", headline: `${stale}Training is healthy`, reason: wellBeing(live, now), findings };
+}
+
+/** Of one list, so that they agree: those that are present, all, and what they do. */
+export function workerCounts(workers: ReadonlyMap<string, Worker>): { present: number; total: number; text: string } {
+  const counts = new Map<string, number>();
+  for (const w of workers.values()) counts.set(w.status, (counts.get(w.status) ?? 0) + 1);
+  const text = [...counts].sort((a, b) => b[1] - a[1]).map(([status, n]) => `${count(n)} ${status}`).join(", ");
+  return { present: workers.size - (counts.get("failed") ?? 0), total: workers.size, text };
 }
 
 function rank(finding: Finding): number {
@@ -187,26 +195,5 @@ function ofTasks(state: State, now: number): Finding[] {
   const failed = state.tasks.filter((t) => t.status === "failed" && now - (t.completed_at ?? 0) < RECENT_S);
   const first = failed[0];
   if (!first) return [];
-  return [{ level: "bad", title: `Task ${first.name} failed`, reason: first.reason || "No reason reported.", link: { to: "/tasks", search: { task: first.id } } }];
+  return [{ level: "bad", title: `${first.name} failed`, reason: first.reason || "No reason reported.", link: { to: "/runs", job: first.id } }];
 }
-
-// --- what would be lost ---------------------------------------------------------------------------------------------
-
-export interface Exposure {
-  /** Of the run with the most to lose; null when nothing trains. */
-  run: Run | null;
-  seconds: number | null;
-  steps: number;
-}
-
-/** How much work would be lost right now: the run whose last safe state is the oldest. */
-export function exposure(runs: readonly Run[], now: number): Exposure {
-  let worst: Exposure = { run: null, seconds: null, steps: 0 };
-  for (const run of runs) {
-    if (run.risk.since === null) continue;
-    const seconds = Math.max(0, now - run.risk.since);
-    if (worst.seconds === null || seconds > worst.seconds) worst = { run, seconds, steps: run.risk.steps };
-  }
-  return worst;
-}
-

@@ -6,7 +6,7 @@
  */
 
 import type { DataOf, FeedEvent } from "../api/events";
-import type { Barrier, Checkpoint, LogEntry, Recovery, Snapshot, Task, Worker } from "../api/types";
+import type { Barrier, Checkpoint, CoordinatorStatus, LogEntry, Recovery, Snapshot, Task, Worker } from "../api/types";
 import { eventLineOf } from "./facts";
 import { addRunPoints, addSample, emptySeries, mergeRunHistory, mergeSeries } from "./series";
 import type { Action, Generation, EventLine, State } from "./types";
@@ -25,6 +25,8 @@ export function initialState(): State {
     barriers: [],
     tasks: [],
     recoveries: [],
+    incidents: [],
+    jobs: new Map(),
     metrics: null,
     logs: [],
     eventLines: [],
@@ -46,6 +48,8 @@ export function reduce(state: State, action: Action): State {
       return applyPast(state, action.events);
     case "recoveries":
       return { ...state, recoveries: action.recoveries.slice(0, LIMITS.recoveries) };
+    case "incidents":
+      return { ...state, incidents: action.incidents };
     case "history":
       return { ...state, series: mergeSeries(action.series, state.series) };
     case "runHistory": {
@@ -85,7 +89,8 @@ function applySnapshot(state: State, snapshot: Snapshot, atMs: number): State {
     tasks: withOlder(snapshot.tasks, state.tasks, (t) => t.created_at, LIMITS.tasks),
     metrics: snapshot.metrics,
     logs: appendLogs(state.logs, [...snapshot.logs].reverse()),
-    generations: state.generations.length > 0 ? state.generations : guessGenerations(snapshot.workers),
+    generations: counted(withGuesses(state.generations, snapshot.workers), snapshot.coordinator),
+    jobs: new Map(snapshot.jobs.map((j) => [j.id, j])),
     runSeries: addRunPoints(state.runSeries, workers.values(), snapshot.coordinator.server_time),
   };
 }
@@ -98,17 +103,38 @@ function settle(state: State, skewS: number): number {
 /** The snapshot holds the newest only; what we knew beyond its end is still true. */
 function withOlder<T extends { id: string }>(newest: readonly T[], known: readonly T[], at: (item: T) => number, limit: number): T[] {
   const end = newest.at(-1);
-  if (end === undefined || known.length <= newest.length) return [...newest];
+  if (end === undefined) return [...newest];
   const ids = new Set(newest.map((item) => item.id));
   return [...newest, ...known.filter((item) => at(item) < at(end) && !ids.has(item.id))].slice(0, limit);
 }
 
-/** Before any event is known, each worker's own joining is. */
-function guessGenerations(workers: readonly Worker[]): Generation[] {
-  return workers
-    .map((w): Generation => ({ jobId: w.job_id, number: 0, at: w.joined_at, kind: "joined", workerId: w.id, reason: "" }))
-    .sort((a, b) => a.at - b.at)
-    .slice(-LIMITS.generations);
+/** Of a job that no event is known of, each worker's own joining is. */
+function withGuesses(known: readonly Generation[], workers: readonly Worker[]): readonly Generation[] {
+  const told = new Set(known.map((g) => g.jobId));
+  const guesses = workers
+    .filter((w) => !told.has(w.job_id))
+    .map((w): Generation => ({ jobId: w.job_id, number: 0, ordinal: 0, at: w.joined_at, kind: "joined", workerId: w.id, reason: "" }));
+  return guesses.length === 0 ? known : [...known, ...guesses].sort(byTime).slice(-LIMITS.generations);
+}
+
+function byTime(a: Generation, b: Generation): number {
+  return a.at - b.at || a.number - b.number;
+}
+
+/** Numbers the changes of each job as people count them. How many there were is known for the moment of a snapshot. */
+function counted(generations: readonly Generation[], status: CoordinatorStatus | null): readonly Generation[] {
+  if (status === null) return generations;
+  const next = new Map<string, number>();
+  for (const g of generations) if (g.number > 0 && g.at <= status.server_time) next.set(g.jobId, (next.get(g.jobId) ?? (status.jobs[g.jobId] ?? 0) + 1) - 1);
+  let changed = false;
+  const numbered = generations.map((g) => {
+    if (g.number === 0) return g;
+    const ordinal = Math.max(1, next.get(g.jobId) ?? (status.jobs[g.jobId] ?? 0) + 1);
+    next.set(g.jobId, ordinal + 1);
+    changed ||= ordinal !== g.ordinal;
+    return ordinal === g.ordinal ? g : { ...g, ordinal };
+  });
+  return changed ? numbered : generations;
 }
 
 // --- events ---------------------------------------------------------------------------------------------------
@@ -148,7 +174,7 @@ function applyEvents(state: State, events: readonly FeedEvent[], atMs: number, a
   if (draft.workers) draft.state.workers = draft.workers;
   if (logs.length > 0) draft.state.logs = appendLogs(draft.state.logs, logs);
   if (eventLines.length > 0) draft.state.eventLines = prepend(eventLines.reverse(), draft.state.eventLines, LIMITS.eventLines);
-  if (generations.length > 0) draft.state.generations = addGenerations(draft.state.generations, generations);
+  if (generations.length > 0) draft.state.generations = counted(addGenerations(draft.state.generations, generations), draft.state.coordinator);
   return draft.state;
 }
 
@@ -158,7 +184,7 @@ function applyPast(state: State, events: readonly FeedEvent[]): State {
   return {
     ...state,
     eventLines: merged(eventLines, state.eventLines),
-    generations: addGenerations(generations.length > 0 ? generations : state.generations, state.generations.filter((g) => g.number > 0)),
+    generations: counted(addGenerations(state.generations, generations), state.coordinator),
   };
 }
 
@@ -176,21 +202,18 @@ function apply(draft: Draft, event: FeedEvent): void {
         connected: false, joined_at: d.at_s, memory_bytes: d.spec.memory_bytes, slow: false, reason: d.reason, metadata: d.spec.metadata,
         run_id: d.spec.run_id,
       });
-      setGeneration(state, d.spec.job_id, d.generation);
       break;
     }
     case "worker_failed": {
       const d = event.data;
       const known = workersOf(draft).get(d.worker_id);
       if (known && known.incarnation <= d.incarnation) workersOf(draft).set(d.worker_id, { ...known, status: "failed", connected: false, rank: null, reason: d.reason });
-      setGeneration(state, d.job_id, d.generation);
       break;
     }
     case "worker_left": {
       const d = event.data;
       const known = workersOf(draft).get(d.worker_id);
       if (known && known.incarnation <= d.incarnation) workersOf(draft).delete(d.worker_id);
-      setGeneration(state, d.job_id, d.generation);
       break;
     }
     case "worker_slow":
@@ -206,7 +229,7 @@ function apply(draft: Draft, event: FeedEvent): void {
     case "dataset_registered": {
       const { spec, at_s } = event.data;
       const { dataset_id, files: _files, jobs: _jobs, ...rest } = spec;
-      const dataset = { ...rest, id: dataset_id, name: spec.metadata["name"] ?? dataset_id, shard_count: Math.ceil(spec.total_samples / spec.shard_size), registered_at: at_s };
+      const dataset = { ...rest, readers: [], id: dataset_id, name: spec.metadata["name"] ?? dataset_id, shard_count: Math.ceil(spec.total_samples / spec.shard_size), registered_at: at_s };
       state.datasets = new Map(state.datasets).set(dataset_id, dataset);
       break;
     }
@@ -301,12 +324,6 @@ function apply(draft: Draft, event: FeedEvent): void {
 function workersOf(draft: Draft): Map<string, Worker> {
   draft.workers ??= new Map(draft.state.workers);
   return draft.workers;
-}
-
-function setGeneration(state: State, jobId: string, generation: number): void {
-  const known = state.coordinator;
-  if (known === null || (known.jobs[jobId] ?? 0) >= generation) return;
-  state.coordinator = { ...known, generation: Math.max(known.generation, generation), jobs: { ...known.jobs, [jobId]: generation } };
 }
 
 function barrierOf(d: DataOf<"barrier_released" | "barrier_broken">) {
@@ -405,12 +422,12 @@ function generationOf(event: FeedEvent): Generation | null {
   switch (event.kind) {
     case "worker_joined": {
       const d = event.data;
-      return { jobId: d.spec.job_id, number: d.generation, at: d.at_s, kind: "joined", workerId: d.spec.worker_id, reason: d.reason };
+      return { jobId: d.spec.job_id, number: d.generation, ordinal: 0, at: d.at_s, kind: "joined", workerId: d.spec.worker_id, reason: d.reason };
     }
     case "worker_failed":
     case "worker_left": {
       const d = event.data;
-      return { jobId: d.job_id, number: d.generation, at: d.at_s, kind: event.kind === "worker_failed" ? "failed" : "left", workerId: d.worker_id, reason: d.reason };
+      return { jobId: d.job_id, number: d.generation, ordinal: 0, at: d.at_s, kind: event.kind === "worker_failed" ? "failed" : "left", workerId: d.worker_id, reason: d.reason };
     }
     default:
       return null;
@@ -422,5 +439,7 @@ function addGenerations(known: readonly Generation[], fresh: readonly Generation
   const keys = new Set(known.map(key));
   const news = fresh.filter((g) => !keys.has(key(g)));
   if (news.length === 0) return known;
-  return [...known, ...news].sort((a, b) => a.at - b.at).slice(-LIMITS.generations);
+  const told = new Set(news.map((g) => g.jobId));
+  // What was guessed of a job is known now.
+  return [...known.filter((g) => g.number > 0 || !told.has(g.jobId)), ...news].sort(byTime).slice(-LIMITS.generations);
 }

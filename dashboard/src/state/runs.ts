@@ -1,11 +1,12 @@
 /** A run is everything that goes by one job id: its workers, saves, recoveries and, when it was started here, its task. Pure. */
 
-import type { Checkpoint, Recovery, Task, Worker } from "../api/types";
+import type { Checkpoint, LastReport, Recovery, Task, Worker } from "../api/types";
 import { count } from "../format";
+import { newest } from "./risk";
 import { runPoint, throughputOf } from "./series";
 import type { Generation, RunSeries, State } from "./types";
 
-export type RunStatus = "starting" | "training" | "recovering" | "idle" | "failed" | "ended";
+export type RunStatus = "pending" | "starting" | "training" | "recovering" | "idle" | "completed" | "stopped" | "failed" | "ended";
 
 export interface Run {
   id: string;
@@ -20,6 +21,8 @@ export interface Run {
   loss: number | null;
   throughput: number | null;
   throughputUnit: string;
+  /** The share of its workers' time that was training; null where nothing was measured. */
+  goodput: number | null;
   generation: number;
   startedAt: number | null;
   /** Newest first. */
@@ -58,6 +61,9 @@ function runIds(state: State): string[] {
   for (const worker of state.workers.values()) ids.add(worker.job_id);
   for (const checkpoint of state.checkpoints) ids.add(checkpoint.job_id);
   for (const recovery of state.recoveries) ids.add(recovery.job_id);
+  // A task is a run from the moment it is created: its workers join as a job of its name, or say what they work on.
+  const working = new Set([...state.workers.values()].map((w) => w.current_task));
+  for (const task of state.tasks) if (!working.has(task.id)) ids.add(task.id);
   return [...ids];
 }
 
@@ -75,7 +81,7 @@ export function runsOf(state: State): Run[] {
 
 function emptyRun(id: string, state: State): Run {
   return {
-    id, name: id, status: "ended", workers: [], alive: 0, failed: 0, step: 0, epoch: 0, loss: null, throughput: null, throughputUnit: "",
+    id, name: id, status: "ended", workers: [], alive: 0, failed: 0, step: 0, epoch: 0, loss: null, throughput: null, throughputUnit: "", goodput: null,
     generation: state.coordinator?.jobs[id] ?? 0, startedAt: null, checkpoints: [], recoveries: [], task: null, risk: { safe: null, since: null, steps: 0 },
   };
 }
@@ -84,14 +90,16 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
   const { workers } = run;
   const alive = workers.filter((w) => w.status !== "failed");
   const point = runPoint(workers);
-  const { unit } = throughputOf(state.runSeries.get(run.id));
-  const saves = run.checkpoints.map((c) => c.step);
-  // A process that has just started says 0; the run is at the last step reported.
-  const step = point.step || (lastStep(state.runSeries.get(run.id)) ?? Math.max(0, ...workers.map((w) => w.current_step), ...saves));
-  const starts = [firstJoin, ...workers.map((w) => w.joined_at), ...run.checkpoints.map((c) => c.created_at)].filter((at) => at !== undefined);
-  const startedAt = starts.length === 0 ? null : Math.min(...starts);
+  const series = state.runSeries.get(run.id);
+  const last = state.jobs.get(run.id);
+  const speed = alive.length > 0 ? throughputNow(point, throughputOf(series).unit) : lastThroughput(series, last);
   const named = new Set([run.id, ...workers.map((w) => w.current_task)]);
   const task = state.tasks.find((t) => named.has(t.id)) ?? null;
+  const saves = run.checkpoints.map((c) => c.step);
+  // A process that has just started says 0; the run is at the last step reported.
+  const step = point.step || (lastOf(series?.step) || last?.step || Math.max(0, task?.step ?? 0, ...workers.map((w) => w.current_step), ...saves));
+  const starts = [firstJoin, ...workers.map((w) => w.joined_at), ...run.checkpoints.map((c) => c.created_at)].filter((at) => at !== undefined);
+  const startedAt = starts.length === 0 ? null : Math.min(...starts);
   return {
     ...run,
     name: task?.name || run.id,
@@ -102,21 +110,42 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
     failed: workers.length - alive.length,
     step,
     epoch: Math.max(0, ...alive.map((w) => w.current_epoch), ...(alive.length === 0 ? run.checkpoints.map((c) => c.epoch) : [])),
-    loss: point.loss,
-    throughput: { "tokens/s": point.tokensPerS, "samples/s": point.samplesPerS, "steps/s": point.stepsPerS }[unit] ?? null,
-    throughputUnit: unit,
+    loss: point.loss ?? lastOf(series?.loss) ?? last?.loss ?? null,
+    throughput: speed.value,
+    throughputUnit: speed.unit,
+    goodput: last?.goodput ?? null,
     startedAt,
     task,
     risk: riskOf(run.checkpoints, alive, step, startedAt),
   };
 }
 
-function lastStep(series: RunSeries | undefined): number | undefined {
-  return series?.step.findLast((step): step is number => step !== null && step > 0);
+function lastOf(values: readonly (number | null)[] | undefined): number | undefined {
+  return values?.findLast((value): value is number => value !== null && value !== 0);
+}
+
+interface Throughput {
+  value: number | null;
+  unit: string;
+}
+
+function throughputNow(point: ReturnType<typeof runPoint>, unit: string): Throughput {
+  return { unit, value: { "tokens/s": point.tokensPerS, "samples/s": point.samplesPerS, "steps/s": point.stepsPerS }[unit] ?? null };
+}
+
+/** Of a run that nobody is in any more. */
+function lastThroughput(series: RunSeries | undefined, last: LastReport | undefined): Throughput {
+  const seen = throughputOf(series);
+  const value = lastOf(seen.values);
+  if (value !== undefined) return { unit: seen.unit, value };
+  const stepsPerS = last?.step_time_s ? 1 / last.step_time_s : null;
+  const reported: Throughput[] = [{ unit: "tokens/s", value: last?.tokens_per_second ?? null }, { unit: "samples/s", value: last?.samples_per_second ?? null }, { unit: "steps/s", value: stepsPerS }];
+  return reported.find((each) => each.value !== null) ?? { unit: "", value: null };
 }
 
 function statusOf(workers: readonly Worker[], alive: readonly Worker[], task: Task | null, hasPast: boolean): RunStatus {
-  if (workers.length === 0 || (task !== null && task.status !== "running" && task.status !== "pending" && alive.length === 0)) return "ended";
+  if (alive.length === 0 && task !== null && (workers.length === 0 || (task.status !== "running" && task.status !== "pending"))) return task.status === "running" ? "starting" : task.status;
+  if (workers.length === 0) return "ended";
   if (alive.length === 0) return "failed";
   // One machine of a thousand that starts late does not make a recovery.
   if (4 * alive.filter(isStarting).length >= alive.length) return hasPast ? "recovering" : "starting";
@@ -131,15 +160,12 @@ function riskOf(checkpoints: readonly Checkpoint[], alive: readonly Worker[], st
   return { safe, steps, since: training ? (safe?.created_at ?? startedAt) : null };
 }
 
-/** By time, not by step: after a fallback the newest save may have a smaller step than one of a lost timeline. */
 export function newestSafe(checkpoints: readonly Checkpoint[]): Checkpoint | null {
-  let newest: Checkpoint | null = null;
-  for (const c of checkpoints) if (c.status === "completed" && (newest === null || c.created_at > newest.created_at)) newest = c;
-  return newest;
+  return newest(checkpoints.filter((c) => c.status === "completed"));
 }
 
 function lastActive(run: Run): number {
-  return Math.max(0, ...run.workers.map((w) => w.last_heartbeat), run.checkpoints[0]?.created_at ?? 0, run.recoveries[0]?.at ?? 0);
+  return Math.max(0, run.task?.completed_at ?? run.task?.created_at ?? 0, ...run.workers.map((w) => w.last_heartbeat), run.checkpoints[0]?.created_at ?? 0, run.recoveries[0]?.at ?? 0);
 }
 
 /** What tells a worker apart from the others of its run. */
@@ -208,19 +234,19 @@ export interface GenerationLine {
 
 /** Changes of membership as lines on the timeline: those that follow each other within `withinS` are one. */
 export function generationLines(generations: readonly Generation[], jobId: string, withinS = 1): GenerationLine[] {
-  const groups: { at: number; number: number; joined: number; failed: number; left: number }[] = [];
+  const groups: { at: number; number: number; joined: Set<string>; failed: Set<string>; left: Set<string> }[] = [];
   for (const g of generations) {
     if (g.jobId !== jobId || g.number === 0) continue;
     const last = groups.at(-1);
-    const group = last && g.at - last.at <= withinS ? last : { at: g.at, number: 0, joined: 0, failed: 0, left: 0 };
+    const group = last && g.at - last.at <= withinS ? last : { at: g.at, number: 0, joined: new Set<string>(), failed: new Set<string>(), left: new Set<string>() };
     if (group !== last) groups.push(group);
     group.at = g.at;
-    group.number = Math.max(group.number, g.number);
-    group[g.kind] += 1;
+    group.number = Math.max(group.number, g.ordinal);
+    group[g.kind].add(g.workerId);
   }
   return groups.map(({ at, number, joined, failed, left }) => {
-    const parts = [failed && `${failed} failed`, left && `${left} left`, joined && `${joined} joined`].filter(Boolean);
-    return { at, number, text: parts.join(", "), bad: failed > 0 };
+    const parts = [failed.size && `${failed.size} failed`, left.size && `${left.size} left`, joined.size && `${joined.size} joined`].filter(Boolean);
+    return { at, number, text: parts.join(", "), bad: failed.size > 0 };
   });
 }
 

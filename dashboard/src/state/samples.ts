@@ -1,6 +1,6 @@
 /** Values for tests: complete, plain, and changed where a test cares. */
 
-import type { Barrier, Checkpoint, LogEntry, Metrics, Recovery, Snapshot, Task, Worker } from "../api/types";
+import type { Barrier, Checkpoint, Incident, LastReport, LogEntry, Metrics, Recovery, Snapshot, Task, Worker } from "../api/types";
 
 export const NOW = 1_800_000_000;
 
@@ -42,11 +42,23 @@ export function logEntry(n: number, change: Partial<LogEntry> = {}): LogEntry {
   return { id: `log_${n.toString(16).padStart(8, "0")}`, timestamp: NOW, level: "info", message: `line ${n}`, source: "worker", task_id: null, worker_id: "w0", ...change };
 }
 
+export function job(change: Partial<LastReport> = {}): LastReport {
+  return { id: "job", at: NOW, step: 0, loss: null, tokens_per_second: null, samples_per_second: null, step_time_s: null, goodput: 0.9, ...change };
+}
+
+export function incident(change: Partial<Incident> = {}): Incident {
+  return {
+    id: 1, run: "job", launch: "", subject: "run", failure_class: "unknown", rule: "ended by SIGKILL", fingerprint: "f", text: "rank 1 (host a, pid 7) was killed by SIGKILL", rank: 1, host: "a",
+    pid: 7, gpu: "", decision: "restart", reason: "1 of 3 restarts", next_step: "Look at the machine.", state: "recovered", opened_at: NOW - 60, closed_at: NOW - 58, closed_reason: "", phases_s: {},
+    resumed_step: 80, lost_steps: 5, lost_s: 2, lost_gpu_s: 4, failures: [], ...change,
+  };
+}
+
 export const metrics: Metrics = { checkpoint_throughput: null, coordinator_rps: 10, active_workers: 1, total_workers: 1, barrier_latency_p99: null, shard_assignment_time: null };
 
 export function snapshot(change: Partial<Snapshot> = {}): Snapshot {
   return {
     coordinator: { connected: true, address: "127.0.0.1:50051", uptime: 1, version: "0", leader: true, generation: 1, started_at: NOW - 700, server_time: NOW, jobs: { job: 1 }, storage: null },
-    workers: [worker()], datasets: [], checkpoints: [], barriers: [], metrics, tasks: [], logs: [], ...change,
+    workers: [worker()], datasets: [], checkpoints: [], barriers: [], metrics, tasks: [], logs: [], jobs: [], ...change,
   };
 }

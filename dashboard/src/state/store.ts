@@ -64,7 +64,7 @@ function whole(s: State): State {
 
 function sameStory(a: State, b: State): boolean {
   return (
-    a.workers === b.workers && a.checkpoints === b.checkpoints && a.tasks === b.tasks && a.barriers === b.barriers && a.recoveries === b.recoveries &&
+    a.workers === b.workers && a.checkpoints === b.checkpoints && a.tasks === b.tasks && a.barriers === b.barriers && a.recoveries === b.recoveries && a.incidents === b.incidents && a.jobs === b.jobs &&
     a.eventLines === b.eventLines && a.generations === b.generations && a.series === b.series && a.runSeries === b.runSeries && a.metrics === b.metrics &&
     a.coordinator === b.coordinator && a.connection.phase === b.connection.phase && a.connection.reason === b.connection.reason
   );
@@ -101,8 +101,13 @@ export function useNowMs(): number {
 /** The coordinator's clock in Unix seconds, once a second. Stands still while we are disconnected from it. */
 export function useServerNow(): number {
   const now = useNowMs();
-  const skew = useStore((s) => s.skewS);
-  return now / 1000 + skew;
+  return useStore((s) => serverNow(s, now));
+}
+
+/** The same, for a state. Whoever is out of reach does not grow older: what became of it meanwhile is not known. */
+export function serverNow(of: State, nowMs: number): number {
+  const { phase, updatedAtMs } = of.connection;
+  return ((phase === "disconnected" ? updatedAtMs : null) ?? nowMs) / 1000 + of.skewS;
 }
 
 /** Whether what is shown may be old: disconnected, or connecting again. */

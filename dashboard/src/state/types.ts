@@ -2,7 +2,7 @@
 
 import type { FeedEvent } from "../api/events";
 import type {
-  Barrier, Checkpoint, CoordinatorStatus, Dataset, LogEntry, Metrics, Recovery, Session, Snapshot, Task, Worker,
+  Barrier, Checkpoint, CoordinatorStatus, Dataset, Incident, LastReport, LogEntry, Metrics, Recovery, Session, Snapshot, Task, Worker,
 } from "../api/types";
 
 /**
@@ -32,8 +32,6 @@ export interface EventLine {
   at: number;
   jobId: string | null;
   workerId: string | null;
-  /** Of the run, where its members changed. */
-  generation: number | null;
   text: string;
   level: "info" | "good" | "warn" | "bad";
 }
@@ -62,7 +60,10 @@ export interface RunSeries {
 /** A change of a run's members. */
 export interface Generation {
   jobId: string;
+  /** As the coordinator counts, over all jobs; 0 where only the joining itself is known. */
   number: number;
+  /** As people count: the first change of this job is 1. */
+  ordinal: number;
   at: number;
   kind: "joined" | "failed" | "left";
   workerId: string;
@@ -86,6 +87,10 @@ export interface State {
   tasks: readonly Task[];
   /** Newest first. */
   recoveries: readonly Recovery[];
+  /** Newest first, as far as they were asked for. */
+  incidents: readonly Incident[];
+  /** What each job has reported last, also when nobody is in it any more. */
+  jobs: ReadonlyMap<string, LastReport>;
   metrics: Metrics | null;
   /** Oldest first, bounded. */
   logs: readonly LogEntry[];
@@ -108,6 +113,7 @@ export type Action =
    */
   | { type: "snapshot"; snapshot: Snapshot; since?: FeedEvent[]; atMs: number }
   | { type: "recoveries"; recoveries: Recovery[] }
+  | { type: "incidents"; incidents: Incident[] }
   /** Facts from before this page was opened, oldest first. */
   | { type: "past"; events: FeedEvent[] }
   | { type: "events"; events: FeedEvent[]; atMs: number }

@@ -7,6 +7,7 @@ import { useMemo } from "react";
 import { get } from "../api/client";
 import type { Checkpoint } from "../api/types";
 import { Facts } from "../components/Card";
+import { Copyable } from "../components/Copy";
 import { Input, Select } from "../components/controls";
 import { Drawer } from "../components/Dialog";
 import { Page } from "../components/Page";
@@ -16,10 +17,14 @@ import { Table, type Column } from "../components/Table";
 import { Ago, Bytes, Name, Path, RunLink, Time, WorkerLink } from "../components/values";
 import { count, number, plural } from "../format";
 import { useFilters } from "../search";
+import { outlives } from "../state/risk";
 import { shortName } from "../state/runs";
 import { useStore } from "../state/store";
 import { Ladder } from "./checkpoints/Ladder";
 import { Verify } from "./checkpoints/Verify";
+import { allSaves } from "./runs/drawing";
+
+const SURVIVES = { site: "the site", machine: "its machine, not the site", process: "its process, not its machine", nothing: "nothing" } as const;
 
 const COLUMNS: readonly Column<Checkpoint>[] = [
   { id: "step", header: "Step", value: (each) => each.step, cell: (each) => <span className="font-medium">{count(each.step)}</span>, align: "right", width: "80px" },
@@ -42,7 +47,7 @@ export function Checkpoints() {
     queryFn: ({ signal }) => get<Checkpoint[]>("/checkpoints", {}, signal),
     staleTime: 60_000,
   });
-  const all = useMemo(() => together(recent, history.data ?? []), [recent, history.data]);
+  const all = useMemo(() => allSaves(recent, history.data ?? []), [recent, history.data]);
   const status = search["status"] ?? "";
   const words = (search["q"] ?? "").toLowerCase();
   const shown = useMemo(
@@ -98,14 +103,6 @@ export function Checkpoints() {
   );
 }
 
-/** What the stream knows is newer than what was asked for. Newest first. */
-export function together(recent: readonly Checkpoint[], history: readonly Checkpoint[]): Checkpoint[] {
-  const known = new Set(recent.map((each) => each.id));
-  const oldest = recent.at(-1)?.created_at ?? Infinity;
-  // One that the stream once had and has no longer was removed.
-  return [...recent, ...history.filter((each) => !known.has(each.id) && each.created_at <= oldest)];
-}
-
 function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () => void }) {
   const { checkpoint } = props;
   return (
@@ -122,6 +119,7 @@ function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () =>
               ["Size", <Bytes key="size" value={checkpoint.size} />],
               ["Throughput", checkpoint.throughput_mb_s === null ? "–" : `${number(checkpoint.throughput_mb_s)} MB/s`],
               ["Started", <Time key="started" at={checkpoint.created_at} />],
+              ["Survives the loss of", SURVIVES[outlives(checkpoint) ?? "nothing"]],
               ["Completed", <Time key="completed" at={checkpoint.completed_at} />],
               ...Object.entries(checkpoint.metadata).map(([name, value]) => [name, value] as const),
             ]}
@@ -133,14 +131,5 @@ function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () =>
         </div>
       )}
     </Drawer>
-  );
-}
-
-function Copyable(props: { label: string; text: string }) {
-  return (
-    <div className="flex flex-col gap-1">
-      <h3 className="text-sm text-muted">{props.label}</h3>
-      <p className="foreign rounded-md border bg-raised px-3 py-2 font-mono text-sm break-all select-all">{props.text || "–"}</p>
-    </div>
   );
 }

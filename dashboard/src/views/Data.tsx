@@ -5,7 +5,7 @@ import { Database, Plus } from "lucide-react";
 import { useEffect, useMemo, useState } from "react";
 
 import { ApiError, get } from "../api/client";
-import type { Audit, Dataset, Preview, ShardPlan } from "../api/types";
+import type { Audit, Dataset, Preview, ShardPlan, Worker } from "../api/types";
 import { Card, Facts } from "../components/Card";
 import { Button, Select } from "../components/controls";
 import { Page } from "../components/Page";
@@ -29,6 +29,7 @@ const COLUMNS: readonly Column<Dataset>[] = [
   { id: "samples", header: "Samples", value: (dataset) => dataset.total_samples, cell: (dataset) => count(dataset.total_samples), align: "right", width: "130px" },
   { id: "shards", header: "Shards", value: (dataset) => dataset.shard_count, cell: (dataset) => count(dataset.shard_count), align: "right", width: "90px" },
   { id: "order", header: "Order", value: (dataset) => (dataset.shuffle ? `shuffled, seed ${dataset.seed}` : "sequential"), width: "180px" },
+  { id: "readers", header: "Read by", value: (dataset) => dataset.readers.length, cell: (dataset) => (dataset.readers.length === 0 ? <span className="text-faint">nobody</span> : <Name>{dataset.readers.join(", ")}</Name>), width: "minmax(7rem, 1fr)" },
   { id: "registered", header: "Registered", value: (dataset) => dataset.registered_at, cell: (dataset) => <Ago at={dataset.registered_at} />, align: "right", width: "130px" },
   { id: "path", header: "Path", value: (dataset) => dataset.path, cell: (dataset) => <Path>{dataset.path}</Path>, width: "minmax(12rem, 3fr)" },
 ];
@@ -81,6 +82,7 @@ function Chosen(props: { dataset: Dataset }) {
   const path = `/datasets/${encodeURIComponent(dataset.id)}`;
   const [search] = useFilters();
   const reader = useStore((state) => state.workers.get(search["worker"] ?? "")?.job_id);
+  const present = useStore((state) => state.workers);
   const audit = useQuery({
     queryKey: ["audit", dataset.id],
     queryFn: ({ signal }) => get<Audit[]>(`${path}/audit`, {}, signal),
@@ -88,7 +90,7 @@ function Chosen(props: { dataset: Dataset }) {
     retry: false,
   });
   // Several runs may read it: the one that was asked about, or the one that has trained on it.
-  const job = reader ?? audit.data?.at(-1)?.job_id;
+  const job = (reader !== undefined && dataset.readers.includes(reader) ? reader : undefined) ?? audit.data?.at(-1)?.job_id;
   const plan = useQuery({
     queryKey: ["shards", dataset.id, job],
     queryFn: async ({ signal }) => {
@@ -100,7 +102,8 @@ function Chosen(props: { dataset: Dataset }) {
         return get<ShardPlan>(`${path}/shards`, { limit: 10_000 }, signal);
       }
     },
-    enabled: !audit.isPending,
+    // Nobody is asked for the plan of a dataset that nobody reads.
+    enabled: !audit.isPending && dataset.readers.length > 0,
     refetchInterval: AGAIN_MS,
     placeholderData: (before) => before,
     retry: false,
@@ -124,7 +127,9 @@ function Chosen(props: { dataset: Dataset }) {
     <div className="grid items-start gap-4 xl:grid-cols-[minmax(0,5fr)_minmax(0,3fr)]">
       <div className="flex min-w-0 flex-col gap-4">
         <Card title={<span className="foreign">Shards of {dataset.name}</span>}>
-          {plan.isPending ? (
+          {dataset.readers.length === 0 ? (
+            <Empty icon={Database} title="No run reads it">A run that reads this dataset appears here with its progress.</Empty>
+          ) : plan.isPending ? (
             <Loading rows={8} />
           ) : plan.isError ? (
             isMissing(plan.error) ? (
@@ -151,7 +156,7 @@ function Chosen(props: { dataset: Dataset }) {
           />
         </Card>
       </div>
-      <PreviewCard dataset={dataset} readers={readersOf(plan.data)} job={plan.data?.job_id ?? ""} path={path} />
+      <PreviewCard dataset={dataset} readers={readersOf(plan.data, present, dataset)} job={plan.data?.job_id ?? ""} path={path} />
     </div>
   );
 }
@@ -160,9 +165,11 @@ function isMissing(error: unknown): boolean {
   return error instanceof ApiError && error.status === 404;
 }
 
-function readersOf(plan: ShardPlan | undefined): string[] {
+/** Those that the plan gives shards to; where it gives none, all workers of the runs that read it. */
+function readersOf(plan: ShardPlan | undefined, workers: ReadonlyMap<string, Worker>, dataset: Dataset): string[] {
   const names = new Set<string>();
-  for (const shard of plan?.shards ?? []) if (shard.worker_id !== null) names.add(shard.worker_id);
+  if (plan?.by_shard) for (const shard of plan.shards) if (shard.worker_id !== null) names.add(shard.worker_id);
+  if (!plan?.by_shard) for (const worker of workers.values()) if (dataset.readers.includes(worker.job_id)) names.add(worker.id);
   return [...names].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
 }
 

@@ -15,6 +15,8 @@ import { Button, Input, Select } from "../components/controls";
 import { Drawer } from "../components/Dialog";
 import { Page } from "../components/Page";
 import { Empty, ErrorNote, Loading } from "../components/states";
+import { CopyButton } from "../components/Copy";
+import { useNarrow } from "../components/narrow";
 import { lookOf, Status, TONE_TEXT } from "../components/Status";
 import { Name, Time, WorkerLink } from "../components/values";
 import { clockMs, count, cut, plural } from "../format";
@@ -36,6 +38,7 @@ export function Logs() {
   // Whoever may see one job only asks for that one.
   const filter = useMemo(() => ({ ...filterOf(search), ...(job === null ? {} : { task: job }) }), [search, job]);
   const wrap = search["wrap"] === "1";
+  const narrow = useNarrow();
   const live = useStore((state) => state.logs);
   const early = useQuery({
     queryKey: ["logs", filter],
@@ -64,7 +67,7 @@ export function Logs() {
       subtitle={<span aria-live="off">{plural(shown.length, "line")}{held ? ", paused" : ""}</span>}
       actions={
         <>
-          <Button aria-pressed={wrap} onClick={() => setFilters({ wrap: wrap ? undefined : "1" })}><WrapText aria-hidden className="size-4" />Wrap</Button>
+          <Button aria-pressed={wrap} className="max-sm:hidden" onClick={() => setFilters({ wrap: wrap ? undefined : "1" })}><WrapText aria-hidden className="size-4" />Wrap</Button>
           <Button disabled={exporting.isPending} onClick={() => exporting.mutate()}><Download aria-hidden className="size-4" />Export</Button>
           {held ? (
             <Button look="primary" onClick={() => setHeld(null)}><Play aria-hidden className="size-4" />Resume{waiting > 0 ? ` (${count(waiting)} new)` : ""}</Button>
@@ -85,7 +88,7 @@ export function Logs() {
             {filtered ? "Clear filters to see all lines. New matches appear as they arrive." : "Logs of workers, tasks and the coordinator appear here."}
           </Empty>
         ) : (
-          <Lines key={wrap ? "wrapped" : "cut"} lines={shown} wrap={wrap} following={held === null} words={filter.text ?? ""} onHold={() => setHeld((before) => before ?? lines)} onFollow={() => setHeld(null)} onOpen={setOpen} />
+          <Lines key={wrap || narrow ? "wrapped" : "cut"} lines={shown} wrap={wrap} narrow={narrow} following={held === null} words={filter.text ?? ""} onHold={() => setHeld((before) => before ?? lines)} onFollow={() => setHeld(null)} onOpen={setOpen} />
         )}
       </section>
       <LineDrawer line={open} onClose={() => setOpen(null)} />
@@ -111,13 +114,13 @@ function Filters(props: { filter: LogFilter; job: string | null; onChange: (chan
   const workers = useStore((state) => state.workers);
   const names = useMemo(() => [...workers.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true })), [workers]);
   return (
-    <form role="search" aria-label="Filter logs" className="flex flex-wrap items-center gap-2" onSubmit={(event) => event.preventDefault()}>
+    <form role="search" aria-label="Filter logs" className="grid grid-cols-2 gap-2 sm:flex sm:flex-wrap sm:items-center [&>*:first-child]:col-span-2" onSubmit={(event) => event.preventDefault()}>
       <Input
         type="search"
         data-search
         aria-label="Search messages"
         placeholder="Search messages"
-        className="min-w-64 flex-1"
+        className="min-w-40 flex-1 basis-full sm:basis-auto"
         value={filter.text ?? ""}
         onChange={(event) => onChange({ q: event.target.value || undefined }, { replace: true })}
       />
@@ -128,8 +131,8 @@ function Filters(props: { filter: LogFilter; job: string | null; onChange: (chan
         <option value="error">Error</option>
       </Select>
       {job === null && (
-        <Select aria-label="Task" className="max-w-56" value={filter.task ?? ""} onChange={(event) => onChange({ task: event.target.value || undefined })}>
-          <option value="">All tasks</option>
+        <Select aria-label="Run" className="sm:max-w-56" value={filter.task ?? ""} onChange={(event) => onChange({ task: event.target.value || undefined })}>
+          <option value="">All runs</option>
           {filter.task && !tasks.some((task) => task.id === filter.task) && <option value={filter.task}>{filter.task}</option>}
           {tasks.map((task) => <option key={task.id} value={task.id}>{task.name} ({task.id})</option>)}
         </Select>
@@ -138,7 +141,7 @@ function Filters(props: { filter: LogFilter; job: string | null; onChange: (chan
         aria-label="Worker"
         placeholder="All workers"
         list="log-workers"
-        className="w-52"
+        className="col-span-2 sm:w-52"
         value={filter.worker ?? ""}
         onChange={(event) => onChange({ worker: event.target.value || undefined }, { replace: true })}
       />
@@ -148,8 +151,9 @@ function Filters(props: { filter: LogFilter; job: string | null; onChange: (chan
   );
 }
 
-function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; following: boolean; words: string; onHold: () => void; onFollow: () => void; onOpen: (line: LogEntry) => void }) {
-  const { lines, wrap, following } = props;
+function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boolean; following: boolean; words: string; onHold: () => void; onFollow: () => void; onOpen: (line: LogEntry) => void }) {
+  const { lines, narrow, following } = props;
+  const wrap = props.wrap || narrow;
   const scroller = useRef<HTMLDivElement>(null);
   const virtual = useVirtualizer({
     count: lines.length,
@@ -198,12 +202,27 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; following: bo
               // Whoever goes from line to line wants them to stay.
               onFocus={(event) => { if (event.currentTarget.matches(":focus-visible")) props.onHold(); }}
             >
-              <Line line={line} wrap={wrap} words={props.words} />
+              {narrow ? <NarrowLine line={line} words={props.words} /> : <Line line={line} wrap={wrap} words={props.words} />}
             </div>
           );
         })}
       </div>
     </div>
+  );
+}
+
+/** On a phone the message has lines of its own, under who wrote it and when. */
+function NarrowLine(props: { line: LogEntry; words: string }) {
+  const { line, words } = props;
+  return (
+    <span className="flex min-w-0 flex-1 flex-col">
+      <span className="flex items-baseline gap-2 text-xs">
+        <time className="shrink-0 text-faint" dateTime={new Date(line.timestamp * 1000).toISOString()}>{clockMs(line.timestamp)}</time>
+        <span className={`shrink-0 font-semibold uppercase ${TONE_TEXT[lookOf(line.level).tone]}`}>{line.level}</span>
+        <span className="foreign min-w-0 truncate text-muted">{line.worker_id ?? line.source}</span>
+      </span>
+      <span className={`foreign break-words whitespace-pre-wrap ${line.level === "debug" ? "text-muted" : ""}`}>{highlighted(line.message, words)}</span>
+    </span>
   );
 }
 
@@ -247,9 +266,10 @@ function LineDrawer(props: { line: LogEntry | null; onClose: () => void }) {
               ["Level", <Status key="l" value={line.level} />],
               ["Source", <Name key="s">{line.source}</Name>],
               ["Worker", line.worker_id ? <WorkerLink key="w" id={line.worker_id} /> : "–"],
-              ["Task", <Name key="k">{line.task_id}</Name>],
+              ["Run", <Name key="k">{line.task_id}</Name>],
             ]}
           />
+          <div className="flex justify-end"><CopyButton text={line.message} label="message" /></div>
           <pre className="foreign max-h-[60vh] overflow-auto rounded-md border bg-raised p-3 font-mono text-sm break-words whitespace-pre-wrap" tabIndex={0}>{line.message}</pre>
         </div>
       )}

@@ -1,26 +1,28 @@
-/** Is training healthy; if not, why; how much work is at risk; who is slow or lost; what happened last. */
+/** Is training healthy; if not, why and who; then each live run by its loss, progress, goodput, speed and risk. */
 
-import { Link, useNavigate } from "@tanstack/react-router";
-import { CircleCheck, CircleHelp, CirclePause, OctagonAlert, Play, ShieldCheck, TriangleAlert, type LucideIcon } from "lucide-react";
+import { Link } from "@tanstack/react-router";
+import { CircleCheck, CircleHelp, CirclePause, OctagonAlert, Play, TriangleAlert, type LucideIcon } from "lucide-react";
 import { useMemo } from "react";
 
-import type { Worker } from "../api/types";
-import { Card, Figure } from "../components/Card";
-import { Chart, Sparkline } from "../components/Chart";
+import { Card } from "../components/Card";
 import { EventList } from "../components/EventList";
+import { IncidentCard } from "../components/IncidentCard";
 import { Page } from "../components/Page";
-import { Empty, Loading } from "../components/states";
+import { Loading } from "../components/states";
 import { Status, TONE_SOFT, TONE_TEXT, type Tone } from "../components/Status";
 import { Ago, Name } from "../components/values";
-import { age, compact, count, millis, number, plural } from "../format";
+import { dismiss, useDismissed } from "../dismissed";
+import { count, duration, number, plural } from "../format";
 import { useRefusal } from "../session";
-import { assess, exposure, saveRhythm, type Finding, type Health, type Level } from "../state/health";
-import { runsOf, type Run } from "../state/runs";
-import { throughputOf } from "../state/series";
+import { assess, workerCounts, type Finding, type Health, type Level } from "../state/health";
+import { undismissed } from "../state/incidents";
+import { runsOf, shortName, type Run } from "../state/runs";
 import { useServerNow, useStore, useStory } from "../state/store";
-import { useRunHistory } from "./runs/history";
-import { Heatmap } from "./workers/Heatmap";
+import { FirstRun } from "./overview/FirstRun";
+import { RunHero } from "./overview/RunHero";
+import { PaceCounts } from "./workers/Band";
 import { byPlace } from "./workers/load";
+import { pacesOf, slowest, type Pace } from "./workers/pace";
 
 const LEVELS: Record<Level, { tone: Tone; icon: LucideIcon }> = {
   good: { tone: "good", icon: CircleCheck },
@@ -30,77 +32,57 @@ const LEVELS: Record<Level, { tone: Tone; icon: LucideIcon }> = {
   unknown: { tone: "idle", icon: CircleHelp },
 };
 
-const WINDOW_S = 900;
+const CARDS = 3;
+const HEROES = 4;
+const SLOWEST = 5;
 
 export function Overview() {
   const state = useStory();
   const now = useServerNow();
   const runs = useMemo(() => runsOf(state), [state]);
   const health = useMemo(() => assess(state, now), [state, now]);
-  const live = runs.filter((r) => r.alive > 0);
-  const measured = live.filter((r) => r.throughput !== null);
-  // The only one that trains, or the last that did.
-  const only = measured.length === 1 ? measured[0] : live.length <= 1 ? runs[0] : undefined;
-  useRunHistory(only?.id);
   if (state.coordinator === null) return <Page title="Overview"><Waiting health={health} /></Page>;
-  const { metrics, series } = state;
-  const recent = tail(series.times, now - WINDOW_S);
-  const cut = <T,>(values: readonly T[]) => values.slice(recent);
-  const times = cut(series.times);
-  const window = [Math.max(now - WINDOW_S, Math.min(times[0] ?? now - 60, now - 60)), now] as const;
-  const unit = (runs.find((r) => r.throughput !== null) ?? runs[0])?.throughputUnit ?? "";
-  // One run has a curve of its own, with a past; several are added up as they report.
-  const own = only ? state.runSeries.get(only.id) : undefined;
-  const ownFrom = own ? tail(own.times, now - WINDOW_S) : 0;
-  const throughput = own ? { times: own.times.slice(ownFrom), values: throughputOf(own).values.slice(ownFrom) } : { times, values: cut(series.throughput) };
+  const live = runs.filter((r) => r.alive > 0 || r.status === "pending" || r.status === "starting");
+  // The one that ran last keeps its values.
+  const heroes = live.length > 0 ? live.slice(0, HEROES) : runs.slice(0, 1);
+  const isNew = runs.length === 0 && state.workers.size === 0 && state.eventLines.length === 0;
+  const others = runs.filter((r) => !heroes.includes(r));
   return (
     <Page title="Overview">
-      <div className="grid gap-4 lg:grid-cols-[minmax(0,1.55fr)_minmax(0,1fr)]">
-        <HealthPanel health={health} />
-        <ExposurePanel runs={runs} now={now} />
-      </div>
-      <div className="grid grid-cols-2 gap-4 xl:grid-cols-4">
-        <Figure label="Workers" value={metrics ? `${count(metrics.active_workers)} / ${count(metrics.total_workers)}` : "–"} unit="active" hint={<FleetHint />} />
-        <Figure label="Barrier latency, p99" value={millis(metrics?.barrier_latency_p99)} unit="ms">
-          <Sparkline label="Barrier latency over time" values={cut(series.barrierP99)} />
-        </Figure>
-        <Figure label="Shard assignment" value={millis(metrics?.shard_assignment_time)} unit="ms">
-          <Sparkline label="Shard assignment time over time" values={cut(series.planMs)} />
-        </Figure>
-        <Figure label="Checkpoint throughput" value={number(metrics?.checkpoint_throughput)} unit="MB/s">
-          <Sparkline label="Checkpoint throughput over time" values={cut(series.checkpointMbS)} />
-        </Figure>
-      </div>
-      <div className="grid gap-4 xl:grid-cols-2">
-        <Card title="Training throughput" hint={measured.length > 1 ? "sum over runs" : undefined}>
-          <Chart label="Training throughput over time" sync="overview" range={window} times={throughput.times} lines={[{ label: "throughput", color: "accent", values: throughput.values, fill: true }]} unit={unit} format={compact} height={170} empty="No throughput reported" />
-        </Card>
-        <Card title="Coordinator requests">
-          <Chart label="Coordinator requests per second over time" sync="overview" range={window} times={times} lines={[{ label: "requests", color: "busy", values: cut(series.rps), fill: true }]} unit="/s" format={compact} height={170} />
-        </Card>
-      </div>
-      <div className="grid gap-4 xl:grid-cols-[minmax(0,1.2fr)_minmax(0,1fr)]">
+      <IncidentCards />
+      <HealthPanel health={health} />
+      {isNew && <FirstRun address={state.coordinator.address} />}
+      {heroes.map((run) => <RunHero key={run.id} run={run} now={now} alone={heroes.length === 1} />)}
+      <div className={`grid items-start gap-4 xl:grid-cols-[minmax(0,1.2fr)_minmax(0,1fr)] ${isNew ? "hidden" : ""}`}>
         <div className="flex min-w-0 flex-col gap-4">
-          <Card title="Runs" actions={<More to="/runs" />} flush>
-            <RunList runs={runs.slice(0, 6)} />
-          </Card>
-          {state.workers.size > 0 && (
-            <Card title="Fleet" actions={<More to="/workers" />}>
-              <div className="max-h-60 overflow-y-auto p-0.5"><Fleet workers={state.workers} /></div>
-            </Card>
-          )}
+          {state.workers.size > 0 && <Fleet />}
+          {others.length > 0 && <Card title="Other runs" actions={<More to="/runs" />} flush><RunList runs={others.slice(0, 6)} /></Card>}
         </div>
-        <Card title="Recent events" actions={<More to="/logs" label="Logs" />} flush>
-          <EventList items={state.eventLines.slice(0, 100)} height={300} />
+        <Card title="Recent events" actions={<More to="/incidents" label="Incidents" />} flush>
+          <EventList items={state.eventLines.slice(0, 300)} height={340} />
         </Card>
       </div>
     </Page>
   );
 }
 
-function tail(times: readonly number[], since: number): number {
-  const at = times.findIndex((t) => t >= since);
-  return at < 0 ? times.length : at;
+function IncidentCards() {
+  const incidents = useStore((s) => s.incidents);
+  const dismissed = useDismissed();
+  const now = useServerNow();
+  const shown = undismissed(incidents, dismissed, now);
+  if (shown.length === 0) return null;
+  return (
+    <section aria-label="Incidents" className="flex flex-col gap-2">
+      {shown.slice(0, CARDS).map((incident) => <IncidentCard key={incident.id} incident={incident} />)}
+      {shown.length > 1 && (
+        <p className="flex flex-wrap items-center gap-x-4 text-sm text-muted">
+          {shown.length > CARDS && <Link to="/incidents" className="font-medium text-accent hover:underline">and {count(shown.length - CARDS)} more</Link>}
+          <button type="button" className="font-medium text-accent hover:underline" onClick={() => dismiss(shown)}>Dismiss all</button>
+        </p>
+      )}
+    </section>
+  );
 }
 
 function Waiting({ health }: { health: Health }) {
@@ -119,25 +101,25 @@ function HealthPanel({ health }: { health: Health }) {
   const [, ...others] = health.findings;
   const refused = useRefusal("operator") !== undefined;
   return (
-    <section aria-label="Health" className="flex flex-col justify-center gap-3 rounded-lg border bg-surface px-5 py-4">
-      <div className="flex items-start gap-4">
-        <span className={`grid size-11 shrink-0 place-items-center rounded-full ${TONE_SOFT[tone]}`}><Icon aria-hidden className="size-6" /></span>
-        <div className="min-w-0 flex-1" aria-live="polite">
-          <h2 className="foreign text-2xl leading-tight font-semibold tracking-tight break-words">{health.headline}</h2>
-          <p className="foreign mt-1 text-lg break-words text-muted">{health.reason}</p>
+    <section aria-label="Health" className="flex flex-col justify-center gap-3 rounded-lg border bg-surface px-4 py-4 sm:px-5">
+      <div className="flex flex-wrap items-start gap-3 sm:flex-nowrap sm:gap-4">
+        <span className={`grid size-9 shrink-0 place-items-center rounded-full sm:size-11 ${TONE_SOFT[tone]}`}><Icon aria-hidden className="size-5 sm:size-6" /></span>
+        <div className="min-w-0 flex-1 basis-52" aria-live="polite">
+          <h2 className="foreign text-xl leading-tight font-semibold tracking-tight break-words sm:text-2xl">{health.headline}</h2>
+          <p className="foreign mt-1 break-words text-muted sm:text-lg">{health.reason}</p>
         </div>
         {health.findings[0] && <FindingLink finding={health.findings[0]} />}
-        {health.level === "idle" && !refused && <Link to="/tasks" search={{ start: "1" }} className="inline-flex h-8 shrink-0 items-center gap-1.5 rounded-md bg-accent px-3 font-medium text-on-accent hover:opacity-90"><Play aria-hidden className="size-3.5" />Start task</Link>}
+        {health.level === "idle" && !refused && <Link to="/runs" search={{ start: "1" }} className="inline-flex h-8 shrink-0 items-center gap-1.5 rounded-md bg-accent px-3 font-medium text-on-accent hover:opacity-90"><Play aria-hidden className="size-3.5" />Start task</Link>}
       </div>
       {others.length > 0 && (
-        <ul className="flex flex-col gap-1 border-t pt-3">
+        <ul className="flex flex-col gap-2 border-t pt-3 sm:gap-1">
           {others.slice(0, 4).map((finding) => {
             const look = LEVELS[finding.level];
             return (
-              <li key={finding.title} className="flex items-center gap-2">
+              <li key={finding.title} className="flex flex-wrap items-center gap-x-2 gap-y-0.5">
                 <look.icon aria-hidden className={`size-4 shrink-0 ${TONE_TEXT[look.tone]}`} />
-                <span className="foreign font-medium">{finding.title}</span>
-                <span className="foreign min-w-0 flex-1 truncate text-muted" title={finding.reason}>{finding.reason}</span>
+                <span className="foreign min-w-0 font-medium break-words">{finding.title}</span>
+                <span className="foreign min-w-0 flex-1 basis-52 break-words text-muted sm:truncate" title={finding.reason}>{finding.reason}</span>
                 <FindingLink finding={finding} />
               </li>
             );
@@ -156,51 +138,48 @@ function FindingLink({ finding }: { finding: Finding }) {
   return <Link to={finding.link.to} search={finding.link.search ?? {}} className={look}>{label}</Link>;
 }
 
-/** The number everybody asks for first when something breaks. */
-function ExposurePanel({ runs, now }: { runs: readonly Run[]; now: number }) {
-  const { run, seconds, steps } = exposure(runs, now);
-  const rhythm = run ? saveRhythm(run) : null;
+/** How many are how fast, and the slowest by name: their own time beside the time they wait. */
+function Fleet() {
+  const workers = useStore((s) => s.workers);
+  const paces = useMemo(() => pacesOf([...workers.values()].sort(byPlace)), [workers]);
+  const counts = workerCounts(workers);
+  const slow = slowest(paces, SLOWEST);
   return (
-    <section aria-label="Work at risk" className="flex flex-col gap-1 rounded-lg border bg-surface px-5 py-4">
-      <h2 className="flex items-center gap-2 text-muted"><ShieldCheck aria-hidden className="size-4" />Time since last checkpoint</h2>
-      <p className="text-3xl font-semibold tracking-tight">{seconds === null ? <span className="text-muted">No work at risk</span> : age(seconds)}</p>
-      {run ? (
-        <p className="text-muted">
-          {plural(steps, "step")} of <Link to="/runs/$job" params={{ job: run.id }} className="foreign text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent">{run.name}</Link> at risk.{" "}
-          {run.risk.safe ? <>Last checkpoint: step {count(run.risk.safe.step)}{run.risk.safe.tiers.length > 0 && <> in {run.risk.safe.tiers.join(", ")}</>}</> : "No checkpoint yet"}
-          {rhythm !== null && <>; interval {age(rhythm)}</>}.
-        </p>
-      ) : (
-        <p className="text-muted">No active run.</p>
-      )}
-    </section>
+    <Card title="Workers" hint={`${count(counts.present)} of ${count(counts.total)} present: ${counts.text}`} actions={<More to="/workers" />}>
+      <div className="flex flex-col gap-4">
+        <PaceCounts paces={paces} />
+        {slow.length > 1 && (
+          <section aria-label="Slowest workers" className="flex flex-col gap-1.5">
+            <h3 className="text-sm font-medium text-muted">Slowest {count(slow.length)}: own time of a step, and time waiting for the others</h3>
+            <ul className="flex flex-col gap-1">{slow.map((pace) => <li key={pace.worker.id}><SlowRow pace={pace} longest={Math.max(...slow.map((p) => (p.ownS ?? 0) + (p.waitS ?? 0)))} /></li>)}</ul>
+          </section>
+        )}
+      </div>
+    </Card>
   );
 }
 
-function FleetHint() {
-  const text = useStore((s) => {
-    const counts = new Map<string, number>();
-    for (const w of s.workers.values()) counts.set(w.status, (counts.get(w.status) ?? 0) + 1);
-    return [...counts].sort((a, b) => b[1] - a[1]).map(([status, n]) => `${count(n)} ${status}`).join(", ");
-  });
-  return <>{text || "no workers yet"}</>;
-}
-
-function Fleet({ workers }: { workers: ReadonlyMap<string, Worker> }) {
-  const navigate = useNavigate();
-  const sorted = useMemo(() => [...workers.values()].sort(byPlace), [workers]);
-  return <Heatmap workers={sorted} color="status" small selected={undefined} onOpen={(worker) => void navigate({ to: "/workers", search: { worker } })} />;
+function SlowRow({ pace, longest }: { pace: Pace; longest: number }) {
+  const { worker, ownS, waitS, ratio } = pace;
+  const width = (seconds: number | null) => `${longest > 0 ? (100 * (seconds ?? 0)) / longest : 0}%`;
+  const tone = pace.class === "slowest" ? "bg-bad" : pace.class === "slow" ? "bg-warn" : "bg-good";
+  return (
+    <Link to="/workers" search={{ worker: worker.id }} data-row className="grid grid-cols-[minmax(0,1fr)_4.5rem] items-center gap-x-3 rounded-md px-1 py-1 hover:bg-hover sm:grid-cols-[minmax(5rem,9rem)_minmax(0,1fr)_12rem]">
+      <Name whole={worker.id}>{shortName(worker.id, worker.job_id)}</Name>
+      <span aria-hidden className="col-span-2 row-start-2 flex h-2 overflow-hidden rounded-full bg-hover sm:col-span-1 sm:row-start-auto"><span className={tone} style={{ width: width(ownS) }} /><span className="bg-idle/40" style={{ width: width(waitS) }} /></span>
+      <span className="text-right text-sm text-muted">
+        <span className="font-medium text-ink">{ratio === null ? "" : `${ratio.toFixed(2)}×`}</span><span className="hidden sm:inline"> {duration(ownS)} own{waitS === null ? "" : `, ${duration(waitS)} waiting`}</span>
+      </span>
+    </Link>
+  );
 }
 
 function RunList({ runs }: { runs: readonly Run[] }) {
-  if (runs.length === 0) {
-    return <Empty title="No runs yet">A run appears when its first worker joins. <code className="font-mono text-sm">strata demo</code> starts one on this machine.</Empty>;
-  }
   return (
     <ul className="divide-y border-t">
       {runs.map((run) => (
         <li key={run.id}>
-          <Link to="/runs/$job" params={{ job: run.id }} data-row className="grid grid-cols-[minmax(0,1fr)_7.5rem_5rem_4.5rem_6rem] items-center gap-3 px-4 py-2.5 hover:bg-hover focus-visible:-outline-offset-2">
+          <Link to="/runs/$job" params={{ job: run.id }} data-row className="grid grid-cols-[minmax(0,1fr)_auto] items-center gap-x-3 gap-y-1 px-4 py-2.5 hover:bg-hover focus-visible:-outline-offset-2 sm:grid-cols-[minmax(0,1fr)_7.5rem_5rem_4.5rem_6rem]">
             <span className="min-w-0"><Name>{run.name}</Name><span className="block truncate text-sm text-faint">{plural(run.alive, "worker")}, gen. {count(run.generation)}</span></span>
             <Status value={run.status} />
             <Cell label="step" value={count(run.step)} />
@@ -214,9 +193,9 @@ function RunList({ runs }: { runs: readonly Run[] }) {
 }
 
 function Cell(props: { label: string; value: React.ReactNode }) {
-  return <span className="min-w-0 text-right"><span className="block truncate font-medium">{props.value}</span><span className="block text-sm text-faint">{props.label}</span></span>;
+  return <span className="hidden min-w-0 text-right sm:block"><span className="block truncate font-medium">{props.value}</span><span className="block text-sm text-faint">{props.label}</span></span>;
 }
 
-function More(props: { to: "/runs" | "/logs" | "/workers"; label?: string }) {
+function More(props: { to: "/runs" | "/incidents" | "/workers"; label?: string }) {
   return <Link to={props.to} className="text-sm font-medium text-accent hover:underline">{props.label ?? "All"}</Link>;
 }

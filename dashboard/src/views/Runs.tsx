@@ -1,7 +1,7 @@
 /** Runs, present and past; and one run on its timeline. */
 
 import { Link, useNavigate, useParams } from "@tanstack/react-router";
-import { Activity, ArrowLeft } from "lucide-react";
+import { Activity, ArrowLeft, Play } from "lucide-react";
 import { useMemo } from "react";
 
 import { Card, Facts, Figure } from "../components/Card";
@@ -25,11 +25,11 @@ import { Timeline, TimelineLegend } from "./runs/Timeline";
 import { useGoodput, useRunHistory } from "./runs/history";
 
 const COLUMNS: readonly Column<Run>[] = [
-  { id: "id", header: "Run", value: (r) => r.name, cell: (r) => <RunName run={r} />, width: "minmax(12rem, 3fr)" },
-  { id: "status", header: "Status", value: (r) => r.status, cell: (r) => <Status value={r.status} />, width: "130px" },
-  { id: "workers", header: "Workers", value: (r) => r.alive, cell: (r) => (r.failed > 0 ? `${count(r.alive)} + ${count(r.failed)} lost` : count(r.alive)), width: "120px", align: "right" },
+  { id: "id", header: "Run", value: (r) => r.name, cell: (r) => <RunName run={r} />, width: "minmax(10rem, 3fr)" },
+  { id: "status", header: "Status", value: (r) => r.status, cell: (r) => <Status value={r.status} />, width: "120px" },
+  { id: "workers", header: "Workers", value: (r) => r.alive, cell: (r) => (r.failed > 0 ? `${count(r.alive)} + ${count(r.failed)} lost` : count(r.alive)), width: "100px", align: "right" },
   { id: "step", header: "Step", value: (r) => r.step, cell: (r) => count(r.step), width: "100px", align: "right" },
-  { id: "epoch", header: "Epoch", value: (r) => r.epoch, cell: (r) => count(r.epoch), width: "80px", align: "right" },
+  { id: "epoch", header: "Epoch", value: (r) => r.epoch, cell: (r) => count(r.epoch), width: "70px", align: "right" },
   { id: "loss", header: "Loss", value: (r) => r.loss, cell: (r) => number(r.loss, 4), width: "90px", align: "right" },
   { id: "throughput", header: "Throughput", value: (r) => r.throughput, cell: (r) => (r.throughput === null ? "–" : `${compact(r.throughput)} ${r.throughputUnit}`), width: "140px", align: "right" },
   { id: "safe", header: "Checkpoint", value: (r) => r.risk.safe?.created_at ?? null, cell: (r) => (r.risk.safe ? <Ago at={r.risk.safe.created_at} /> : "never"), width: "120px", align: "right" },
@@ -48,7 +48,7 @@ export function Runs() {
   const words = filters["q"]?.toLowerCase() ?? "";
   const shown = useMemo(() => runs.filter((r) => `${r.name} ${r.id}`.toLowerCase().includes(words)), [runs, words]);
   return (
-    <Page title="Runs" fill actions={<Input data-search type="search" aria-label="Search runs" placeholder="Search runs" value={filters["q"] ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" />}>
+    <Page title="Runs" fill actions={<><Button look="primary" needs="operator" onClick={() => set({ start: "1" })}><Play aria-hidden className="size-4" />Start task</Button><Input data-search type="search" aria-label="Search runs" placeholder="Search runs" value={filters["q"] ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" /></>}>
       {state.coordinator === null ? (
         <Loading rows={6} height={28} />
       ) : (
@@ -94,7 +94,7 @@ export function RunDetail() {
     <Page
       title={run.name}
       subtitle={<span className="flex items-center gap-3"><Status value={run.status} pill />{run.name !== run.id && <span className="foreign">{run.id}</span>}{run.startedAt !== null && run.alive > 0 && <span>started {age(now - run.startedAt)} ago</span>}</span>}
-      actions={<>{back}{run.task && <Link to="/tasks" search={{ task: run.task.id }} className={BUTTON}>Task</Link>}<LogsLink run={run} /></>}
+      actions={<>{back}{run.task && <Link to="/runs/$job" params={{ job: run.id }} search={{ task: run.task.id }} className={BUTTON}>Task</Link>}<LogsLink run={run} /></>}
     >
       <Story run={run} now={now} />
     </Page>

@@ -11,11 +11,12 @@ import { Button, Kbd, Segmented } from "../components/controls";
 import { Page } from "../components/Page";
 import { ErrorNote } from "../components/states";
 import { Ago, Time } from "../components/values";
-import { age, count } from "../format";
+import { age } from "../format";
 import { DEMO_ONLY, setMode, setTheme, useMode, useTheme, type Mode, type Theme } from "../mode";
 import { ABILITIES, signOut } from "../session";
 import { retryNow } from "../state/connection";
 import { useServerNow, useStore } from "../state/store";
+import { setNotifying, useNotifying } from "../shell/attention";
 import { KEYS } from "../shell/keys";
 import { AuditLog } from "./settings/AuditLog";
 import { Tokens } from "./settings/Tokens";
@@ -36,6 +37,7 @@ export function Settings() {
         <ConnectionCard />
         <div className="flex flex-col gap-4">
           <AccessCard />
+          <NotificationCard />
           <AppearanceCard />
           <ModeCard />
         </div>
@@ -62,7 +64,6 @@ function ConnectionCard() {
     ["Uptime", coordinator ? age(now - coordinator.started_at) : "–"],
     ["Started", <Time key="s" at={coordinator?.started_at} />],
     ["Role", coordinator ? (coordinator.leader ? "leader" : "standby") : "–"],
-    ["Generation", coordinator ? count(coordinator.generation) : "–"],
     ["Clock skew", Math.abs(skew) < 0.05 ? "none" : `${skew > 0 ? "+" : "−"}${Math.abs(skew).toFixed(1)} s`],
   ];
   return (
@@ -85,6 +86,24 @@ function AccessCard() {
         <p className="text-muted">{session.role}: {ABILITIES[session.role]}.</p>
         {!session.signed_in && <p className="text-muted">The coordinator knows you without a sign-in. <Link to="/sign-in" className="text-accent underline underline-offset-2">Sign in with a token</Link> to see what somebody else sees.</p>}
         {work.isError && <ErrorNote error={work.error} />}
+      </div>
+    </Card>
+  );
+}
+
+function NotificationCard() {
+  const state = useNotifying();
+  const says = {
+    on: "This browser shows a notification when a run fails or a task stops, while a page of Strata is open.",
+    off: "Off. A notification is shown when a run fails or a task stops, while a page of Strata is open.",
+    denied: "This browser does not allow notifications of this address. Allow them in its settings for this page.",
+    missing: "This browser shows no notifications for this address; they need https, or a coordinator on this machine.",
+  }[state];
+  return (
+    <Card title="Desktop notifications">
+      <div className="flex flex-col gap-3">
+        {(state === "on" || state === "off") && <Segmented label="Desktop notifications" value={state} options={[["on", "On"], ["off", "Off"]]} onChange={(next) => void setNotifying(next === "on")} />}
+        <p className="text-muted">{says}</p>
       </div>
     </Card>
   );

@@ -1,126 +1,39 @@
-/** Tasks: progress, ETA and exit cause; start, stop and restart. */
+/** What is known of a task, beside its run: progress, exit cause, settings; and starting, stopping and restarting it. */
 
 import { useMutation } from "@tanstack/react-query";
-import { Link } from "@tanstack/react-router";
-import { ListChecks, Play, RotateCcw, Square } from "lucide-react";
+import { Link, useNavigate } from "@tanstack/react-router";
+import { RotateCcw, Square } from "lucide-react";
 import { useState } from "react";
 
 import { post } from "../api/client";
 import type { Task } from "../api/types";
 import { Facts, Meter } from "../components/Card";
-import { Button, Input, Select } from "../components/controls";
+import { CopyButton } from "../components/Copy";
+import { Button } from "../components/controls";
 import { Confirm, Drawer } from "../components/Dialog";
-import { Page } from "../components/Page";
-import { Empty, ErrorNote, Loading } from "../components/states";
+import { Empty, ErrorNote } from "../components/states";
 import { Status } from "../components/Status";
-import { Table, type Column } from "../components/Table";
-import { Ago, Duration, Name, Time, WorkerLink } from "../components/values";
+import { Duration, Time, WorkerLink } from "../components/values";
 import { count, number, percent, plural } from "../format";
-import { useFilters } from "../search";
-import { useOnlyJob, useRefusal } from "../session";
+import type { Search } from "../search";
+import { useOnlyJob } from "../session";
 import { useServerNow, useStore } from "../state/store";
-import { Job } from "./tasks/Job";
 import { hasEnded, ranFor, secondsLeft } from "./tasks/progress";
 import { Start } from "./tasks/Start";
 
 const WORKERS_SHOWN = 50;
 
-const COLUMNS: readonly Column<Task>[] = [
-  { id: "status", header: "Status", value: (task) => task.status, cell: (task) => <Status value={task.stopping ? "stopping" : task.status} />, width: "120px" },
-  { id: "name", header: "Task", value: (task) => task.name, cell: (task) => <Name>{task.name}</Name>, width: "minmax(10rem, 2fr)" },
-  { id: "type", header: "Recipe", value: (task) => task.type, width: "130px" },
-  { id: "progress", header: "Progress", value: (task) => task.progress, cell: (task) => <Progress task={task} />, width: "minmax(9rem, 1fr)" },
-  { id: "eta", header: "ETA", cell: (task) => <Left task={task} />, align: "right", width: "100px" },
-  { id: "workers", header: "Workers", value: (task) => task.worker_count, cell: (task) => count(task.worker_count), align: "right", width: "90px" },
-  { id: "dataset", header: "Dataset", value: (task) => task.dataset_id, cell: (task) => <Name>{task.dataset_id}</Name> },
-  { id: "created", header: "Created", value: (task) => task.created_at, cell: (task) => <Ago at={task.created_at} />, align: "right", width: "120px" },
-  { id: "reason", header: "Reason", cell: (task) => <Name>{task.exit_cause?.message ?? task.reason}</Name>, width: "minmax(12rem, 2fr)" },
-];
-
-/** All of them; or, for a browser that is bound to a job, the one of that job. */
-export function Tasks() {
-  const job = useOnlyJob();
-  return job === null ? <AllTasks /> : <Job key={job} id={job} />;
-}
-
-function AllTasks() {
-  const refused = useRefusal("operator") !== undefined;
-  const [search, setFilters] = useFilters();
-  const tasks = useStore((state) => state.tasks);
-  const ready = useStore((state) => state.coordinator !== null);
-  const status = search["status"] ?? "";
-  const words = (search["q"] ?? "").toLowerCase();
-  const shown = tasks.filter((task) => (!status || task.status === status) && (!words || `${task.name} ${task.id} ${task.type} ${task.dataset_id ?? ""}`.toLowerCase().includes(words)));
-  const open = tasks.find((task) => task.id === search["task"]) ?? null;
-  const running = tasks.filter((task) => task.status === "running").length;
-
+export function TaskDialogs(props: { starts: boolean; task: string | undefined; onChange: (change: Search) => void }) {
+  const navigate = useNavigate();
+  const task = useStore((state) => state.tasks.find((each) => each.id === props.task));
+  const close = () => props.onChange({ task: undefined });
   return (
-    <Page
-      title="Tasks"
-      fill
-      subtitle={ready && `${count(running)} running, ${plural(tasks.length, "task")} total`}
-      actions={
-        <>
-          <Input type="search" data-search aria-label="Search tasks" placeholder="Name, recipe, dataset" value={search["q"] ?? ""} onChange={(event) => setFilters({ q: event.target.value || undefined }, { replace: true })} />
-          <Select aria-label="Status" value={status} onChange={(event) => setFilters({ status: event.target.value || undefined })}>
-            <option value="">All statuses</option>
-            {["pending", "running", "completed", "failed", "stopped"].map((word) => <option key={word} value={word}>{word}</option>)}
-          </Select>
-          <Button look="primary" needs="operator" onClick={() => setFilters({ start: "1" })}><Play aria-hidden className="size-4" />Start task</Button>
-        </>
-      }
-    >
-      <section className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Tasks">
-        {!ready ? (
-          <div className="p-4"><Loading rows={6} /></div>
-        ) : (
-          <Table
-            label="Tasks"
-            rows={shown}
-            columns={COLUMNS}
-            rowId={(task) => task.id}
-            sort={search["sort"]}
-            onSort={(sort) => setFilters({ sort })}
-            selected={open?.id}
-            onOpen={(task) => setFilters({ task: task.id })}
-            empty={
-              tasks.length === 0 ? (
-                <Empty icon={ListChecks} title="No tasks yet" action={<Button needs="operator" onClick={() => setFilters({ start: "1" })}>Start task</Button>}>A task runs a recipe. Training started with torchrun is listed under Runs.</Empty>
-              ) : (
-                <Empty icon={ListChecks} title="No matching tasks">{plural(tasks.length, "task")} hidden. Clear filters to see them.</Empty>
-              )
-            }
-          />
-        )}
-      </section>
-      <Start open={search["start"] === "1" && !refused} onClose={() => setFilters({ start: undefined })} onStarted={(id) => setFilters({ start: undefined, task: id })} />
-      <TaskDrawer task={open} onClose={() => setFilters({ task: undefined })} />
-    </Page>
-  );
-}
-
-function Progress(props: { task: Task }) {
-  const { task } = props;
-  const tone = task.status === "failed" ? "bad" : task.status === "completed" ? "good" : "accent";
-  return (
-    <span className="flex items-center gap-2">
-      <Meter label={`Progress of ${task.name}`} value={task.progress} tone={tone} />
-      <span className="w-11 shrink-0 text-right">{percent(task.progress)}</span>
-    </span>
-  );
-}
-
-function Left(props: { task: Task }) {
-  const now = useServerNow();
-  return <Duration seconds={secondsLeft(props.task, now)} />;
-}
-
-function TaskDrawer(props: { task: Task | null; onClose: () => void }) {
-  const { task } = props;
-  return (
-    <Drawer open={task !== null} onClose={props.onClose} title={task?.name ?? "Task"} description={task ? <span className="foreign">{task.reason}</span> : undefined}>
-      {task && <TaskDetails key={task.id} task={task} />}
-    </Drawer>
+    <>
+      <Start open={props.starts} onClose={() => props.onChange({ start: undefined })} onStarted={(id) => void navigate({ to: "/runs/$job", params: { job: id }, search: { task: id } })} />
+      <Drawer open={props.task !== undefined && !props.starts} onClose={close} title={task?.name ?? props.task ?? "Task"} description={task ? <span className="foreign">{task.reason}</span> : undefined}>
+        {task ? <TaskDetails key={task.id} task={task} /> : <Empty title="Task not found">It was removed, or never was here.</Empty>}
+      </Drawer>
+    </>
   );
 }
 
@@ -148,7 +61,7 @@ export function TaskDetails(props: { task: Task }) {
       {task.exit_cause && <Cause cause={task.exit_cause} />}
       <Facts
         items={[
-          ["ID", task.id],
+          ["ID", <span key="id" className="inline-flex items-center gap-1"><span className="truncate">{task.id}</span><CopyButton text={task.id} label="ID" className="size-6" /></span>],
           ["Recipe", task.type],
           ["Dataset", task.dataset_id && only === null ? <Link key="dataset" to="/data" search={{ dataset: task.dataset_id } as never} className="text-accent hover:underline">{task.dataset_id}</Link> : (task.dataset_id ?? "–")],
           ["Workers", count(task.worker_count)],

@@ -15,9 +15,14 @@ import { count, number, percent, plural } from "../format";
 import { useFilters } from "../search";
 import { rankOf, shortName } from "../state/runs";
 import { useStore } from "../state/store";
+import { Band } from "./workers/Band";
 import { Heatmap, Legend, type HeatmapColor } from "./workers/Heatmap";
 import { byPlace, loadOf, matches } from "./workers/load";
+import { byHost, ownTime, pacesOf, type Pace } from "./workers/pace";
 import { WorkerDrawer } from "./workers/WorkerDrawer";
+
+/** With more, a grid is a wall: counts are shown, and the exceptions by name. */
+const GRID_MOST = 240;
 
 const COLUMNS: readonly Column<Worker>[] = [
   { id: "rank", header: "Rank", value: rankOf, cell: (w) => count(rankOf(w)), width: "72px", align: "right" },
@@ -27,10 +32,15 @@ const COLUMNS: readonly Column<Worker>[] = [
   { id: "step", header: "Step", value: (w) => w.current_step, cell: (w) => count(w.current_step), width: "100px", align: "right" },
   { id: "load", header: "Load", value: (w) => loadOf(w).percent, cell: (w) => <LoadCell worker={w} />, width: "minmax(9rem, 1fr)" },
   { id: "memory", header: "Memory", value: (w) => w.resources?.memory_used_bytes ?? null, cell: (w) => <Bytes value={w.resources?.memory_used_bytes} />, width: "104px", align: "right" },
-  { id: "step_time", header: "Step time", value: (w) => w.metrics["step_time_s"] ?? null, cell: (w) => (w.metrics["step_time_s"] == null ? "–" : `${number((w.metrics["step_time_s"] ?? 0) * 1000)} ms`), width: "104px", align: "right" },
-  { id: "shards", header: "Shards", value: (w) => w.assigned_shards, cell: (w) => count(w.assigned_shards), width: "84px", align: "right" },
+  { id: "step_time", header: "Own time", value: (w) => ownTime(w).ownS, cell: (w) => millisOf(ownTime(w).ownS), width: "100px", align: "right" },
+  { id: "wait", header: "Waiting", value: (w) => ownTime(w).waitS, cell: (w) => millisOf(ownTime(w).waitS), width: "96px", align: "right" },
+  { id: "shards", header: "Shards", value: (w) => w.assigned_shards, cell: (w) => (w.assigned_shards === 0 ? "–" : count(w.assigned_shards)), width: "80px", align: "right" },
   { id: "last_heartbeat", header: "Last heartbeat", value: (w) => w.last_heartbeat, cell: (w) => <Ago at={w.last_heartbeat} />, width: "130px", align: "right" },
 ];
+
+function millisOf(seconds: number | null): string {
+  return seconds === null ? "–" : `${number(seconds * 1000)} ms`;
+}
 
 function LoadCell({ worker }: { worker: Worker }) {
   const { percent: value, of } = loadOf(worker);
@@ -43,11 +53,13 @@ export function Workers() {
   const workers = useStore((s) => s.workers);
   const ready = useStore((s) => s.coordinator !== null);
   const view = filters["view"] === "table" ? "table" : "grid";
-  const color: HeatmapColor = filters["color"] === "load" ? "load" : "status";
+  const color: HeatmapColor = filters["color"] === "load" || filters["color"] === "status" ? filters["color"] : "pace";
   const { q, status, job } = filters;
   const all = useMemo(() => [...workers.values()].sort(byPlace), [workers]);
   const jobs = useMemo(() => [...new Set(all.map((w) => w.job_id))].sort(), [all]);
   const shown = useMemo(() => all.filter((w) => matches(w, { q, status, job })), [all, q, status, job]);
+  // Beside all of its run, whoever is shown.
+  const paces = useMemo(() => pacesOf(all).filter((p) => matches(p.worker, { q, status, job })), [all, q, status, job]);
   const counts = useMemo(() => {
     const found = new Map<string, number>();
     for (const w of all) if (matches(w, { q, job })) found.set(w.status, (found.get(w.status) ?? 0) + 1);
@@ -70,7 +82,7 @@ export function Workers() {
               {jobs.map((id) => <option key={id} value={id}>{id}</option>)}
             </Select>
           )}
-          {view === "grid" && <Segmented label="Colour" value={color} options={[["status", "Status"], ["load", "Load"]]} onChange={(next) => set({ color: next === "status" ? undefined : next })} />}
+          {view === "grid" && <Segmented label="Colour" value={color} options={[["pace", "Step time"], ["status", "Status"], ["load", "Load"]]} onChange={(next) => set({ color: next === "pace" ? undefined : next })} />}
           <Segmented
             label="Layout"
             value={view}
@@ -87,7 +99,7 @@ export function Workers() {
           {all.length > 0 && <Legend color={view === "grid" ? color : "status"} counts={counts} active={status} onPick={(next) => set({ status: next })} />}
           {view === "grid" ? (
             <Card className="min-h-0 flex-1 overflow-y-auto" flush>
-              <div className="p-3">{shown.length === 0 ? empty : <Heatmap workers={shown} color={color} selected={filters["worker"]} onOpen={open} />}</div>
+              <div className="p-3">{shown.length === 0 ? empty : <Grid paces={paces} color={color} selected={filters["worker"]} onOpen={open} />}</div>
             </Card>
           ) : (
             <div className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface">
@@ -98,5 +110,22 @@ export function Workers() {
       )}
       <WorkerDrawer id={filters["worker"]} onClose={() => open(undefined)} />
     </Page>
+  );
+}
+
+function Grid(props: { paces: readonly Pace[]; color: HeatmapColor; selected: string | undefined; onOpen: (id: string) => void }) {
+  const { paces } = props;
+  const hosts = useMemo(() => byHost(paces), [paces]);
+  if (paces.length > GRID_MOST) return <Band paces={paces} selected={props.selected} onOpen={props.onOpen} />;
+  if (hosts.length === 1) return <Heatmap {...props} />;
+  return (
+    <div className="flex flex-col gap-4">
+      {hosts.map(({ host, paces: found }) => (
+        <section key={host} aria-label={host} className="flex flex-col gap-1.5">
+          <h3 className="flex items-baseline gap-2 text-sm"><span className="foreign font-medium">{host}</span><span className="text-faint">{plural(found.length, "worker")}</span></h3>
+          <Heatmap {...props} paces={found} label={`${host}: `} />
+        </section>
+      ))}
+    </div>
   );
 }

@@ -134,6 +134,13 @@ def _ask_coordinator(api: str, dataset: str, epoch: int | None, *, as_json: bool
     except StrataError as error:
         _complain(str(error), as_json=as_json)
         raise typer.Exit(NO_ANSWER) from error
+    if not found:
+        of = f"epoch {epoch} of dataset '{dataset}'" if epoch is not None else f"dataset '{dataset}'"
+        _complain(
+            f"No history of {of}: it begins with the first checkpoint of a job that trains on it.",
+            as_json=as_json,
+        )
+        raise typer.Exit(NO_ANSWER)
     clean = all(r["exact"] or _is_open(r) for r in found)
     passes = all(r["exact"] for r in found) if epoch is not None else clean
     if as_json:

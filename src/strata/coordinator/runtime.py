@@ -224,7 +224,7 @@ class Runtime:
             generation=cluster.membership.generation,
             started_at=self.started_at_s,
             server_time=now_s,
-            jobs={str(job): number for job, number in cluster.membership.job_generations.items()},
+            jobs={str(job): number for job, number in cluster.membership.job_changes.items()},
             storage=views.StorageView(
                 is_full=self.engine.space.is_full,
                 free_bytes=self.engine.space.free_bytes,
@@ -261,6 +261,7 @@ class Runtime:
             metrics=self._metrics(cluster),
             tasks=self._tasks(cluster)[:100],
             logs=self.logs.newest(LOGS_SHOWN, LogFilter()),
+            jobs=self.watch.last_reported(),
         )
 
 

@@ -82,6 +82,9 @@ class Checkpoints:
         newest = (self.records[checkpoint_id] for checkpoint_id in reversed(self._timelines.get(job, {})))
         return next((record for record in newest if record.run_id in ("", run_id) or not run_id), None)
 
+    def knows(self, job: JobId) -> bool:
+        return bool(self._timelines.get(job))
+
     def position(self, job: JobId) -> CheckpointRecord | None:
         """The newest completed checkpoint that says which data it was trained on."""
         newest = (self.records[checkpoint_id] for checkpoint_id in reversed(self._timelines.get(job, {})))

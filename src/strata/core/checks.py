@@ -28,6 +28,7 @@ USUAL_METRICS = frozenset(
         "lr",
         "recovery_total_s",
         "samples_per_second",
+        "snapshot_step",
         "step_time_s",
         "sync_wait_s",
         "tokens_per_second",

@@ -82,6 +82,7 @@ from strata.core.messages import (
     ReportSlow,
     RestartTask,
     ShardsMoved,
+    ShardsRequested,
     StopTask,
     StragglersMarked,
     Swapped,
@@ -376,6 +377,8 @@ class Cluster:
                 self.membership.take_disconnection(observation, now)
             case ProgressReported():
                 self.datasets.take_progress(observation, self.membership)
+            case ShardsRequested():
+                self.datasets.take_request(observation)
             case StragglersMarked():
                 self.membership.mark_stragglers(observation)
             case AgentConnected():
@@ -455,6 +458,7 @@ class Cluster:
             generation=self.membership.generation,
             incarnation=self.membership.incarnation,
             jobs=dict(self.membership.job_generations),
+            changes=dict(self.membership.job_changes),
             value_version=self.values.reserved,
             soft_value_version=self.values.soft_reserved,
             checkpoint_revision=self.checkpoints.revision,

@@ -36,6 +36,7 @@ from strata.core.messages import (
     RegisterDataset,
     RemoveDataset,
     ShardsMoved,
+    ShardsRequested,
     Unknown,
     WorkerId,
     shorten,
@@ -92,6 +93,9 @@ class Datasets:
         """What the commits say, per shard, as far as somebody asked."""
         self.reported: dict[PlanKey, dict[int, int]] = {}
         """Soft: how far readers say they are, beyond what a checkpoint has committed."""
+        self.read_by_shard: set[tuple[JobId, DatasetId]] = set()
+        """Soft: where workers have asked for their shards, or said how far they are in them. Others read by position, or not
+        at all, and the plan says nothing about them."""
         self.dirty_jobs: set[JobId] = set()
         self._offsets: dict[DatasetId, list[int]] = {}
 
@@ -113,6 +117,12 @@ class Datasets:
     def epochs(self, job: JobId, dataset_id: DatasetId) -> list[int]:
         """Epochs that have a plan, the most recently opened last."""
         return [epoch for (j, d, epoch) in self.plans if (j, d) == (job, dataset_id)]
+
+    def is_read_by(self, job: JobId, dataset_id: DatasetId) -> bool:
+        """Whether a job is known to read a dataset, rather than only being allowed to."""
+        spec = self.specs[dataset_id]
+        is_read = (job, dataset_id) in self.read_by_shard or dataset_id in self._started(job)
+        return is_read or job in spec.jobs
 
     def shards_of(self, worker_id: WorkerId, key: PlanKey) -> Iterator[Shard]:
         spec, done = self.specs[key[1]], self.done(key)
@@ -295,8 +305,13 @@ class Datasets:
         for shard in progress.shards:
             self._report((job, shard.dataset_id, shard.epoch), shard.shard_id, shard.samples_done)
 
+    def take_request(self, request: ShardsRequested) -> None:
+        if request.dataset_id in self.specs:
+            self.read_by_shard.add((request.job_id, request.dataset_id))
+
     def _report(self, key: PlanKey, shard_id: int, done: int) -> None:
         if key in self.plans and 0 <= shard_id < self.plans[key].plan.shard_count:
+            self.read_by_shard.add(key[:2])
             size = shard_at(self.specs[key[1]], shard_id, 0)
             self.reported.setdefault(key, {})[shard_id] = min(max(done, 0), size.stop - size.start)
 
@@ -324,6 +339,7 @@ class Datasets:
     def forget(self, job: JobId) -> None:
         """Nobody is in the job any more, and has not been for long."""
         self.dirty_jobs.discard(job)
+        self.read_by_shard = {key for key in self.read_by_shard if key[0] != job}
         for key in [key for key in self.plans if key[0] == job]:
             self._drop_plan(key)
 
@@ -332,6 +348,7 @@ class Datasets:
             self._drop_plan(key)
         del self.specs[dataset_id], self.registered_at_s[dataset_id]
         self._offsets.pop(dataset_id, None)
+        self.read_by_shard = {key for key in self.read_by_shard if key[1] != dataset_id}
         self._done = {key: done for key, done in self._done.items() if key[1] != dataset_id}
 
     def _drop_plan(self, key: PlanKey) -> None:

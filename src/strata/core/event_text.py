@@ -56,9 +56,7 @@ def describe(event: Event | Change) -> EventText:
         case WorkerJoined():
             again = " again" if event.superseded else ""
             host = f" on {event.spec.hostname}" if event.spec.hostname else ""
-            return EventText(
-                "success", f"{event.spec.worker_id} joined{again}{host} (generation {event.generation})"
-            )
+            return EventText("success", f"{event.spec.worker_id} joined{again}{host}")
         case WorkerFailed():
             return EventText("error", _because(event, f"{event.worker_id} failed"))
         case WorkerLeft():

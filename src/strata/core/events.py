@@ -366,6 +366,7 @@ class CountersRestored:
     at_s: float
     runs: tuple[tuple[JobId, str, int], ...] = ()  # job, run id, and the newest generation known
     checkpoint_revision: int = 0
+    changes: Mapping[JobId, int] = field(default_factory=dict)  # of the members of each job, counted
 
 
 Event = (

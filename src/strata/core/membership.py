@@ -110,6 +110,8 @@ class Membership:
         self.generation = 0
         self.incarnation = 0
         self.job_generations: dict[JobId, int] = {}
+        self.job_changes: dict[JobId, int] = {}
+        """How often the members of each job have changed: its generations, counted by themselves."""
         self.runs = RunRegistry()
         self._rosters: dict[JobId, dict[WorkerId, int]] = {}
 
@@ -295,6 +297,8 @@ class Membership:
                 self.generation = event.generation
                 self.incarnation = event.incarnation
                 self.job_generations = dict(event.jobs)
+                if event.changes:
+                    self.job_changes = dict(event.changes)
                 self.runs.restore(event.runs)
 
     def _removed(self, worker_id: WorkerId) -> Member:
@@ -337,6 +341,7 @@ class Membership:
     def _changed(self, job: JobId, generation: int) -> None:
         self.generation = max(self.generation, generation)
         self.job_generations[job] = max(self.job_generations.get(job, 0), generation)
+        self.job_changes[job] = self.job_changes.get(job, 0) + 1
         self._rosters.pop(job, None)
 
     def forget_empty_jobs(self) -> list[JobId]:
@@ -349,6 +354,7 @@ class Membership:
         forgotten = empty[:-EMPTY_JOBS_KEPT]
         for job in forgotten:
             del self.job_generations[job]
+            self.job_changes.pop(job, None)
             self._rosters.pop(job, None)
         return forgotten
 
@@ -458,5 +464,5 @@ def _join_reason(worker_id: WorkerId, known: Member | None, superseded: int) -> 
     if superseded:
         return f"'{worker_id}' registered again; incarnation {superseded} is fenced"
     if known is not None:
-        return f"'{worker_id}' rejoined after a failure ({known.reason})"
+        return f"'{worker_id}' rejoined after a failure"
     return f"'{worker_id}' is new"

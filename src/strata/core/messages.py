@@ -149,6 +149,7 @@ __all__ = [
     "RestartTask",
     "ShardProgress",
     "ShardsMoved",
+    "ShardsRequested",
     "Stale",
     "StopTask",
     "StragglersMarked",
@@ -479,6 +480,14 @@ class ProgressReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardsRequested:
+    """A worker of this job has asked which shards it reads: the job reads this dataset shard by shard."""
+
+    job_id: JobId
+    dataset_id: DatasetId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StragglersMarked:
     """Why, for every worker that the others of its job wait for now; those not named are not slow."""
 
@@ -519,6 +528,7 @@ Observation = (
     | WorkerConnected
     | WorkerDisconnected
     | ProgressReported
+    | ShardsRequested
     | StragglersMarked
     | AgentConnected
     | AgentDisconnected

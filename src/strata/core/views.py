@@ -26,7 +26,7 @@ from strata.core.messages import (
     JobId,
     RecoveryRecorded,
     Resources,
-    Unknown,
+    TaskId,
 )
 from strata.core.task_views import TaskView
 
@@ -79,6 +79,8 @@ class DatasetView:
     seed: int
     registered_at: float
     metadata: dict[str, str]
+    readers: list[str]
+    """Jobs that are known to read it: not all that may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,9 @@ class ShardPlanView:
     samples_done: int
     total_samples: int
     shard_count: int
+    by_shard: bool
+    """Whether workers read the shards that the plan gives them; otherwise all ranks read by position, and who holds which
+    shard is only what would be."""
     shards: list[ShardView]
     """Those that were asked for, in order."""
 
@@ -229,11 +234,27 @@ class StatusView:
     version: str
     leader: bool
     generation: int
+    """The newest of all jobs, as the coordinator counts them."""
     started_at: float
     server_time: float
     jobs: dict[str, int]
-    """The present generation of every job."""
+    """The generation of every job: how often its members have changed."""
     storage: StorageView | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """What a job has last reported, also when nobody is in it any more."""
+
+    id: str
+    at: float
+    """When it reported."""
+    step: int
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    samples_per_second: float | None = None
+    step_time_s: float | None = None
+    goodput: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +267,7 @@ class DashboardView:
     metrics: MetricsView
     tasks: list[TaskView]
     logs: list[LogView]
+    jobs: list[JobView]
 
 
 def worker_status(cluster: Cluster, member: Member) -> WorkerState:
@@ -292,10 +314,11 @@ def worker(cluster: Cluster, member: Member, shards: int) -> WorkerView:
 
 
 def assigned_shards(cluster: Cluster) -> dict[str, int]:
-    """Shards per worker, over the newest epoch of every dataset of its job."""
+    """Shards per worker, over the newest epoch of every dataset that its job reads shard by shard."""
     newest: dict[tuple[JobId, DatasetId], PlanKey] = {}
     for key in cluster.datasets.plans:
-        newest[key[:2]] = key
+        if key[:2] in cluster.datasets.read_by_shard:
+            newest[key[:2]] = key
     totals: dict[str, int] = {}
     for key in newest.values():
         plan = cluster.datasets.plans[key].plan
@@ -322,7 +345,23 @@ def dataset(cluster: Cluster, spec: DatasetSpec) -> DatasetView:
         seed=spec.seed,
         registered_at=cluster.datasets.registered_at_s[spec.dataset_id],
         metadata=dict(spec.metadata),
+        readers=[str(job) for job in _readers(cluster, spec)],
     )
+
+
+def _readers(cluster: Cluster, spec: DatasetSpec) -> list[JobId]:
+    """Those that have a plan and read it, the one that got its plan last at the end."""
+    jobs = dict.fromkeys(
+        job for job, dataset_id, _ in cluster.datasets.plans if dataset_id == spec.dataset_id
+    )
+    return [job for job in jobs if reads(cluster, job, spec.dataset_id)]
+
+
+def reads(cluster: Cluster, job: JobId, dataset_id: DatasetId) -> bool:
+    """A job reads what it has read already, what is its own, and what its task was given."""
+    task = cluster.tasks.tasks.get(TaskId(job))
+    is_given = task is not None and task.spec.dataset_id == dataset_id
+    return is_given or cluster.datasets.is_read_by(job, dataset_id)
 
 
 def shard_plan(cluster: Cluster, key: PlanKey, *, offset: int = 0, limit: int | None = None) -> ShardPlanView:
@@ -356,6 +395,7 @@ def shard_plan(cluster: Cluster, key: PlanKey, *, offset: int = 0, limit: int | 
         samples_done=int(done.sum()) if done is not None else 0,
         total_samples=spec.total_samples,
         shard_count=spec.shard_count,
+        by_shard=key[:2] in datasets.read_by_shard,
         shards=shards,
     )
 
@@ -386,7 +426,8 @@ def checkpoint(record: CheckpointRecord) -> CheckpointView:
 def audits(
     cluster: Cluster, dataset_id: DatasetId, *, job: JobId | None, epoch: int | None
 ) -> list[AuditView]:
-    """One view per job and epoch that has trained the dataset, according to the checkpoints completed so far."""
+    """One view per job and epoch that has trained the dataset, according to the checkpoints completed so far; none before the
+    first of them."""
     by_job: dict[JobId, list[Commit]] = {}
     for record in cluster.checkpoints.records.values():
         if record.status == "completed" and record.data_json and job in (None, record.job_id):
@@ -411,11 +452,7 @@ def audits(
             ]
         found += [_audit(owner, report) for report in reports]
     if not found:
-        raise Unknown(
-            "history of dataset",
-            dataset_id,
-            hint="It begins with the first checkpoint of a job that trains on it.",
-        )
+        cluster.datasets.get(dataset_id)  # Nothing is known of a dataset that is not there.
     return found
 
 
@@ -496,6 +533,8 @@ def find_plan(
     keys = [k for k in cluster.datasets.plans if k[1] == dataset_id]
     if job is not None:
         keys = [k for k in keys if k[0] == job]
+    else:
+        keys = [k for k in keys if reads(cluster, k[0], dataset_id)] or keys
     if epoch is not None:
         keys = [k for k in keys if k[2] == epoch]
     read = [k for k in keys if cluster.membership.roster(k[0])]

@@ -492,8 +492,8 @@ class ElasticJob:
                 self._manager.close(keep_memory=left and not self._everyone_leaves)
         if self._claim is not None:
             self._claim.release(ended=not failed and not (left and not self._everyone_leaves))
+        self._note_covered()
         if self._metric_log is not None:
-            self._note_covered()
             self._metric_log.close(failed=failed)
         if self._mixture is not None:
             self._mixture.close()
@@ -1185,21 +1185,22 @@ class ElasticJob:
     def _log_step(self) -> None:
         """What is known of the step that was made, whatever the loop has logged itself."""
         reported, self._reported = self._reported, {}
+        self._note_covered()
         if self._metric_log is None:
             return
         known = {"step_time_s": self._step_s, "samples_per_second": self.metrics["samples_per_second"]}
         if self._lr is not None:
             known["lr"] = self._lr
         self._metric_log.log({**known, **reported}, self.step)
-        self._note_covered()
 
     def _note_covered(self) -> None:
         """A save that is in any tier, also in memory, is one that a restart continues from."""
-        assert self._metric_log is not None
         while self._covering and (self._covering[0].tiers or self._covering[0].done()):
             handle = self._covering.popleft()
             if handle.tiers:
-                self._metric_log.committed(handle.step)
+                self.metrics["snapshot_step"] = float(handle.step)
+                if self._metric_log is not None:
+                    self._metric_log.committed(handle.step)
 
     def _agree(self) -> None:
         """Every half second or so all ranks ask each other whether one of them was asked to stop, or superseded."""
@@ -1366,7 +1367,7 @@ class ElasticJob:
             self._saving[save.placement.checkpoint_id] = handle
         if self._first is None and not self._first_is_noted:
             self._first = handle
-        if self._metric_log is not None:
+        if self._metric_log is not None or self._link is not None:
             self._covering.append(handle)
         self._report("training")
 

@@ -29,6 +29,7 @@ from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
 from strata.core.text import as_identifier
 from strata.data.sampler import ElasticSampler
 from strata.errors import StrataError
+from strata.files import is_on_network
 from strata.training.trace import Recovery
 from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, StaleWorker
 from strata.worker.orchestrator import TrainingOrchestrator
@@ -404,6 +405,8 @@ def _facts(info: CheckpointInfo) -> Facts:
         "parent_id": info.durable_parent or "",
         "data": info.data if isinstance(info.data, dict) else None,
         "saved_generation": info.generation,
+        # What is on a disk of this machine is lost with it.
+        **({"metadata": {"disk": "network"}} if is_on_network(info.path) else {}),
     }
 
 

@@ -1,21 +1,13 @@
 /** The tiers a checkpoint lies in, as rungs that fill from near to far. Each rung has its name: colour is never alone. */
 
 import type { CheckpointStatus } from "../../api/types";
+import { rungOf } from "../../state/risk";
 
 const RUNGS = [
   ["memory", "Memory"],
   ["disk", "Disk"],
   ["bucket", "Bucket"],
 ] as const;
-
-type Rung = (typeof RUNGS)[number][0];
-
-/** MEMORY, NVME, LOCAL, S3, GCS … → the rung it is. */
-export function rungOf(tier: string): Rung {
-  const name = tier.toLowerCase();
-  if (name === "memory") return "memory";
-  return ["nvme", "local", "disk", "file"].includes(name) ? "disk" : "bucket";
-}
 
 export function Ladder(props: { tiers: readonly string[]; status: CheckpointStatus }) {
   const held = new Map(props.tiers.map((tier) => [rungOf(tier), tier]));

@@ -25,12 +25,15 @@ export function ShardMap(props: { plan: ShardPlan; proofs: readonly Audit[] }) {
   return (
     <div className="flex flex-col gap-4">
       <Progress position={position} />
-      <p className="text-muted">
+      {!plan.by_shard && (
+        <p className="rounded-md bg-raised px-3 py-2 text-muted">All ranks of <RunLink id={plan.job_id} /> read this dataset together, in one shared order: no shard belongs to a worker.</p>
+      )}
+      {plan.by_shard && <p className="text-muted">
         Plan {count(plan.version)} of <RunLink id={plan.job_id} />, epoch {count(plan.epoch)}: <span className="foreign text-ink">{plan.reason}</span>.{" "}
         {moved > 0 ? `${plural(moved, "shard")} reassigned to ${plural(receivers, "worker")}.` : "No shards reassigned."}
-      </p>
-      <Legend trained={position.isPlans} read={position.isPlans && plan.shards.some((shard) => shard.reported > shard.done)} />
-      <Rows rows={rows} job={plan.job_id} total={plan.total_samples} trained={position.isPlans} />
+      </p>}
+      <Legend byShard={plan.by_shard} trained={position.isPlans} read={position.isPlans && plan.shards.some((shard) => shard.reported > shard.done)} />
+      {plan.by_shard ? <Rows rows={rows} job={plan.job_id} total={plan.total_samples} trained={position.isPlans} /> : <Together rows={rows} total={plan.total_samples} trained={position.isPlans} />}
       {plan.shards.length < plan.shard_count && <p className="text-faint">Showing the first {count(plan.shards.length)} of {count(plan.shard_count)} shards.</p>}
     </div>
   );
@@ -65,13 +68,13 @@ function isExact(proof: Audit): boolean {
   return proof.lost === 0 && proof.repeated === 0;
 }
 
-function Legend(props: { trained: boolean; read: boolean }) {
+function Legend(props: { byShard: boolean; trained: boolean; read: boolean }) {
   return (
     <ul className="flex flex-wrap gap-x-5 gap-y-1 text-sm text-muted" aria-label="Legend">
-      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-edge opacity-45" />assigned</li>
+      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-edge opacity-45" />{props.byShard ? "assigned" : "not trained yet"}</li>
       {props.trained && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent" />trained</li>}
       {props.read && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs bg-accent opacity-45" />read since the last checkpoint</li>}
-      <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-edge/45" />reassigned in the latest plan</li>
+      {props.byShard && <li className="flex items-center gap-2"><span aria-hidden className="h-3 w-6 rounded-xs border-b-2 border-b-warn bg-edge/45" />reassigned in the latest plan</li>}
     </ul>
   );
 }
@@ -105,6 +108,13 @@ function Rows(props: { rows: readonly Row[]; job: string; total: number; trained
 
 function Reader(props: { id: string; job: string }) {
   return <Link to="/workers" search={{ worker: props.id }} title={props.id} className="foreign min-w-0 truncate text-accent hover:underline">{cut(shortName(props.id, props.job), NAME_LETTERS)}</Link>;
+}
+
+/** One bar for all: which parts of the dataset are trained, whoever read them. */
+function Together(props: { rows: readonly Row[]; total: number; trained: boolean }) {
+  const ranges = props.rows.flatMap((row) => row.ranges).map((range) => ({ ...range, moved: false })).sort((a, b) => a.start - b.start);
+  const [first] = props.rows;
+  return first ? <div aria-label="Trained samples" role="group" className="rounded-md border p-3"><Bar row={{ ...first, workerId: null, ranges }} total={props.total} trained={props.trained} /></div> : null;
 }
 
 /** Samples from left to right. Widths are per mille of the dataset; a shard is never thinner than can be seen. */

@@ -8,7 +8,7 @@ function shard(id: number, worker: string | null, change: Partial<Shard> = {}): 
 }
 
 function plan(shards: Shard[]): ShardPlan {
-  return { dataset_id: "d", job_id: "j", epoch: 0, version: 1, reason: "", samples_done: 0, total_samples: shards.length * 10, shard_count: shards.length, shards };
+  return { dataset_id: "d", job_id: "j", epoch: 0, version: 1, reason: "", samples_done: 0, total_samples: shards.length * 10, shard_count: shards.length, by_shard: true, shards };
 }
 
 describe("shard map", () => {

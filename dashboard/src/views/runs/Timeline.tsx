@@ -1,20 +1,25 @@
 /** The run timeline: workers as rows, time across, generations as full-height lines, checkpoints as ladders that fill tier by tier. */
 
+import { useQuery } from "@tanstack/react-query";
 import { useNavigate } from "@tanstack/react-router";
-import { useEffect, useLayoutEffect, useRef, useState, type PointerEvent } from "react";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState, type PointerEvent } from "react";
+import { createPortal } from "react-dom";
 
+import { get } from "../../api/client";
+import type { Checkpoint } from "../../api/types";
 import { useThemeVersion } from "../../components/colors";
 import { Status } from "../../components/Status";
 import { bytes, clock, count, duration, plural } from "../../format";
 import { hasSurvived, whoSurvived } from "../../state/runs";
-import { draw, GUTTER, hitAt, layoutOf, PHASE_COLORS, timeAt, type Hit, type TimelineData } from "./drawing";
+import { allSaves, draw, GUTTER, hitAt, layoutOf, PHASE_COLORS, tiersOf, timeAt, type Hit, type TimelineData } from "./drawing";
 
 export function Timeline(props: { data: TimelineData; from: number; to: number; onZoom: (from: number, to: number) => void; label: string }) {
-  const { data, from, to } = props;
+  const { from, to } = props;
+  const data = useAllSaves(props.data);
   const canvas = useRef<HTMLCanvasElement>(null);
   const host = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(0);
-  const [pointer, setPointer] = useState<{ x: number; y: number } | null>(null);
+  const [pointer, setPointer] = useState<{ x: number; y: number; pageX: number; pageY: number } | null>(null);
   const [dragFrom, setDragFrom] = useState<number | null>(null);
   const theme = useThemeVersion();
   const navigate = useNavigate();
@@ -48,7 +53,7 @@ export function Timeline(props: { data: TimelineData; from: number; to: number; 
   const hit: Hit = pointer ? hitAt(layout, data, pointer.x, pointer.y) : null;
   const place = (event: PointerEvent) => {
     const box = event.currentTarget.getBoundingClientRect();
-    return { x: event.clientX - box.left, y: event.clientY - box.top };
+    return { x: event.clientX - box.left, y: event.clientY - box.top, pageX: event.clientX, pageY: event.clientY };
   };
   const open = () => {
     if (!hit) return;
@@ -62,7 +67,7 @@ export function Timeline(props: { data: TimelineData; from: number; to: number; 
           ref={canvas}
           role="img"
           aria-label={props.label}
-          className={`block w-full touch-none ${hit?.kind === "save" || hit?.kind === "row" ? "cursor-pointer" : dragFrom === null ? "" : "cursor-ew-resize"}`}
+          className={`block w-full touch-pan-y ${hit?.kind === "save" || hit?.kind === "row" ? "cursor-pointer" : dragFrom === null ? "" : "cursor-ew-resize"}`}
           style={{ height: layout.height }}
           onPointerDown={(event) => {
             const { x } = place(event);
@@ -73,6 +78,7 @@ export function Timeline(props: { data: TimelineData; from: number; to: number; 
           }}
           onPointerMove={(event) => setPointer(place(event))}
           onPointerLeave={() => setPointer(null)}
+          onPointerCancel={() => { setPointer(null); setDragFrom(null); }}
           onPointerUp={(event) => {
             const { x } = place(event);
             const start = dragFrom;
@@ -84,18 +90,30 @@ export function Timeline(props: { data: TimelineData; from: number; to: number; 
         {dragFrom !== null && pointer && Math.abs(pointer.x - dragFrom) > 3 && (
           <div aria-hidden className="pointer-events-none absolute inset-y-0 bg-accent/15" style={{ left: Math.min(dragFrom, pointer.x), width: Math.abs(pointer.x - dragFrom) }} />
         )}
-        {hit && pointer && <Tip hit={hit} data={data} x={pointer.x} y={pointer.y} width={width} />}
+        {hit && pointer && createPortal(<Tip hit={hit} data={data} x={pointer.pageX} y={pointer.pageY} />, document.body)}
       </div>
     </div>
   );
 }
 
-function Tip({ hit, data, x, y, width }: { hit: NonNullable<Hit>; data: TimelineData; x: number; y: number; width: number }) {
+/** The state keeps the newest saves of all runs; what a run has saved before them is asked for. */
+function useAllSaves(data: TimelineData): TimelineData {
+  const { jobId, checkpoints } = data;
+  const { data: all } = useQuery({ queryKey: ["checkpoints"], queryFn: ({ signal }) => get<Checkpoint[]>("/checkpoints", {}, signal), staleTime: 60_000 });
+  return useMemo(() => {
+    const saves = allSaves(checkpoints, (all ?? []).filter((c) => c.job_id === jobId));
+    return saves.length === checkpoints.length ? data : { ...data, checkpoints: saves, tiers: tiersOf(saves) };
+  }, [data, checkpoints, all, jobId]);
+}
+
+/** In the window rather than in the timeline, which would cut it. */
+function Tip({ hit, data, x, y }: { hit: NonNullable<Hit>; data: TimelineData; x: number; y: number }) {
   const row = hit.kind === "row" ? data.rows.find((r) => r.workerId === hit.workerId) : undefined;
   const survived = row ? data.recoveries.filter((r) => hasSurvived(row, r)).length : 0;
-  const side = x > width - 320 ? { right: width - x + 14 } : { left: x + 14 };
+  const side = x > innerWidth - 340 ? { right: Math.max(8, innerWidth - x + 14) } : { left: x + 14 };
+  const height = y > innerHeight - 160 ? { bottom: innerHeight - y + 12 } : { top: y + 12 };
   return (
-    <div className="pointer-events-none absolute z-10 flex max-w-xs flex-col gap-0.5 rounded-md border bg-surface px-3 py-2 text-sm shadow-lg" style={{ ...side, top: y + 12 }}>
+    <div role="tooltip" className="pointer-events-none fixed z-50 flex max-w-[min(20rem,calc(100vw-1rem))] flex-col gap-0.5 rounded-md border bg-surface px-3 py-2 text-sm shadow-lg" style={{ ...side, ...height }}>
       {hit.kind === "save" && (
         <>
           <p className="flex items-center gap-3 font-medium">Step {count(hit.checkpoint.step)}<Status value={hit.checkpoint.status} /></p>

@@ -2,7 +2,7 @@ import { describe, expect, it } from "vitest";
 
 import { timeTicks } from "../../components/ticks";
 import { checkpoint, NOW, recovery } from "../../state/samples";
-import { hitAt, layoutOf, phasesOf, tiersOf, timeAt, xOf, type TimelineData } from "./drawing";
+import { allSaves, hitAt, layoutOf, phasesOf, tiersOf, timeAt, xOf, type TimelineData } from "./drawing";
 
 it("a recovery's phases fill its time in their order, and end when it was recorded", () => {
   const phases = phasesOf(recovery({ phases_s: { load: 0.5, detect: 1, unheard_of: 0.25 }, total_s: 1.75, at: NOW }));
@@ -46,10 +46,17 @@ it("shows everybody at once, also a thousand", () => {
 });
 
 it("time axes have round marks, as many as there is space for", () => {
-  expect(timeTicks(100, 220, 500)).toEqual([120, 150, 180, 210]);
+  expect(timeTicks(100, 220, 500)).toEqual([100, 120, 140, 160, 180, 200, 220]);
   for (const span of [3, 47, 600, 86_400, 9e6]) {
     const ticks = timeTicks(NOW, NOW + span, 700);
     expect(ticks.length).toBeGreaterThan(0);
-    expect(ticks.length).toBeLessThanOrEqual(7);
+    expect(ticks.length).toBeLessThanOrEqual(10);
   }
+});
+
+it("the timeline has all saves of its range: those the stream keeps, and those that were asked for; removed ones stay away", () => {
+  const save = (id: string, at: number) => checkpoint({ id, created_at: at });
+  const recent = [save("new", NOW), save("old", NOW - 100)];
+  expect(allSaves(recent, [save("old", NOW - 100), save("removed", NOW - 50), save("older", NOW - 900)]).map((c) => c.id)).toEqual(["new", "old", "older"]);
+  expect(allSaves([], [save("only", NOW)]).map((c) => c.id)).toEqual(["only"]);
 });

@@ -56,6 +56,14 @@ export function tiersOf(checkpoints: readonly Checkpoint[]): string[] {
   return [...found].sort((a, b) => place(a) - place(b) || a.localeCompare(b));
 }
 
+/** What the stream knows is newer than what was asked for; what it does not reach back to is added. Newest first. */
+export function allSaves(recent: readonly Checkpoint[], asked: readonly Checkpoint[]): Checkpoint[] {
+  const known = new Set(recent.map((c) => c.id));
+  const oldest = recent.at(-1)?.created_at ?? Number.POSITIVE_INFINITY;
+  // One that the stream once had and has no longer was removed.
+  return [...recent, ...asked.filter((c) => !known.has(c.id) && c.created_at <= oldest)];
+}
+
 export function layoutOf(width: number, rows: number, from: number, to: number): Layout {
   const rowHeight = rows <= 12 ? 26 : rows <= 27 ? 16 : ROWS_MOST / rows;
   const rowsTop = TOP + SAVES + RECOVERIES;

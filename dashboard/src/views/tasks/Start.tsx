@@ -1,6 +1,7 @@
 /** Start a task: which recipe, on which data, with how many workers, and the recipe's own settings. */
 
 import { useMutation, useQuery } from "@tanstack/react-query";
+import { WifiOff } from "lucide-react";
 import { useMemo, useState } from "react";
 
 import { get, post } from "../../api/client";
@@ -9,15 +10,18 @@ import type { Recipe } from "../../api/types";
 import { Button, Field, Input, Select } from "../../components/controls";
 import { Dialog } from "../../components/Dialog";
 import { Empty, ErrorNote, Loading } from "../../components/states";
-import { useStore } from "../../state/store";
+import { useStale, useStore } from "../../state/store";
 import { configOf, fieldsOf, initially, type Typed } from "./schema";
 import { SchemaForm } from "./SchemaForm";
 
 export function Start(props: { open: boolean; onClose: () => void; onStarted: (taskId: string) => void }) {
   const recipes = useQuery({ queryKey: ["recipes"], queryFn: ({ signal }) => get<Recipe[]>("/recipes", {}, signal), enabled: props.open, staleTime: 30_000 });
+  const away = useStale();
   return (
     <Dialog open={props.open} onClose={props.onClose} wide title="Start task" description="Runs a recipe with torchrun.">
-      {recipes.isPending ? (
+      {away && !recipes.data ? (
+        <Empty icon={WifiOff} title="Not connected">The coordinator does not answer, so there is nothing to choose from. This page tries again by itself.</Empty>
+      ) : recipes.isPending ? (
         <Loading rows={6} />
       ) : recipes.isError ? (
         <ErrorNote error={recipes.error} onRetry={() => void recipes.refetch()} />

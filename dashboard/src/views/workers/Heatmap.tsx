@@ -1,28 +1,29 @@
 /** Every worker at once, as one cell each. Smooth at a thousand: a cell draws again only when it looks different. */
 
+import { TriangleAlert } from "lucide-react";
 import { memo, useRef, useState, type CSSProperties, type KeyboardEvent } from "react";
 
-import type { Worker } from "../../api/types";
 import { lookOf, TONE_SOFT, TONE_TEXT } from "../../components/Status";
-import { percent } from "../../format";
+import { duration, percent } from "../../format";
 import { rankOf, shortName } from "../../state/runs";
 import { loadOf } from "./load";
+import { PACES, type Pace, type PaceClass } from "./pace";
 
-export type HeatmapColor = "status" | "load";
+export type HeatmapColor = "pace" | "status" | "load";
 
 const SIZES = [
-  { upTo: 24, cell: "h-[74px]", min: 190, gap: 8, detail: "tile" },
+  { upTo: 24, cell: "h-[74px]", min: 228, gap: 8, detail: "tile" },
   { upTo: 240, cell: "h-10", min: 40, gap: 4, detail: "glyph" },
   { upTo: Number.POSITIVE_INFINITY, cell: "h-[22px]", min: 22, gap: 3, detail: "glyph" },
 ] as const;
 
 type Detail = (typeof SIZES)[number]["detail"];
 
-export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor; selected: string | undefined; onOpen: (id: string) => void; small?: boolean }) {
-  const { workers } = props;
+export function Heatmap(props: { paces: readonly Pace[]; color: HeatmapColor; selected: string | undefined; onOpen: (id: string) => void; small?: boolean; label?: string }) {
+  const { paces } = props;
   const host = useRef<HTMLDivElement>(null);
   const [focused, setFocused] = useState(0);
-  const size = SIZES.find((s) => workers.length <= s.upTo && !(props.small && s.detail === "tile")) ?? SIZES[2];
+  const size = SIZES.find((s) => paces.length <= s.upTo && !(props.small && s.detail === "tile")) ?? SIZES[2];
   const open = useRef(props.onOpen);
   open.current = props.onOpen;
 
@@ -43,7 +44,7 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
     <div
       ref={host}
       role="group"
-      aria-label={`${workers.length} workers; arrow keys move, Enter opens`}
+      aria-label={`${props.label ?? ""}${paces.length} workers; arrow keys move, Enter opens`}
       onKeyDown={onKeyDown}
       onClick={(event) => {
         const cell = (event.target as HTMLElement).closest<HTMLElement>("[data-id]");
@@ -52,7 +53,8 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
       className="grid content-start"
       style={{ gridTemplateColumns: `repeat(auto-fill, minmax(${size.min}px, ${size.detail === "tile" ? "1fr" : `${size.min}px`}))`, gap: size.gap }}
     >
-      {workers.map((worker, i) => {
+      {paces.map((pace, i) => {
+        const { worker } = pace;
         const load = loadOf(worker);
         return (
           <Cell
@@ -62,18 +64,28 @@ export function Heatmap(props: { workers: readonly Worker[]; color: HeatmapColor
             status={worker.status}
             load={load.percent === null || worker.status === "failed" ? -1 : Math.round(load.percent / 5) * 5}
             of={load.of}
+            pace={pace.class}
+            ratio={pace.ratio === null ? -1 : Math.round(pace.ratio * 20) / 20}
+            own={size.detail === "tile" ? duration(pace.ownS === null ? null : round(pace.ownS)) : ""}
+            wait={size.detail === "tile" && pace.waitS !== null ? duration(round(pace.waitS)) : ""}
+            slow={worker.slow}
             step={size.detail === "tile" ? worker.current_step : 0}
             rank={size.detail === "tile" ? rankOf(worker) : null}
             color={props.color}
             detail={size.detail}
             height={size.cell}
             selected={worker.id === props.selected}
-            stop={i === Math.min(focused, workers.length - 1)}
+            stop={i === Math.min(focused, paces.length - 1)}
           />
         );
       })}
     </div>
   );
+}
+
+/** Two figures: a cell is drawn again only when it looks different. */
+function round(seconds: number): number {
+  return Number(seconds.toPrecision(2));
 }
 
 interface CellProps {
@@ -83,6 +95,12 @@ interface CellProps {
   /** Percent; -1 when it is not known. */
   load: number;
   of: "GPU" | "CPU";
+  pace: PaceClass;
+  /** Over the median; -1 when there is none. */
+  ratio: number;
+  own: string;
+  wait: string;
+  slow: boolean;
   step: number;
   rank: number | null;
   color: HeatmapColor;
@@ -97,7 +115,9 @@ const Cell = memo(function Cell(props: CellProps) {
   const look = lookOf(status);
   const Icon = look.icon;
   const known = load >= 0;
-  const label = `${id}: ${look.label}${known ? `, ${of} ${percent(load)}` : ""}`;
+  const pace = PACES.find(([name]) => name === props.pace);
+  const timed = props.ratio >= 0 ? `, ${props.ratio.toFixed(2)}× the median step` : "";
+  const label = `${id}: ${look.label}${props.slow ? ", slow" : ""}${timed}${known ? `, ${of} ${percent(load)}` : ""}`;
   const byLoad = props.color === "load";
   const common = {
     type: "button" as const,
@@ -118,10 +138,18 @@ const Cell = memo(function Cell(props: CellProps) {
           <span className={TONE_TEXT[look.tone]}>{look.label}</span>
           <span className="truncate text-muted">step {props.step.toLocaleString("en-US")}</span>
         </span>
+        {props.color === "pace" ? (
+          <span className="flex items-center gap-2 text-xs text-muted">
+            <span aria-hidden className={`size-2 shrink-0 rounded-full ${pace?.[2] ?? ""}`} />
+            <span className="min-w-0 flex-1 truncate">{props.own === "–" ? "no step time" : `${props.own} own${props.wait ? `, ${props.wait} wait` : ""}`}</span>
+            {props.ratio >= 0 && <span className="shrink-0 text-ink">{props.ratio.toFixed(2)}×</span>}
+          </span>
+        ) : (
         <span className="flex items-center gap-2 text-xs text-muted">
           <span className="h-1 flex-1 overflow-hidden rounded-full bg-hover"><span className="block h-full rounded-full bg-accent" style={{ width: `${Math.max(0, load)}%` }} /></span>
           <span className="w-16 text-right">{known ? `${of} ${percent(load)}` : "no data"}</span>
         </span>
+        )}
       </button>
     );
   }
@@ -130,6 +158,9 @@ const Cell = memo(function Cell(props: CellProps) {
     // The hotter, the fuller: from the page's ground to the accent.
     const style: CSSProperties = { background: `color-mix(in oklab, var(--color-accent) ${load}%, var(--color-hover))`, color: load > 55 ? "var(--color-on-accent)" : "var(--color-ink)" };
     return <button {...common} aria-label={label} style={style} className={`grid place-items-center rounded-[4px] text-xs hover:brightness-110 ${props.height} ${ring}`}>{props.height === "h-10" ? Math.round(load) : glyph}</button>;
+  }
+  if (props.color === "pace" && props.pace !== "failed" && props.pace !== "other") {
+    return <button {...common} aria-label={label} className={`grid place-items-center rounded-[4px] text-xs hover:brightness-110 ${pace?.[2] ?? ""} ${props.height} ${ring}`}>{props.pace === "slowest" || props.slow ? <TriangleAlert aria-hidden className="size-3 text-surface" strokeWidth={2.5} /> : null}</button>;
   }
   const tone = look.tone === "good" ? "bg-good/80" : TONE_SOFT[look.tone];
   return <button {...common} aria-label={label} className={`grid place-items-center rounded-[4px] hover:brightness-110 ${tone} ${props.height} ${ring} ${look.tone === "bad" ? "shadow-[inset_0_0_0_1.5px_var(--color-bad)]" : ""}`}>{glyph}</button>;
@@ -155,6 +186,11 @@ export function Legend(props: { color: HeatmapColor; counts: ReadonlyMap<string,
           </button>
         );
       })}
+      {props.color === "pace" && (
+        <span className="ml-3 inline-flex flex-wrap items-center gap-x-3 text-sm text-muted">
+          {PACES.slice(0, 4).map(([name, label, tone]) => <span key={name} className="inline-flex items-center gap-1.5"><span aria-hidden className={`size-2.5 rounded-sm ${tone}`} />{label}</span>)}
+        </span>
+      )}
       {props.color === "load" && (
         <span className="ml-3 inline-flex items-center gap-2 text-sm text-muted">
           0 %<span aria-hidden className="h-2 w-24 rounded-full" style={{ background: "linear-gradient(90deg, var(--color-hover), var(--color-accent))" }} />100 %

@@ -1,18 +1,22 @@
 /** Everything about one worker: is it alive, what is it doing, what does it use, what did it say last. */
 
+import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import type { ReactNode } from "react";
 
-import type { Worker } from "../../api/types";
+import { get } from "../../api/client";
+import type { History, Worker } from "../../api/types";
+import { Chart } from "../../components/Chart";
 import { Facts, Meter } from "../../components/Card";
 import { Drawer } from "../../components/Dialog";
 import { LastLines } from "../../components/LastLines";
 import { Empty } from "../../components/states";
 import { Status } from "../../components/Status";
 import { Ago, RunLink, Time } from "../../components/values";
-import { bytes, count, number, percent } from "../../format";
+import { bytes, count, duration, number, percent } from "../../format";
 import { rankOf } from "../../state/runs";
-import { useStore } from "../../state/store";
+import { useServerNow, useStore } from "../../state/store";
+import { ownTime } from "./pace";
 
 /** Metrics that only mean something added up over a run: its goodput shows them. */
 const BOOKKEEPING = /_total_s$|_began_s$|_started_s$|^total_steps$/;
@@ -29,6 +33,7 @@ export function WorkerDrawer(props: { id: string | undefined; onClose: () => voi
 function Details({ worker }: { worker: Worker }) {
   const measured = Object.entries(worker.metrics).filter(([name, value]) => value !== null && !BOOKKEEPING.test(name)).sort(([a], [b]) => a.localeCompare(b));
   const metadata = Object.entries(worker.metadata);
+  const { ownS, waitS } = ownTime(worker);
   const task = worker.current_task || worker.metadata["task_id"];
   return (
     <div className="flex flex-col gap-6">
@@ -41,8 +46,10 @@ function Details({ worker }: { worker: Worker }) {
             ["Rank", worker.rank === null ? "none" : count(rankOf(worker))],
             ["Step", count(worker.current_step)],
             ["Epoch", count(worker.current_epoch)],
-            ["Task", task ? <Link key="t" to="/tasks" search={{ task }} className="text-accent hover:underline">{task}</Link> : "none"],
-            ["Shards", <Link key="s" to="/data" search={{ worker: worker.id }} className="text-accent hover:underline">{count(worker.assigned_shards)}</Link>],
+            ["Task", task ? <Link key="t" to="/runs/$job" params={{ job: worker.job_id }} search={{ task }} className="text-accent hover:underline">{task}</Link> : "none"],
+            ["Shards", worker.assigned_shards === 0 ? "none" : <Link key="s" to="/data" search={{ worker: worker.id }} className="text-accent hover:underline">{count(worker.assigned_shards)}</Link>],
+            ["Own time of a step", duration(ownS)],
+            ["Waiting for others", duration(waitS)],
             ["Last heartbeat", <Ago key="h" at={worker.last_heartbeat} />],
             ["Session", worker.connected ? "open" : "closed"],
             ["Joined", <Time key="j" at={worker.joined_at} />],
@@ -53,6 +60,7 @@ function Details({ worker }: { worker: Worker }) {
         />
       </Section>
       <Section title="Resources"><ResourceList worker={worker} /></Section>
+      <Section title="Last hour"><WorkerHistory worker={worker} /></Section>
       {measured.length > 0 && <Section title="Training metrics"><Facts columns={2} items={measured.map(([name, value]) => [name, number(value, 5)] as const)} /></Section>}
       {metadata.length > 0 && <Section title="Labels"><Facts columns={2} items={metadata} /></Section>}
       <Section title="Latest log lines" action={<Link to="/logs" search={{ worker: worker.id }} className="text-sm font-medium text-accent hover:underline">Follow</Link>}><LastLines of={{ worker_id: worker.id }} /></Section>
@@ -67,6 +75,43 @@ function Section(props: { title: string; action?: ReactNode; children: ReactNode
       {props.children}
     </section>
   );
+}
+
+const HISTORY_S = 3_600;
+const AGAIN_MS = 15_000;
+
+/** What it used, as the coordinator remembers it: GPUs where it has any, and its steps beside its waiting. */
+function WorkerHistory({ worker }: { worker: Worker }) {
+  const now = useServerNow();
+  const { data } = useQuery({
+    queryKey: ["history", "worker", worker.id],
+    queryFn: ({ signal }) => get<History>("/metrics/history", { worker_id: worker.id, job_id: worker.job_id }, signal),
+    refetchInterval: AGAIN_MS,
+    retry: false,
+  });
+  const of = (name: string) => data?.series[name]?.values ?? [];
+  const times = of("cpu").map((_, i) => (data?.start ?? 0) + i * (data?.step ?? 1));
+  const first = times.find((_, i) => of("cpu")[i] !== null) ?? now - 60;
+  const range = [Math.max(now - HISTORY_S, Math.min(first, now - 60)), now] as const;
+  const hasGpu = of("gpu_utilization").some((v) => v !== null);
+  const share = { sync: "worker", range, times, height: 90 } as const;
+  return (
+    <div className="flex flex-col gap-3">
+      {hasGpu ? (
+        <>
+          <Chart {...share} label="GPU utilization over the last hour" lines={[{ label: "GPU", color: "accent", values: of("gpu_utilization"), fill: true }]} unit="%" format={(v) => percent(v).replace(" %", "")} />
+          <Chart {...share} label="GPU memory over the last hour" lines={[{ label: "GPU memory", color: "busy", values: of("gpu_memory"), fill: true }]} format={(v) => bytes(v)} />
+        </>
+      ) : (
+        <Chart {...share} label="Processor load over the last hour" lines={[{ label: "CPU", color: "accent", values: of("cpu"), fill: true }]} unit="%" format={(v) => percent(v).replace(" %", "")} />
+      )}
+      <Chart {...share} label="Step time over the last hour" lines={[{ label: "step", color: "good", values: of("step_time").map(inMs) }, { label: "waiting", color: "idle", values: of("sync_wait").map(inMs) }]} unit="ms" format={(v) => number(v)} />
+    </div>
+  );
+}
+
+function inMs(seconds: number | null): number | null {
+  return seconds === null ? null : seconds * 1000;
 }
 
 function ResourceList({ worker }: { worker: Worker }) {

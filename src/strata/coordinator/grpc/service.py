@@ -39,6 +39,7 @@ from strata.core.messages import (
     Reconciled,
     RegisterDataset,
     Registered,
+    ShardsRequested,
     Swapped,
     SwapValue,
     Unknown,
@@ -227,6 +228,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         )
         spec = cluster.datasets.get_for(member.spec.job_id, dataset_id)
         key = (member.spec.job_id, dataset_id, int(request.epoch))
+        if key[:2] not in cluster.datasets.read_by_shard:
+            self.engine.observe(ShardsRequested(job_id=key[0], dataset_id=dataset_id))
         if key not in cluster.datasets.plans:
             await self.engine.submit(
                 PlanEpoch(

@@ -21,8 +21,13 @@ import strata
 BUILT = Path(strata.__file__).resolve().parent / "dashboard"
 """Where `scripts/build_dashboard.py` puts the application; part of the wheel, absent from a fresh checkout."""
 
-VIEWS = ("runs", "workers", "data", "checkpoints", "barriers", "tasks", "logs", "settings", "sign-in")
+VIEWS = (
+    *("runs", "incidents", "workers", "data", "checkpoints", "barriers", "tasks", "logs", "coordinator"),
+    *("settings", "sign-in"),
+)
 """First parts of the paths that are views of the application, beside `/` itself."""
+NO_VIEWS = ("api", "docs", "openapi.json", "metrics", "assets")
+"""What is asked for under these is never a view, also by a browser."""
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
@@ -97,7 +102,11 @@ class Dashboard:
         file = None
         if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
             file = self.find(scope["path"])
-        if file is None:
+        if file is None and self._index is not None and _is_lost(scope):
+            answer = self._index.answer(Request(scope))
+            answer.status_code = 404  # The application says that there is no such page, and shows the way.
+            await answer(scope, receive, send)
+        elif file is None:
             await self._api(scope, receive, send)
         else:
             await file.answer(Request(scope))(scope, receive, send)
@@ -135,3 +144,12 @@ def _media_type(path: Path) -> str:
 
 def _page(text: str) -> File:
     return File(body=text.encode(), media_type="text/html", cache=_ALWAYS_ASK, etag='"not-built"')
+
+
+def _is_lost(scope: Scope) -> bool:
+    """Whether a person has opened an address that there is no page for."""
+    if scope["type"] != "http" or scope["method"] != "GET":
+        return False
+    accepts = next((value for name, value in scope["headers"] if name == b"accept"), b"")
+    first = scope["path"].partition("/")[2].partition("/")[0]
+    return b"text/html" in accepts and first not in NO_VIEWS

@@ -1,4 +1,5 @@
-"""What metrics were lately: the last hour by the second, the last day by the minute, in memory of fixed size.
+"""What metrics were lately: the last hour by the second, the last day by the minute, in memory of fixed size. Of each worker,
+the last hour by the quarter of a minute.
 
 A second nothing was measured in is a gap, not a zero; a minute is the mean of its seconds. Nothing is kept over a
 restart.
@@ -7,7 +8,7 @@ restart.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,9 @@ import numpy.typing as npt
 SECONDS = 3_600
 MINUTES = 1_440
 JOBS_KEPT = 32
+WORKERS_KEPT = 2_000
+WORKER_STEP_S = 15
+WORKER_POINTS = 240
 
 FLEET_SERIES: dict[str, str] = {
     "active_workers": "workers",
@@ -45,6 +49,15 @@ JOB_SERIES: dict[str, str] = {
 }
 """Of each job, with their units."""
 
+WORKER_SERIES: dict[str, str] = {
+    "gpu_utilization": "%",
+    "gpu_memory": "bytes",
+    "cpu": "%",
+    "step_time": "s",
+    "sync_wait": "s",
+}
+"""Of each worker, with their units: the last hour, one value every fifteen seconds."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -60,7 +73,7 @@ class HistoryView:
     start: float
     """Unix seconds of the first value."""
     step: int
-    """Seconds from one value to the next: 1 for the last hour, 60 for the last day."""
+    """Seconds from one value to the next: 1 for the last hour, 60 for the last day; 15 of a worker."""
     job_id: str | None
     series: dict[str, SeriesView]
 
@@ -95,6 +108,29 @@ class _Ring:
         return found
 
 
+class WorkerTrack:
+    """What one worker used: coarse, for there may be thousands."""
+
+    def __init__(self) -> None:
+        self._ring = _Ring(len(WORKER_SERIES), WORKER_POINTS)
+        self.touched_s = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        return int(now_s) // WORKER_STEP_S != self._ring.last
+
+    def put(self, now_s: float, values: Mapping[str, float | None]) -> None:
+        self.touched_s = now_s
+        self._ring.put(
+            int(now_s) // WORKER_STEP_S, np.array([_number(values.get(name)) for name in WORKER_SERIES])
+        )
+
+    def view(self, names: Sequence[str], *, now_s: float, since_s: float, job_id: str | None) -> HistoryView:
+        last = int(now_s) // WORKER_STEP_S
+        first = min(last, max(int(since_s) // WORKER_STEP_S, last - WORKER_POINTS + 1))
+        found = self._ring.between(first, last)
+        return _view(names, WORKER_SERIES, found, start=first, step=WORKER_STEP_S, job_id=job_id)
+
+
 class Track:
     """The history of a fixed set of series."""
 
@@ -120,26 +156,38 @@ class Track:
         ring, length = (self._seconds, SECONDS) if step == 1 else (self._minutes, MINUTES)
         last = int(now_s) // step
         first = min(last, max(int(since_s) // step, last - length + 1))
-        found = ring.between(first, last)
-        order = list(self.units)
-        return HistoryView(
-            start=float(first * step),
-            step=step,
-            job_id=job_id,
-            series={
-                name: SeriesView(
-                    unit=self.units[name],
-                    values=[None if math.isnan(v) else v for v in found[order.index(name)].tolist()],
-                )
-                for name in names
-            },
-        )
+        return _view(names, self.units, ring.between(first, last), start=first, step=step, job_id=job_id)
+
+
+def _view(
+    names: Sequence[str],
+    units: Mapping[str, str],
+    found: Floats,
+    *,
+    start: int,
+    step: int,
+    job_id: str | None,
+) -> HistoryView:
+    order = list(units)
+    return HistoryView(
+        start=float(start * step),
+        step=step,
+        job_id=job_id,
+        series={
+            name: SeriesView(
+                unit=units[name],
+                values=[None if math.isnan(v) else v for v in found[order.index(name)].tolist()],
+            )
+            for name in names
+        },
+    )
 
 
 class History:
     def __init__(self) -> None:
         self.fleet = Track(FLEET_SERIES)
         self.jobs: dict[str, Track] = {}
+        self.workers: dict[str, WorkerTrack] = {}
 
     def put(
         self,
@@ -155,6 +203,18 @@ class History:
                     del self.jobs[min(self.jobs, key=lambda name: self.jobs[name].touched_s)]
                 track = self.jobs[job] = Track(JOB_SERIES)
             track.put(now_s, values)
+
+    def put_worker(
+        self, now_s: float, worker_id: str, values: Callable[[], Mapping[str, float | None]]
+    ) -> None:
+        """`values` are asked for only when they are wanted."""
+        track = self.workers.get(worker_id)
+        if track is None:
+            if len(self.workers) >= WORKERS_KEPT:
+                del self.workers[min(self.workers, key=lambda name: self.workers[name].touched_s)]
+            track = self.workers[worker_id] = WorkerTrack()
+        if track.is_due(now_s):
+            track.put(now_s, values())
 
 
 def _number(value: float | None) -> float:

@@ -2,7 +2,7 @@
 
 From heartbeats come a job's metrics (loss, speed, step times), where its time went, and which of its ranks the others
 wait for; a failure that was recorded becomes a line in the log. From the coordinator itself come its own metrics. All of it is soft: read from state that is there anyway,
-kept in memory of fixed size; only goodput is written down, so that a restart does not forget it. Looking takes no more
+kept in memory of fixed size; only goodput and what each job reported last are written down, so that a restart does not forget them. Looking takes no more
 than a small part of the time, however large the fleet.
 """
 
@@ -15,8 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from strata.coordinator.engine import Engine, Unavailable
 from strata.coordinator.logs.store import LogStore
@@ -44,6 +47,8 @@ REST = 30
 """How many times as long as looking at all workers took must pass until it is done again; the same for writing."""
 KEEP_EVERY_S = 2.0
 GOODPUT_NOTE = "goodput"
+LAST_NOTE = "last_reported"
+JOBS_KEPT = 200
 MAKING_STEPS = ("training", "checkpointing")
 DISK_FREE, DISK_TOTAL = "checkpoint_disk_free_bytes", "checkpoint_disk_total_bytes"
 """Under which names workers report the disk of their checkpoints."""
@@ -85,6 +90,7 @@ class Watch:
         self.history = History()
         self.goodput = Goodput()
         self.jobs: dict[JobId, JobMetrics] = {}
+        self._last: dict[JobId, views.JobView] = {}
         self.loop_lag_s = 0.0
         self._engine = engine
         self._metrics = metrics
@@ -109,12 +115,14 @@ class Watch:
         if now_mono_s >= self._next_keep_mono_s and self._logs.archive is not None:
             started_mono_s = time.monotonic()
             self._logs.archive.keep_note(GOODPUT_NOTE, self.goodput.dump())
+            self._logs.archive.keep_note(LAST_NOTE, msgspec.json.encode(list(self._last.values())))
             duration_s = time.monotonic() - started_mono_s
             self._next_keep_mono_s = now_mono_s + max(KEEP_EVERY_S, REST * duration_s)
 
     # --- jobs -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
+        now_s = time.time()
         membership = self._engine.cluster.membership
         by_job: dict[JobId, list[tuple[WorkerId, Report]]] = {}
         for member in membership.members.values():
@@ -124,6 +132,7 @@ class Watch:
                 by_job.setdefault(member.spec.job_id, []).append((worker_id, report))
                 spec = member.spec
                 self.goodput.take(spec.job_id, worker_id, report.metrics, gpus=spec.gpu_count)
+                self.history.put_worker(now_s, worker_id, partial(_used, report))
         self._stragglers.keep_only(by_job)
         changes = [
             change
@@ -134,6 +143,26 @@ class Watch:
         for change in changes:
             self._publish_change(change)
         self.jobs = {job: self._job_metrics(reports) for job, reports in by_job.items()}
+        for job, metrics in self.jobs.items():
+            self._remember(job, metrics, now_s)
+
+    def last_reported(self) -> list[views.JobView]:
+        """Of every job that is remembered, the one that reported last at the end."""
+        return [replace(known, goodput=self.goodput.view(job).goodput) for job, known in self._last.items()]
+
+    def _remember(self, job: JobId, metrics: JobMetrics, now_s: float) -> None:
+        known = self._last.pop(job, None)
+        if metrics.step == 0 and known is not None:
+            metrics = replace(metrics, step=known.step)  # A process that has just started says 0.
+        measured = {
+            name: value
+            for name in ("loss", "tokens_per_second", "samples_per_second", "step_time_s")
+            if (value := getattr(metrics, name)) is not None
+        }
+        before = known or views.JobView(id=job, at=now_s, step=0)
+        self._last[job] = replace(before, at=now_s, step=metrics.step, **measured)
+        if len(self._last) > JOBS_KEPT:
+            del self._last[next(iter(self._last))]
 
     def _job_metrics(self, reports: list[tuple[WorkerId, Report]]) -> JobMetrics:
         metrics = [report.metrics for _, report in reports]
@@ -228,6 +257,14 @@ class Watch:
                 self.goodput.load(body)
             except ValueError as error:
                 log.warning("the goodput of earlier jobs is lost: %s", error)
+        body = self._logs.archive.note(LAST_NOTE) if self._logs.archive is not None else None
+        if body is not None:
+            try:
+                known = msgspec.json.decode(body, type=list[views.JobView])
+            except msgspec.DecodeError as error:
+                log.warning("what earlier jobs reported last is lost: %s", error)
+            else:
+                self._last = {JobId(each.id): each for each in known}
 
 
 def _paces(reports: Iterable[tuple[WorkerId, Report]]) -> list[Pace]:
@@ -241,6 +278,18 @@ def _paces(reports: Iterable[tuple[WorkerId, Report]]) -> list[Pace]:
         for worker_id, report in reports
         if report.state in MAKING_STEPS and {"step_time_s", "sync_wait_s"} <= report.metrics.keys()
     ]
+
+
+def _used(report: Report) -> dict[str, float | None]:
+    used = report.resources
+    gpus = used.gpus if used is not None else []
+    return {
+        "gpu_utilization": statistics.fmean(g.utilization_percent for g in gpus) if gpus else None,
+        "gpu_memory": float(sum(g.memory_used_bytes for g in gpus)) if gpus else None,
+        "cpu": used.cpu_percent if used is not None else None,
+        "step_time": report.metrics.get("step_time_s"),
+        "sync_wait": report.metrics.get("sync_wait_s"),
+    }
 
 
 def _values(metrics: Iterable[Mapping[str, float]], name: str) -> list[float]:

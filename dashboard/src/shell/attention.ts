@@ -1,0 +1,115 @@
+/** What a tab that nobody looks at says: its title names the run and its state, its icon shows trouble, and who wants it is notified. */
+
+import { useEffect, useRef, useSyncExternalStore } from "react";
+
+import type { Incident, Task } from "../api/types";
+import { useDismissed } from "../dismissed";
+import { assess, type Level } from "../state/health";
+import { kindOf, undismissed } from "../state/incidents";
+import { runsOf, type Run } from "../state/runs";
+import { useServerNow, useStore, useStory } from "../state/store";
+import { VIEWS } from "./views";
+
+export interface Sign {
+  title: string;
+  icon: "/favicon.svg" | "/favicon-warn.svg" | "/favicon-bad.svg";
+}
+
+/** Pure: the sign of a page, from where it is and how things are. */
+export function signOf(path: string, runs: readonly Run[], level: Level, incidents: readonly Incident[]): Sign {
+  const grave = incidents.filter((each) => each.subject !== "slow_rank").length;
+  const icon = level === "bad" || grave > 0 ? "/favicon-bad.svg" : level === "warn" || incidents.length > 0 ? "/favicon-warn.svg" : "/favicon.svg";
+  const mark = incidents.length > 0 ? `(${incidents.length}) ` : level === "bad" ? "(!) " : "";
+  return { title: `${mark}${nameOf(path, runs)}`, icon };
+}
+
+function nameOf(path: string, runs: readonly Run[]): string {
+  const id = /^\/runs\/(.+)$/.exec(path)?.[1];
+  const live = runs.filter((run) => run.alive > 0);
+  const run = id !== undefined ? runs.find((each) => each.id === decodeURIComponent(id)) : path === "/" && live.length === 1 ? live[0] : undefined;
+  if (run) return `${run.name}: ${run.status} · Strata`;
+  const view = VIEWS.find((each) => each.to !== "/" && path.startsWith(each.to));
+  return view ? `${view.label} · Strata` : path === "/" ? "Strata" : "Page not found · Strata";
+}
+
+export function useAttention(path: string): void {
+  const state = useStory();
+  const now = useServerNow();
+  const dismissed = useDismissed();
+  const pending = undismissed(state.incidents, dismissed, now);
+  const { title, icon } = signOf(path, runsOf(state), assess(state, now).level, pending);
+  useEffect(() => {
+    document.title = title;
+  }, [title]);
+  useEffect(() => {
+    document.querySelector<HTMLLinkElement>('link[rel="icon"]')?.setAttribute("href", icon);
+  }, [icon]);
+  useNotifications();
+}
+
+// --- notifications ------------------------------------------------------------------------------------------------
+
+export interface News {
+  tag: string;
+  title: string;
+  body: string;
+}
+
+/** What is worth a notification: failures that were not known before, and tasks that have ended without being completed. Pure. */
+export function newsOf(before: { incidents: readonly Incident[]; tasks: readonly Task[] }, after: { incidents: readonly Incident[]; tasks: readonly Task[] }): News[] {
+  const known = new Set(before.incidents.map((each) => each.id));
+  const was = new Map(before.tasks.map((task) => [task.id, task.status]));
+  const failures = after.incidents.filter((each) => !known.has(each.id) && each.subject === "run");
+  const ended = after.tasks.filter((task) => (task.status === "failed" || task.status === "stopped") && ["running", "pending"].includes(was.get(task.id) ?? ""));
+  return [
+    ...failures.map((each) => ({ tag: `incident-${each.id}`, title: `${each.run}: ${kindOf(each)}`, body: each.text })),
+    ...ended.map((task) => ({ tag: `task-${task.id}`, title: `${task.name} ${task.status}`, body: task.exit_cause?.message ?? task.reason })),
+  ];
+}
+
+const KEY = "strata.notify";
+const listeners = new Set<() => void>();
+
+function wanted(): boolean {
+  try {
+    return localStorage.getItem(KEY) === "1" && Notification.permission === "granted";
+  } catch {
+    return false;
+  }
+}
+
+/** Whether this browser notifies; "denied" where it may not, "missing" where it cannot. */
+export function useNotifying(): "on" | "off" | "denied" | "missing" {
+  return useSyncExternalStore(
+    (listener) => {
+      listeners.add(listener);
+      return () => listeners.delete(listener);
+    },
+    () => (typeof Notification === "undefined" ? "missing" : Notification.permission === "denied" ? "denied" : wanted() ? "on" : "off"),
+  );
+}
+
+/** Asks the browser where it must be asked. */
+export async function setNotifying(on: boolean): Promise<void> {
+  if (on && Notification.permission !== "granted") await Notification.requestPermission();
+  try {
+    localStorage.setItem(KEY, on && Notification.permission === "granted" ? "1" : "0");
+  } catch {
+    // A browser that keeps nothing asks again.
+  }
+  for (const listener of listeners) listener();
+}
+
+function useNotifications(): void {
+  const incidents = useStore((s) => s.incidents);
+  const tasks = useStore((s) => s.tasks);
+  const ready = useStore((s) => s.coordinator !== null && s.connection.phase !== "connecting");
+  const before = useRef<{ incidents: readonly Incident[]; tasks: readonly Task[] } | null>(null);
+  useEffect(() => {
+    const last = before.current;
+    before.current = ready ? { incidents, tasks } : null;
+    // What was there when the page was opened is no news.
+    if (last === null || !ready || !wanted()) return;
+    for (const { tag, title, body } of newsOf(last, { incidents, tasks })) new Notification(title, { body, tag, icon: "/favicon-bad.svg" });
+  }, [incidents, tasks, ready]);
+}

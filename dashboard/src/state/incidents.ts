@@ -1,0 +1,95 @@
+/** Incidents as people read them: which still ask for attention, in which words. Pure. */
+
+import type { Incident } from "../api/types";
+import type { Tone } from "../components/Status";
+import { age, count, duration, plural } from "../format";
+
+/** A card stays at least so long, whatever the run has done meanwhile; after it, one that is over and was slow only, goes by itself. */
+export const STAYS_S = 600;
+/** Whoever opens a page sees what happened within a day. */
+const RECENT_S = 86_400;
+
+export const CLASSES: Record<Incident["failure_class"], string> = {
+  user_error: "Error in the script", oom: "Out of memory", gpu: "GPU fault", network: "Network", storage: "Storage", preemption: "Preempted", hang: "Hang",
+  node_lost: "Machine lost", unknown: "Cause unknown",
+};
+
+const SUBJECTS: Record<Incident["subject"], string> = { run: "Failure", save: "Failed save", slow_rank: "Slow rank" };
+
+const STATES: Record<string, { tone: Tone; label: string }> = {
+  open: { tone: "bad", label: "open" },
+  recovered: { tone: "good", label: "recovered" },
+  stopped: { tone: "bad", label: "stopped" },
+  continued: { tone: "warn", label: "continued" },
+  failed_again: { tone: "bad", label: "failed again" },
+};
+
+export function stateOf(incident: Incident): { tone: Tone; label: string } {
+  return STATES[incident.state] ?? { tone: "idle", label: incident.state.replace("_", " ") };
+}
+
+/** "GPU fault", "Failed save", "Slow rank" */
+export function kindOf(incident: Incident): string {
+  return incident.subject === "run" ? CLASSES[incident.failure_class] : SUBJECTS[incident.subject];
+}
+
+/** One and the same incident, also when a coordinator that has forgotten everything counts anew. */
+export function keyOf(incident: Incident): string {
+  return `${incident.id}@${Math.round(incident.opened_at)}`;
+}
+
+/** Those that nobody has dismissed, newest first. A failure stays until somebody does, however fast the recovery was. */
+export function undismissed(incidents: readonly Incident[], dismissed: ReadonlySet<string>, now: number): Incident[] {
+  return incidents.filter((incident) => {
+    if (dismissed.has(keyOf(incident))) return false;
+    if (incident.state === "open") return true;
+    const since = now - (incident.closed_at ?? incident.opened_at);
+    return since < (incident.subject === "slow_rank" ? STAYS_S : RECENT_S);
+  });
+}
+
+/** "rank 3 on host b, pid 812, GPU 1"; empty where nobody is known. */
+export function whoOf(incident: Incident): string {
+  const { rank, host, pid, gpu } = incident;
+  return [rank === null ? "" : `rank ${rank}${host ? ` on ${host}` : ""}`, pid ? `pid ${pid}` : "", gpu].filter(Boolean).join(", ");
+}
+
+/** What its cost is counted in: of a run without GPUs, workers. */
+export function deviceOf(incident: Incident): "GPU" | "worker" {
+  return incident.gpu || incident.failures.some((failure) => failure.gpu) ? "GPU" : "worker";
+}
+
+/** "12 s down, 7 steps lost, 24 GPU-seconds"; empty while it is not known. */
+export function costOf(incident: Incident): string {
+  const downS = Object.values(incident.phases_s).reduce((sum, s) => sum + s, 0);
+  return [
+    downS > 0 ? `${duration(downS)} to recover` : "",
+    incident.lost_steps === null ? "" : `${plural(incident.lost_steps, "step")} lost`,
+    incident.lost_gpu_s ? `${count(incident.lost_gpu_s)} ${deviceOf(incident)}-seconds` : "",
+  ].filter(Boolean).join(", ");
+}
+
+/** What became of it, in a few words. */
+export function outcomeOf(incident: Incident, now: number): string {
+  if (incident.state === "open") return `open for ${age(now - incident.opened_at)}`;
+  const resumed = incident.resumed_step === null ? "" : `, resumed at step ${count(incident.resumed_step)}`;
+  return `${stateOf(incident).label}${resumed}`;
+}
+
+export interface IncidentFilter {
+  q?: string | undefined;
+  run?: string | undefined;
+  class?: string | undefined;
+  state?: string | undefined;
+}
+
+export function matching(incidents: readonly Incident[], filter: IncidentFilter): Incident[] {
+  const words = filter.q?.toLowerCase() ?? "";
+  return incidents.filter(
+    (each) =>
+      (!filter.run || each.run === filter.run) &&
+      (!filter.class || each.failure_class === filter.class || each.subject === filter.class) &&
+      (!filter.state || each.state === filter.state) &&
+      (!words || `${each.id} ${each.run} ${each.text} ${each.reason} ${whoOf(each)} ${each.fingerprint} ${kindOf(each)}`.toLowerCase().includes(words)),
+  );
+}

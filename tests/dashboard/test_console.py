@@ -1,0 +1,316 @@
+"""The operations console against real runs: failures that stay in sight, who is slow, what would be lost, and no page that lies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strata import TrainingOrchestrator
+from strata.bench.fleet import Fleet
+from strata.bench.serving import HOST, served_coordinator
+from strata.launch.cleanup import end_processes
+from strata.shared_memory import forget_jobs
+from tests.dashboard.browser import Browser
+from tests.support import Coordinator, eventually
+from tests.training.test_recoverable import Job, job
+
+pytestmark = pytest.mark.browser
+
+PHONE = (390, 844)
+DESK = (1440, 900)
+
+
+@pytest.fixture
+def own(tmp_path: Path, built: Path) -> Iterator[Coordinator]:
+    server = Coordinator(tmp_path / "coordinator", env={"STRATA_LAUNCHER": "local"}).start()
+    yield server
+    server.stop()
+    # A failing test leaves its task, which outlives the coordinator.
+    for run in tmp_path.glob("coordinator/tasks/task-*/run-*"):
+        end_processes(f"{run.parent.name}-{run.name.removeprefix('run-')}")
+        forget_jobs(run.parent.name)
+
+
+@pytest.mark.timeout(300)
+def test_a_failure_stays_in_sight_until_it_is_dismissed(
+    own: Coordinator, page: Browser, tmp_path: Path
+) -> None:
+    page.base = own.url
+    options = {"COORDINATOR_ADDR": own.address, "STRATA_JOB_ID": "seen"}
+    with job(tmp_path / "job", "ddp", workers=3, steps=100_000, **options) as running:
+        running.await_line(lambda line: "resumed" in line, count=3)
+        page.open("/")
+        see_the_run(page, own)
+        kill_a_rank(page, own, running)
+        follow_the_card(page)
+        dismiss_it(page)
+        see_who_is_slow(page)
+        use_a_phone(page)
+
+
+def see_the_run(page: Browser, own: Coordinator) -> None:
+    """Loss, step, goodput, throughput and risk lead; what dies with the machine is not called safe."""
+    for label in ("Loss", "Step", "Goodput", "Throughput", "Work at risk"):
+        page.see(label, css="[aria-label='Run seen'] dt", exact=True)
+    eventually(lambda: any("snapshot_step" in w["metrics"] for w in own.get("/api/workers")), within_s=90)
+    risk = "[aria-label='Work at risk of seen'] li"
+    page.until(
+        f"/^Process dies\\s*[\\d,]+ steps?$/.test(document.querySelector(\"{risk}\")?.innerText.trim() ?? '')"
+    )
+    page.see("everything, no copy off the machine", css=risk)
+    page.see("everything, no bucket copy", css=risk)
+    page.until("document.title.startsWith('seen: ')")
+    assert page.evaluate("document.querySelector('link[rel=icon]').getAttribute('href')") == "/favicon.svg"
+
+
+def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> None:
+    os.kill(running.living()[1], signal.SIGKILL)
+    page.see(role="article", name="Incident 1", within_s=90)
+    eventually(lambda: own.get("/api/incidents")[0]["state"] == "recovered", within_s=90)
+    card = "[aria-label='Incident 1'] *"
+    (incident,) = own.get("/api/incidents")
+    assert incident["rank"] == 1
+    page.see("rank 1 on", css=card)
+    page.see(incident["text"][1:], css=card)
+    page.see("recovered", css=card, within_s=60)
+    page.see("Next:", css=card)
+    page.see("error: ", css="[aria-label=Events] li")  # A red event, however fast the recovery was.
+    page.until("/^\\(1\\) seen: /.test(document.title)")
+    page.until("document.querySelector('link[rel=icon]').getAttribute('href') === '/favicon-bad.svg'")
+
+
+def follow_the_card(page: Browser) -> None:
+    page.open("/workers")  # On every view, also after a reload.
+    page.see("rank 1", css="[aria-label='Newest incident'] *")
+    page.open("/")
+    page.click("link", "Why incident 1")
+    page.see(role="dialog", name="incident 1")
+    for section in ("Decision", "Cost", "Phases of the recovery"):
+        page.see(css=f"[role=dialog] [aria-label='{section}']")
+    page.see("rank 1", css="[role=dialog] [aria-label^=Evidence] article *")
+    page.press("Escape")
+    page.miss(role="dialog")
+    page.choose("State", "open")
+    page.see("No matching incidents")
+    page.choose("State", "")
+    page.fill("Search incidents", "rank 1")
+    page.see(css="[role=row]:has-text('rank 1')")
+    page.open("/logs?q=rank+1&level=error")
+    page.see(css="[role=log] [data-row]:has-text('rank 1')")
+
+
+def dismiss_it(page: Browser) -> None:
+    page.open("/")
+    page.click("button", "Dismiss incident 1")
+    page.miss(role="article", name="Incident 1")
+    page.until("/^seen: /.test(document.title)")
+    page.open("/")
+    page.see(css="[aria-label='Run seen']")
+    assert page.count(role="article", name="Incident 1") == 0
+
+
+def see_who_is_slow(page: Browser) -> None:
+    page.see(css="[aria-label='Slowest workers'] li", nth=1, within_s=60)
+    page.see("own", css="[aria-label='Slowest workers'] li span")
+    page.open("/workers")
+    page.see(css="main [data-id]:has-text('own')")
+    page.open("/workers?worker=seen-rank0")
+    page.see(css="[role=dialog] figure[aria-label='Step time over the last hour']")
+    page.see("Waiting for others", css="[role=dialog] dt")
+    page.press("Escape")
+
+
+def use_a_phone(page: Browser) -> None:
+    """Nothing is wider than the page, the headline is whole, and log messages can be read."""
+    page.size(*PHONE)
+    try:
+        for path in ("/", "/runs", "/runs/seen", "/incidents", "/logs", "/workers", "/checkpoints"):
+            page.open(path)
+            page.see(role="heading", nth=0)
+            page.until("document.querySelectorAll('main .skeleton').length === 0")
+            wide = "document.documentElement.scrollWidth > innerWidth || document.querySelector('main').scrollWidth > innerWidth"
+            assert not page.evaluate(wide), f"{path} scrolls sideways"
+        page.open("/")
+        page.see(css="[aria-label=Health] h2")
+        headline = "document.querySelector('[aria-label=Health] h2')"
+        assert page.evaluate(f"{headline}.scrollWidth <= {headline}.clientWidth")
+        page.click("link", "Logs", inside={"css": "[aria-label='Main views']"})
+        page.see(css="[role=log] [data-row]")
+        page.until(
+            "[...document.querySelectorAll('[role=log] [data-row]')].some(row => {"
+            " const box = row.lastElementChild.lastElementChild.getBoundingClientRect();"
+            " return box.width > 150 && box.left >= 0 && box.right <= innerWidth; })"
+        )
+        page.open("/runs/seen")
+        page.see(css="canvas[aria-label*='workers up']")
+        assert (
+            page.evaluate("getComputedStyle(document.querySelector('canvas[role=img]')).touchAction")
+            == "pan-y"
+        )
+        page.click("button", "More", inside={"css": "[aria-label='Main views']"})
+        page.see(role="dialog", name="Views")
+        page.click("link", "Coordinator", inside={"role": "dialog"})
+        page.see(role="heading", name="Coordinator")
+    finally:
+        page.size(*DESK)
+
+
+@pytest.mark.timeout(240)
+def test_a_first_page_starts_a_sample_and_its_run_is_stopped_there(own: Coordinator, page: Browser) -> None:
+    page.base = own.url
+    page.open("/")
+    page.see(f"COORDINATOR_ADDR={own.address} strata torchrun --nproc-per-node=2 train.py", css="main code")
+    page.see(role="button", name="Copy on one machine")
+    page.click("button", "Run the sample")
+    page.until("location.pathname.startsWith('/runs/task-')")
+    task = page.url.rpartition("/")[2]
+    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "running", within_s=60)
+    page.open(f"/tasks?task={task}")  # An address of old.
+    page.until(f"location.pathname === '/runs/{task}'")
+    page.click("button", "Stop", exact=True)
+    page.see(role="dialog", name="Stop sample?")
+    title = "[...document.querySelectorAll('[role=dialog] h2')].at(-1)"
+    assert page.evaluate(f"{title}.scrollWidth <= {title}.clientWidth"), "the name is whole"
+    page.click("button", "Stop task")
+    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "stopped", within_s=90)
+    page.open("/")
+    page.see("stopped", css="[aria-label='Run sample'] *")
+    assert page.text(css="[aria-label='Run sample'] dd", nth=1) != "0", "it keeps its last values"
+    page.open("/tasks")
+    page.until("location.pathname === '/runs'")
+    page.see(css="[role=row]:has-text('sample'):has-text('stopped')")
+
+
+def test_normal_states_leave_no_refusal_in_the_console(own: Coordinator, page: Browser) -> None:
+    """A job that has reported nothing, a dataset that nobody has read: asking about them is no mistake."""
+    page.base = own.url
+    page.refusals()
+    with TrainingOrchestrator(own.address, job_id="quiet") as worker:
+        worker.register_worker("quiet-rank0")
+        own.post(
+            "/api/datasets",
+            {"dataset_id": "unread", "path": "/nothing", "format": "jsonl", "total_samples": 100},
+        )
+        for path in (
+            "/",
+            "/runs/quiet",
+            "/data?dataset=unread",
+            "/workers?worker=quiet-rank0",
+            "/coordinator",
+        ):
+            page.open(path)
+            page.see(role="heading", nth=0)
+            page.until("document.querySelectorAll('main .skeleton').length === 0")
+            page.until(
+                "performance.getEntriesByType('resource').some(r => r.name.includes('/api/incidents'))"
+            )
+            if path.startswith("/data"):
+                page.see("No run reads it")
+        # Samples of a file that is not there cannot be shown: that is said, and is the only refusal.
+        assert [text for text in page.refusals() if "/preview" not in text] == []
+
+
+def test_a_dataset_is_shown_by_worker_only_where_workers_read_shards(own: Coordinator, page: Browser) -> None:
+    page.base = own.url
+    with TrainingOrchestrator(own.address, job_id="reader") as worker:
+        worker.register_worker("reader-rank0")
+        worker.register_dataset("d", "/data", "parquet", 400, 10)
+        page.open("/data?dataset=d")
+        page.see("No run reads it")  # It may; so far it has asked for nothing.
+        assert page.count(css="[aria-label='Shards by worker']") == 0
+        worker.get_shards("d")
+        page.see(css="[aria-label='Shards by worker'] [role=listitem]:has-text('rank0')")
+
+
+def test_an_unknown_address_shows_a_page(page: Browser) -> None:
+    page.open("/no/such/page")
+    page.see(role="heading", name="Page not found")
+    page.see("/no/such/page", css="main *")
+    page.until("document.title === 'Page not found · Strata'")
+    page.click("link", "Open the overview")
+    page.see(role="heading", name="Overview")
+
+
+def test_while_disconnected_nothing_is_invented_and_nothing_spins(own: Coordinator, page: Browser) -> None:
+    page.base = own.url
+    worker = TrainingOrchestrator(own.address, job_id="away")
+    try:
+        worker.register_worker("away-rank0")
+        worker.heartbeat(7, 0, state="training", metrics={"loss": 2.5})
+        page.open("/")
+        page.see("2.5", css="[aria-label='Run away'] dd *")
+        page.until("performance.getEntriesByType('resource').some(r => r.name.includes('/assets/demo-'))")
+        own.kill()
+        page.see("Disconnected.", css="[role=alert]")
+        headline = page.text(css="[aria-label=Health] h2")
+        assert headline.startswith("Last known: ")
+        # Longer than it takes a heartbeat to become late, by the banner's clock, which goes on.
+        page.until("/Data is (1[4-9]|[2-9]\\d) s old/.test(document.querySelector('[role=alert]').innerText)")
+        assert page.text(css="[aria-label=Health] h2") == headline
+        page.click("link", "Runs", exact=True)
+        page.click("button", "Start task")
+        page.see("Not connected", css="[role=dialog] *")
+        assert page.count(css="[role=dialog] .skeleton") == 0
+    finally:
+        worker.close()
+
+
+@pytest.mark.timeout(240)
+async def test_hundreds_of_workers_are_counted_and_the_exceptions_named(page: Browser) -> None:
+    with served_coordinator() as coordinator:
+        page.base = f"http://{HOST}:{coordinator.http_port}"
+        async with Fleet(coordinator, 300, connections=20):
+            await asyncio.to_thread(page.open, "/workers")
+            await asyncio.to_thread(page.see, css="main [role=img][aria-label*='300']")
+            assert await asyncio.to_thread(page.count, css="main [data-id]") < 100
+            await asyncio.to_thread(page.see, css="[aria-label=Exceptions]")
+        await asyncio.to_thread(page.leave)
+
+
+def test_who_wants_it_is_notified_of_failures_and_stops(own: Coordinator, page: Browser) -> None:
+    page.base = own.url
+    page.allow("notifications")
+    page.open("/settings")
+    page.click("radio", "On", inside={"role": "radiogroup", "name": "Desktop notifications"})
+    page.see("This browser shows a notification")
+    page.open("/")
+    page.see(role="heading", name="Overview")
+    page.until("document.title === 'Strata'")
+    page.evaluate(
+        "window.told = []; window.Notification = class extends Notification"
+        " { constructor(title, more) { super(title, more); window.told.push(title); } }"
+    )
+    task = own.post("/api/tasks", {"name": "told", "type": "training", "config": {"device": "cpu"}})[1][
+        "task_id"
+    ]
+    page.see(css="[aria-label='Run told']")
+    own.post(f"/api/tasks/{task}/stop", {})
+    page.until("window.told.includes('told stopped')")
+    page.evaluate("localStorage.setItem('strata.notify', '0')")
+
+
+def test_nothing_of_a_wide_page_is_cut_off(page: Browser) -> None:
+    """The last column of the runs, and what the timeline says of the point under the pointer."""
+    page.size(*DESK)
+    page.open("/runs?demo")
+    page.see("Generation", css="[role=columnheader] *")
+    assert page.evaluate(
+        "(t => t.scrollWidth <= t.clientWidth)(document.querySelector('[role=table][aria-label=Runs]'))"
+    )
+    page.open("/runs/gpt-small?demo")
+    page.see(css="canvas[aria-label*='workers up']")
+    for right, bottom in ((4, 40), (600, 40)):
+        page.evaluate(
+            "(canvas => { canvas.scrollIntoView({block: 'end'}); const box = canvas.getBoundingClientRect();"
+            " canvas.dispatchEvent(new PointerEvent('pointermove', {bubbles: true,"
+            f" clientX: box.right - 30 - {right}, clientY: Math.min(box.bottom, innerHeight) - {bottom}}})); }})"
+            "(document.querySelector('canvas[role=img]'))"
+        )
+        page.see(role="tooltip")
+        inside = "b.top >= 0 && b.left >= 0 && b.right <= innerWidth && b.bottom <= innerHeight"
+        page.until(f"(b => {inside})(document.querySelector('[role=tooltip]').getBoundingClientRect())")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+import strata
 from strata.data import (
     DataError,
     DatasetReader,
@@ -37,6 +40,7 @@ from tests.support_datasets import in_members, lines, mds, tar
 from tests.support_seaweed import Seaweed, seaweed
 
 pytestmark = pytest.mark.s3
+ROOT = Path(__file__).parents[2]
 BUCKET = "s3://streams"
 BLOCK_BYTES = 64 * 1024
 ROWS: list[dict[str, Any]] = [{"id": i, "text": f"{i:05d} " * (20 + i % 40)} for i in range(2_000)]
@@ -246,3 +250,61 @@ def test_a_listing_that_nobody_may_read_is_a_data_error(monkeypatch: pytest.Monk
     sources._store_of.cache_clear()
     with pytest.raises(DataError, match="s3://streams/any"):
         discover(f"{BUCKET}/any")
+
+
+def training(url: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.training.stream_script", url, str(folder), str(BLOCK_BYTES), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "STRATA_MEMORY_ROOT": str(folder.parent / "memory"), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def steps_until(process: subprocess.Popen[str], last: int | None) -> dict[int, list[int]]:
+    """What was printed of each step; at step `last` the process is killed."""
+    found: dict[int, list[int]] = {}
+    assert process.stdout is not None
+    for line in process.stdout:
+        assert not line.startswith("error"), line
+        step, *ids = map(int, line.split())
+        found[step] = ids
+        if step == last:
+            process.send_signal(signal.SIGKILL)
+            break
+    process.communicate(timeout=120)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_training_that_is_killed_while_it_streams_continues_exactly(tmp_path: Path, own_cache: Path) -> None:
+    url = upload("training", FORMATS["jsonl.gz"]() | {"b.jsonl": lines(ROWS)})
+    (tmp_path / "memory").mkdir()
+    undisturbed = steps_until(training(url, tmp_path / "a"), None)
+    assert sorted(i for ids in undisturbed.values() for i in ids) == sorted([*range(len(ROWS))] * 2)
+    shutil.rmtree(own_cache)  # Cold.
+    seen = steps_until(training(url, tmp_path / "b"), 4)
+    for number, path in enumerate(blocks(own_cache)):  # And damaged where it is warm.
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 0x40
+        path.write_bytes(data if number % 2 else data[: len(data) // 2])
+    seen |= steps_until(training(url, tmp_path / "b"), 20)
+    seen |= steps_until(training(url, tmp_path / "b"), None)
+    assert seen == undisturbed
+    report = strata.audit(tmp_path / "b", "data", 0)
+    assert report.exact, report.reason
+    # An object that disappears is named, and nothing is trained that would have to be taken back.
+    shutil.rmtree(own_cache)
+    (tmp_path / "hold").touch()
+    doomed = training(url, tmp_path / "c", str(tmp_path / "hold"))
+    assert doomed.stdout is not None
+    assert doomed.stdout.readline().startswith("0 ")
+    open_store(BUCKET).delete("training/b.jsonl")
+    for path in blocks(own_cache):
+        path.unlink(missing_ok=True)
+    (tmp_path / "hold").unlink()
+    output, _ = doomed.communicate(timeout=120)
+    assert "error: DataError" in output.splitlines()[-1]
+    assert f"{url}/b.jsonl" in output.splitlines()[-1]

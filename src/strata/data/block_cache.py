@@ -62,6 +62,10 @@ class BlockCache:
     def has(self, name: str) -> bool:
         return self._is_usable and self._path(name).exists()
 
+    def has_seen(self, name: str) -> bool:
+        """Whether this process has read the block. It may be gone since; but to know that costs more than to find out."""
+        return name in self._verified
+
     def fill(self, name: str, size_bytes: int, fetch: Fetch) -> memoryview:
         """Fetch a block and keep it; or wait for the process that does so."""
         deadline_s = time.monotonic() + _WAIT_S
@@ -100,6 +104,7 @@ class BlockCache:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
+            self._verified.pop(name, None)
             return None
         try:
             status = os.fstat(fd)
@@ -108,6 +113,7 @@ class BlockCache:
                 data = os.pread(fd, size_bytes + _DIGEST_BYTES + 1, 0)
                 if not _is_intact(data, size_bytes):
                     log.warning("a cached block was damaged and is fetched again: %s", path)
+                    self._verified.pop(name, None)
                     self._remove(path, status.st_ino)
                     return None
                 self._verified[name] = identity
@@ -141,6 +147,8 @@ class BlockCache:
                 os.pwrite(part, xxhash.xxh3_128_digest(data), size_bytes)
                 os.rename(unfinished, path)
                 is_kept = True
+                status = os.fstat(part)
+                self._verified[name] = (status.st_ino, status.st_mtime_ns)
             except OSError as error:  # The disk is full after all, or was taken away.
                 self._give_up(error)
             return data

@@ -132,6 +132,7 @@ class StoredSource:
         self.version = version
         self._cache = block_cache()
         self._is_set_larger = max(set_bytes, size_bytes) > self._cache.limit_bytes
+        self._names: dict[int, str] = {}
         self._last_block = -1
         self._ahead_to = 0
         """Blocks before this one are on their way, or here."""
@@ -169,9 +170,9 @@ class StoredSource:
     def close(self) -> None:
         pass
 
-    @property
-    def is_cached(self) -> bool:
-        return self._cache.limit_bytes > 0
+    def lacks(self, name: str) -> bool:
+        """Whether a block should be fetched ahead: there is a cache, and it is not known to be there."""
+        return self._cache.limit_bytes > 0 and not self._cache.has_seen(name)
 
     def _fetch_ahead(self, block: int) -> None:
         stop = min(block + 1 + READ_AHEAD_BLOCKS, -(-self.size_bytes // BLOCK_BYTES))
@@ -194,8 +195,11 @@ class StoredSource:
         return self._name(number)
 
     def _name(self, number: int) -> str:
-        text = f"{self.path}\n{self.version}\n{self.size_bytes}\n{number}"
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        name = self._names.get(number)
+        if name is None:
+            text = f"{self.path}\n{self.version}\n{self.size_bytes}\n{BLOCK_BYTES}\n{number}"
+            name = self._names[number] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return name
 
     def _block_bytes(self, number: int) -> int:
         return min(BLOCK_BYTES, self.size_bytes - number * BLOCK_BYTES)
@@ -233,7 +237,7 @@ class _Fetching:
         if self._pid != os.getpid():
             self._pool, self._pid, self._under_way = None, os.getpid(), {}
         name = source.name_of(block)
-        if name in self._under_way or len(self._under_way) >= MOST_UNDER_WAY or not source.is_cached:
+        if name in self._under_way or len(self._under_way) >= MOST_UNDER_WAY or not source.lacks(name):
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(FETCH_THREADS, "strata-fetch")

@@ -137,9 +137,10 @@ class _Shard:
 
     def ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """What of the file will be read for these rows."""
-        if self.about["compression"] or self._offsets is None:
-            return [(0, self.source.size_bytes if self.about["compression"] else self._header_bytes)]
-        return [(int(self._offsets[row]), int(self._offsets[row + 1] - self._offsets[row])) for row in rows]
+        if self.about["compression"]:
+            return [(0, self.source.size_bytes)]
+        offsets = self._header()
+        return [(int(offsets[row]), int(offsets[row + 1] - offsets[row])) for row in rows]
 
     def verify(self) -> int:
         """Read everything and compare every digest that is there; how many were."""
@@ -204,13 +205,17 @@ class _Shard:
             )
         return bytes(raw)
 
-    def _sample(self, row: int) -> Row:
+    def _header(self) -> Any:
+        """Where each sample starts, and the last one ends."""
         if self._offsets is None:
             header = np.frombuffer(self._bytes(0, self._header_bytes), "<u4")
             if len(header) != self._rows + 2 or header[0] != self._rows or np.any(np.diff(header[1:]) < 0):
                 raise DataError.at(self.source.path, "its header does not fit index.json: it is damaged")
             self._offsets = header[1:]
-        start, stop = self._offsets[row : row + 2].tolist()
+        return self._offsets
+
+    def _sample(self, row: int) -> Row:
+        start, stop = self._header()[row : row + 2].tolist()
         data = self._bytes(start, stop - start)
         try:
             return self._decoded(data, stop - start)

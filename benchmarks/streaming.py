@@ -1,0 +1,122 @@
+"""Streaming a dataset from a real SeaweedFS server beside bare obstore: `python -m benchmarks.streaming`.
+
+The same objects are fetched by obstore alone, in ranges of a block with as many threads as Strata uses, and read as samples by an
+`ElasticLoader`: from a cold cache in order, from a cold cache shuffled, and again from the warm one. Every figure is the median of
+several runs; bytes are those of the samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+
+from tests.support_datasets import mds
+from tests.support_seaweed import seaweed
+
+SAMPLE_BYTES = 32 * 1024
+SHARD_SAMPLES = 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--runs", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with seaweed(folder / "seaweed") as server:
+            os.environ |= server.environment() | {"STRATA_CACHE_DIR": str(folder / "cache")}
+            _measure(folder / "cache", args.megabytes, args.runs)
+
+
+def _measure(cache: Path, megabytes: int, runs: int) -> None:
+    from strata.stores import open_store
+
+    rng = np.random.default_rng(0)
+    count = megabytes * 2**20 // SAMPLE_BYTES
+    samples = [{"x": rng.bytes(SAMPLE_BYTES)} for _ in range(count)]
+    files = mds(samples, {"x": ("bytes", None)}, shard_samples=SHARD_SAMPLES)
+    store = open_store("s3://bench")
+    for name, data in files.items():
+        store.put(f"data/{name}", data)
+    shards = {name: len(data) for name, data in files.items() if name.endswith(".mds")}
+
+    def cold() -> None:
+        shutil.rmtree(cache, ignore_errors=True)
+
+    cases: dict[str, tuple[Callable[[], None], Callable[[], float]]] = {
+        "obstore alone": (lambda: None, lambda: _bare(shards)),
+        "cold cache, in order": (cold, lambda: _epoch(shuffle=False)),
+        "cold cache, shuffled": (cold, lambda: _epoch(shuffle=True)),
+        "warm cache, in order": (lambda: None, lambda: _epoch(shuffle=False)),
+        "warm cache, shuffled": (lambda: None, lambda: _epoch(shuffle=True)),
+        "first batch, cold": (cold, _first_batch),
+    }
+    for name, (prepare, run) in cases.items():
+        found = []
+        for _ in range(runs):
+            prepare()
+            found.append(run())
+        middle = statistics.median(found)
+        if "first" in name:
+            print(f"{name:24} {middle:8.2f} s   (slowest {max(found):.2f})", flush=True)
+        else:
+            print(f"{name:24} {megabytes * 1.048576 / middle:8.0f} MB/s", flush=True)
+    print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+
+
+def _bare(shards: dict[str, int]) -> float:
+    import obstore
+    from obstore.store import S3Store
+
+    from strata.data.sources import BLOCK_BYTES, FETCH_THREADS
+
+    client = S3Store("bench", client_options={"allow_http": True}, virtual_hosted_style_request=False)
+    ranges = [
+        (f"data/{name}", at, min(at + BLOCK_BYTES, size))
+        for name, size in shards.items()
+        for at in range(0, size, BLOCK_BYTES)
+    ]
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(FETCH_THREADS) as pool:
+        for data in pool.map(
+            lambda each: obstore.get_range(client, each[0], start=each[1], end=each[2]), ranges
+        ):
+            assert len(data)
+    return time.monotonic() - started_s
+
+
+def _loader(*, shuffle: bool):  # type: ignore[no-untyped-def]
+    from strata.data import ElasticDataset, ElasticLoader, ElasticSampler
+
+    dataset = ElasticDataset("s3://bench/data", transform=itemgetter("x"))
+    sampler = ElasticSampler(len(dataset), global_batch_size=64, shuffle=shuffle)
+    return ElasticLoader(dataset, sampler, collate_fn=list)
+
+
+def _epoch(*, shuffle: bool) -> float:
+    loader = _loader(shuffle=shuffle)
+    started_s = time.monotonic()
+    total = sum(len(each) for batch in loader for each in batch.data)
+    assert total % SAMPLE_BYTES == 0
+    return time.monotonic() - started_s
+
+
+def _first_batch() -> float:
+    started_s = time.monotonic()
+    assert len(next(iter(_loader(shuffle=True))).data) == 64
+    return time.monotonic() - started_s
+
+
+if __name__ == "__main__":
+    main()

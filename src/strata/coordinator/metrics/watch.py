@@ -35,6 +35,7 @@ from strata.core.messages import (
     TaskId,
     WorkerId,
 )
+from strata.core.run_metrics import DISK_FREE, DISK_TOTAL
 from strata.core.stragglers import Change, Pace, Stragglers
 from strata.core.stream_events import publish_change
 
@@ -45,8 +46,6 @@ REST = 30
 KEEP_EVERY_S = 2.0
 GOODPUT_NOTE = "goodput"
 MAKING_STEPS = ("training", "checkpointing")
-DISK_FREE, DISK_TOTAL = "checkpoint_disk_free_bytes", "checkpoint_disk_total_bytes"
-"""Under which names workers report the disk of their checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_the_fullest_disk_counts_and_a_folder_that_is_not_there_yet_is_its_paren
 @pytest.mark.parametrize(("name", "value"), [("flops_per_token", -1.0), ("peak_flops", math.inf)])
 def test_what_cannot_be_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
-        replace(ElasticOptions(), **{name: value})
+        replace(ElasticOptions(), **cast(Any, {name: value}))
 
 
 @pytest.mark.parametrize("how", ["report", "log"])

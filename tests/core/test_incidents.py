@@ -10,14 +10,17 @@ from strata.core.event_text import describe
 from strata.core.failures import Failure, WorkerError
 from strata.core.incidents import IncidentView
 from strata.core.messages import (
+    DEFAULT_JOB,
     IncidentClosed,
     IncidentReported,
     InvalidArgument,
     JobId,
+    RegisterWorker,
     ReportFailure,
     ReportRecovery,
     ReportSlow,
     WorkerId,
+    WorkerSpec,
 )
 from tests.core.builders import Fleet
 
@@ -129,6 +132,32 @@ def test_a_lost_worker_is_an_incident_and_says_less_than_its_agent(fleet: Fleet)
     report(fleet, killed(1))
     (incident,) = shown(fleet)
     assert (incident.failure_class, incident.rank) == ("unknown", 1)
+
+
+@pytest.mark.parametrize("recovered", [False, True])
+def test_an_agent_that_speaks_after_the_coordinator_has_lost_the_worker_says_how_it_ended(
+    fleet: Fleet, recovered: bool
+) -> None:
+    spec = WorkerSpec(
+        worker_id=WorkerId("c"),
+        job_id=DEFAULT_JOB,
+        hostname="h1",
+        port=1,
+        gpu_count=0,
+        memory_bytes=0,
+        metadata={"pid": "103"},
+    )
+    fleet.do(RegisterWorker(spec=spec, registration_id="c-1"))
+    fleet.connect("c")
+    fleet.lose("c")
+    if recovered:
+        recover(fleet)
+    report(fleet, killed(3, code=-11))
+    report(fleet, killed(3, code=-11))
+    (incident,) = shown(fleet)
+    assert (incident.state, incident.rank) == ("recovered" if recovered else "open", 3)
+    assert "was killed by SIGSEGV" in incident.text
+    assert len(incident.failures) == 1
 
 
 def test_a_recovery_that_nobody_announced_is_an_incident_and_growth_is_none(fleet: Fleet) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +56,30 @@ def write_to_nobody():
     os.close(reading)
     os.write(writing, b'x')
 
+def bucket_at(port):
+    os.environ.update(AWS_ENDPOINT_URL=f'http://127.0.0.1:{port}', AWS_REGION='us-east-1')
+    os.environ.update(AWS_ACCESS_KEY_ID='somebody', AWS_SECRET_ACCESS_KEY='else', AWS_ALLOW_HTTP='true')
+    from strata.stores.urls import open_store
+    open_store('s3://bucket/run').read('checkpoint')
+
+def read_from_a_bucket_that_is_away():
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    bucket_at(port)
+
+def read_from_a_bucket_that_refuses():
+    import http.server, threading
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(403)
+            self.send_header('Content-Length', '0')
+            self.end_headers()
+        do_HEAD = do_GET
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    bucket_at(server.server_address[1])
+
 def hang():
     from strata.training.watchdog import Watchdog
     Watchdog(timeout_s=0.4, policy='restart', name='this rank')
@@ -94,6 +120,8 @@ FAULTS = {
     "torch's allocator": lambda: torch.empty(1 << 50),
     'full disk': save_to_a_full_disk,
     'failing disk': read_from_a_failing_one,
+    'S3 that is away': read_from_a_bucket_that_is_away,
+    'S3 that refuses': read_from_a_bucket_that_refuses,
     'connection refused': connect_to_nobody,
     'unknown host': lambda: socket.getaddrinfo('no-such-host.invalid', 80),
     'timeout': wait_for_nobody,
@@ -118,7 +146,7 @@ CLASSES: dict[str, FailureClass] = {
     "os._exit": "unknown",
     **dict.fromkeys(("SIGTERM", "ctrl-c", "asks to be started again"), "preemption"),
     **dict.fromkeys(("MemoryError", "torch's allocator"), "oom"),
-    **dict.fromkeys(("full disk", "failing disk"), "storage"),
+    **dict.fromkeys(("full disk", "failing disk", "S3 that is away", "S3 that refuses"), "storage"),
     **dict.fromkeys(("connection refused", "unknown host", "timeout", "broken pipe"), "network"),
     "hang": "hang",
     "CUDA error": "gpu",
@@ -191,3 +219,76 @@ def test_the_evidence_names_the_frame_the_signal_and_the_stacks(incidents: list[
     assert "is stuck itself" in hung["message"]
     assert "in hang" in hung["traceback"]
     assert found["KeyError"]["fingerprint"].startswith("user_error/KeyError/faults.py:")
+
+
+# --- the kernel's own: a control group without memory ----------------------------------------------------------
+
+GREEDY = """
+import os, sys, time
+import torch.distributed as dist
+dist.init_process_group('gloo')
+dist.barrier()
+if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+    if dist.get_rank() == 1:
+        with open(sys.argv[1] + '/cgroup.procs', 'w') as file:
+            file.write(str(os.getpid()))
+        held = []
+        while True:
+            held.append(bytearray(os.urandom(1 << 20)) * 16)
+    dist.barrier()
+    time.sleep(60)
+"""
+GREEDY_LIMIT_BYTES = 512 << 20
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group with little memory, inside this process's own."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, own = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            group = Path(f"/sys/fs/cgroup/memory{own}/strata-greedy-{os.getpid()}")
+            limits = {"memory.limit_in_bytes": GREEDY_LIMIT_BYTES, "memory.swappiness": 0}
+        elif number == "0":
+            group = Path(f"/sys/fs/cgroup{own}/strata-greedy-{os.getpid()}")
+            limits = {"memory.max": GREEDY_LIMIT_BYTES, "memory.swap.max": 0}
+        else:
+            continue
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            for name, value in limits.items():
+                if (group / name).exists():
+                    (group / name).write_text(str(value))
+            if not any((group / name).exists() for name in limits):
+                continue
+            yield group
+            return
+        finally:
+            group.rmdir()
+    pytest.skip("this user may not limit the memory of a control group")
+
+
+@pytest.mark.timeout(600)
+def test_a_worker_that_the_kernel_kills_in_its_control_group_ran_out_of_memory(
+    small_group: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    command = [sys.executable, "-m", "strata.launch.agent", "--nproc-per-node=2", "--rdzv-id=greedy"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("COORDINATOR")}
+    env |= {"STRATA_DATA_DIR": str(tmp_path / "data"), "OMP_NUM_THREADS": "1"}
+    end = subprocess.run(
+        [*command, str(tmp_path / "greedy.py"), str(small_group)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert end.returncode == 0, end.stderr[-5_000:]
+    (line,) = (tmp_path / "data" / "incidents" / "greedy.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert (found["failure_class"], found["rank"]) == ("oom", 1)
+    assert next(f for f in found["failures"] if f["rank"] == 1)["oom_killed"]

@@ -155,10 +155,13 @@ class Incidents:
     # --- decisions ------------------------------------------------------------------------------------------
 
     def decide_report(self, command: ReportFailure, job: JobId, cost: Cost, now: Instant) -> list[Event]:
-        known = self._known(job)
+        known = self._known(job, seen=True)
         fresh = [failure for failure in command.failures if (failure.host, failure.pid) not in known]
         if not fresh:
             return []
+        lost = self._lost_before(job, fresh)
+        if lost is not None:
+            return self._add(lost, fresh, command, cost, now)
         newest = self._newest(job)
         if newest is not None and self._belongs(newest, fresh, now):
             return self._add(newest, fresh, command, cost, now)
@@ -190,9 +193,12 @@ class Incidents:
         self, incident: Incident, fresh: Sequence[Failure], command: ReportFailure, cost: Cost, now: Instant
     ) -> list[Event]:
         before = incident.reported
+        ended = {(failure.host, failure.pid) for failure in fresh}
+        # Who saw a process end says more than who only lost it.
+        kept = [one for one in before.failures if not (_is_lost(one) and (one.host, one.pid) in ended)]
         opened = self._opened(
             before.job_id,
-            [*before.failures, *fresh],
+            [*kept, *fresh],
             now,
             launch=before.launch or command.launch,
             number=before.incident_id,
@@ -421,14 +427,28 @@ class Incidents:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _known(self, job: JobId) -> set[tuple[str, int]]:
-        """The processes whose end is in an incident of the job."""
+    def _lost_before(self, job: JobId, fresh: Sequence[Failure]) -> Incident | None:
+        """The incident of a worker that was lost before its agent said how it ended."""
+        ended = {(failure.host, failure.pid) for failure in fresh}
+        return next(
+            (
+                incident
+                for incident in reversed(self.records.values())
+                if incident.reported.job_id == job
+                and incident.is_about_run
+                and any(_is_lost(one) and (one.host, one.pid) in ended for one in incident.reported.failures)
+            ),
+            None,
+        )
+
+    def _known(self, job: JobId, *, seen: bool = False) -> set[tuple[str, int]]:
+        """The processes whose end is in an incident of the job; only those that somebody has `seen` end."""
         return {
             (failure.host, failure.pid)
             for incident in self.records.values()
             if incident.reported.job_id == job and incident.is_about_run
             for failure in incident.reported.failures
-            if failure.pid and not failure.left
+            if failure.pid and not failure.left and not (seen and _is_lost(failure))
         }
 
     def _opened(
@@ -557,6 +577,11 @@ def local_incident(
     if decision == "stop":
         incident = replace(incident, closed=nobody._closed_quietly(incident, "stopped", reason, now))
     return view(incident)
+
+
+def _is_lost(failure: Failure) -> bool:
+    """Whether it is known only that its connection ended."""
+    return failure.exit_code is None and bool(failure.lost) and bool(failure.pid)
 
 
 def _is_recent(incident: Incident, now: Instant) -> bool:

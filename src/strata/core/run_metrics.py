@@ -18,6 +18,9 @@ STEP_LIMIT = 2**53
 TIME = "_time"
 """When each step was logged: kept once for all metrics, beside them."""
 
+DISK_FREE, DISK_TOTAL = "checkpoint_disk_free_bytes", "checkpoint_disk_total_bytes"
+"""Under which names workers report the disk of their checkpoints."""
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

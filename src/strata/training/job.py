@@ -19,6 +19,7 @@ What is restored, saved, continued and given up is decided by `strata.core.job`;
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -90,6 +91,7 @@ from strata.processes import machine_token
 from strata.rendezvous.channel import KEEPS_IMAGES_VARIABLE
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.sinks import Sink, SinkRun
+from strata.stores.local import LocalStore
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.torch_compat.groups import outlive_reducers, settle_at_exit
 from strata.training import evaluation, live, rng
@@ -123,6 +125,7 @@ from strata.training.trace import (
     note_saved,
     was_saved,
 )
+from strata.training.utilization import gradient_norm, model_flops_utilization, own_peak_flops
 from strata.training.watchdog import Policy as HangPolicy
 from strata.training.watchdog import Watchdog
 from strata.worker.outbox import MetricOutbox
@@ -182,7 +185,18 @@ class ElasticOptions:
     """When a batch counts as trained: when the optimizer has stepped on it, or (for optimizers of other libraries,
     whose steps cannot be seen) when the loop asks for the next batch."""
 
+    log_gradient_norm: bool = False
+    """Log the norm of the gradients before each step as `grad_norm`."""
+    flops_per_token: float = 0.0
+    """Floating-point operations of a forward and backward pass for one token, about 6 × parameters. With `tokens` that the loop
+    reports, `mfu` is logged: the share of the devices' peak. 0: not known."""
+    peak_flops: float = 0.0
+    """Of one device, per second. 0: known for common GPUs by their names."""
+
     def __post_init__(self) -> None:
+        for name in ("flops_per_token", "peak_flops"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} ({getattr(self, name)!r}) must be a number that is not negative")
         for name, least in (
             ("save_every", 1),
             ("snapshot_every", 0),
@@ -313,6 +327,10 @@ class ElasticJob:
             sink.check()
         self._launch = launch_key()
         self._stores: list[Store] = []
+        self._tokens: float | None = None
+        self._gradient_norm: torch.Tensor | None = None
+        self._norm_hook: Any = None
+        self._peak_flops: float | None = None
         self._protocol = JobProtocol(
             run="",
             save_every=self.options.save_every,
@@ -451,6 +469,7 @@ class ElasticJob:
         note_run(self.name, self._memory_name, root=self._memory_root)
         self._footprints = Footprints(self.name, self._memory_name, rank=self.rank, root=self._memory_root)
         self._step_hook = self._watch_optimizer()
+        self._peak_flops = self.options.peak_flops or own_peak_flops()
         self._watch_live_state()
         self._watch_replicas()
         if self.options.hang_timeout_s > 0:
@@ -481,6 +500,8 @@ class ElasticJob:
         self._is_closed = True
         if failed and self._live_run is not None:
             self._rescue(self._live_run)
+        if self._norm_hook is not None:
+            self._norm_hook.remove()
         if self._step_hook is not None:
             self._step_hook.remove()
         if self._watchdog is not None:
@@ -673,6 +694,7 @@ class ElasticJob:
             outbox=outbox,
             sinks=self._sinks,
             step=lambda: self.step,
+            folders=[store.root for store in self._stores if isinstance(store, LocalStore)],
             on_latest=self.metrics.__setitem__,
         )
 
@@ -1015,8 +1037,11 @@ class ElasticJob:
             self._preemption.unwatch()
 
     def report(self, **metrics: float) -> None:
-        """Metrics of the step being made (loss, tokens_per_second, …) that are shown with this worker, and logged. Never
-        waits."""
+        """Metrics of the step being made (loss, tokens, …) that are shown with this worker, and logged. Never waits.
+
+        `tokens`, those that all ranks together train in this step, become `tokens_per_second`, and `mfu` where
+        `ElasticOptions(flops_per_token=…)` says what one costs.
+        """
         self.metrics.update(metrics)
         self._reported.update(metrics)
 
@@ -1032,6 +1057,8 @@ class ElasticJob:
         for name in SHOWN_METRICS:
             if type(value := metrics.get(name)) is float:
                 self.metrics[name] = value
+        if type(tokens := metrics.get("tokens")) in (int, float):
+            self._tokens = tokens
         if self._metric_log is not None:
             self._metric_log.log(metrics, self.step + self._is_in_step if step is None else step)
 
@@ -1090,7 +1117,12 @@ class ElasticJob:
             self._optimizer_steps += 1
             self._lr = optimizer.param_groups[0]["lr"]
 
+        if self.options.log_gradient_norm:
+            self._norm_hook = optimizer.register_step_pre_hook(self._measure_gradients)
         return optimizer.register_step_post_hook(stepped)
+
+    def _measure_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._gradient_norm = gradient_norm(optimizer, wanted=self._metric_log is not None)
 
     def _take(self, batch: Batch) -> bool:
         """The loop is done with a batch; whether a step has been made with it."""
@@ -1166,6 +1198,7 @@ class ElasticJob:
         self.metrics["step_time_s"] = self._step_s
         self.metrics["samples_per_second"] = samples / max(self._step_s, 1e-9)
         self.metrics["data_position"] = float(self._data.position)
+        self._note_tokens()
         self._log_step()
         self._report("training")
         self._account.enter("waiting")
@@ -1182,15 +1215,36 @@ class ElasticJob:
         self._account.enter("waiting")
         self._step_began_s = time.monotonic()
 
+    def _note_tokens(self) -> None:
+        """How many tokens a second, and what share of the devices' peak that is, where it is known."""
+        tokens = self._reported.get("tokens", self._tokens)
+        self._tokens = None
+        if tokens is None:
+            return
+        rate = self._reported["tokens_per_second"] = tokens / max(self._step_s, 1e-9)
+        self.metrics["tokens_per_second"] = rate
+        if self._peak_flops and self.options.flops_per_token:
+            self.metrics["mfu"] = self._reported["mfu"] = model_flops_utilization(
+                flops_per_token=self.options.flops_per_token,
+                tokens_per_second=rate,
+                ranks=self.world_size,
+                peak=self._peak_flops,
+            )
+
     def _log_step(self) -> None:
         """What is known of the step that was made, whatever the loop has logged itself."""
         reported, self._reported = self._reported, {}
         self._note_covered()
         if self._metric_log is None:
             return
-        known = {"step_time_s": self._step_s, "samples_per_second": self.metrics["samples_per_second"]}
+        known: dict[str, Any] = {
+            "step_time_s": self._step_s,
+            "samples_per_second": self.metrics["samples_per_second"],
+        }
         if self._lr is not None:
             known["lr"] = self._lr
+        if self._gradient_norm is not None:
+            known["grad_norm"], self._gradient_norm = self._gradient_norm, None
         self._metric_log.log({**known, **reported}, self.step)
 
     def _note_covered(self) -> None:

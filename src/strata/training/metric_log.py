@@ -10,19 +10,22 @@ Values of rank 0 are kept; calls on other ranks return at once.
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from strata.core.messages import InvalidArgument
-from strata.core.run_metrics import STEP_LIMIT, check_name
+from strata.core.run_metrics import DISK_FREE, DISK_TOTAL, STEP_LIMIT, check_name
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.sinks import Sink, SinkRows, SinkRun
@@ -77,6 +80,11 @@ class _Held:
     has_failed: bool = False
 
 
+class _Disk(NamedTuple):
+    free: int
+    total: int
+
+
 class MetricLog:
     def __init__(
         self,
@@ -85,6 +93,7 @@ class MetricLog:
         outbox: MetricOutbox | None,
         sinks: Sequence[Sink] = (),
         step: Callable[[], int],
+        folders: Sequence[Path] = (),
         on_latest: Callable[[str, float], None] = lambda name, value: None,
     ) -> None:
         self.dropped = 0
@@ -93,6 +102,8 @@ class MetricLog:
         self._outbox = outbox
         self._sinks = [_Held(sink) for sink in sinks]
         self._step = step
+        self._folders = folders
+        """Where local checkpoints are: how full their disks are is sampled too."""
         self._on_latest = on_latest
         self._rows: deque[_Row] = deque()
         self._put = self._got = 0
@@ -215,6 +226,11 @@ class MetricLog:
             return []
         self._next_sample_mono_s = now_mono_s + SYSTEM_EVERY_S
         found = system_metrics(self._sampler.sample())
+        disk = fullest(self._folders)
+        if disk is not None:
+            self._on_latest(DISK_FREE, float(disk.free))
+            self._on_latest(DISK_TOTAL, float(disk.total))
+            found[f"system/{DISK_FREE}"] = float(disk.free)
         return [
             SinkRows(
                 names=tuple(found),
@@ -270,6 +286,17 @@ def system_metrics(usage: pb.ResourceUsage) -> dict[str, float]:
         found[f"{at}/power_watts"] = gpu.power_watts
         found[f"{at}/temperature_celsius"] = gpu.temperature_celsius
     return found
+
+
+def fullest(folders: Sequence[Path]) -> _Disk | None:
+    """Of the disks of these folders the one with the smallest part free."""
+    found = []
+    for folder in folders:
+        with suppress(OSError):  # It is created with the first save; until then its parent counts.
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            usage = shutil.disk_usage(there)
+            found.append(_Disk(free=usage.free, total=max(usage.total, 1)))
+    return min(found, key=lambda disk: disk.free / disk.total, default=None)
 
 
 def _message(rows: SinkRows) -> pb.MetricRows:

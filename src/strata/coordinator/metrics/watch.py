@@ -38,6 +38,7 @@ from strata.core.messages import (
     TaskId,
     WorkerId,
 )
+from strata.core.run_metrics import DISK_FREE, DISK_TOTAL
 from strata.core.stragglers import Change, Pace, Stragglers
 from strata.core.stream_events import publish_change
 
@@ -50,8 +51,6 @@ GOODPUT_NOTE = "goodput"
 LAST_NOTE = "last_reported"
 JOBS_KEPT = 200
 MAKING_STEPS = ("training", "checkpointing")
-DISK_FREE, DISK_TOTAL = "checkpoint_disk_free_bytes", "checkpoint_disk_total_bytes"
-"""Under which names workers report the disk of their checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 The same objects are fetched by obstore alone, in ranges of a block with as many threads as Strata uses, and read as samples by an
 `ElasticLoader`: from a cold cache in order, from a cold cache shuffled, and again from the warm one. Every figure is the median of
-several runs; bytes are those of the samples.
+several runs, taken in turn; bytes are those of the samples.
 """
 
 from __future__ import annotations
@@ -58,20 +58,23 @@ def _measure(cache: Path, megabytes: int, runs: int) -> None:
         "obstore alone": (lambda: None, lambda: _bare(shards)),
         "cold cache, in order": (cold, lambda: _epoch(shuffle=False)),
         "cold cache, shuffled": (cold, lambda: _epoch(shuffle=True)),
-        "warm cache, in order": (lambda: None, lambda: _epoch(shuffle=False)),
         "warm cache, shuffled": (lambda: None, lambda: _epoch(shuffle=True)),
+        "warm cache, in order": (lambda: None, lambda: _epoch(shuffle=False)),
         "first batch, cold": (cold, _first_batch),
     }
-    for name, (prepare, run) in cases.items():
-        found = []
-        for _ in range(runs):
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(runs):  # In turn, so that what else the machine does falls on all of them.
+        for name, (prepare, run) in cases.items():
             prepare()
-            found.append(run())
-        middle = statistics.median(found)
+            found[name].append(run())
+    bare = statistics.median(found["obstore alone"])
+    for name, each in found.items():
+        middle = statistics.median(each)
         if "first" in name:
-            print(f"{name:24} {middle:8.2f} s   (slowest {max(found):.2f})", flush=True)
+            print(f"{name:24} {middle:8.2f} s   (slowest {max(each):.2f})", flush=True)
         else:
-            print(f"{name:24} {megabytes * 1.048576 / middle:8.0f} MB/s", flush=True)
+            speed = megabytes * 1.048576 / middle
+            print(f"{name:24} {speed:8.0f} MB/s   {bare / middle:5.2f} of obstore alone", flush=True)
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
 
 

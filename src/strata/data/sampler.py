@@ -255,8 +255,12 @@ class ElasticSampler:
         """Close the epoch when no step is left in it, and stand at the beginning of the next."""
         plan = self.plan()
         if not plan.steps:
-            self._update_record(lambda known: replace(known, dropped=self._dropped(plan), closed=True))
+            self._update_record(lambda known: replace(known, dropped=self.left_out(plan), closed=True))
             self._stand(self.epoch + 1, 0)
+
+    def left_out(self, plan: StepPlan) -> Spans:
+        """What an epoch that is closed leaves out on purpose; a mixture, all that would come after its end."""
+        return plan.dropped if self.mixture is None else Spans([(plan.end, ENDLESS)])
 
     def records(self) -> list[RankRecord]:
         """What was committed since the last call. Each call hands over: nothing is reported twice."""
@@ -279,7 +283,7 @@ class ElasticSampler:
                         total=self.ledger_total,
                         rank=rank,
                         runs=plan.trained_to(end),
-                        dropped=self._dropped(plan) if is_closed else Spans(),
+                        dropped=self.left_out(plan) if is_closed else Spans(),
                         closed=is_closed,
                     )
                 )
@@ -337,10 +341,6 @@ class ElasticSampler:
         if epoch != self.epoch:
             self._order = self._order_of(epoch)
         self.epoch, self.position, self._part = epoch, position, 0
-
-    def _dropped(self, plan: StepPlan) -> Spans:
-        """What is left out at an epoch's end; of a mixture, all that would come after it."""
-        return plan.dropped if self.mixture is None else Spans([(plan.end, ENDLESS)])
 
     def _check_not_ended(self, epoch: int) -> None:
         if self.mixture is not None and epoch:

@@ -153,7 +153,7 @@ def _ask_coordinator(api: str, dataset: str, epoch: int | None, *, as_json: bool
                     r["job_id"],
                     str(r["epoch"]),
                     f"{r['samples']:,}",
-                    f"{r['total']:,}",
+                    "—" if r["total"] == ENDLESS else f"{r['total']:,}",
                     VERDICTS["exact" if r["exact"] else "open" if _is_open(r) else "not exact"],
                 )
                 for r in found

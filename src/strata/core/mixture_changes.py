@@ -101,7 +101,8 @@ class Board:
             raise MixtureError(
                 f"the weights of this run were changed {MAX_REQUESTS:,} times, which is the limit"
             )
-        request = Request(number=len(self.requests) + 1, weights=dict(weights), from_step=from_step)
+        number = max((request.number for request in self.requests), default=0) + 1
+        request = Request(number=number, weights=dict(weights), from_step=from_step)
         self.definition.check_change(request.change)
         return replace(self, requests=(*self.requests, request)), request
 

@@ -96,7 +96,7 @@ class PackedDocuments:
         if prepare is not None:
             first = self.packing.first
             parts = [self.packing.document[first[s] : first[s + 1]] for s in sequences]
-            prepare(np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64))
+            prepare(np.concatenate(parts) if parts else np.empty(0, np.int64))
         return [self[sequence] for sequence in sequences]
 
 

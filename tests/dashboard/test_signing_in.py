@@ -63,7 +63,7 @@ def sign_in(page: Browser, secret: str, path: str = "/") -> None:
 
 
 def test_a_token_signs_in_to_the_page_one_asked_for_and_no_script_can_read_it(visitor: Browser) -> None:
-    visitor.open("/tasks?status=running")
+    visitor.open("/incidents?state=open")
     visitor.see("A token is required.")
     assert visitor.evaluate("document.activeElement.type") == "password"
     assert visitor.serious() == []
@@ -72,8 +72,8 @@ def test_a_token_signs_in_to_the_page_one_asked_for_and_no_script_can_read_it(vi
     visitor.see("This is not a token that counts here.", css="[role=alert]")
     visitor.fill("Token", ADMIN)
     visitor.press("Enter")
-    visitor.see(role="heading", name="Tasks", exact=True)
-    assert visitor.url.endswith("/tasks?status=running")
+    visitor.see(role="heading", name="Incidents", exact=True)
+    assert visitor.url.endswith("/incidents?state=open")
     visitor.see(role="link", name="Signed in: configured admin token admin")
     kept = visitor.evaluate("JSON.stringify([document.cookie, {...localStorage}, {...sessionStorage}])")
     assert json.loads(kept)[0] == ""

@@ -154,7 +154,7 @@ export function Table<T extends object>(props: Props<T>) {
               >
                 {columns.map((column) => (
                   <div key={column.id} role="cell" className={`min-w-0 truncate px-2 ${narrow ? "flex items-baseline gap-2 first:col-span-2 first:font-medium [&>*:last-child]:min-w-0" : column.align === "right" ? "text-right" : ""}`}>
-                    {narrow && column !== columns[0] && <span aria-hidden className="shrink-0 text-sm text-faint">{column.header}</span>}
+                    {narrow && column !== columns[0] && <span aria-hidden className="shrink-0 text-sm text-muted">{column.header}</span>}
                     {column.cell ? column.cell(row.original) : <span className="foreign">{column.value?.(row.original) ?? "–"}</span>}
                   </div>
                 ))}

@@ -590,6 +590,11 @@ export interface MetricsView {
   shard_assignment_time: number | null;
 }
 
+export interface NotesBody {
+  tags?: string[] | null;
+  notes?: string | null;
+}
+
 export interface PreviewView {
   dataset_id: string;
   worker_id: string | null;
@@ -700,6 +705,29 @@ export interface RunCurvesView {
   series: MetricCurvesView[];
 }
 
+export interface RunDetails {
+  command: string;
+  folder: string;
+  host: string;
+  commit: string;
+  branch: string;
+  versions: Record<string, string>;
+  world_size: number;
+  config: Record<string, unknown>;
+  options: Record<string, unknown>;
+}
+
+/** A run with what people have written about it and how its latest start was made. */
+export interface RunInfoView {
+  run: string;
+  jobs: string[];
+  created_at: number;
+  updated_at: number;
+  tags: string[];
+  notes: string;
+  details: RunDetails | null;
+}
+
 export interface RunMetricsView {
   run: string;
   jobs: string[];
@@ -714,6 +742,7 @@ export interface RunView {
   jobs: string[];
   created_at: number;
   updated_at: number;
+  tags: string[];
 }
 
 export interface SeriesView {

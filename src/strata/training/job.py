@@ -28,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -76,6 +76,7 @@ from strata.core.job import (
 )
 from strata.core.live import Complete, judge
 from strata.core.roster import Changes, Entrant, Roster, enter
+from strata.core.run_details import packed
 from strata.core.text import counted
 from strata.core.types import CheckpointId
 from strata.data.commits import DataLedger
@@ -96,6 +97,7 @@ from strata.training.exchange import broadcast_state, gather, rank_and_world, sm
 from strata.training.link import CoordinatorLink, given_worker_id, open_link
 from strata.training.metric_log import MetricLog, Metrics
 from strata.training.preemption import Preemption
+from strata.training.run_details import gathered
 from strata.training.sharded_job import (
     ShardedJob,
     drop_left_over,
@@ -236,6 +238,7 @@ class ElasticJob:
         data_path: str = "",
         data_format: str = "samples",
         data_metadata: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
         on_restored: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         require_linux()
@@ -267,6 +270,7 @@ class ElasticJob:
         self._given_name = job if job and job != os.environ.get("STRATA_TASK_ID") else ""
         self._data = data
         self._data_place = (data_path or data.dataset, data_format, dict(data_metadata or {}))
+        self._config = dict(config or {})
         self._epochs = epochs
         self._max_steps = max_steps
         outlive_reducers(model)
@@ -626,7 +630,10 @@ class ElasticJob:
         outbox = None
         if self._link is not None:
             outbox = MetricOutbox(
-                generation=self.generation, started_ms=int(time.time() * 1000), resumed_step=self.step
+                generation=self.generation,
+                started_ms=int(time.time() * 1000),
+                resumed_step=self.step,
+                details=self._details(),
             )
             self._link.send_metrics(outbox)
         self._metric_log = MetricLog(
@@ -636,6 +643,12 @@ class ElasticJob:
             step=lambda: self.step,
             on_latest=self.metrics.__setitem__,
         )
+
+    def _details(self) -> bytes:
+        stores = [store.url for store in self._stores]
+        ends = {"epochs": self._epochs, "max_steps": self._max_steps}
+        options = {**asdict(self.options), **ends, "checkpoints": stores}
+        return packed(gathered(world_size=self.world_size, config=self._config, options=options))
 
     def _open_manager(self, opened: _Opened) -> CheckpointManager:
         options = self.options

@@ -48,7 +48,7 @@ _FILTERED = {
     "/api/metrics/history": "job_id",
     "/api/incidents": "run",
 }
-_OF_A_RUN = re.compile(r"/api/runs/[^/]+/.+")
+_OF_A_RUN = re.compile(r"/api/runs/[^/]+(?:/.+)?")
 """Filtered by `job_id` as well: a run is known by what jobs say of it."""
 
 

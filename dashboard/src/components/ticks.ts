@@ -1,5 +1,8 @@
 /** Where the marks of a time axis go: the same for charts and for the timeline. Pure. */
 
+/** Space for half a time at the right end of the axis. */
+export const RIGHT = 28;
+
 const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 43_200, 86_400];
 const SPACE_PX = 110;
 

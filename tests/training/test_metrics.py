@@ -117,7 +117,9 @@ def test_history_outlives_everything_and_a_rollback_leaves_a_branch(
     assert (details["world_size"], details["options"]["snapshot_every"]) == (1, 0)
     assert details["options"]["checkpoints"]
     assert "pytest" in details["command"]
-    status, info = coordinator.post(f"/api/runs/{run}/notes", {"tags": ["baseline"], "notes": "first attempt"})
+    status, info = coordinator.post(
+        f"/api/runs/{run}/notes", {"tags": ["baseline"], "notes": "first attempt"}
+    )
     assert (status, info["tags"], info["notes"]) == (200, ["baseline"], "first attempt")
     assert coordinator.post(f"/api/runs/{run}/notes", {"tags": [""]})[0] == 422
     coordinator.kill()

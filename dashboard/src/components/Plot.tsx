@@ -132,7 +132,7 @@ function lastKnown(times: readonly number[], lines: readonly Line[]): number | n
 }
 
 /** Short, unless neighbours would then read the same. */
-export function axisNumber(value: number, step: number, largest: number): string {
+function axisNumber(value: number, step: number, largest: number): string {
   const scale = Math.max(Math.abs(value), Math.abs(largest));
   return step > 0 && scale / step > 200 ? value.toLocaleString("en-US", { maximumFractionDigits: Math.max(0, Math.ceil(-Math.log10(step))) }) : compact(value);
 }

@@ -55,13 +55,13 @@ function timeOf(simulation: Simulation, run: string, step: number): number {
   return (at < 0 ? simulation.now : times[at]) ?? simulation.now;
 }
 
-function curve(simulation: Simulation, run: string, name: string, from: number, to: number, points: number): Curve {
+function curve(simulation: Simulation, run: string, name: string, from: number, to: number, points: number, salt = 0): Curve {
   const formula = FORMULAS[name];
   const made: Curve = { steps: [], times: [], values: [], low: [], high: [] };
   const logged: [number, number][] = [];
   for (let step = Math.max(1, from); formula && step <= to; step += 1) {
     const value = formula(step, PAST[run] ?? LIVE);
-    if (value !== null) logged.push([step, value]);
+    if (value !== null) logged.push([step, value * (salt === 0 ? 1 : 1 + 0.04 * noise(step, salt))]);
   }
   const width = Math.max(1, Math.ceil(logged.length / points));
   for (let i = 0; i < logged.length; i += width) {
@@ -131,7 +131,7 @@ export function runCurves(simulation: Simulation, run: string, ask: { names: rea
     series: ask.names.map((name) => ({
       name,
       committed: curve(simulation, run, name, ask.from, last, ask.points),
-      abandoned: rollbacks.map((r, i) => ({ ...curve(simulation, run, name, Math.max(ask.from, r.resumed_step + 1), Math.min(ask.to, r.resumed_step + r.lost_steps), ask.points), generation: i + 1 })).filter((c) => c.steps.length > 0),
+      abandoned: rollbacks.map((r, i) => ({ ...curve(simulation, run, name, Math.max(ask.from, r.resumed_step + 1), Math.min(ask.to, r.resumed_step + r.lost_steps), ask.points, 100 + i), generation: i + 1 })).filter((c) => c.steps.length > 0),
     })),
   };
 }

@@ -12,7 +12,7 @@ import { Copy } from "../../components/Copy";
 import { Page } from "../../components/Page";
 import { Empty, ErrorNote, Loading } from "../../components/states";
 import { fileName, saveBlob } from "../../download";
-import { count, number, plural } from "../../format";
+import { count, plural } from "../../format";
 import { useFilters } from "../../search";
 import { useStore } from "../../state/store";
 import { comparable, differences, finalValues, idsOf, LOOKS, RUNS_COMPARED, textOf } from "./compare";
@@ -20,7 +20,7 @@ import { csvOf } from "./curves";
 import { configOf } from "./Details";
 import { PANELS_SHOWN, usualOrder } from "./layout";
 import { infoQuery, metricsQuery, useLoggedRuns } from "./metrics";
-import { Panel, preloadPlot, Swatch, type PanelRun } from "./Panel";
+import { Panel, preloadPlot, Swatch, valueText, type PanelRun } from "./Panel";
 import { GRID, Toolbar } from "./Panels";
 import { matching, useSettings } from "./settings";
 
@@ -61,7 +61,8 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
 
   const labelKey = ids.map((id) => tasks.find((t) => t.id === id)?.name ?? known?.find((one) => one.run === id)?.jobs.at(-1) ?? id);
   const labels = useMemo(() => distinct(labelKey, ids), [labelKey.join("\n"), ids]);
-  const runs = useMemo(() => ids.map((id, i): PanelRun => ({ id, label: labels[i] ?? id, live: false, marks: [], ...(LOOKS[i] ?? { color: "run-1" }) })), [ids, labels]);
+  const origins = summaries.data.map((one) => one?.starts[0]?.started_at);
+  const runs = useMemo(() => ids.map((id, i): PanelRun => ({ id, label: labels[i] ?? id, origin: origins[i] ?? null, live: false, marks: [], ...(LOOKS[i] ?? { color: "run-1" }) })), [ids, labels, origins.join()]);
   const names = useMemo(() => comparable(summaries.data), [summaries.data]);
   const ordered = useMemo(() => orderedNames(names, summaries.data), [names, summaries.data]);
   const chosen = idsInOrder(filters["m"]);
@@ -83,7 +84,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
       </ul>
       {summaries.error !== null && <ErrorNote error={summaries.error} />}
       <Toolbar settings={settings} change={change} lastStep={lastStep}>
-        <Select aria-label="Add a metric" value="" onChange={(event) => { if (event.target.value) set({ m: textOfNames([...new Set([...chosen, event.target.value])]) }); }}>
+        <Select aria-label="Add a metric" className="w-40" value="" onChange={(event) => { if (event.target.value) set({ m: textOfNames([...new Set([...chosen, event.target.value])]) }); }}>
           <option value="">{chosen.length > 0 ? `${plural(chosen.length, "metric")} chosen` : "All metrics"}</option>
           {ordered.map((name) => <option key={name} value={name}>{name}</option>)}
         </Select>
@@ -158,7 +159,7 @@ function FinalValues(props: { runs: readonly PanelRun[]; summaries: readonly (Ru
               <th scope="row" className={`${CELL} foreign sticky left-0 bg-surface text-left font-normal`}>{row.name}</th>
               {row.values.map((value, i) => (
                 <td key={props.runs[i]?.id ?? i} className={`${CELL} text-right whitespace-nowrap`} title={value ? `at step ${count(value.step)}` : undefined}>
-                  {value === null ? <span className="text-faint">–</span> : <><span className="font-medium">{value.last === null ? "not finite" : number(value.last, 4)}</span> <span className="text-sm text-faint">{number(value.min, 3)} to {number(value.max, 3)}</span></>}
+                  {value === null ? <span className="text-faint">–</span> : <><span className="font-medium">{value.last === null ? "not finite" : valueText(row.name, value.last)}</span> <span className="text-sm text-faint">{valueText(row.name, value.min)} to {valueText(row.name, value.max)}</span></>}
                 </td>
               ))}
             </tr>

@@ -12,7 +12,8 @@ import { Copy } from "../../components/Copy";
 import { ErrorNote } from "../../components/states";
 import { Time } from "../../components/values";
 import { useRefusal } from "../../session";
-import { count, number, plural } from "../../format";
+import { count, plural } from "../../format";
+import { valueText } from "./Panel";
 
 /** Names and values at any depth, the names joined with dots. */
 export function flatten(value: unknown, path = ""): (readonly [string, string])[] {
@@ -113,10 +114,10 @@ function Values({ metrics }: { metrics: readonly MetricSummary[] }) {
         <tbody>
           {metrics.map((m) => (
             <tr key={m.name} className="border-t border-line/60">
-              <th scope="row" className="foreign px-4 py-1.5 text-left font-normal break-all">{m.name}{m.nonfinite > 0 && <span className="ml-2 text-sm text-warn">{count(m.nonfinite)} not finite</span>}</th>
-              <td className="px-4 py-1.5 text-right font-medium">{m.last === null ? "not finite" : number(m.last, 4)}</td>
-              <td className="px-4 py-1.5 text-right text-muted">{number(m.min, 4)}</td>
-              <td className="px-4 py-1.5 text-right text-muted">{number(m.max, 4)}</td>
+              <th scope="row" className="foreign px-4 py-1.5 text-left font-normal [overflow-wrap:anywhere]">{m.name}{m.nonfinite > 0 && <span className="ml-2 text-sm text-warn">{count(m.nonfinite)} not finite</span>}</th>
+              <td className="px-4 py-1.5 text-right font-medium">{m.last === null ? "not finite" : valueText(m.name, m.last)}</td>
+              <td className="px-4 py-1.5 text-right text-muted">{valueText(m.name, m.min)}</td>
+              <td className="px-4 py-1.5 text-right text-muted">{valueText(m.name, m.max)}</td>
               <td className="px-4 py-1.5 text-right text-muted">{count(m.last_step)}</td>
             </tr>
           ))}

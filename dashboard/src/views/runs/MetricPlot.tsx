@@ -5,7 +5,7 @@ import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 
 import { colorOf, useThemeVersion } from "../../components/colors";
-import { axisNumber, translucent } from "../../components/Plot";
+import { translucent } from "../../components/Plot";
 import { timeTicks } from "../../components/ticks";
 import { clock, compact, duration } from "../../format";
 import { aligned, type Axis, type Points } from "./curves";
@@ -47,6 +47,7 @@ export interface PlotProps {
 }
 
 const GUTTER = 52;
+const TICK_PX = 68;
 const NEAR_PX = 5;
 const LEAST_PX = 6;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
@@ -112,7 +113,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
   const { axis, log, sync } = live.current;
   const grid = { stroke: colorOf("line"), width: 1 };
   const look: uPlot.Axis = { stroke: colorOf("faint"), grid, ticks: { show: false }, font: FONT };
-  const bands: uPlot.Band[] = columns.flatMap((c, i) => (c.role === "high" ? [{ series: [i + 1, i + 2] as [number, number], fill: translucent(colorOf(c.line.color), 0.16) }] : []));
+  const bands: uPlot.Band[] = columns.flatMap((c, i) => (c.role === "high" ? [{ series: [i + 1, i + 2] as [number, number], fill: translucent(colorOf(c.line.color), 0.22) }] : []));
   const xText = (v: number) => (axis === "step" ? compact(v) : axis === "wall" ? clock(v) : duration(v));
   return {
     width,
@@ -142,10 +143,10 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
     axes: [
       {
         ...look, grid: { show: false }, size: 20, gap: 2, space: 70,
-        ...(axis === "step" ? {} : { splits: (u: uPlot, _: number, from: number, to: number) => timeTicks(from, to, u.bbox.width / devicePixelRatio) }),
+        ...(axis === "step" ? {} : { splits: (u: uPlot, _: number, from: number, to: number) => timeTicks(from, to, u.bbox.width / devicePixelRatio, TICK_PX) }),
         values: (_, splits) => splits.map(xText),
       },
-      { ...look, size: GUTTER, gap: 6, space: 30, values: (_, splits, __, ___, step) => splits.map((v) => (v === null ? "" : log ? logText(v) : axisNumber(v, step, splits.at(-1) ?? v))) },
+      { ...look, size: GUTTER, gap: 6, space: 30, values: (_, splits, __, ___, step) => splits.map((v) => (v === null ? "" : log ? logText(v) : tickText(v, step, splits.at(-1) ?? v))) },
     ],
     series: [{}, ...columns.map(seriesOf)],
     hooks: {
@@ -192,6 +193,17 @@ function seriesOf(column: Column): uPlot.Series {
     points: { show: single, size: 5, fill: color },
     ...(line.isAbandoned ? { dash: [4, 3] } : line.dash ? { dash: [...line.dash] } : {}),
   };
+}
+
+const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]] as const;
+
+/** Short, in one unit for the whole axis, with as many places as tell neighbours apart. */
+export function tickText(value: number, step: number, largest: number): string {
+  const [limit, letter] = UNITS.find(([from]) => Math.abs(largest) >= from) ?? [1, ""];
+  const unit = letter === "k" ? 1e3 : limit;
+  const places = step > 0 ? Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-9)) : 0;
+  if (value === 0) return "0";
+  return places > 5 ? value.toExponential(1) : `${(value / unit).toFixed(places)}${letter}`;
 }
 
 function logText(value: number): string {

@@ -10,7 +10,7 @@ import { Dialog } from "../../components/Dialog";
 import { Menu, type MenuItem } from "../../components/Menu";
 import { ErrorNote } from "../../components/states";
 import { fileName, saveBlob } from "../../download";
-import { count, duration, moment, number } from "../../format";
+import { bytes, count, duration, moment, number, plural } from "../../format";
 import { curvesCsv, lastOf, nearest, NO_CURVE, NOTHING, originOf, placeOf, pointsOf, positive, smoothed, stepsOf, valueAt, type Axis, type Mark } from "./curves";
 import { useCurves, useFullCurve } from "./metrics";
 import type { PlotLine, PlotMark } from "./MetricPlot";
@@ -27,6 +27,8 @@ export interface PanelRun {
   label: string;
   color: string;
   dash?: readonly number[];
+  /** When its first start began; null where that is not known. */
+  origin: number | null;
   /** Whether more is to come. */
   live: boolean;
   marks: readonly Mark[];
@@ -158,7 +160,7 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
     () => (x: number | null, marks: readonly PlotMark[]) => {
       drawn.heads.forEach((head, i) => {
         const element = values.current[i];
-        if (element) element.textContent = x === null ? number(lastOf(head.values), 4) : number(valueAt(head, x), 4);
+        if (element) element.textContent = x === null ? valueText(name, lastOf(head.values)) : valueText(name, valueAt(head, x));
       });
       if (place.current) place.current.textContent = x === null ? "" : placeText(drawn.heads, x, axis);
       if (note.current) {
@@ -166,7 +168,7 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
         note.current.hidden = marks.length === 0;
       }
     },
-    [drawn, axis],
+    [drawn, axis, name],
   );
   useEffect(() => show(null, []), [show]);
 
@@ -203,7 +205,7 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
         <p className="grid place-items-center text-sm text-faint" style={{ height }}>{isPending || !enabled ? "" : zoom ? "No values in this range" : log && drawn.hidden > 0 ? "No values above zero" : "No values"}</p>
       )}
       <p ref={note} hidden className="foreign pointer-events-none absolute inset-x-0 bottom-6 z-10 mx-auto w-fit max-w-full rounded-md border bg-surface px-2 py-0.5 text-sm break-words shadow-lg" />
-      <p className="sr-only">{summary(name, runs, curves)}</p>
+      <p className="sr-only">{summary(name, runs, curves, drawn.marks)}</p>
       {log && drawn.hidden > 0 && known && <p className="text-sm text-faint">{count(drawn.hidden)} points at or below zero have no place on a logarithmic scale.</p>}
     </div>
   );
@@ -231,7 +233,7 @@ function drawingOf(runs: readonly PanelRun[], curves: readonly (MetricCurves | u
   const drawn: Drawn = { lines: [], heads: [], marks: [], origins: [], hidden: 0 };
   runs.forEach((run, i) => {
     const each = curves[i];
-    const origin = each ? originOf([each]) : null;
+    const origin = run.origin ?? (each ? originOf([each]) : null);
     drawn.origins.push(origin);
     const scaled = (curve: MetricCurves["committed"]) => (log ? positive(pointsOf(curve, axis, origin)) : pointsOf(curve, axis, origin));
     const points = each ? scaled(each.committed) : NOTHING;
@@ -267,6 +269,11 @@ function rangeOf(curves: readonly (MetricCurves | undefined)[], axis: Axis, orig
   return to > from ? [from, to] : null;
 }
 
+/** In the unit that its name says. */
+export function valueText(name: string, value: number | null | undefined): string {
+  return /(^|[/_.])bytes$/.test(name) ? bytes(value) : number(value, 4);
+}
+
 function placeText(heads: Drawn["heads"], x: number, axis: Axis): string {
   // The step of a point there is, not one between two.
   const xs = heads.find((head) => head.xs.length > 0)?.xs ?? [];
@@ -279,15 +286,19 @@ function axisText(x: number, axis: Axis): string {
 }
 
 /** The same for whoever cannot see the picture. */
-function summary(name: string, runs: readonly PanelRun[], curves: readonly (MetricCurves | undefined)[]): string {
-  return runs
+function summary(name: string, runs: readonly PanelRun[], curves: readonly (MetricCurves | undefined)[], marks: readonly PlotMark[]): string {
+  const failures = marks.filter((mark) => mark.kind === "incident").length;
+  const said = marks.length === 0 ? "" : ` Marked: ${plural(failures, "failure")}, ${plural(marks.length - failures, "checkpoint")}.`;
+  const told = runs
     .map((run, i) => {
       const { steps, values } = curves[i]?.committed ?? NO_CURVE;
       const finite = values.filter((v) => v !== null);
       if (finite.length === 0) return "";
-      return `${name} of ${run.label}: ${number(finite[0], 4)} at step ${count(steps[0])}, ${number(lastOf(values), 4)} at step ${count(steps.at(-1))}, ${number(Math.min(...finite), 4)} to ${number(Math.max(...finite), 4)}.`;
+      const branches = curves[i]?.abandoned.length ?? 0;
+      return `${name} of ${run.label}: ${number(finite[0], 4)} at step ${count(steps[0])}, ${number(lastOf(values), 4)} at step ${count(steps.at(-1))}, ${number(Math.min(...finite), 4)} to ${number(Math.max(...finite), 4)}.${branches > 0 ? ` ${plural(branches, "abandoned branch", "abandoned branches")}.` : ""}`;
     })
     .join(" ");
+  return told + said;
 }
 
 function useInView(frame: { current: HTMLElement | null }): boolean {

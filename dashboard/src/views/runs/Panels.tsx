@@ -1,10 +1,10 @@
 /** Charts of metrics under one set of settings: axis, scale, smoothing, zoom; which panels there are is the browser's to keep. */
 
-import { Plus, RotateCcw, Search as SearchIcon, ZoomOut } from "lucide-react";
+import { Plus, RotateCcw, Search as SearchIcon, SlidersHorizontal, ZoomOut } from "lucide-react";
 import { memo, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
 
 import type { MetricSummary } from "../../api/types";
-import { Button, Input, Segmented } from "../../components/controls";
+import { Button, IconButton, Input, Segmented } from "../../components/controls";
 import { Dialog } from "../../components/Dialog";
 import { Empty } from "../../components/states";
 import { count, plural } from "../../format";
@@ -20,18 +20,23 @@ export const GRID = "grid grid-cols-[repeat(auto-fill,minmax(min(100%,22rem),1fr
 
 export function Toolbar(props: { settings: Settings; change: Change; lastStep: number; children?: ReactNode; hasMarks?: boolean }) {
   const { settings, change } = props;
+  const [open, setOpen] = useState(false);
   return (
-    <div className="sticky top-0 z-20 -mx-1 flex flex-wrap items-center gap-x-4 gap-y-2 border-b bg-bg/95 px-1 py-2" role="group" aria-label="Chart settings">
-      <label className="relative">
+    <div className="z-20 -mx-1 flex flex-wrap items-center gap-x-3.5 gap-y-2 border-b bg-bg px-1 py-2 md:sticky md:top-0" role="group" aria-label="Chart settings">
+      <label className="relative min-w-0 flex-1 md:flex-none">
         <SearchIcon aria-hidden className="pointer-events-none absolute top-2 left-2.5 size-4 text-faint" />
-        <Input type="search" data-search aria-label="Filter metrics" placeholder="Filter metrics" className="w-40 pl-8 sm:w-48" value={settings.words} onChange={(event) => change({ words: event.target.value })} />
+        <Input type="search" data-search aria-label="Filter metrics" placeholder="Filter metrics" className="w-full pl-8 md:w-40" value={settings.words} onChange={(event) => change({ words: event.target.value })} />
       </label>
-      <Segmented label="Horizontal axis" value={settings.axis} options={AXES} onChange={(axis) => change({ axis })} />
-      <Smoothing value={settings.smooth} onChange={(smooth) => change({ smooth })} />
-      <Check label="Log scale" checked={settings.log} onChange={(log) => change({ log })} />
-      {props.hasMarks && <Check label="Marks" title="Failures and checkpoints" checked={settings.marks} onChange={(marks) => change({ marks })} />}
-      <ZoomFields key={settings.zoom?.join("-") ?? ""} settings={settings} change={change} lastStep={props.lastStep} />
-      <div className="ml-auto flex items-center gap-2">{props.children}</div>
+      <IconButton label="Chart settings" aria-expanded={open} className="border md:hidden" onClick={() => setOpen(!open)}><SlidersHorizontal aria-hidden className="size-4" /></IconButton>
+      <div className={`${open ? "flex" : "hidden"} order-last w-full flex-wrap items-center gap-x-3.5 gap-y-2 md:order-none md:contents`}>
+        <Segmented label="Horizontal axis" value={settings.axis} options={AXES} onChange={(axis) => change({ axis })} />
+        <Smoothing value={settings.smooth} onChange={(smooth) => change({ smooth })} />
+        <Check label="Log scale" checked={settings.log} onChange={(log) => change({ log })} />
+        {props.hasMarks && <Check label="Marks" title="Failures and checkpoints" checked={settings.marks} onChange={(marks) => change({ marks })} />}
+        <ZoomFields key={settings.zoom?.join("-") ?? ""} settings={settings} change={change} lastStep={props.lastStep} />
+      </div>
+      {settings.zoom && <Button onClick={() => change({ zoom: null })} title="Or double click a chart"><ZoomOut aria-hidden className="size-4" />Reset zoom</Button>}
+      <div className="flex items-center gap-2 md:ml-auto">{props.children}</div>
     </div>
   );
 }
@@ -60,7 +65,7 @@ function Smoothing(props: { value: number; onChange: (value: number) => void }) 
         max={0.99}
         step={0.01}
         value={value}
-        className="w-24 accent-accent"
+        className="w-20 accent-accent"
         onChange={(event) => {
           const next = Number(event.target.value);
           setValue(next);
@@ -88,9 +93,8 @@ function ZoomFields(props: { settings: Settings; change: Change; lastStep: numbe
       <span className="text-muted">Steps</span>
       <Input aria-label="First step" inputMode="numeric" placeholder="0" className="w-20" value={from} onChange={(event) => setFrom(event.target.value)} />
       <span aria-hidden className="text-muted">–</span>
-      <Input aria-label="Last step" inputMode="numeric" placeholder={count(props.lastStep)} className="w-24" value={to} onChange={(event) => setTo(event.target.value)} />
+      <Input aria-label="Last step" inputMode="numeric" placeholder={count(props.lastStep)} className="w-20" value={to} onChange={(event) => setTo(event.target.value)} />
       <button type="submit" className="sr-only">Zoom</button>
-      {zoom && <Button onClick={() => props.change({ zoom: null })} title="Or double click a chart"><ZoomOut aria-hidden className="size-4" />Reset zoom</Button>}
     </form>
   );
 }
@@ -162,8 +166,7 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
   return (
     <div className="flex flex-col gap-3">
       <Toolbar settings={settings} change={change} lastStep={lastStep} hasMarks>
-        <span className="text-sm whitespace-nowrap text-faint">{settings.words ? `${count(shown.length)} of ${plural(all.length, "panel")}` : plural(all.length, "panel")}</span>
-        <Button onClick={() => setAdding(true)}><Plus aria-hidden className="size-4" />Panels</Button>
+        <Button onClick={() => setAdding(true)} title={`${count(all.length)} of ${plural(names.length, "metric")} shown`}><Plus aria-hidden className="size-4" />Panels</Button>
       </Toolbar>
       {pinned.length > 0 && <section aria-label="Pinned" className="flex flex-col gap-2"><h2 className="text-sm font-medium text-muted">Pinned</h2>{grid(pinned)}</section>}
       {pinned.length > 0 && others.length > 0 && <h2 className="text-sm font-medium text-muted">All</h2>}

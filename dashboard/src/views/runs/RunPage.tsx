@@ -61,7 +61,8 @@ function RunPage({ id }: { id: string }) {
   const saves = run?.checkpoints ?? [];
   const savesKey = `${saves.length} ${saves[0]?.id ?? ""} ${saves[0]?.status ?? ""}`;
   const marks = useMemo(() => marksOf(incidents, saves), [incidents, savesKey]);
-  const shown = useMemo<PanelRun>(() => ({ id, label, color: "accent", live, marks }), [id, label, live, marks]);
+  const origin = metrics.data?.starts[0]?.started_at ?? null;
+  const shown = useMemo<PanelRun>(() => ({ id, label, color: "accent", origin, live, marks }), [id, label, origin, live, marks]);
 
   const back = <Link to="/runs" className="inline-flex items-center gap-1 text-sm font-medium text-muted hover:text-ink"><ArrowLeft aria-hidden className="size-3.5" />All runs</Link>;
   if (state.coordinator === null) return <Page title={id}><Loading rows={8} /></Page>;

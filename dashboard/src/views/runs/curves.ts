@@ -108,9 +108,9 @@ export function lastOf(values: readonly (number | null)[]): number | null {
 export type Zoom = readonly [from: number, to: number];
 
 export function parseZoom(text: string | undefined): Zoom | null {
-  const [from, to] = (text ?? "").split("-").map(Number);
-  if (from === undefined || to === undefined || !Number.isInteger(from) || !Number.isInteger(to) || from < 0 || to <= from || to > 2 ** 53) return null;
-  return [from, to];
+  const [, first, last] = /^(\d+)-(\d+)$/.exec(text ?? "") ?? [];
+  const [from, to] = [Number(first), Number(last)];
+  return to > from && to <= 2 ** 53 ? [from, to] : null;
 }
 
 /** What was chosen on an axis, in steps: a history is read by step. Null where it holds no points at all. */

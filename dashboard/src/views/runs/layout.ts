@@ -18,7 +18,7 @@ const KEY = "strata.panels";
 
 /** What people look at first comes first; what the machine did comes last. */
 export function usualOrder(names: readonly string[]): string[] {
-  const weight = (name: string) => (/(^|[/_.-])loss$/i.test(name) ? 0 : /loss/i.test(name) ? 1 : name.startsWith("system/") ? 3 : 2);
+  const weight = (name: string) => (/^(train[/_.-])?loss$/i.test(name) ? 0 : /loss/i.test(name) ? 1 : name.startsWith("system/") ? 3 : 2);
   return [...names].sort((a, b) => weight(a) - weight(b) || a.localeCompare(b, "en", { numeric: true }));
 }
 

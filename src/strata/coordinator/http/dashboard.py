@@ -21,7 +21,18 @@ import strata
 BUILT = Path(strata.__file__).resolve().parent / "dashboard"
 """Where `scripts/build_dashboard.py` puts the application; part of the wheel, absent from a fresh checkout."""
 
-VIEWS = ("runs", "workers", "data", "checkpoints", "barriers", "tasks", "logs", "settings", "sign-in")
+VIEWS = (
+    "runs",
+    "compare",
+    "workers",
+    "data",
+    "checkpoints",
+    "barriers",
+    "tasks",
+    "logs",
+    "settings",
+    "sign-in",
+)
 """First parts of the paths that are views of the application, beside `/` itself."""
 
 SECURITY_HEADERS = {

@@ -106,9 +106,11 @@ def write_history(path: Path, runs: int, steps: int) -> None:
     for run in range(runs):
         start = Start(generation=1, started_ms=int((time.time() - steps) * 1000), resumed_step=0)
         for number, first in enumerate(range(1, steps + 1, ROWS_AT_ONCE), start=1):
-            at = np.arange(first, min(first + ROWS_AT_ONCE, steps + 1))
+            at = np.arange(first, min(first + ROWS_AT_ONCE, steps + 1), dtype=np.int64)
             noise = chance.standard_normal((len(at), METRICS)).astype(np.float32).astype(np.float64)
-            rows = MetricRows(names=names, steps=at, times=start.started_ms / 1000 + at, values=noise)
+            rows = MetricRows(
+                names=names, steps=at, times=at + np.float64(start.started_ms / 1000), values=noise
+            )
             batch = MetricBatch(number=number, start=start, rows=(rows,), dropped=0)
             history.put(f"run-{run}", f"job-run-{run}", batch, lambda: None)
             history.flush(600)

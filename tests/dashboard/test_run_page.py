@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -70,7 +71,7 @@ def log_run(coordinator: Coordinator, name: str, *, lr: float, back_to: int | No
                 worker.notify_checkpoint(
                     f"{name}-{generation}-{step}", step, 0, f"/c/{step}", 1_000, tiers=["memory", "nvme"]
                 )
-            eventually(lambda sent=outbox: sent.is_empty, within_s=60)
+            eventually(partial(getattr, outbox, "is_empty"), within_s=60)
             worker.deregister()
 
 

@@ -72,14 +72,13 @@ def unpacked(body: bytes) -> RunDetails | None:
         raise InvalidArgument(
             "details of a run", "are no JSON object.", hint="Use the same version on both sides."
         )
-    texts = {name: str(found.get(name, "")) for name in ("command", "folder", "host", "commit", "branch")}
-    mappings = {
-        name: value if isinstance(value := found.get(name), dict) else {}
-        for name in ("versions", "config", "options")
+    read: dict[str, Any] = {
+        name: str(found.get(name, "")) for name in ("command", "folder", "host", "commit", "branch")
     }
-    world = found.get("world_size")
-    details = RunDetails(**texts, **mappings, world_size=world if isinstance(world, int) else 0)
-    return RunDetails(**tidied(details))
+    for name in ("versions", "config", "options"):
+        read[name] = value if isinstance(value := found.get(name), dict) else {}
+    read["world_size"] = world if isinstance(world := found.get("world_size"), int) else 0
+    return RunDetails(**tidied(RunDetails(**read)))
 
 
 def tidied(details: RunDetails) -> dict[str, Any]:

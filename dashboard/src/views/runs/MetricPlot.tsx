@@ -6,7 +6,7 @@ import "uplot/dist/uPlot.min.css";
 
 import { colorOf, useThemeVersion } from "../../components/colors";
 import { translucent } from "../../components/Plot";
-import { timeTicks } from "../../components/ticks";
+import { logRange, logTicks, tickText, timeTicks } from "../../components/ticks";
 import { clock, compact, duration } from "../../format";
 import { aligned, type Axis, type Points } from "./curves";
 
@@ -47,7 +47,7 @@ export interface PlotProps {
 }
 
 const GUTTER = 52;
-const TICK_PX = 68;
+const TICK_PX = 56;
 const NEAR_PX = 5;
 const LEAST_PX = 6;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
@@ -134,7 +134,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
         distr: log ? 3 : 1,
         range: (_, min, max) => {
           if (min === null || max === null) return log ? [0.1, 1] : [0, 1];
-          if (log) return uPlot.rangeLog(min, max, 10, false);
+          if (log) return logRange(min, max);
           return min === max ? [min - (Math.abs(min) * 0.1 || 1), max + (Math.abs(max) * 0.1 || 1)] : uPlot.rangeNum(min, max, 0.08, true);
         },
       },
@@ -142,11 +142,14 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
     bands,
     axes: [
       {
-        ...look, grid: { show: false }, size: 20, gap: 2, space: 70,
+        ...look, grid: { show: false }, size: 20, gap: 2, space: 52,
         ...(axis === "step" ? {} : { splits: (u: uPlot, _: number, from: number, to: number) => timeTicks(from, to, u.bbox.width / devicePixelRatio, TICK_PX) }),
         values: (_, splits) => splits.map(xText),
       },
-      { ...look, size: GUTTER, gap: 6, space: 30, values: (_, splits, __, ___, step) => splits.map((v) => (v === null ? "" : log ? logText(v) : tickText(v, step, splits.at(-1) ?? v))) },
+      {
+        ...look, size: GUTTER, gap: 6, space: 30,
+        ...(log ? { splits: (_: uPlot, __: number, min: number, max: number) => logTicks(min, max), values: (_: uPlot, splits: number[]) => splits.map((v) => compact(v)) } : { values: (_: uPlot, splits: number[], __: number, ___: number, step: number) => splits.map((v) => tickText(v, step, splits.at(-1) ?? v)) }),
+      },
     ],
     series: [{}, ...columns.map(seriesOf)],
     hooks: {
@@ -193,22 +196,6 @@ function seriesOf(column: Column): uPlot.Series {
     points: { show: single, size: 5, fill: color },
     ...(line.isAbandoned ? { dash: [4, 3] } : line.dash ? { dash: [...line.dash] } : {}),
   };
-}
-
-const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]] as const;
-
-/** Short, in one unit for the whole axis, with as many places as tell neighbours apart. */
-export function tickText(value: number, step: number, largest: number): string {
-  const [limit, letter] = UNITS.find(([from]) => Math.abs(largest) >= from) ?? [1, ""];
-  const unit = letter === "k" ? 1e3 : limit;
-  const places = step > 0 ? Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-9)) : 0;
-  if (value === 0) return "0";
-  return places > 5 ? value.toExponential(1) : `${(value / unit).toFixed(places)}${letter}`;
-}
-
-function logText(value: number): string {
-  const power = Math.log10(value);
-  return Math.abs(power - Math.round(power)) < 1e-9 ? compact(value) : "";
 }
 
 /** Failures are lines with a head, saves are ticks at the foot: told apart without their colours. */

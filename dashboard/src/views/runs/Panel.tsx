@@ -112,12 +112,15 @@ export const Panel = memo(function Panel(props: Props) {
       {...drop}
     >
       <header className="flex min-h-8 items-center gap-1">
-        {actions && (
+        <h3 className="foreign min-w-0 truncate font-medium" title={name}>{name}</h3>
+        {(props.nonfinite ?? 0) > 0 && <span className="inline-flex shrink-0 items-center gap-1 text-sm text-warn" title={`${count(props.nonfinite)} values were NaN or infinite`}><TriangleAlert aria-hidden className="size-3.5" />{count(props.nonfinite)} not finite</span>}
+        <span className="ml-auto flex shrink-0 items-center">
+          {actions && (
           <span
             draggable
             aria-hidden
             title="Drag to reorder"
-            className="-ml-1.5 hidden cursor-grab text-faint opacity-0 group-focus-within:opacity-100 group-hover:opacity-100 active:cursor-grabbing sm:inline-flex"
+            className="hidden cursor-grab text-faint opacity-0 group-focus-within:opacity-100 group-hover:opacity-100 active:cursor-grabbing sm:inline-flex"
             onDragStart={(event) => {
               event.dataTransfer.setData(DRAGGED, name);
               event.dataTransfer.effectAllowed = "move";
@@ -127,9 +130,6 @@ export const Panel = memo(function Panel(props: Props) {
             <GripVertical className="size-4" />
           </span>
         )}
-        <h3 className="foreign min-w-0 truncate font-medium" title={name}>{name}</h3>
-        {(props.nonfinite ?? 0) > 0 && <span className="inline-flex shrink-0 items-center gap-1 text-sm text-warn" title={`${count(props.nonfinite)} values were NaN or infinite`}><TriangleAlert aria-hidden className="size-3.5" />{count(props.nonfinite)} not finite</span>}
-        <span className="ml-auto flex shrink-0 items-center">
           {actions && <IconButton label={actions.isPinned ? `Unpin ${name}` : `Pin ${name}`} aria-pressed={actions.isPinned} className={`size-7 ${actions.isPinned ? "text-accent" : ""}`} onClick={actions.onPin}><Pin aria-hidden className="size-3.5" fill={actions.isPinned ? "currentColor" : "none"} /></IconButton>}
           <Menu label={`More for ${name}`} icon={<Ellipsis aria-hidden className="size-4" />} items={items} />
         </span>

@@ -35,7 +35,7 @@ export function Toolbar(props: { settings: Settings; change: Change; lastStep: n
         {props.hasMarks && <Check label="Marks" title="Failures and checkpoints" checked={settings.marks} onChange={(marks) => change({ marks })} />}
         <ZoomFields key={settings.zoom?.join("-") ?? ""} settings={settings} change={change} lastStep={props.lastStep} />
       </div>
-      {settings.zoom && <Button onClick={() => change({ zoom: null })} title="Or double click a chart"><ZoomOut aria-hidden className="size-4" />Reset zoom</Button>}
+      {settings.zoom && <IconButton label="Reset zoom" className="border" onClick={() => change({ zoom: null })}><ZoomOut aria-hidden className="size-4" /></IconButton>}
       <div className="flex items-center gap-2 md:ml-auto">{props.children}</div>
     </div>
   );

@@ -20,7 +20,7 @@ import { csvOf } from "./curves";
 import { configOf } from "./Details";
 import { PANELS_SHOWN, usualOrder } from "./layout";
 import { infoQuery, metricsQuery, useLoggedRuns } from "./metrics";
-import { Panel, preloadPlot, Swatch, valueText, type PanelRun } from "./Panel";
+import { EAGER, Panel, preloadPlot, Swatch, valueText, type PanelRun } from "./Panel";
 import { GRID, Toolbar } from "./Panels";
 import { matching, useSettings } from "./settings";
 
@@ -96,7 +96,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
         <Empty title={names.length === 0 ? "No metrics logged" : "No matching metrics"} />
       ) : (
         <div className={GRID}>
-          {panels.map((name) => <Panel key={name} name={name} runs={runs} settings={settings} change={change} />)}
+          {panels.map((name, i) => <Panel key={name} name={name} runs={runs} settings={settings} change={change} eager={i < EAGER} />)}
         </div>
       )}
       <FinalValues runs={runs} summaries={summaries.data} names={matching(ordered, settings.words)} />

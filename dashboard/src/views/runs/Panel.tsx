@@ -53,18 +53,48 @@ interface Props {
   /** How many of the values were NaN or infinite. */
   nonfinite?: number;
   height?: number;
+  /** Probably in view at once: what is asked for is asked for before that is known. */
+  eager?: boolean;
 }
 
 const HEIGHT = 180;
+const HEAD = 20;
+/** So many are in view on most screens before anybody scrolls. */
+export const EAGER = 9;
 const BRANCHES_DRAWN = 30;
 const POINTS = 500;
 const DRAGGED = "application/x-strata-panel";
 
+/** What was never in view is no more than its name and its place. */
 export const Panel = memo(function Panel(props: Props) {
-  const { name, actions } = props;
   const frame = useRef<HTMLElement>(null);
-  const inView = useInView(frame);
+  const [inView, wasInView] = useInView(frame, props.eager ?? false);
   const [isTarget, setTarget] = useState(false);
+  const { name, actions } = props;
+  const drop = actions && {
+    onDragOver: (event: DragEvent) => { if (event.dataTransfer.types.includes(DRAGGED)) { event.preventDefault(); setTarget(true); } },
+    onDragLeave: (event: DragEvent) => { if (!event.currentTarget.contains(event.relatedTarget as Node | null)) setTarget(false); },
+    onDrop: (event: DragEvent) => {
+      setTarget(false);
+      const dragged = event.dataTransfer.getData(DRAGGED);
+      if (dragged) { event.preventDefault(); actions.onMove(dragged, name); }
+    },
+  };
+  return (
+    <section
+      ref={frame}
+      aria-label={name}
+      data-panel={name}
+      className={`group flex min-w-0 flex-col rounded-lg border bg-surface px-3 pt-1.5 pb-2 ${isTarget ? "border-accent shadow-[0_0_0_1px_var(--color-accent)]" : ""}`}
+      {...drop}
+    >
+      {wasInView ? <Content {...props} frame={frame} inView={inView} /> : <><header className="flex min-h-8 items-center"><h3 className="foreign min-w-0 truncate font-medium">{name}</h3></header><div style={{ height: (props.height ?? HEIGHT) + HEAD }} /></>}
+    </section>
+  );
+});
+
+function Content(props: Props & { frame: { current: HTMLElement | null }; inView: boolean }) {
+  const { name, actions, frame, inView } = props;
   const [isWide, setWide] = useState(false);
   const canvas = useRef<HTMLCanvasElement | null>(null);
   const full = useFullCurve();
@@ -94,23 +124,8 @@ export const Panel = memo(function Panel(props: Props) {
         ]
       : []),
   ];
-  const drop = actions && {
-    onDragOver: (event: DragEvent) => { if (event.dataTransfer.types.includes(DRAGGED)) { event.preventDefault(); setTarget(true); } },
-    onDragLeave: (event: DragEvent) => { if (!event.currentTarget.contains(event.relatedTarget as Node | null)) setTarget(false); },
-    onDrop: (event: DragEvent) => {
-      setTarget(false);
-      const dragged = event.dataTransfer.getData(DRAGGED);
-      if (dragged) { event.preventDefault(); actions.onMove(dragged, name); }
-    },
-  };
   return (
-    <section
-      ref={frame}
-      aria-label={name}
-      data-panel={name}
-      className={`group flex min-w-0 flex-col rounded-lg border bg-surface px-3 pt-1.5 pb-2 ${isTarget ? "border-accent shadow-[0_0_0_1px_var(--color-accent)]" : ""}`}
-      {...drop}
-    >
+    <>
       <header className="flex min-h-8 items-center gap-1">
         <h3 className="foreign min-w-0 truncate font-medium" title={name}>{name}</h3>
         {(props.nonfinite ?? 0) > 0 && <span className="inline-flex shrink-0 items-center gap-1 text-sm text-warn" title={`${count(props.nonfinite)} values were NaN or infinite`}><TriangleAlert aria-hidden className="size-3.5" />{count(props.nonfinite)} not finite</span>}
@@ -141,9 +156,9 @@ export const Panel = memo(function Panel(props: Props) {
           <Body {...props} height={Math.max(240, Math.round(window.innerHeight * 0.55))} enabled points={2 * POINTS} onCanvas={() => undefined} />
         </Dialog>
       )}
-    </section>
+    </>
   );
-});
+}
 
 function Body(props: Props & { height: number; enabled: boolean; points?: number; onCanvas: (canvas: HTMLCanvasElement | null) => void }) {
   const { name, runs, settings, change, height, enabled } = props;
@@ -301,16 +316,19 @@ function summary(name: string, runs: readonly PanelRun[], curves: readonly (Metr
   return told + said;
 }
 
-function useInView(frame: { current: HTMLElement | null }): boolean {
-  const [seen, setSeen] = useState(false);
+function useInView(frame: { current: HTMLElement | null }, eager: boolean): readonly [now: boolean, ever: boolean] {
+  const [seen, setSeen] = useState({ now: eager, ever: eager });
   useEffect(() => {
     const element = frame.current;
     if (!element) return;
-    const watcher = new IntersectionObserver(([entry]) => setSeen(entry?.isIntersecting ?? false), { root: element.closest("main"), rootMargin: "120px 0px" });
+    const watcher = new IntersectionObserver(([entry]) => {
+      const now = entry?.isIntersecting ?? false;
+      setSeen((before) => (before.now === now ? before : { now, ever: before.ever || now }));
+    }, { root: element.closest("main"), rootMargin: "120px 0px" });
     watcher.observe(element);
     return () => watcher.disconnect();
   }, [frame]);
-  return seen;
+  return [seen.now, seen.ever];
 }
 
 /** The plot with its title and its runs, on the ground of the page. */

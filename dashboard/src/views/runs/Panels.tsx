@@ -10,7 +10,7 @@ import { Empty } from "../../components/states";
 import { count, plural } from "../../format";
 import type { Axis } from "./curves";
 import { EMPTY, load, moved, panelsOf, save, togglePin, usualOrder, withoutPanel, withPanel, type Layout, type Scope } from "./layout";
-import { Panel, preloadPlot, type PanelRun } from "./Panel";
+import { EAGER, Panel, preloadPlot, type PanelRun } from "./Panel";
 import { matching, type Change, type Settings } from "./settings";
 
 const AXES: readonly (readonly [Axis, string])[] = [["step", "Step"], ["wall", "Time"], ["relative", "Relative"]];
@@ -141,7 +141,7 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
   const left = names.filter((name) => !all.includes(name));
   const pinned = shown.filter((name) => layout.pinned.includes(name));
   const others = shown.filter((name) => !layout.pinned.includes(name));
-  const grid = (group: readonly string[]) => (
+  const grid = (group: readonly string[], before: number) => (
     <div className={GRID}>
       {group.map((name, i) => (
         <Panel
@@ -151,6 +151,7 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
           settings={settings}
           change={change}
           nonfinite={bad.get(name) ?? 0}
+          eager={before + i < EAGER}
           actions={{
             isPinned: layout.pinned.includes(name),
             onPin: () => kept.change(togglePin(layout, name)),
@@ -168,9 +169,9 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
       <Toolbar settings={settings} change={change} lastStep={lastStep} hasMarks>
         <Button onClick={() => setAdding(true)} title={`${count(all.length)} of ${plural(names.length, "metric")} shown`}><Plus aria-hidden className="size-4" />Panels</Button>
       </Toolbar>
-      {pinned.length > 0 && <section aria-label="Pinned" className="flex flex-col gap-2"><h2 className="text-sm font-medium text-muted">Pinned</h2>{grid(pinned)}</section>}
+      {pinned.length > 0 && <section aria-label="Pinned" className="flex flex-col gap-2"><h2 className="text-sm font-medium text-muted">Pinned</h2>{grid(pinned, 0)}</section>}
       {pinned.length > 0 && others.length > 0 && <h2 className="text-sm font-medium text-muted">All</h2>}
-      {others.length > 0 && grid(others)}
+      {others.length > 0 && grid(others, pinned.length)}
       {shown.length === 0 && <Empty title={all.length === 0 ? "No panels" : "No matching panels"} action={all.length === 0 ? <Button onClick={() => setAdding(true)}>Add panels</Button> : <Button onClick={() => change({ words: "" })}>Clear filter</Button>} />}
       <Chooser open={adding} onClose={() => setAdding(false)} names={names} shown={all} left={left} kept={kept} />
     </div>

@@ -65,7 +65,9 @@ function RunPage({ id }: { id: string }) {
   const shown = useMemo<PanelRun>(() => ({ id, label, color: "accent", origin, live, marks }), [id, label, origin, live, marks]);
 
   const back = <Link to="/runs" className="inline-flex items-center gap-1 text-sm font-medium text-muted hover:text-ink"><ArrowLeft aria-hidden className="size-3.5" />All runs</Link>;
-  if (state.coordinator === null) return <Page title={id}><Loading rows={8} /></Page>;
+  const isKnown = state.coordinator !== null;
+  // Charts need not wait for the rest.
+  if (!isKnown && (!info.data || !metrics.data || filters["tab"] !== "charts")) return <Page title={id}><Loading rows={8} /></Page>;
   if (run === null && info.data === undefined && !info.error) return <Page title={id} actions={back}><Loading rows={8} /></Page>;
   if (run === null && !info.data) return <Page title={id} actions={back}>{info.error ? <ErrorNote error={info.error} /> : <Empty icon={Activity} title="Run not found">No worker, checkpoint or recovery has this run name, and nothing was logged under it.</Empty>}</Page>;
 
@@ -76,7 +78,7 @@ function RunPage({ id }: { id: string }) {
       title={label}
       subtitle={
         <span className="flex flex-wrap items-center gap-x-3 gap-y-1">
-          <Status value={run?.status ?? "ended"} pill />
+          {isKnown && <Status value={run?.status ?? "ended"} pill />}
           {label !== id && <span className="inline-flex min-w-0 items-center"><span className="foreign max-w-60 truncate" title={id}>{id}</span><Copy text={id} what="run name" /></span>}
           {run !== null && <Started run={run} />}
           <Tags tags={info.data?.tags ?? []} />
@@ -130,7 +132,7 @@ function PinnedPanels(props: { run: PanelRun; metrics: RunMetrics; kept: Kept })
   return (
     <section aria-label="Metrics" className="flex flex-col gap-2">
       <div className={GRID}>
-        {names.map((name) => <Panel key={name} name={name} runs={runs} settings={settings} change={change} nonfinite={metrics.metrics.find((m) => m.name === name)?.nonfinite ?? 0} />)}
+        {names.map((name) => <Panel key={name} eager name={name} runs={runs} settings={settings} change={change} nonfinite={metrics.metrics.find((m) => m.name === name)?.nonfinite ?? 0} />)}
       </div>
       <p className="flex items-center gap-3 text-sm text-faint">
         <button type="button" className="font-medium text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent" onClick={() => set({ tab: "charts" })}>{metrics.metrics.length > names.length ? `All ${plural(metrics.metrics.length, "metric")}` : "Charts"}</button>

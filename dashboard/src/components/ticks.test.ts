@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import { logRange, logTicks, tickText, timeTicks } from "./ticks";
+import { logRange, logTexts, logTicks, tickText, timeTicks } from "./ticks";
 
 describe("ticks", () => {
   it("have one unit and as many places as tell them apart", () => {
@@ -13,6 +13,7 @@ describe("ticks", () => {
 
   it("of time are round moments, as many as there is space for", () => {
     expect(timeTicks(333, 500, 206, 56)).toEqual([360, 420, 480]);
+    expect(timeTicks(370, 560, 206, 56)).toEqual([420, 480, 540]);
     expect(timeTicks(0, 480, 500)).toEqual([0, 120, 240, 360, 480]);
   });
 
@@ -21,6 +22,8 @@ describe("ticks", () => {
     expect(logTicks(1.5, 30)).toEqual([2, 5, 10, 20]);
     expect(logTicks(2.61, 2.83)).toEqual([2.65, 2.7, 2.75, 2.8]);
     expect(logTicks(1e-12, 1e12).length).toBeLessThanOrEqual(6);
+    expect(logTexts([0.00027, 0.00028, 0.00029])).toEqual(["0.00027", "0.00028", "0.00029"]);
+    expect(logTexts([1, 100, 10_000])).toEqual(["1", "100", "10k"]);
     const [low, high] = logRange(2, 2);
     expect(low).toBeLessThan(2);
     expect(high).toBeGreaterThan(2);

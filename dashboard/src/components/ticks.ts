@@ -1,5 +1,7 @@
 /** Where the marks of an axis go, and what stands beside them: the same for charts and for the timeline. Pure. */
 
+import { compact } from "../format";
+
 /** Space for half a time at the right end of the axis. */
 export const RIGHT = 28;
 
@@ -9,7 +11,14 @@ const SPACE_PX = 110;
 /** Round moments between `from` and `to`, as many as `width` has space for. */
 export function timeTicks(from: number, to: number, width: number, spacePx = SPACE_PX): number[] {
   const most = Math.max(1, Math.floor(width / spacePx));
-  const step = STEPS_S.find((s) => (to - from) / s <= most) ?? 86_400 * Math.ceil((to - from) / 86_400 / most);
+  const found = STEPS_S.findIndex((s) => (to - from) / s <= most);
+  const step = STEPS_S[found] ?? 86_400 * Math.ceil((to - from) / 86_400 / most);
+  const ticks = multiples(step, from, to);
+  // One says where, two say how much: rather a little close to each other than alone.
+  return ticks.length < 2 && found > 0 ? multiples(STEPS_S[found - 1] ?? step, from, to) : ticks;
+}
+
+function multiples(step: number, from: number, to: number): number[] {
   const ticks: number[] = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) ticks.push(at);
   return ticks;
@@ -46,4 +55,11 @@ export function logTicks(min: number, max: number): number[] {
   const step = [1, 2, 5, 10].map((n) => n * 10 ** Math.floor(Math.log10((max - min) / TICKS))).find((n) => (max - min) / n <= TICKS) ?? max - min;
   const first = Math.ceil(min / step);
   return Array.from({ length: Math.max(0, Math.floor(max / step) - first + 1) }, (_, i) => Number(((first + i) * step).toPrecision(6)));
+}
+
+/** Beside those ticks: with as many places as tell neighbours apart, where they are near each other. */
+export function logTexts(ticks: readonly number[]): string[] {
+  const [first = 1, last = 1] = [ticks[0], ticks.at(-1)];
+  const step = Math.min(...ticks.slice(1).map((tick, i) => tick - (ticks[i] ?? tick)));
+  return ticks.map((tick) => (last / first < 10 && Number.isFinite(step) ? tickText(tick, step, last) : compact(tick)));
 }

@@ -6,7 +6,7 @@ import "uplot/dist/uPlot.min.css";
 
 import { colorOf, useThemeVersion } from "../../components/colors";
 import { translucent } from "../../components/Plot";
-import { logRange, logTicks, tickText, timeTicks } from "../../components/ticks";
+import { logRange, logTexts, logTicks, tickText, timeTicks } from "../../components/ticks";
 import { clock, compact, duration } from "../../format";
 import { aligned, type Axis, type Points } from "./curves";
 
@@ -148,7 +148,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
       },
       {
         ...look, size: GUTTER, gap: 6, space: 30,
-        ...(log ? { splits: (_: uPlot, __: number, min: number, max: number) => logTicks(min, max), values: (_: uPlot, splits: number[]) => splits.map((v) => compact(v)) } : { values: (_: uPlot, splits: number[], __: number, ___: number, step: number) => splits.map((v) => tickText(v, step, splits.at(-1) ?? v)) }),
+        ...(log ? { splits: (_: uPlot, __: number, min: number, max: number) => logTicks(min, max), values: (_: uPlot, splits: number[]) => logTexts(splits) } : { values: (_: uPlot, splits: number[], __: number, ___: number, step: number) => splits.map((v) => tickText(v, step, splits.at(-1) ?? v)) }),
       },
     ],
     series: [{}, ...columns.map(seriesOf)],

@@ -97,7 +97,7 @@ function RunPage({ id }: { id: string }) {
       {tab === "overview" && (run === null ? <Charts run={shown} metrics={metrics} kept={kept} /> : <Story run={run} shown={shown} metrics={metrics.data} kept={kept} />)}
       {tab === "charts" && <Charts run={shown} metrics={metrics} kept={kept} />}
       {tab === "details" && <Details id={id} info={info.data} task={run?.task ?? null} labels={run?.risk.safe?.metadata ?? {}} metrics={metrics.data} />}
-      {tab === "logs" && <RunLogs job={run?.id ?? info.data?.jobs.at(-1) ?? id} />}
+      {tab === "logs" && <RunLogs job={run?.task?.id ?? run?.id ?? info.data?.jobs.at(-1) ?? id} />}
     </Page>
   );
 }
@@ -215,7 +215,7 @@ function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metri
         </div>
         <div className="flex min-w-0 flex-col gap-4">
           <Card title="Recoveries" flush><Recoveries run={run} /></Card>
-          <Card title="Latest log lines"><LastLines of={{ task_id: run.id }} /></Card>
+          <Card title="Latest log lines"><LastLines of={{ task_id: run.task?.id ?? run.id }} /></Card>
         </div>
       </div>
     </>

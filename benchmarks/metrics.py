@@ -1,9 +1,12 @@
 """What `job.log` costs a loop, and how fast a run's page and a zoom are read back: through a real coordinator.
 
     python -m benchmarks.metrics [--steps 1000000] [--runs 3]
+    python -m benchmarks.metrics --page [--folder FOLDER]
 
 A worker per run registers and logs 50 metrics a step as fast as the coordinator takes them; then the API is read like a
-dashboard reads it. Prints a table; with `--json`, the figures.
+dashboard reads it. With `--page`, the history of the same runs is written to its file without workers, which is sooner done, and
+the dashboard's own pages are measured in a Chromium; `--folder` keeps that file for the next time. Prints a table; with
+`--json`, the figures.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ import numpy as np
 import psutil
 import torch
 
+from strata.coordinator.metrics.run_history import RunHistory
+from strata.core.branches import Start
+from strata.core.run_metrics import MetricBatch, MetricRows
 from strata.sinks import SinkRun
 from strata.training.metric_log import MetricLog
 from strata.worker.orchestrator import TrainingOrchestrator
 from strata.worker.outbox import METRICS_KEPT_BYTES, MetricOutbox
+from tests.dashboard.browser import Browser
 from tests.support import Coordinator
 
 METRICS = 50
 ZOOMS = 50
 CALLS = 5_000
+ROWS_AT_ONCE = 10_000
+PAGES, PAGE_ZOOMS = 5, 12
 
 
 def log_costs() -> dict[str, float]:
@@ -89,6 +98,121 @@ def fill(address: str, run: str, steps: int) -> float:
     return time.monotonic() - began_s
 
 
+def write_history(path: Path, runs: int, steps: int) -> None:
+    """The runs that `fill` logs, in a history that no coordinator has open."""
+    chance = np.random.default_rng(1)
+    names = tuple(f"metric-{n}" for n in range(METRICS))
+    history = RunHistory(path, limit_bytes=2_000_000_000)
+    for run in range(runs):
+        start = Start(generation=1, started_ms=int((time.time() - steps) * 1000), resumed_step=0)
+        for number, first in enumerate(range(1, steps + 1, ROWS_AT_ONCE), start=1):
+            at = np.arange(first, min(first + ROWS_AT_ONCE, steps + 1), dtype=np.int64)
+            noise = chance.standard_normal((len(at), METRICS)).astype(np.float32).astype(np.float64)
+            rows = MetricRows(
+                names=names, steps=at, times=at + np.float64(start.started_ms / 1000), values=noise
+            )
+            batch = MetricBatch(number=number, start=start, rows=(rows,), dropped=0)
+            history.put(f"run-{run}", f"job-run-{run}", batch, lambda: None)
+            history.flush(600)
+    history.close()
+
+
+DRAWN = """
+(() => {
+  const main = document.querySelector("main");
+  const seen = [...document.querySelectorAll("[data-panel]")].filter((p) => p.getBoundingClientRect().top < innerHeight);
+  const done = (p) => p.querySelector("canvas") && !p.querySelector("[data-old]") && p.querySelector("[data-value]")?.textContent;
+  return seen.length > 0 && !main.querySelector(".skeleton") && seen.every(done) ? seen.length : 0;
+})()
+"""
+"""How many panels are in view, once every one of them is drawn."""
+
+WHEN_DRAWN = f"""
+new Promise((resolve) => {{
+  const look = () => ({DRAWN} ? requestAnimationFrame(() => resolve(performance.now())) : requestAnimationFrame(look));
+  look();
+}})
+"""
+
+ZOOMED = """
+new Promise((resolve) => {
+  const over = [...document.querySelectorAll("[data-panel] .u-over")][PANEL];
+  const box = over.getBoundingClientRect();
+  const at = (type, share) => over.dispatchEvent(new MouseEvent(type, { bubbles: true, clientX: box.left + share * box.width, clientY: box.top + 40, button: 0, buttons: 1, movementX: 5 }));
+  const up = (share) => document.dispatchEvent(new MouseEvent("mouseup", { bubbles: true, clientX: box.left + share * box.width, clientY: box.top + 40, button: 0, movementX: 5 }));
+  const before = location.search;
+  over.dispatchEvent(new MouseEvent("mouseenter", { clientX: box.left + FROM * box.width, clientY: box.top + 40 }));
+  at("mousemove", FROM);
+  at("mousedown", FROM);
+  at("mousemove", TO);
+  const began = performance.now();
+  up(TO);
+  let shown = null;
+  const look = () => {
+    const old = document.querySelector("[data-panel] [data-old]") !== null;
+    if (shown === null && location.search !== before) shown = performance.now() - began;
+    if (shown !== null && !old && DONE) resolve([shown, performance.now() - began]);
+    else if (performance.now() - began > 30000) resolve(null);
+    else requestAnimationFrame(look);
+  };
+  requestAnimationFrame(look);
+})
+"""
+
+
+def measure_page(folder: Path, runs: int, steps: int) -> dict[str, Any]:
+    """Of the dashboard in a Chromium: the page of a run, three runs over each other, and a zoom on each."""
+    data = folder / "data"
+    if not (data / "metrics.sqlite").exists():
+        data.mkdir(parents=True, exist_ok=True)
+        write_history(data / "metrics.sqlite", runs, steps)
+    coordinator = Coordinator(data).start()
+    assert coordinator.process is not None
+    process = psutil.Process(coordinator.process.pid)
+    figures: dict[str, Any] = {"rss_before_mb": process.memory_info().rss / 1e6}
+    every = ",".join(f"run-{n}" for n in range(runs))
+    pages = {"run": "/runs/run-0?tab=charts", "compare": f"/compare?runs={every}"}
+    chance = np.random.default_rng(3)
+    try:
+        with Browser(coordinator.url) as browser:
+            for page, address in pages.items():
+                times = []
+                for _ in range(PAGES):
+                    browser.leave()
+                    browser.open(address)
+                    times.append(browser.evaluate(WHEN_DRAWN))
+                figures[f"{page}_panels_in_view"] = browser.evaluate(DRAWN)
+                figures[f"{page}_ms"] = times
+                zooms = []
+                for _ in range(PAGE_ZOOMS):
+                    start = float(chance.uniform(0, 0.8))
+                    places = {
+                        "FROM": f"{start:.3f}",
+                        "TO": f"{start + 0.15:.3f}",
+                        "PANEL": "0",
+                        "DONE": DRAWN,
+                    }
+                    script = ZOOMED
+                    for name, value in places.items():
+                        script = script.replace(name, value)
+                    zooms.append(browser.evaluate(script))
+                    if None in zooms:
+                        raise SystemExit(
+                            "a chart could not be zoomed: the figures would not be of what they say"
+                        )
+                    if "zoom=" in browser.url and len(zooms) % 3 == 0:
+                        browser.click("button", "Reset zoom")
+                        browser.until(DRAWN)
+                figures[f"{page}_zoom_range_ms"] = sorted(ms for ms, _ in zooms)
+                figures[f"{page}_zoom_ms"] = sorted(ms for _, ms in zooms)
+            browser.leave()
+        figures["rss_after_mb"] = process.memory_info().rss / 1e6
+        figures["load_after"] = os.getloadavg()[0]
+    finally:
+        coordinator.stop()
+    return figures
+
+
 def timed_ms(read: Callable[[], bytes]) -> tuple[float, int]:
     before = time.perf_counter()
     body = read()
@@ -100,7 +224,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--page", action="store_true", help="measure the dashboard in a browser")
+    parser.add_argument("--folder", type=Path, help="where --page keeps its history")
     given = parser.parse_args()
+    if given.page:
+        load = os.getloadavg()[0]
+        with tempfile.TemporaryDirectory() as made:
+            found = measure_page(given.folder or Path(made), given.runs, given.steps)
+        show({"load_before": load, **found}, as_json=given.json)
+        return
     figures: dict[str, Any] = {"load_before": os.getloadavg()[0], "log_us": log_costs()}
     with tempfile.TemporaryDirectory() as folder:
         coordinator = Coordinator(Path(folder) / "data").start()
@@ -145,7 +277,11 @@ def main() -> None:
             figures["rss_after_reading_mb"] = process.memory_info().rss / 1e6
         finally:
             coordinator.stop()
-    if given.json:
+    show(figures, as_json=given.json)
+
+
+def show(figures: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(figures))
         return
     for name, value in figures.items():

@@ -65,6 +65,19 @@ const ops = {
   open: ({ url }) => page.goto(url, { waitUntil: "load" }).then(() => null),
   reload: () => page.reload({ waitUntil: "load" }).then(() => null),
   click: ({ find }) => place(find).click(),
+  // Over a place, from point to point, each as shares of its width and height; with the button held, or twice at the end.
+  mouse: async ({ find, points, held = false, twice = false }) => {
+    const target = place(find);
+    await target.scrollIntoViewIfNeeded();
+    const { x, y, width, height } = await target.boundingBox();
+    const at = points.map(([across, down]) => [x + across * width, y + down * height]);
+    await page.mouse.move(...at[0]);
+    if (held) await page.mouse.down();
+    for (const point of at.slice(1)) await page.mouse.move(...point, { steps: 4 });
+    if (held) await page.mouse.up();
+    if (twice) await page.mouse.dblclick(...at.at(-1));
+  },
+  drag: ({ find, onto }) => place(find).dragTo(place(onto)),
   fill: ({ find, value }) => place(find).fill(value),
   choose: ({ find, value }) => place(find).selectOption(value).then(() => null),
   // All are on their way before the first is acted on: what takes one key after the other in time gets them in time.

@@ -1,11 +1,21 @@
-/** Records as a file that the browser saves: one JSON object a line. */
+/** Files that the browser saves. */
 
+/** Records, one JSON object a line. */
 export function saveLines(name: string, records: readonly object[]): void {
   const text = records.map((record) => JSON.stringify(record)).join("\n");
-  const address = URL.createObjectURL(new Blob([text, "\n"], { type: "application/x-ndjson" }));
+  saveBlob(`${name}-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.jsonl`, new Blob([text, "\n"], { type: "application/x-ndjson" }));
+}
+
+export function saveBlob(name: string, blob: Blob): void {
+  const address = URL.createObjectURL(blob);
   const link = document.createElement("a");
   link.href = address;
-  link.download = `${name}-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.jsonl`;
+  link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
+}
+
+/** A name that is good on every disk. */
+export function fileName(...parts: string[]): string {
+  return parts.map((part) => part.replaceAll(/[^\w.-]+/g, "_")).join("-").slice(0, 120);
 }

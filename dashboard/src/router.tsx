@@ -15,7 +15,8 @@ const root = createRootRoute({ component: Shell, validateSearch: (search: Record
 
 const overview = createRoute({ getParentRoute: () => root, path: "/", component: Overview });
 const runs = createRoute({ getParentRoute: () => root, path: "/runs", component: lazyRouteComponent(() => import("./views/Runs"), "Runs") });
-const run = createRoute({ getParentRoute: () => root, path: "/runs/$job", component: lazyRouteComponent(() => import("./views/Runs"), "RunDetail") });
+const run = createRoute({ getParentRoute: () => root, path: "/runs/$job", component: lazyRouteComponent(() => import("./views/runs/RunPage"), "RunDetail") });
+const compare = createRoute({ getParentRoute: () => root, path: "/compare", component: lazyRouteComponent(() => import("./views/runs/ComparePage"), "ComparePage") });
 const workers = createRoute({ getParentRoute: () => root, path: "/workers", component: lazyRouteComponent(() => import("./views/Workers"), "Workers") });
 const data = createRoute({ getParentRoute: () => root, path: "/data", component: lazyRouteComponent(() => import("./views/Data"), "Data") });
 const checkpoints = createRoute({ getParentRoute: () => root, path: "/checkpoints", component: lazyRouteComponent(() => import("./views/Checkpoints"), "Checkpoints") });
@@ -36,7 +37,7 @@ const settings = createRoute({ getParentRoute: () => root, path: "/settings", co
 const signIn = createRoute({ getParentRoute: () => root, path: "/sign-in", component: SignIn });
 
 export const router = createRouter({
-  routeTree: root.addChildren([overview, runs, run, workers, data, checkpoints, barriers, incidents, coordinator, tasks, logs, settings, signIn]),
+  routeTree: root.addChildren([overview, runs, run, compare, workers, data, checkpoints, barriers, incidents, coordinator, tasks, logs, settings, signIn]),
   parseSearch,
   stringifySearch,
   defaultErrorComponent: Failed,

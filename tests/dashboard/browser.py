@@ -20,6 +20,7 @@ VIEWS = (
     "/",
     "/runs",
     "/incidents",
+    "/compare",
     "/workers",
     "/data",
     "/checkpoints",
@@ -106,6 +107,15 @@ class Browser:
 
     def choose(self, label: str, value: str) -> None:
         self._do("choose", find={"label": label, "exact": True}, value=value)
+
+    def mouse(
+        self, *points: tuple[float, float], held: bool = False, twice: bool = False, **find: Any
+    ) -> None:
+        """Over a place, from point to point, each as shares of its width and height."""
+        self._do("mouse", find=find, points=points, held=held, twice=twice)
+
+    def drag(self, find: dict[str, Any], onto: dict[str, Any]) -> None:
+        self._do("drag", find=find, onto=onto)
 
     def press(self, *keys: str) -> None:
         """One after the other, without a pause between them."""

@@ -170,6 +170,7 @@ def see_a_worker_die_and_recover(page: Browser, own: Coordinator, task: str) -> 
     """The worker may be back before anybody has opened a page, so what is looked for is what stays."""
     page.open(f"/runs/{task}")
     page.see("No recoveries")
+    page.see(css="[data-panel=loss] canvas")
     victim = next(w for w in own.get("/api/workers") if w["id"] == f"{task}-rank1")
     os.kill(int(victim["metadata"]["pid"]), signal.SIGKILL)
     page.see("resumed at step", css="[aria-label=Recoveries] *", within_s=90)
@@ -202,12 +203,14 @@ def filter_the_logs(page: Browser, task: str, folder: Path) -> None:
 
 
 def stop_the_task(page: Browser, own: Coordinator, task: str) -> None:
-    page.open(f"/tasks?task={task}")
+    page.open(f"/runs/{task}")
     page.click("button", "Stop", exact=True)
     page.see(role="dialog", name=f"Stop {TASK}?")
     page.click("button", "Stop task")
-    page.see(css="[role=dialog]:has-text('stopped')", within_s=60)
+    page.see(role="button", name="Restart", within_s=60)
     assert own.get(f"/api/tasks/{task}")["status"] == "stopped"
+    page.open(f"/tasks?task={task}")
+    page.see(css="[role=dialog]:has-text('stopped')")
     page.see(role="button", name="Restart")
 
 

@@ -81,6 +81,8 @@ ROUTES = {
     "GET /api/tasks/{task_id}/goodput": Expected("viewer", "job"),
     "GET /api/runs": Expected("viewer"),
     "GET /api/runs/{run}/cost": Expected("viewer"),
+    "GET /api/runs/{run}": Expected("viewer"),
+    "POST /api/runs/{run}/notes": Expected("operator"),
     "GET /api/runs/{run}/metrics": Expected("viewer"),
     "GET /api/runs/{run}/metrics/series": Expected("viewer"),
     "GET /api/logs": Expected("viewer"),
@@ -153,7 +155,13 @@ def test_log_and_history_can_be_asked_for_one_job(
 ) -> None:
     own = tokens["viewer", OWN]
     assert guarded.call("GET", f"/api/logs?task_id={OWN}", token=own)[0] == 200
+    assert guarded.call("GET", f"/api/runs/r?job_id={OWN}", token=own)[0] == 404
     assert guarded.call("GET", f"/api/runs/r/metrics?job_id={OWN}", token=own)[0] == 404
+    writer, viewer = tokens["operator", OWN], own
+    note = {"notes": "x"}
+    assert guarded.call("POST", f"/api/runs/r/notes?job_id={OWN}", note, token=writer)[0] == 404
+    assert guarded.call("POST", f"/api/runs/r/notes?job_id={FOREIGN}", note, token=writer)[0] == 403
+    assert guarded.call("POST", f"/api/runs/r/notes?job_id={OWN}", note, token=viewer)[0] == 403
     assert guarded.call("GET", f"/api/runs/r/metrics/series?name=a&job_id={OWN}", token=own)[0] == 404
     assert guarded.call("GET", f"/api/incidents?run={OWN}", token=own)[0] == 200
     for path in (
@@ -163,6 +171,7 @@ def test_log_and_history_can_be_asked_for_one_job(
         f"/api/logs?task_id={OWN}&task_id=",
         f"/api/logs?task_id=&task_id={OWN}",
         f"/api/metrics/history?job_id={FOREIGN}",
+        f"/api/runs/r?job_id={FOREIGN}",
         f"/api/runs/r/metrics?job_id={FOREIGN}",
         f"/api/runs/r/metrics?job_id={OWN}&job_id={FOREIGN}",
         f"/api/runs/r/metrics/series?name=a&job_id={FOREIGN}",

@@ -18,7 +18,8 @@ from strata.coordinator.metrics.columns import pack, unpack
 from strata.coordinator.metrics.run_history import Curve, RunHistory
 from strata.core.branches import Start
 from strata.core.downsampling import Buckets
-from strata.core.messages import Unknown
+from strata.core.messages import Overloaded, Unknown
+from strata.core.run_details import RunDetails
 from strata.core.run_metrics import MetricBatch, MetricRows
 
 BEGAN_S = 1_700_000_000.0
@@ -294,3 +295,39 @@ def test_columns_come_back_exactly(
         again = unpack(1, len(tens), pack(1, tens))
         for name in ("first", "last", "count", "bad", "low", "high", "mean", "final"):
             np.testing.assert_array_equal(getattr(again, name), getattr(tens, name))
+
+
+def test_details_of_the_latest_start_are_shown_and_survive_a_restart(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path / "metrics.sqlite", limit_bytes=1 << 30)
+    for generation, lr in ((1, 0.1), (2, 0.2)):
+        details = RunDetails(command="train.py", config={"lr": lr}, versions={"python": "3"})
+        made = MetricBatch(
+            number=1, start=started(generation, at_ms=generation), rows=(), dropped=0, details=details
+        )
+        put(history, made)
+    history.close()
+    again = RunHistory(tmp_path / "metrics.sqlite", limit_bytes=1 << 30)
+    info = again.info("r")
+    assert info.details is not None
+    assert (info.details.config, info.tags, info.notes, info.jobs) == ({"lr": 0.2}, [], "", ["j"])
+    assert [each.run for each in again.runs(limit=5)] == ["r"], "it is known before it has logged"
+    again.close()
+
+
+def test_notes_belong_to_a_run_and_change_apart_from_its_tags(history: RunHistory) -> None:
+    put(history, batch(started(1), 1, [1], {"a": [1.0]}), job="mine")
+    put(history, batch(started(1), 1, [1], {"a": [1.0]}), job="theirs")
+    history.annotate("r", job="mine", tags=["good"], notes=None)
+    history.annotate("r", job="mine", tags=None, notes="as it was")
+    assert (history.info("r", job="mine").tags, history.info("r", job="mine").notes) == (
+        ["good"],
+        "as it was",
+    )
+    assert history.info("r", job="theirs").tags == []
+    history.annotate("r", job=None, tags=[], notes=None)
+    assert (history.info("r", job="theirs").tags, history.info("r").notes) == ([], "as it was")
+    history.is_paused = lambda: True
+    with pytest.raises(Overloaded, match="disk"):
+        history.annotate("r", job=None, tags=["x"], notes=None)
+    with pytest.raises(Unknown):
+        history.info("another")

@@ -113,6 +113,19 @@ def test_history_outlives_everything_and_a_rollback_leaves_a_branch(
     assert metrics["at_the_end"]["last_step"] == last
     assert [(s["generation"], s["resumed_step"]) for s in summary["starts"]] == [(1, 0), (2, 4)]
     assert summary["dropped"] == 0
+    details = coordinator.get(f"/api/runs/{run}")["details"]
+    assert (details["world_size"], details["options"]["snapshot_every"]) == (1, 0)
+    assert details["options"]["checkpoints"]
+    assert "pytest" in details["command"]
+    status, info = coordinator.post(
+        f"/api/runs/{run}/notes", {"tags": ["baseline"], "notes": "first attempt"}
+    )
+    assert (status, info["tags"], info["notes"]) == (200, ["baseline"], "first attempt")
+    assert coordinator.post(f"/api/runs/{run}/notes", {"tags": [""]})[0] == 422
+    coordinator.kill()
+    coordinator.start()
+    assert coordinator.get("/api/runs")[0]["tags"] == ["baseline"]
+    assert coordinator.post("/api/runs/nobody/notes", {"notes": ""})[0] == 404
     assert [each["run"] for each in coordinator.get("/api/runs")] == [run]
     assert series(coordinator, loop.job.name, "mine", "&from=3&to=5")["committed"]["steps"] == [3, 4, 5]
     shown = cli("metrics", run, "mine", "--csv", "--api", f"http://127.0.0.1:{coordinator.http_port}")

@@ -28,7 +28,8 @@ export class ApiError extends Error {
 
 export interface Call {
   method?: "GET" | "POST" | "DELETE";
-  query?: Record<string, string | number | boolean | null | undefined>;
+  /** A list is given once for each of its values. */
+  query?: Record<string, string | number | boolean | readonly string[] | null | undefined>;
   body?: unknown;
   signal?: AbortSignal | undefined;
 }
@@ -46,7 +47,8 @@ export function onUnauthorized(listener: () => void): void {
 export function withQuery(path: string, query: Call["query"]): string {
   const pairs = Object.entries(query ?? {}).filter(([, value]) => value !== undefined && value !== null && value !== "");
   if (pairs.length === 0) return path;
-  return `${path}?${new URLSearchParams(pairs.map(([key, value]) => [key, String(value)])).toString()}`;
+  const flat = pairs.flatMap(([key, value]) => (Array.isArray(value) ? (value as readonly string[]) : [String(value)]).map((each) => [key, each]));
+  return `${path}?${new URLSearchParams(flat).toString()}`;
 }
 
 const PATIENCE_MS = 30_000;

@@ -717,6 +717,11 @@ export interface MixtureView {
   changes: ChangeView[];
 }
 
+export interface NotesBody {
+  tags?: string[] | null;
+  notes?: string | null;
+}
+
 /** One thing to tell people, as `/api/notifications` and the event stream show it. Times are Unix seconds. */
 export interface Notification {
   id: number;
@@ -879,6 +884,29 @@ export interface RunCurvesView {
   series: MetricCurvesView[];
 }
 
+export interface RunDetails {
+  command: string;
+  folder: string;
+  host: string;
+  commit: string;
+  branch: string;
+  versions: Record<string, string>;
+  world_size: number;
+  config: Record<string, unknown>;
+  options: Record<string, unknown>;
+}
+
+/** A run with what people have written about it and how its latest start was made. */
+export interface RunInfoView {
+  run: string;
+  jobs: string[];
+  created_at: number;
+  updated_at: number;
+  tags: string[];
+  notes: string;
+  details: RunDetails | null;
+}
+
 export interface RunMetricsView {
   run: string;
   jobs: string[];
@@ -893,6 +921,7 @@ export interface RunView {
   jobs: string[];
   created_at: number;
   updated_at: number;
+  tags: string[];
 }
 
 /** Beside restarting from the newest durable checkpoint each time. */

@@ -38,7 +38,7 @@ export function Facts(props: { items: readonly (readonly [label: string, value: 
       {props.items.map(([label, value]) => (
         <div key={label} className="flex min-w-0 items-baseline justify-between gap-4">
           <dt className="shrink-0 text-muted">{label}</dt>
-          <dd className="foreign min-w-0 truncate text-right">{value}</dd>
+          <dd className="foreign min-w-0 truncate text-right" title={typeof value === "string" ? value : undefined}>{value}</dd>
         </div>
       ))}
     </dl>

@@ -50,8 +50,8 @@ function Frame(props: Props & { className: string }) {
   );
 }
 
-export function Dialog(props: Props & { wide?: boolean }) {
-  return <Frame {...props} className={`top-1/2 left-1/2 max-h-[88vh] w-[94vw] -translate-x-1/2 -translate-y-1/2 rounded-xl ${props.wide ? "max-w-3xl" : "max-w-lg"}`} />;
+export function Dialog(props: Props & { wide?: boolean | "most" }) {
+  return <Frame {...props} className={`top-1/2 left-1/2 max-h-[88vh] w-[94vw] -translate-x-1/2 -translate-y-1/2 rounded-xl ${props.wide === "most" ? "max-w-7xl" : props.wide ? "max-w-3xl" : "max-w-lg"}`} />;
 }
 
 export function Drawer(props: Props) {

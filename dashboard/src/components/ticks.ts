@@ -1,15 +1,59 @@
-/** Where the marks of a time axis go: the same for charts and for the timeline. Pure. */
+/** Where the marks of an axis go, and what stands beside them: the same for charts and for the timeline. Pure. */
+
+import { compact } from "../format";
+
+/** Space for half a time at the right end of the axis. */
+export const RIGHT = 28;
 
 const STEPS_S = [1, 2, 5, 10, 15, 20, 30, 60, 120, 180, 240, 300, 600, 900, 1200, 1800, 3600, 7200, 10_800, 14_400, 21_600, 43_200, 86_400];
 /** A time and some air. */
 const SPACE_PX = 72;
 
 /** Round moments between `from` and `to`, as many as `width` has space for. */
-export function timeTicks(from: number, to: number, width: number): number[] {
+export function timeTicks(from: number, to: number, width: number, spacePx = SPACE_PX): number[] {
   // Of two steps apart at least two are always in the range.
-  const most = Math.max(2, Math.floor(width / SPACE_PX));
-  const step = STEPS_S.find((s) => (to - from) / s <= most) ?? 86_400 * Math.ceil((to - from) / 86_400 / most);
+  const most = Math.max(2, Math.floor(width / spacePx));
   const ticks: number[] = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) ticks.push(at);
   return ticks;
+}
+
+const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]] as const;
+
+/** Short, in one unit for the whole axis, with as many places as tell neighbours apart. */
+export function tickText(value: number, step: number, largest: number): string {
+  const [limit, letter] = UNITS.find(([from]) => Math.abs(largest) >= from) ?? [1, ""];
+  const unit = letter === "k" ? 1e3 : limit;
+  const places = step > 0 ? Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-9)) : 0;
+  if (value === 0) return "0";
+  return places > 5 ? value.toExponential(1) : `${(value / unit).toFixed(places)}${letter}`;
+}
+
+/** A little more than the values take, by their ratio. */
+export function logRange(min: number, max: number): [number, number] {
+  const space = max > min ? (max / min) ** 0.06 : 1.5;
+  return [min / space, max * space];
+}
+
+const TICKS = 5;
+
+/** Powers of ten where there are some, with 2 and 5 between them where they are few; round numbers where there are none. */
+export function logTicks(min: number, max: number): number[] {
+  const [low, high] = [Math.floor(Math.log10(min)), Math.ceil(Math.log10(max))];
+  const every = Math.max(1, Math.ceil((high - low) / TICKS));
+  const powers = Array.from({ length: high - low + 1 }, (_, i) => low + i).filter((power) => (power - low) % every === 0);
+  for (const factors of [[1], [1, 2, 5]]) {
+    const found = powers.flatMap((power) => factors.map((factor) => factor * 10 ** power)).filter((v) => v >= min && v <= max);
+    if (found.length >= 3) return found;
+  }
+  const step = [1, 2, 5, 10].map((n) => n * 10 ** Math.floor(Math.log10((max - min) / TICKS))).find((n) => (max - min) / n <= TICKS) ?? max - min;
+  const first = Math.ceil(min / step);
+  return Array.from({ length: Math.max(0, Math.floor(max / step) - first + 1) }, (_, i) => Number(((first + i) * step).toPrecision(6)));
+}
+
+/** Beside those ticks: with as many places as tell neighbours apart, where they are near each other. */
+export function logTexts(ticks: readonly number[]): string[] {
+  const [first = 1, last = 1] = [ticks[0], ticks.at(-1)];
+  const step = Math.min(...ticks.slice(1).map((tick, i) => tick - (ticks[i] ?? tick)));
+  return ticks.map((tick) => (last / first < 10 && Number.isFinite(step) ? tickText(tick, step, last) : compact(tick)));
 }

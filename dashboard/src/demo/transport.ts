@@ -2,6 +2,7 @@
 
 import { ApiError, type Call, type Transport } from "../api/client";
 import type { Dataset, LogEntry, Task } from "../api/types";
+import { annotate, isLogged, loggedRuns, runCurves, runInfo, runMetrics } from "./metrics";
 import { DATASET, JOB, type Simulation } from "./simulation";
 import { samplesOf } from "./samples";
 import { newTask } from "./tasks";
@@ -27,6 +28,11 @@ const ROUTES: readonly (readonly [method: string, pattern: RegExp, answer: Answe
   ["GET", /^\/datasets\/([^/]+)\/shards$/, shards],
   ["GET", /^\/datasets\/([^/]+)\/preview$/, preview],
   ["GET", /^\/datasets\/([^/]+)\/audit$/, audit],
+  ["GET", /^\/runs$/, (simulation) => loggedRuns(simulation)],
+  ["GET", /^\/runs\/([^/]+)$/, (simulation, _, run) => runInfo(simulation, logged(run))],
+  ["POST", /^\/runs\/([^/]+)\/notes$/, (simulation, call, run) => annotate(simulation, logged(run), call.body as { tags?: string[]; notes?: string })],
+  ["GET", /^\/runs\/([^/]+)\/metrics$/, (simulation, _, run) => runMetrics(simulation, logged(run))],
+  ["GET", /^\/runs\/([^/]+)\/metrics\/series$/, curves],
   ["POST", /^\/datasets$/, registerDataset],
   ["POST", /^\/tasks$/, startTask],
   ["POST", /^\/tasks\/([^/]+)\/stop$/, stopTask],
@@ -65,6 +71,17 @@ function logs(simulation: Simulation, call: Call): LogEntry[] {
     )
     .slice(-Number(limit ?? 100))
     .reverse();
+}
+
+function logged(run: string | undefined): string {
+  if (run === undefined || !isLogged(run)) throw unknown(`Unknown run '${run}'.`);
+  return run;
+}
+
+function curves(simulation: Simulation, call: Call, run?: string): unknown {
+  const { name, from, to, points } = call.query ?? {};
+  const names = Array.isArray(name) ? (name as readonly string[]) : [String(name)];
+  return runCurves(simulation, logged(run), { names, from: Number(from ?? 0), to: Number(to ?? Number.MAX_SAFE_INTEGER), points: Number(points ?? 1_000) });
 }
 
 function datasetOf(simulation: Simulation, id: string | undefined): Dataset {

@@ -104,7 +104,7 @@ function Views() {
       <DisconnectedBanner />
       <div className="flex min-h-0 flex-1">
         <nav aria-label="Views" className="hidden w-14 shrink-0 flex-col gap-0.5 overflow-y-auto border-r bg-surface px-2 py-3 sm:flex lg:w-52 lg:px-3">
-          <Link to="/" className="mb-3 flex h-9 items-center gap-2.5 rounded-md px-2 text-lg font-semibold tracking-tight">
+          <Link to="/" aria-label="Strata" className="mb-3 flex h-9 items-center gap-2.5 rounded-md px-2 text-lg font-semibold tracking-tight">
             <Logo />
             <span className="hidden lg:inline">Strata</span>
           </Link>

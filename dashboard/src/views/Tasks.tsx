@@ -105,7 +105,7 @@ function Cause(props: { cause: NonNullable<Task["exit_cause"]> }) {
   );
 }
 
-function Stop(props: { task: Task }) {
+export function Stop(props: { task: Task }) {
   const [asking, setAsking] = useState(false);
   const work = useMutation({ mutationFn: () => post(`/tasks/${encodeURIComponent(props.task.id)}/stop`), onSuccess: () => setAsking(false) });
   return (
@@ -118,7 +118,7 @@ function Stop(props: { task: Task }) {
   );
 }
 
-function Restart(props: { task: Task }) {
+export function Restart(props: { task: Task }) {
   const work = useMutation({ mutationFn: () => post(`/tasks/${encodeURIComponent(props.task.id)}/restart`) });
   return (
     <>

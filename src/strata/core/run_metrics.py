@@ -10,6 +10,7 @@ import numpy.typing as npt
 from strata.core import checks
 from strata.core.branches import Start
 from strata.core.messages import InvalidArgument
+from strata.core.run_details import RunDetails
 
 NAME_LIMIT = 256
 NAMES_PER_ROW = 4_096
@@ -44,6 +45,8 @@ class MetricBatch:
     rows: tuple[MetricRows, ...]
     dropped: int
     """Values that its sender could not keep."""
+    details: RunDetails | None = None
+    """How this start was made; in its first batch."""
 
 
 def checked(batch: MetricBatch) -> MetricBatch:
@@ -92,6 +95,16 @@ class RunView:
     """Under which names its workers were registered, the latest last."""
     created_at: float
     updated_at: float
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfoView(RunView):
+    """A run with what people have written about it and how its latest start was made."""
+
+    notes: str
+    details: RunDetails | None
+    """Null where no start has said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

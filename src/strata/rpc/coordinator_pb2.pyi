@@ -726,20 +726,22 @@ class MetricRows(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., steps: _Optional[_Iterable[int]] = ..., times: _Optional[_Iterable[float]] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class MetricBatch(_message.Message):
-    __slots__ = ("number", "generation", "started_ms", "resumed_step", "rows", "dropped")
+    __slots__ = ("number", "generation", "started_ms", "resumed_step", "rows", "dropped", "details")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STARTED_MS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_STEP_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
     number: int
     generation: int
     started_ms: int
     resumed_step: int
     rows: _containers.RepeatedCompositeFieldContainer[MetricRows]
     dropped: int
-    def __init__(self, number: _Optional[int] = ..., generation: _Optional[int] = ..., started_ms: _Optional[int] = ..., resumed_step: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[MetricRows, _Mapping]]] = ..., dropped: _Optional[int] = ...) -> None: ...
+    details: bytes
+    def __init__(self, number: _Optional[int] = ..., generation: _Optional[int] = ..., started_ms: _Optional[int] = ..., resumed_step: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[MetricRows, _Mapping]]] = ..., dropped: _Optional[int] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class MetricsKept(_message.Message):
     __slots__ = ("number", "started_ms", "refused")

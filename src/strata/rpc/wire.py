@@ -41,6 +41,7 @@ from strata.core.messages import (
     WorkerId,
     WorkerSpec,
 )
+from strata.core.run_details import unpacked
 from strata.core.run_metrics import MetricBatch, MetricRows, checked
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
@@ -110,7 +111,9 @@ def progress(m: pb.Progress, worker_id: WorkerId, incarnation: int) -> ProgressR
 def metric_batch(m: pb.MetricBatch) -> MetricBatch:
     start = Start(generation=m.generation, started_ms=m.started_ms, resumed_step=m.resumed_step)
     rows = tuple(metric_rows(each) for each in m.rows)
-    return checked(MetricBatch(number=m.number, start=start, rows=rows, dropped=m.dropped))
+    return checked(
+        MetricBatch(number=m.number, start=start, rows=rows, dropped=m.dropped, details=unpacked(m.details))
+    )
 
 
 def metric_rows(m: pb.MetricRows) -> MetricRows:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,7 @@ class Trainer:
             data_path=str(self.tokens.index.path),
             data_format="tokens",
             data_metadata={"seq_length": str(self.config.model.seq_length)},
+            config=asdict(self.config),
             on_restored=self._on_restored,
             options=ElasticOptions(
                 save_every=saving.checkpoint_interval,

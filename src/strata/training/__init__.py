@@ -49,6 +49,7 @@ def elastic(
     job: str | None = None,
     coordinator: str | None = None,
     sinks: Sequence[Sink] = (),
+    config: Mapping[str, Any] | None = None,
     on_restored: Callable[[Mapping[str, Any]], None] | None = None,
     data_path: str = "",
     data_format: str = "samples",
@@ -83,6 +84,7 @@ def elastic(
     job: a name for people. A destination remembers it, and refuses a job with another one.
     coordinator: its address; by default `COORDINATOR_ADDR` or `COORDINATOR_URL`, and none without them.
     sinks: where else metrics go that the loop logs: `strata.sinks.TensorBoard(folder)`, `WeightsAndBiases`, `MLflow`.
+    config: what the loop was configured with, for the page of the run and for comparisons; what looks like a secret is not sent.
     on_restored: called with the restored state, before the first step.
     data_path, data_format, data_metadata: what the dashboard shows of the data.
 
@@ -109,6 +111,7 @@ def elastic(
         job=job,
         coordinator=coordinator,
         sinks=sinks,
+        config=config,
         on_restored=on_restored,
         data_path=data_path,
         data_format=data_format,

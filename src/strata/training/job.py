@@ -29,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
@@ -78,6 +78,7 @@ from strata.core.job import (
 from strata.core.live import Complete, judge
 from strata.core.replicas import Odd, Undecided
 from strata.core.roster import Changes, Entrant, Roster, enter
+from strata.core.run_details import packed
 from strata.core.text import counted
 from strata.core.types import CheckpointId
 from strata.data.adapt import AnyData, as_elastic_loader
@@ -103,6 +104,7 @@ from strata.training.metric_log import MetricLog, Metrics
 from strata.training.mixture_watch import MixtureWatch
 from strata.training.preemption import Preemption
 from strata.training.replicas import Replicas
+from strata.training.run_details import gathered
 from strata.training.sharded_job import (
     ShardedJob,
     drop_left_over,
@@ -271,6 +273,7 @@ class ElasticJob:
         data_path: str = "",
         data_format: str = "samples",
         data_metadata: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
         on_restored: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         require_linux()
@@ -298,6 +301,7 @@ class ElasticJob:
         self._given_name = job if job and job != os.environ.get("STRATA_TASK_ID") else ""
         self._data = loader
         self._data_place = (data_path or loader.dataset, data_format, dict(data_metadata or {}))
+        self._config = dict(config or {})
         self._evaluated: dict[int, ElasticLoader] = {}
         """Loaders of evaluation data, by the identity of what was given,"""
         self._kept_data: list[AnyData] = []
@@ -686,7 +690,10 @@ class ElasticJob:
         outbox = None
         if self._link is not None:
             outbox = MetricOutbox(
-                generation=self.generation, started_ms=int(time.time() * 1000), resumed_step=self.step
+                generation=self.generation,
+                started_ms=int(time.time() * 1000),
+                resumed_step=self.step,
+                details=self._details(),
             )
             self._link.send_metrics(outbox)
         self._metric_log = MetricLog(
@@ -706,6 +713,12 @@ class ElasticJob:
             self._data.sampler, job=self.name, run=self.run, rank=self.rank, coordinator=self._coordinator
         )
         self._mixture.settle()
+
+    def _details(self) -> bytes:
+        stores = [store.url for store in self._stores]
+        ends = {"epochs": self._epochs, "max_steps": self._max_steps}
+        options = {**asdict(self.options), **ends, "checkpoints": stores}
+        return packed(gathered(world_size=self.world_size, config=self._config, options=options))
 
     def _open_manager(self, opened: _Opened) -> CheckpointManager:
         options = self.options

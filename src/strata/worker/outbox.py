@@ -61,13 +61,15 @@ class LogOutbox:
 
 class MetricOutbox:
     """Rows of metrics, until the coordinator has them on disk. One batch is under way at a time, and is sent again until it is
-    answered. When too many wait, the oldest go, and the loss is counted and reported."""
+    answered. When too many wait, the oldest go, and the loss is counted and reported. `details` say how this start was made, and
+    go first."""
 
-    def __init__(self, *, generation: int, started_ms: int, resumed_step: int) -> None:
+    def __init__(self, *, generation: int, started_ms: int, resumed_step: int, details: bytes = b"") -> None:
         self.dropped_total = 0
         self.refused = ""
         """Why the coordinator did not keep a batch, the last time it did not."""
         self._head = pb.MetricBatch(generation=generation, started_ms=started_ms, resumed_step=resumed_step)
+        self._details = details
         self._rows: deque[pb.MetricRows] = deque()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -89,7 +91,7 @@ class MetricOutbox:
     @property
     def is_empty(self) -> bool:
         with self._lock:
-            return self._under_way is None and not self._rows
+            return self._under_way is None and not self._rows and not self._details
 
     def take(self) -> pb.MetricBatch | None:
         """What is to be sent now."""
@@ -103,12 +105,12 @@ class MetricOutbox:
             return self._under_way
 
     def _next(self) -> pb.MetricBatch | None:
-        if not self._rows:
+        if not self._rows and not self._details:
             return None
         self._number += 1
-        batch = pb.MetricBatch(number=self._number, dropped=self._dropped)
+        batch = pb.MetricBatch(number=self._number, dropped=self._dropped, details=self._details)
         batch.MergeFrom(self._head)
-        self._dropped = 0
+        self._dropped, self._details = 0, b""
         taken = 0
         while self._rows and taken < METRICS_PER_BATCH_BYTES:
             rows = self._rows.popleft()

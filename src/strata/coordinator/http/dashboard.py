@@ -22,8 +22,8 @@ BUILT = Path(strata.__file__).resolve().parent / "dashboard"
 """Where `scripts/build_dashboard.py` puts the application; part of the wheel, absent from a fresh checkout."""
 
 VIEWS = (
-    *("runs", "incidents", "workers", "data", "checkpoints", "barriers", "tasks", "logs", "coordinator"),
-    *("settings", "sign-in"),
+    *("runs", "compare", "incidents", "workers", "data", "checkpoints", "barriers", "tasks", "logs"),
+    *("coordinator", "settings", "sign-in"),
 )
 """First parts of the paths that are views of the application, beside `/` itself."""
 NO_VIEWS = ("api", "docs", "openapi.json", "metrics", "assets")

@@ -49,7 +49,7 @@ _FILTERED = {
     "/api/incidents": "run",
     "/api/notifications": "run",
 }
-_OF_A_RUN = re.compile(r"/api/runs/[^/]+/.+")
+_OF_A_RUN = re.compile(r"/api/runs/[^/]+(?:/.+)?")
 """Filtered by `job_id` as well: a run is known by what jobs say of it."""
 
 

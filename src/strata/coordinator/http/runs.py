@@ -1,4 +1,5 @@
-"""Runs over HTTP: what their training loops have logged, by step, at any resolution, and what they have cost.
+"""Runs over HTTP: what their training loops have logged, by step, at any resolution; how they were started, what people have
+written about them, and what they have cost.
 
 Reading and writing down an answer happen on the history's own threads: a reader that asks for much slows nobody else.
 """
@@ -15,14 +16,24 @@ import numpy.typing as npt
 import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from strata.coordinator.http.dependencies import NOT_FOUND, Limit, NameFilter, NameInPath, TheRuntime
 from strata.coordinator.http.middleware import json_response
 from strata.coordinator.metrics.run_history import LAST_STEP, Curve, RunHistory
 from strata.coordinator.runtime import Runtime
 from strata.core.cost import CostView, cost
+from strata.core.logtext import clean
 from strata.core.messages import InvalidArgument, JobId, Unknown
-from strata.core.run_metrics import NAME_LIMIT, STEP_LIMIT, RunCurvesView, RunMetricsView, RunView
+from strata.core.run_details import NOTES_LIMIT, TAGS_LIMIT, check_tags
+from strata.core.run_metrics import (
+    NAME_LIMIT,
+    STEP_LIMIT,
+    RunCurvesView,
+    RunInfoView,
+    RunMetricsView,
+    RunView,
+)
 
 router = APIRouter(tags=["runs"])
 
@@ -40,6 +51,15 @@ Price = Annotated[float | None, Query(ge=0, le=1e6, description="Of a GPU-hour, 
 Points = Annotated[int, Query(ge=1, le=10_000, description="At most so many for each metric")]
 
 
+class NotesBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tags: list[str] | None = Field(default=None, max_length=TAGS_LIMIT, examples=[["baseline", "lr-sweep"]])
+    notes: str | None = Field(
+        default=None, max_length=NOTES_LIMIT, examples=["Warm-up was too short; see the spike at step 1,200."]
+    )
+
+
 @router.get("/api/runs", response_model=list[RunView])
 async def runs(runtime: TheRuntime, request: Request, limit: Limit = 100) -> Response:
     """Runs that have logged something, the latest first."""
@@ -47,6 +67,37 @@ async def runs(runtime: TheRuntime, request: Request, limit: Limit = 100) -> Res
     if history is None:
         return Response(b"[]", media_type="application/json")
     return await _answered(history, request, lambda: history.runs(limit=limit))
+
+
+@router.get("/api/runs/{run}", response_model=RunInfoView, responses=NOT_FOUND)
+async def run_info(
+    runtime: TheRuntime, request: Request, run: NameInPath, job_id: NameFilter = None
+) -> Response:
+    """How the latest start of a run was made (command, configuration, commit), and its tags and notes.
+
+    `run` is the id of a run, or a job's name: then it is that job's latest run.
+    """
+    history = _history(runtime, run)
+    return await _answered(
+        history, request, lambda: history.info(history.resolve(run, job=job_id), job=job_id)
+    )
+
+
+@router.post("/api/runs/{run}/notes", response_model=RunInfoView, responses=NOT_FOUND)
+async def annotate_run(
+    runtime: TheRuntime, request: Request, run: NameInPath, body: NotesBody, job_id: NameFilter = None
+) -> Response:
+    """Replace the tags or the notes of a run; what is not given stays."""
+    history = _history(runtime, run)
+    tags = None if body.tags is None else check_tags(body.tags)
+    notes = None if body.notes is None else clean(body.notes)
+
+    def write() -> RunInfoView:
+        found = history.resolve(run, job=job_id)
+        history.annotate(found, job=job_id, tags=tags, notes=notes)
+        return history.info(found, job=job_id)
+
+    return await _answered(history, request, write)
 
 
 @router.get("/api/runs/{run}/metrics", response_model=RunMetricsView, responses=NOT_FOUND)

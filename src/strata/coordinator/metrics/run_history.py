@@ -37,12 +37,14 @@ from strata.coordinator.journal.sqlite import open_or_put_aside, open_privately
 from strata.coordinator.metrics.columns import pack, unpack
 from strata.core.branches import Start, committed_until
 from strata.core.downsampling import FACTOR, TOP, Buckets, cover, joined, level_for
-from strata.core.messages import Unknown
+from strata.core.messages import Overloaded, Unknown
+from strata.core.run_details import RunDetails
 from strata.core.run_metrics import (
     TIME,
     MetricBatch,
     MetricRows,
     MetricView,
+    RunInfoView,
     RunMetricsView,
     RunView,
     StartView,
@@ -99,6 +101,10 @@ CREATE TABLE IF NOT EXISTS tail (
     steps BLOB NOT NULL, times BLOB NOT NULL, vals BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS tail_of_a_run ON tail (run, id);
+CREATE TABLE IF NOT EXISTS details (start INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS annotations (
+    run INTEGER PRIMARY KEY, tags TEXT NOT NULL, notes TEXT NOT NULL, at REAL NOT NULL
+);
 """
 
 Kept = Callable[[], None]
@@ -196,9 +202,62 @@ class RunHistory:
                 (limit,),
             ).fetchall()
             return [
-                RunView(run=run, jobs=self._jobs(db, run), created_at=created, updated_at=touched)
+                RunView(
+                    run=run,
+                    jobs=self._jobs(db, run),
+                    created_at=created,
+                    updated_at=touched,
+                    tags=_annotations(db, run, None)[0],
+                )
                 for run, created, touched in rows
             ]
+
+    def info(self, run: str, *, job: str | None = None) -> RunInfoView:
+        """What is known of a run beside its values; `run` is one that `resolve` has answered."""
+        with self._reader() as db:
+            created, touched = db.execute(
+                "SELECT min(created), max(touched) FROM runs WHERE run = ?1 AND (?2 IS NULL OR job = ?2)",
+                (run, job),
+            ).fetchone()
+            if created is None:
+                raise _unknown(run)
+            found = db.execute(
+                "SELECT body FROM details JOIN starts ON starts.id = details.start JOIN runs ON runs.id = starts.run "
+                "WHERE runs.run = ?1 AND (?2 IS NULL OR job = ?2) ORDER BY started DESC, starts.id DESC LIMIT 1",
+                (run, job),
+            ).fetchone()
+            tags, notes = _annotations(db, run, job)
+            return RunInfoView(
+                run=run,
+                jobs=[job] if job is not None else self._jobs(db, run),
+                created_at=created,
+                updated_at=touched,
+                tags=tags,
+                notes=notes,
+                details=None if found is None else RunDetails(**orjson.loads(found[0])),
+            )
+
+    def annotate(self, run: str, *, job: str | None, tags: Sequence[str] | None, notes: str | None) -> None:
+        """Replace what people have written about a run; None leaves it as it is. On disk when this returns."""
+        if self.is_paused():
+            raise Overloaded(
+                "The disk of the coordinator is full; nothing was changed.",
+                hint="Free space there, then retry.",
+            )
+        with closing(sqlite3.connect(self.path, timeout=READ_LIMIT_S, isolation_level=None)) as db:
+            with _transaction(db):
+                before = _annotations(db, run, job)
+                db.execute(
+                    "INSERT OR REPLACE INTO annotations (run, tags, notes, at) "
+                    "SELECT id, ?3, ?4, ?5 FROM runs WHERE run = ?1 AND (?2 IS NULL OR job = ?2)",
+                    (
+                        run,
+                        job,
+                        orjson.dumps(before[0] if tags is None else list(tags)).decode(),
+                        before[1] if notes is None else notes,
+                        time.time(),
+                    ),
+                )
 
     def resolve(self, name: str, *, job: str | None = None) -> str:
         """The run of this id, or the latest of this job; raises `Unknown`."""
@@ -209,9 +268,7 @@ class RunHistory:
                 (name, job),
             ).fetchone()
         if row is None:
-            raise Unknown(
-                "run", name, hint="A run is known here once it has logged something: job.log({...})."
-            )
+            raise _unknown(name)
         return str(row[0])
 
     def jobs_of(self, name: str) -> list[str]:
@@ -377,6 +434,11 @@ class RunHistory:
             return  # It has come before.
         if batch.dropped:
             self._drop(run, batch.dropped)
+        if batch.details is not None:
+            self._db.execute(
+                "INSERT OR REPLACE INTO details (start, body) VALUES (?, ?)",
+                (start, orjson.dumps(batch.details)),
+            )
         for rows in batch.rows:
             if len(rows.steps):
                 self._append(run, start, rows)
@@ -568,7 +630,8 @@ class RunHistory:
 
     def _remove(self, run: int) -> None:
         self._forget(run)
-        for table, column in (("starts", "run"), ("runs", "id")):
+        self._db.execute("DELETE FROM details WHERE start IN (SELECT id FROM starts WHERE run = ?)", (run,))
+        for table, column in (("annotations", "run"), ("starts", "run"), ("runs", "id")):
             self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (run,))
 
     def _forget(self, run: int) -> None:
@@ -731,6 +794,20 @@ def _piece(db: sqlite3.Connection, series: int, level: int, first: int, stop: in
             yield unpack(level, *found[number])[low - begin : high - begin]
         elif level < TOP:
             yield from _piece(db, series, level + 1, low // FACTOR, -(-high // FACTOR))
+
+
+def _annotations(db: sqlite3.Connection, run: str, job: str | None) -> tuple[list[str], str]:
+    """Tags and notes, as they were written last."""
+    row = db.execute(
+        "SELECT tags, notes FROM annotations JOIN runs ON runs.id = annotations.run "
+        "WHERE runs.run = ?1 AND (?2 IS NULL OR job = ?2) ORDER BY at DESC LIMIT 1",
+        (run, job),
+    ).fetchone()
+    return ([], "") if row is None else (orjson.loads(row[0]), str(row[1]))
+
+
+def _unknown(run: str) -> Unknown:
+    return Unknown("run", run, hint="A run is known here once it has logged something: job.log({...}).")
 
 
 def _starts(db: sqlite3.Connection, run: str, job: str | None) -> list[_Started]:

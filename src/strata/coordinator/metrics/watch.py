@@ -29,13 +29,13 @@ from strata.core import views
 from strata.core.event_text import describe
 from strata.core.goodput import Goodput
 from strata.core.messages import (
+    DEFAULT_JOB,
     Event,
     IncidentReported,
     JobId,
     Report,
     ReportSlow,
     StragglersMarked,
-    TaskId,
     WorkerId,
 )
 from strata.core.run_metrics import DISK_FREE, DISK_TOTAL
@@ -218,7 +218,6 @@ class Watch:
 
     def committed(self, events: Sequence[Event]) -> None:
         """A failure is a line in the log too, however soon it is recovered from: a search for the rank finds it."""
-        tasks = self._engine.cluster.tasks.tasks
         for event in events:
             if not isinstance(event, IncidentReported) or event.subject != "run":
                 continue
@@ -226,7 +225,8 @@ class Watch:
             rank = event.first.rank if event.first is not None else None
             extra = {
                 "worker_id": f"{event.job_id}-rank{rank}" if rank is not None else None,
-                "task_id": event.job_id if TaskId(event.job_id) in tasks else None,
+                # As lines of its workers have it: what is asked for of a job holds both.
+                "task_id": event.job_id if event.job_id != DEFAULT_JOB else None,
             }
             log.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", text, extra=extra)
 

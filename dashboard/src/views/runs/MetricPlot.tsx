@@ -1,0 +1,232 @@
+/** Curves of one metric on a canvas: of one run or of several, with what was abandoned dimmed, failures and saves marked. */
+
+import { useEffect, useMemo, useRef } from "react";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+
+import { colorOf, useThemeVersion } from "../../components/colors";
+import { translucent } from "../../components/Plot";
+import { logRange, logTexts, logTicks, tickText, timeTicks } from "../../components/ticks";
+import { clock, compact, duration } from "../../format";
+import { aligned, type Axis, type Points } from "./curves";
+
+export interface PlotLine {
+  /** Tells lines apart when they change. */
+  key: string;
+  /** A colour token. */
+  color: string;
+  dash?: readonly number[];
+  points: Points;
+  /** Drawn over the points, which are then dimmed; null: no smoothing. */
+  smooth: (number | null)[] | null;
+  /** Of a branch that a rollback has abandoned. */
+  isAbandoned: boolean;
+}
+
+export interface PlotMark {
+  x: number;
+  kind: "incident" | "save";
+  text: string;
+}
+
+export interface PlotProps {
+  lines: readonly PlotLine[];
+  marks: readonly PlotMark[];
+  axis: Axis;
+  log: boolean;
+  range: readonly [number, number] | null;
+  height: number;
+  /** Plots with the same key share one cursor. */
+  sync: string;
+  onZoom: (from: number, to: number) => void;
+  onReset: () => void;
+  /** Where the pointer is on the axis, and what is marked there. */
+  onCursor: (x: number | null, marks: readonly PlotMark[]) => void;
+  /** For a picture of it. */
+  onCanvas: (canvas: HTMLCanvasElement | null) => void;
+}
+
+const GUTTER = 52;
+const TICK_PX = 56;
+const NEAR_PX = 5;
+const LEAST_PX = 6;
+const FONT = "11px ui-sans-serif, system-ui, sans-serif";
+
+export default function MetricPlot(props: PlotProps) {
+  const { lines, marks, axis, log, range, height } = props;
+  const host = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const live = useRef(props);
+  live.current = props;
+  const theme = useThemeVersion();
+
+  // Each line has a band of what its points stand for, itself and, over it, what it is smoothed to.
+  const columns = useMemo(() => lines.flatMap((line) => columnsOf(line)), [lines]);
+  const data = useMemo(() => aligned(columns) as unknown as uPlot.AlignedData, [columns]);
+  const shape = columns.map((c) => `${c.key}:${c.role}:${c.line.color}`).join("|");
+  const latest = useRef({ data, columns });
+  latest.current = { data, columns };
+
+  useEffect(() => {
+    const element = host.current;
+    if (!element) return;
+    const made = new uPlot(optionsFor(latest.current.columns, live, Math.max(80, element.clientWidth), height), latest.current.data, element);
+    plot.current = made;
+    live.current.onCanvas(made.ctx.canvas);
+    const watcher = new ResizeObserver(() => {
+      if (element.clientWidth > 0 && element.clientWidth !== made.width) made.setSize({ width: element.clientWidth, height });
+    });
+    watcher.observe(element);
+    return () => {
+      watcher.disconnect();
+      live.current.onCanvas(null);
+      live.current.onCursor(null, []);
+      made.destroy();
+      plot.current = null;
+    };
+    // Rebuilt for another shape, scale or theme only; data goes in below.
+  }, [shape, theme, height, axis, log, props.sync]);
+
+  useEffect(() => {
+    plot.current?.setData(data);
+  }, [data, range, marks]);
+
+  return <div ref={host} aria-hidden data-plot style={{ height }} />;
+}
+
+interface Column {
+  key: string;
+  role: "high" | "low" | "value" | "smooth";
+  line: PlotLine;
+  xs: readonly number[];
+  values: readonly (number | null)[];
+}
+
+function columnsOf(line: PlotLine): Column[] {
+  const { points, smooth, key } = line;
+  const of = (role: Column["role"], values: readonly (number | null)[]): Column => ({ key, role, line, xs: points.xs, values });
+  const band = points.low.length > 0 && !line.isAbandoned ? [of("high", points.high), of("low", points.low)] : [];
+  return [...band, of("value", points.values), ...(smooth ? [of("smooth", smooth)] : [])];
+}
+
+function optionsFor(columns: readonly Column[], live: { current: PlotProps }, width: number, height: number): uPlot.Options {
+  const { axis, log, sync } = live.current;
+  const grid = { stroke: colorOf("line"), width: 1 };
+  const look: uPlot.Axis = { stroke: colorOf("faint"), grid, ticks: { show: false }, font: FONT };
+  const bands: uPlot.Band[] = columns.flatMap((c, i) => (c.role === "high" ? [{ series: [i + 1, i + 2] as [number, number], fill: translucent(colorOf(c.line.color), 0.22) }] : []));
+  const xText = (v: number) => (axis === "step" ? compact(v) : axis === "wall" ? clock(v) : duration(v));
+  return {
+    width,
+    height,
+    padding: [8, 12, 0, 0],
+    legend: { show: false },
+    cursor: {
+      y: false,
+      points: { size: 6, show: (_, i) => (columns[i - 1]?.role === "value" || columns[i - 1]?.role === "smooth" ? cursorPoint(columns[i - 1]?.line) : document.createElement("i")) },
+      drag: { x: true, y: false, setScale: false },
+      bind: { dblclick: () => () => { live.current.onReset(); return null; } },
+      // A pointer is shared; what it chooses belongs to the chart it was chosen on.
+      sync: { key: sync, filters: { pub: isMove, sub: isMove } },
+    },
+    scales: {
+      x: { time: false, range: (_, min, max) => (live.current.range ? [...live.current.range] : [min ?? 0, max === min ? (min ?? 0) + 1 : (max ?? 1)]) },
+      y: {
+        distr: log ? 3 : 1,
+        range: (_, min, max) => {
+          if (min === null || max === null) return log ? [0.1, 1] : [0, 1];
+          if (log) return logRange(min, max);
+          return min === max ? [min - (Math.abs(min) * 0.1 || 1), max + (Math.abs(max) * 0.1 || 1)] : uPlot.rangeNum(min, max, 0.08, true);
+        },
+      },
+    },
+    bands,
+    axes: [
+      {
+        ...look, grid: { show: false }, size: 20, gap: 2, space: 52,
+        ...(axis === "step" ? {} : { splits: (u: uPlot, _: number, from: number, to: number) => timeTicks(from, to, u.bbox.width / devicePixelRatio, TICK_PX) }),
+        values: (_, splits) => splits.map(xText),
+      },
+      {
+        ...look, size: GUTTER, gap: 6, space: 30,
+        ...(log ? { splits: (_: uPlot, __: number, min: number, max: number) => logTicks(min, max), values: (_: uPlot, splits: number[]) => logTexts(splits) } : { values: (_: uPlot, splits: number[], __: number, ___: number, step: number) => splits.map((v) => tickText(v, step, splits.at(-1) ?? v)) }),
+      },
+    ],
+    series: [{}, ...columns.map(seriesOf)],
+    hooks: {
+      setCursor: [
+        (u) => {
+          const { left } = u.cursor;
+          if (left === undefined || left === null || left < 0) return live.current.onCursor(null, []);
+          const near = live.current.marks.filter((mark) => Math.abs(u.valToPos(mark.x, "x") - left) <= NEAR_PX);
+          live.current.onCursor(u.posToVal(left, "x"), near);
+        },
+      ],
+      setSelect: [
+        (u) => {
+          const { left, width: chosen } = u.select;
+          if (chosen < LEAST_PX) return;
+          const [from, to] = [u.posToVal(left, "x"), u.posToVal(left + chosen, "x")];
+          u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          live.current.onZoom(from, to);
+        },
+      ],
+      drawAxes: [(u) => drawMarks(u, live.current.marks)],
+    },
+  };
+}
+
+const isMove = (type: string) => type !== "mousedown" && type !== "mouseup" && type !== "dblclick";
+
+function cursorPoint(line: PlotLine | undefined): HTMLElement {
+  const point = document.createElement("div");
+  Object.assign(point.style, { width: "6px", height: "6px", borderRadius: "50%", background: colorOf(line?.color ?? "accent"), opacity: line?.isAbandoned ? "0.5" : "1" });
+  return point;
+}
+
+function seriesOf(column: Column): uPlot.Series {
+  const { role, line } = column;
+  const color = colorOf(line.color);
+  if (role === "high" || role === "low") return { stroke: "transparent", width: 0, points: { show: false } };
+  const isDim = line.isAbandoned || (role === "value" && line.smooth !== null);
+  const single = column.values.filter((v) => v !== null).length === 1;
+  return {
+    stroke: isDim ? translucent(color, line.isAbandoned ? 0.45 : 0.3) : color,
+    width: isDim ? 1 : 1.75,
+    spanGaps: false,
+    points: { show: single, size: 5, fill: color },
+    ...(line.isAbandoned ? { dash: [4, 3] } : line.dash ? { dash: [...line.dash] } : {}),
+  };
+}
+
+/** Failures are lines with a head, saves are ticks at the foot: told apart without their colours. */
+function drawMarks(u: uPlot, marks: readonly PlotMark[]): void {
+  const { ctx, bbox } = u;
+  const ratio = devicePixelRatio;
+  ctx.save();
+  for (const mark of marks) {
+    const at = Math.round(u.valToPos(mark.x, "x", true));
+    if (at < bbox.left || at > bbox.left + bbox.width) continue;
+    const bottom = bbox.top + bbox.height;
+    ctx.lineWidth = ratio;
+    ctx.beginPath();
+    if (mark.kind === "save") {
+      ctx.strokeStyle = colorOf("busy");
+      ctx.moveTo(at, bottom);
+      ctx.lineTo(at, bottom - 6 * ratio);
+      ctx.stroke();
+      continue;
+    }
+    ctx.strokeStyle = ctx.fillStyle = colorOf("bad");
+    ctx.moveTo(at, bbox.top);
+    ctx.lineTo(at, bottom);
+    ctx.globalAlpha = 0.6;
+    ctx.stroke();
+    ctx.globalAlpha = 1;
+    ctx.beginPath();
+    ctx.moveTo(at - 4 * ratio, bbox.top);
+    ctx.lineTo(at + 4 * ratio, bbox.top);
+    ctx.lineTo(at, bbox.top + 6 * ratio);
+    ctx.fill();
+  }
+  ctx.restore();
+}

@@ -1,0 +1,187 @@
+/** Curves of metrics on their way from the answer of the coordinator to a plot. Pure; a value nobody logged is never drawn. */
+
+import type { Checkpoint, Curve, Incident, MetricCurves } from "../../api/types";
+
+export type Axis = "step" | "wall" | "relative";
+
+/** One line of a plot: columns of equal length, by growing `xs`. */
+export interface Points {
+  xs: number[];
+  values: (number | null)[];
+  /** Least and greatest of what each point stands for; empty where each is one value. */
+  low: (number | null)[];
+  high: (number | null)[];
+}
+
+export const NO_CURVE: Curve = { steps: [], times: [], values: [], low: [], high: [] };
+export const NOTHING: Points = { xs: [], values: [], low: [], high: [] };
+
+/** When the first point of a run was logged: where relative time begins. */
+export function originOf(curves: readonly MetricCurves[]): number | null {
+  let first = Number.POSITIVE_INFINITY;
+  for (const { committed, abandoned } of curves) for (const { times } of [committed, ...abandoned]) first = Math.min(first, times[0] ?? first);
+  return Number.isFinite(first) ? first : null;
+}
+
+export function pointsOf(curve: Curve, axis: Axis, origin: number | null): Points {
+  const { values, low, high } = curve;
+  if (axis === "step") return { xs: curve.steps, values, low, high };
+  const xs = axis === "wall" ? curve.times : curve.times.map((at) => at - (origin ?? at));
+  return sorted({ xs, values, low, high });
+}
+
+/** Clocks of two machines need not agree: a plot draws from left to right all the same. */
+function sorted(points: Points): Points {
+  if (points.xs.every((x, i) => i === 0 || x >= (points.xs[i - 1] ?? x))) return points;
+  const order = points.xs.map((_, i) => i).sort((a, b) => (points.xs[a] ?? 0) - (points.xs[b] ?? 0));
+  const by = <T>(column: readonly T[]): T[] => (column.length === 0 ? [] : order.map((i) => column[i] as T));
+  return { xs: by(points.xs), values: by(points.values), low: by(points.low), high: by(points.high) };
+}
+
+/** On a logarithmic scale there is no place for zero and below. */
+export function positive(points: Points): Points {
+  const only = (column: readonly (number | null)[]) => column.map((v) => (v !== null && v > 0 ? v : null));
+  return { xs: points.xs, values: only(points.values), low: only(points.low), high: only(points.high) };
+}
+
+/** An exponential mean that begins at the first value, not at zero. `weight` of 0 changes nothing; nulls stay. */
+export function smoothed(values: readonly (number | null)[], weight: number): (number | null)[] {
+  if (weight <= 0) return [...values];
+  let mean = 0;
+  let share = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = weight * mean + (1 - weight) * value;
+    share = weight * share + (1 - weight);
+    return mean / share;
+  });
+}
+
+export type Aligned = [number[], ...(number | null | undefined)[][]];
+
+/** Columns with horizontal places of their own, over one set of places: undefined where a column has none, which is no gap. */
+export function aligned(columns: readonly { xs: readonly number[]; values: readonly (number | null)[] }[]): Aligned {
+  const first = columns[0];
+  if (first === undefined) return [[]];
+  if (columns.every((c) => c.xs === first.xs)) return [[...first.xs], ...columns.map((c) => [...c.values])];
+  const xs = [...new Set(columns.flatMap((c) => [...c.xs]))].sort((a, b) => a - b);
+  const place = new Map(xs.map((x, i) => [x, i]));
+  const rows = columns.map(({ xs: own, values }) => {
+    const row = new Array<number | null | undefined>(xs.length).fill(undefined);
+    own.forEach((x, i) => { row[place.get(x) ?? 0] = values[i]; });
+    return row;
+  });
+  return [xs, ...rows];
+}
+
+/** Which of growing numbers is nearest to `x`; -1 where there are none. */
+export function nearest(xs: readonly number[], x: number): number {
+  let low = 0;
+  let high = xs.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if ((xs[middle] ?? 0) < x) low = middle + 1;
+    else high = middle;
+  }
+  if (low > 0 && x - (xs[low - 1] ?? 0) <= (xs[low] ?? 0) - x) return low - 1;
+  return xs.length === 0 ? -1 : low;
+}
+
+/** The value at the point nearest to `x`, as long as the curve is there. */
+export function valueAt(points: { xs: readonly number[]; values: readonly (number | null)[] }, x: number): number | null {
+  const { xs, values } = points;
+  const at = nearest(xs, x);
+  if (at < 0) return null;
+  const spacing = xs.length > 1 ? ((xs.at(-1) ?? 0) - (xs[0] ?? 0)) / (xs.length - 1) : 0;
+  if (x < (xs[0] ?? 0) - spacing || x > (xs.at(-1) ?? 0) + spacing) return null;
+  return values[at] ?? null;
+}
+
+/** The last one that is a number. */
+export function lastOf(values: readonly (number | null)[]): number | null {
+  return values.findLast((v) => v !== null) ?? null;
+}
+
+// --- ranges -----------------------------------------------------------------------------------------------------
+
+/** First and last step, both included. */
+export type Zoom = readonly [from: number, to: number];
+
+export function parseZoom(text: string | undefined): Zoom | null {
+  const [, first, last] = /^(\d+)-(\d+)$/.exec(text ?? "") ?? [];
+  const [from, to] = [Number(first), Number(last)];
+  return to > from && to <= 2 ** 53 ? [from, to] : null;
+}
+
+/** What was chosen on an axis, in steps: a history is read by step. Null where it holds no points at all. */
+export function stepsOf(curve: Curve, axis: Axis, origin: number | null, from: number, to: number): Zoom | null {
+  if (axis === "step") {
+    const zoom: Zoom = [Math.max(0, Math.floor(from)), Math.ceil(to)];
+    return zoom[1] > zoom[0] ? zoom : null;
+  }
+  const shift = axis === "relative" ? (origin ?? 0) : 0;
+  const inside = curve.steps.filter((_, i) => { const at = (curve.times[i] ?? 0) - shift; return at >= from && at <= to; });
+  const first = inside[0];
+  const last = inside.at(-1);
+  return first === undefined || last === undefined || last <= first ? null : [first, last];
+}
+
+// --- marks ------------------------------------------------------------------------------------------------------
+
+export interface Mark {
+  kind: "incident" | "save";
+  step: number | null;
+  at: number;
+  text: string;
+}
+
+/** Failures and completed saves of a run. A save in memory alone is no mark: there may be one every few steps. */
+export function marksOf(incidents: readonly Incident[], checkpoints: readonly Checkpoint[]): Mark[] {
+  const failures = incidents.map((one): Mark => ({
+    kind: "incident",
+    step: one.resumed_step === null ? null : one.resumed_step + (one.lost_steps ?? 0),
+    at: one.opened_at,
+    text: one.text,
+  }));
+  const saves = checkpoints
+    .filter((one) => one.status === "completed" && one.tiers.some((tier) => tier !== "memory"))
+    .map((one): Mark => ({ kind: "save", step: one.step, at: one.created_at, text: `Checkpoint of step ${one.step.toLocaleString("en-US")}` }));
+  return [...saves, ...failures];
+}
+
+/** Where a mark goes; null where that cannot be known. A failure that says no step goes where the curve was at that time. */
+export function placeOf(mark: Mark, axis: Axis, origin: number | null, curve: Curve): number | null {
+  if (axis === "wall") return mark.at;
+  if (axis === "relative") return origin === null ? null : mark.at - origin;
+  if (mark.step !== null) return mark.step;
+  let step: number | null = null;
+  for (let i = 0; i < curve.times.length && (curve.times[i] ?? 0) <= mark.at; i += 1) step = curve.steps[i] ?? step;
+  return step;
+}
+
+// --- export -----------------------------------------------------------------------------------------------------
+
+function cell(value: string | number | null | undefined): string {
+  if (value === null || value === undefined) return "";
+  const text = String(value);
+  return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
+export function csvOf(rows: readonly (readonly (string | number | null | undefined)[])[]): string {
+  return rows.map((row) => row.map(cell).join(",")).join("\n") + "\n";
+}
+
+/** Every point of some runs' curves, one a line. */
+export function curvesCsv(runs: readonly { run: string; curves: MetricCurves }[]): string {
+  const rows: (string | number | null)[][] = [["run", "metric", "branch", "step", "time", "value", "min", "max"]];
+  for (const { run, curves } of runs) {
+    const branches = [{ name: "committed", curve: curves.committed }, ...curves.abandoned.map((curve) => ({ name: `abandoned, generation ${curve.generation}`, curve }))];
+    for (const { name, curve } of branches) {
+      curve.steps.forEach((step, i) => {
+        const value = curve.values[i] ?? null;
+        rows.push([run, curves.name, name, step, new Date((curve.times[i] ?? 0) * 1000).toISOString(), value, curve.low[i] ?? value, curve.high[i] ?? value]);
+      });
+    }
+  }
+  return csvOf(rows);
+}

@@ -1,0 +1,129 @@
+/**
+ * What a run has logged, asked for as it is looked at: a summary of all metrics, and the curves of those in view. Panels that
+ * come into view together are one request.
+ */
+
+import { keepPreviousData, useQueries, useQuery, useQueryClient, type UseQueryResult } from "@tanstack/react-query";
+import { useCallback } from "react";
+
+import { ApiError, get } from "../../api/client";
+import type { Incident, LoggedRun, MetricCurves, RunCurves, RunInfo, RunMetrics } from "../../api/types";
+import { NO_CURVE, type Zoom } from "./curves";
+
+const AGAIN_MS = 5_000;
+const GATHER_MS = 0;
+/** Of one request: the first panels need not wait for the last ones. */
+const NAMES_AT_ONCE = 10;
+
+const path = (run: string) => `/runs/${encodeURIComponent(run)}`;
+
+/** A run that has logged nothing is no failure. */
+async function unlessUnknown<T>(asked: Promise<T>): Promise<T | null> {
+  return asked.catch((error: unknown) => {
+    if (error instanceof ApiError && error.status === 404) return null;
+    throw error;
+  });
+}
+
+/** Runs that have logged something, the latest first. */
+export function useLoggedRuns(): readonly LoggedRun[] | undefined {
+  return useQuery({ queryKey: ["runs"], queryFn: ({ signal }) => get<LoggedRun[]>("/runs", { limit: 500 }, signal), refetchInterval: AGAIN_MS }).data;
+}
+
+export function metricsQuery(run: string, live: boolean) {
+  return {
+    queryKey: ["run", run, "metrics"] as const,
+    queryFn: ({ signal }: { signal: AbortSignal }) => unlessUnknown(get<RunMetrics>(`${path(run)}/metrics`, undefined, signal)),
+    refetchInterval: live ? AGAIN_MS : (false as const),
+  };
+}
+
+export function infoQuery(run: string) {
+  return {
+    queryKey: ["run", run, "info"] as const,
+    queryFn: ({ signal }: { signal: AbortSignal }) => unlessUnknown(get<RunInfo>(path(run), undefined, signal)),
+    refetchInterval: AGAIN_MS * 3,
+  };
+}
+
+/** Null: it has logged nothing. Undefined: not known yet. */
+export function useRunMetrics(run: string, live: boolean): { data: RunMetrics | null | undefined; error: unknown } {
+  return useQuery(metricsQuery(run, live));
+}
+
+export function useRunInfo(run: string): { data: RunInfo | null | undefined; error: unknown } {
+  return useQuery(infoQuery(run));
+}
+
+/** Newest first. */
+export function useIncidents(job: string | null): readonly Incident[] {
+  const { data } = useQuery({ queryKey: ["incidents", job], queryFn: ({ signal }) => get<Incident[]>("/incidents", { run: job }, signal), refetchInterval: AGAIN_MS, enabled: job !== null });
+  return data ?? NONE;
+}
+
+const NONE: readonly Incident[] = [];
+
+// --- curves -----------------------------------------------------------------------------------------------------
+
+interface Request {
+  names: string[];
+  answer: Promise<Map<string, MetricCurves>>;
+}
+
+const gathering = new Map<string, Request>();
+
+/** One metric of a run; those asked for within a moment, in the same range, travel together. */
+export async function curveOf(run: string, name: string, zoom: Zoom | null, points: number): Promise<MetricCurves> {
+  const key = JSON.stringify([run, zoom, points]);
+  let request = gathering.get(key);
+  if (!request || request.names.length >= NAMES_AT_ONCE) {
+    const names: string[] = [];
+    const made: Request = {
+      names,
+      answer: new Promise((resolve) => setTimeout(resolve, GATHER_MS)).then(async () => {
+        if (gathering.get(key) === made) gathering.delete(key);
+        const found = await get<RunCurves>(`${path(run)}/metrics/series`, { name: names, points, from: zoom?.[0], to: zoom?.[1] });
+        return new Map(found.series.map((each) => [each.name, each]));
+      }),
+    };
+    request = made;
+    gathering.set(key, made);
+  }
+  if (!request.names.includes(name)) request.names.push(name);
+  const found = (await request.answer).get(name);
+  return found ?? { name, committed: NO_CURVE, abandoned: [] };
+}
+
+function curveQuery(run: string, name: string, zoom: Zoom | null, points: number) {
+  return { queryKey: ["curve", run, name, zoom, points] as const, queryFn: () => curveOf(run, name, zoom, points) };
+}
+
+/** One metric of several runs, in their order. A curve as it was stays until the one of another range is there. */
+export function useCurves(runs: readonly { id: string; live: boolean }[], name: string, ask: { zoom: Zoom | null; points: number; enabled: boolean }) {
+  return useQueries({
+    queries: runs.map((run) => ({
+      ...curveQuery(run.id, name, ask.zoom, ask.points),
+      enabled: ask.enabled,
+      refetchInterval: run.live ? AGAIN_MS : (false as const),
+      staleTime: run.live ? 2_000 : 60_000,
+      gcTime: 60_000,
+      placeholderData: keepPreviousData<MetricCurves>,
+    })),
+    combine,
+  });
+}
+
+function combine(results: UseQueryResult<MetricCurves>[]) {
+  return {
+    curves: results.map((one) => one.data),
+    isPending: results.some((one) => one.isPending),
+    isOld: results.some((one) => one.isPlaceholderData),
+    error: results.find((one) => one.isError && one.data === undefined)?.error ?? null,
+  };
+}
+
+/** As many points as the coordinator gives at once, for a file. */
+export function useFullCurve(): (run: string, name: string, zoom: Zoom | null) => Promise<MetricCurves> {
+  const queries = useQueryClient();
+  return useCallback((run, name, zoom) => queries.fetchQuery({ ...curveQuery(run, name, zoom, 10_000), gcTime: 0 }), [queries]);
+}

@@ -11,8 +11,15 @@ const SPACE_PX = 72;
 
 /** Round moments between `from` and `to`, as many as `width` has space for. */
 export function timeTicks(from: number, to: number, width: number, spacePx = SPACE_PX): number[] {
-  // Of two steps apart at least two are always in the range.
   const most = Math.max(2, Math.floor(width / spacePx));
+  const found = STEPS_S.findIndex((s) => (to - from) / s <= most);
+  const step = STEPS_S[found] ?? 86_400 * Math.ceil((to - from) / 86_400 / most);
+  const ticks = multiples(step, from, to);
+  // One says where, two say how much: rather a little close to each other than alone.
+  return ticks.length < 2 && found > 0 ? multiples(STEPS_S[found - 1] ?? step, from, to) : ticks;
+}
+
+function multiples(step: number, from: number, to: number): number[] {
   const ticks: number[] = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) ticks.push(at);
   return ticks;

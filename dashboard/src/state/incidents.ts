@@ -14,7 +14,7 @@ export const CLASSES: Record<Incident["failure_class"], string> = {
   node_lost: "Machine lost", unknown: "Cause unknown",
 };
 
-const SUBJECTS: Record<Incident["subject"], string> = { run: "Failure", save: "Failed save", slow_rank: "Slow rank" };
+const SUBJECTS: Record<Incident["subject"], string> = { run: "Failure", save: "Failed save", slow_rank: "Slow rank", quarantine: "Machine in quarantine" };
 
 const STATES: Record<string, { tone: Tone; label: string }> = {
   open: { tone: "bad", label: "open" },

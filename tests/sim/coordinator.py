@@ -32,6 +32,7 @@ from strata.core.messages import (
     ReconcileCheckpoints,
     Reconciled,
     Refused,
+    ReportRecovery,
     Tick,
     WorkerConnected,
     WorkerDisconnected,
@@ -232,6 +233,8 @@ class SimCoordinator:
         reply = decision.reply
         if isinstance(command, ReconcileCheckpoints) and isinstance(reply, Reconciled) and reply.made:
             self.oracle.reconciled(self.cluster, command)
+        if isinstance(command, ReportRecovery):
+            self.oracle.recovered(self.cluster)
         if isinstance(reply, BarrierTicket):
             answers.append(partial(self._wait, request, reply))
         else:

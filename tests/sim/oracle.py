@@ -6,6 +6,8 @@
 * Nobody is called superseded whose place no other process has taken, so that one of them always continues.
 * Once a run has told which of its checkpoints exist, no other one is called completed; none that exists is called
   removed, however late the word of it is.
+* A process whose end an agent has reported is in exactly one incident, for ever, and no other process is blamed there that was
+  only lost; a run has at most one incident that is open, and none that was known when a recovery was reported.
 * Every unfinished shard of every plan has exactly one owner, who is present; a new plan is even.
 """
 
@@ -26,12 +28,15 @@ from strata.core.messages import (
     CheckpointRemoved,
     Command,
     Event,
+    IncidentClosed,
+    IncidentReported,
     JobId,
     NotifyCheckpoint,
     ReconcileCheckpoints,
     Refused,
     RegisterDataset,
     Registered,
+    ReportFailure,
     ShardsMoved,
     Stale,
     WorkerFailed,
@@ -113,6 +118,9 @@ class Oracle:
         self._run_generation = 0
         """The newest of the run that a checkpoint was acknowledged for."""
         self._datasets: set[str] = set()
+        self._ended: set[tuple[str, int]] = set()
+        """Processes whose end was reported, and acknowledged."""
+        self.incidents = 0
         self.releases = 0
         self.breaks = 0
         self.stale = 0
@@ -177,6 +185,32 @@ class Oracle:
         extra = shown - set(command.present)
         must(not extra, f"the registry shows {extra}, which do not exist any more")
 
+    def recovered(self, cluster: Cluster) -> None:
+        still_open = [one for one in cluster.incidents.records.values() if one.is_open and one.is_about_run]
+        must(not still_open, f"a recovery was reported, and open is {still_open}")
+
+    def _check_incidents(self, cluster: Cluster) -> None:
+        found: dict[tuple[str, int], int] = {}
+        seen_ends: set[tuple[str, int]] = set()
+        open_jobs: list[JobId] = []
+        for number, incident in cluster.incidents.records.items():
+            known = incident.reported
+            if known.subject != "run":
+                continue
+            open_jobs += [known.job_id] if incident.is_open else []
+            for failure in known.failures:
+                process = (failure.host, failure.pid)
+                if failure.pid:
+                    must(process not in found, f"{process} is in incidents {found.get(process)} and {number}")
+                    found[process] = number
+                    seen_ends |= {process} if failure.exit_code is not None else set()
+            seen = any(failure.exit_code is not None for failure in known.failures)
+            blamed = known.first is not None and known.first.exit_code is not None
+            must(blamed or not seen, f"{known} blames one that was only lost")
+        must(len(open_jobs) == len(set(open_jobs)), f"several incidents of {open_jobs} are open")
+        must(self._ended <= seen_ends, f"no incident says how {self._ended - seen_ends} ended")
+        self.incidents = max(self.incidents, len(cluster.incidents.records))
+
     # --- barriers -------------------------------------------------------------------------------------------
 
     def _check_release(self, event: BarrierReleased) -> None:
@@ -225,6 +259,8 @@ class Oracle:
     def settled(self, cluster: Cluster, events: Iterable[Event]) -> None:
         """After every batch, before it is written."""
         kinds = (WorkerJoined, WorkerFailed, WorkerLeft, ShardsMoved, CheckpointCompleted)
+        if any(isinstance(event, IncidentReported | IncidentClosed) for event in events):
+            self._check_incidents(cluster)
         changed = [event for event in events if isinstance(event, kinds)]
         if not changed:
             return
@@ -255,12 +291,15 @@ class Oracle:
         elif isinstance(command, NotifyCheckpoint) and command.status == "completed":
             self._checkpoints.add(command.checkpoint_id)
             self._run_generation = max(self._run_generation, command.run_generation)
+        elif isinstance(command, ReportFailure):
+            self._ended |= {(failure.host, failure.pid) for failure in command.failures}
         elif isinstance(command, RegisterDataset):
             self._datasets.add(command.spec.dataset_id)
 
     def restarted(self, cluster: Cluster) -> None:
         known = {c.checkpoint_id for c in cluster.checkpoints.records.values() if c.status == "completed"}
         must(self._checkpoints <= known, f"I6: lost checkpoints {self._checkpoints - known}")
+        self._check_incidents(cluster)
         must(self._datasets <= set(cluster.datasets.specs), "I6: lost a dataset")
         counted = cluster.membership.incarnation
         must(counted >= self._acknowledged_incarnation, "I6: an incarnation would be given out again")

@@ -47,6 +47,7 @@ class Result:
     stale: int
     storage_refusals: int
     incarnations: int
+    incidents: int
     fingerprint: str
     """Of the whole story: two runs of one seed are the same run."""
 
@@ -108,6 +109,7 @@ class Scenario:
             stale=self.oracle.stale,
             storage_refusals=self.oracle.storage_refusals,
             incarnations=self.oracle.account.registered,
+            incidents=self.oracle.incidents,
             fingerprint=hashlib.sha256(story).hexdigest(),
         )
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from strata.core import membership
+from strata.core import incidents, membership
 from strata.core.barriers import Barriers, OpenBarrier
 from strata.core.checkpoints import CheckpointEvent, Checkpoints
 from strata.core.cluster import Cluster
+from strata.core.incidents import Incidents
 from strata.core.membership import Membership
 from strata.core.messages import (
     CheckpointCompleted,
@@ -24,6 +25,7 @@ from strata.core.messages import (
     CountersRestored,
     Decision,
     Event,
+    IncidentClosed,
     Instant,
     ReconcileCheckpoints,
     Stale,
@@ -63,6 +65,7 @@ def assert_interesting(results: list[Result]) -> None:
     assert sum(result.stale for result in results) > 50
     assert sum(result.releases for result in results) > 200
     assert sum(result.storage_refusals for result in results) > 10
+    assert sum(result.incidents for result in results) > 10
 
 
 def test_one_seed_is_one_story() -> None:
@@ -196,7 +199,39 @@ def what_found_no_space_is_answered_all_the_same(patch: Patch) -> None:
     patch(SimCoordinator, "_commit_failed", careless)
 
 
+def a_report_that_is_said_again_counts_again(patch: Patch) -> None:
+    patch(Incidents, "_known", lambda *arguments, **named: set())
+    patch(Incidents, "_belongs", lambda *arguments: False)
+
+
+def what_an_agent_says_late_is_not_taken(patch: Patch) -> None:
+    known = Incidents._known
+    patch(Incidents, "_known", lambda self, job, *, seen=False: known(self, job))
+
+
+def snapshots_forget_the_incidents(patch: Patch) -> None:
+    patch(Incidents, "compact", lambda self: [])
+
+
+def recoveries_close_nothing(patch: Patch) -> None:
+    decide = Incidents.decide_recovery
+
+    def careless(self: Incidents, *arguments: Any) -> list[Event]:
+        return [event for event in decide(self, *arguments) if not isinstance(event, IncidentClosed)]
+
+    patch(Incidents, "decide_recovery", careless)
+
+
+def whoever_is_lost_is_blamed(patch: Patch) -> None:
+    patch(incidents, "first_failing", lambda failures: min(failures, key=lambda f: f.exit_code is not None))
+
+
 MISTAKES = [
+    a_report_that_is_said_again_counts_again,
+    what_an_agent_says_late_is_not_taken,
+    snapshots_forget_the_incidents,
+    recoveries_close_nothing,
+    whoever_is_lost_is_blamed,
     what_found_no_space_is_answered_all_the_same,
     no_incarnation_is_checked,
     no_generation_is_checked,

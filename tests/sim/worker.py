@@ -14,6 +14,7 @@ from typing import Any
 
 from strata.core.checkpoints import data_commit
 from strata.core.cluster import Cluster
+from strata.core.failures import Failure
 from strata.core.ledger import DataCommit, RankRecord
 from strata.core.messages import (
     DEFAULT_JOB,
@@ -30,6 +31,8 @@ from strata.core.messages import (
     Reconciled,
     Registered,
     RegisterWorker,
+    ReportFailure,
+    ReportRecovery,
     Stale,
     Unknown,
     WorkerId,
@@ -42,6 +45,7 @@ RETRY_S = 1.5
 HEARTBEAT_S = 0.6
 KEPT = 3
 RUN = "run"
+HOST = "h"
 DATASET = DatasetId("d")
 
 Question = Command | Query | float
@@ -90,6 +94,11 @@ class Fabric:
     def __init__(self) -> None:
         self._records: dict[tuple[int, str, WorkerId], RankRecord] = {}
         self._commits: dict[tuple[int, str], DataCommit] = {}
+        self.processes = 0
+        self.killed: set[int] = set()
+        """Processes whose end an agent may have seen."""
+        self.recovered: set[int] = set()
+        """Those that a recovery was reported after."""
         self.saved: list[NotifyCheckpoint] = []
         """What is in the store, oldest first, whether or not anybody was told: what uploads and retention work on."""
 
@@ -137,6 +146,8 @@ class Process:
         self._frozen: list[Callable[[], None]] | None = None
         self._asked = 0
         self._born = world.random.getrandbits(64)
+        fabric.processes += 1
+        self.pid = fabric.processes
         self._steps = self._life()
         world.tell(f"{name} starts")
         world.after(0.0, lambda: self._resume(None))
@@ -147,10 +158,34 @@ class Process:
     def kill(self) -> None:
         self.world.tell(f"{self.worker_id} is killed")
         self.alive = False
+        self.fabric.killed.add(self.pid)
+        if self.world.chance(0.7):  # Otherwise its agent is lost with it.
+            self.world.after(self.world.between(0.0, 3.0), self._report_end)
         if self.world.chance(0.8):  # Otherwise nobody notices, and only its silence tells.
             worker, incarnation = self.worker_id, self.incarnation
             drop = self.world.between(0.001, 0.1)
             self.world.after(drop, lambda: self.coordinator.dropped(worker, incarnation))
+
+    def _report_end(self) -> None:
+        """What the agent of its machine saw, said until it is answered."""
+        failure = Failure(host=HOST, pid=self.pid, at_s=self.world.now_s, exit_code=-9)
+        command = ReportFailure(
+            failures=(failure,), launch="launch", job_id=DEFAULT_JOB, decision="restart", reason="killed"
+        )
+        told = False
+
+        def answered(_: object) -> None:
+            nonlocal told
+            told = True
+
+        def say() -> None:
+            if not told:
+                agent = f"agent of {self.worker_id}"
+                request = Request(worker=agent, what=command, answer=answered)
+                self.network.send(agent, lambda: self.coordinator.receive(request))
+                self.world.after(RETRY_S * self.world.between(0.7, 1.3), say)
+
+        say()
 
     def freeze(self) -> None:
         if self._frozen is None:
@@ -238,10 +273,11 @@ class Process:
             spec = WorkerSpec(
                 worker_id=self.worker_id,
                 job_id=DEFAULT_JOB,
-                hostname="h",
+                hostname=HOST,
                 port=1,
                 gpu_count=0,
                 memory_bytes=0,
+                metadata={"pid": str(self.pid)},
             )
             try:
                 registration_id = f"{self._born}-{registrations}"
@@ -271,6 +307,8 @@ class Process:
                 yield from self._reconcile(topology)
             yield from self._barrier("begin", topology.generation, topology)
             standing: Standing = yield self._standing
+            if topology.rank == 0 and self.fabric.killed - self.fabric.recovered:
+                yield from self._recover(standing, topology)
             while not self.leaving:
                 epoch = self._epoch(standing.commit)
                 if epoch is None:
@@ -288,6 +326,22 @@ class Process:
         except Stale:
             yield 0.05  # Of this generation, perhaps of this incarnation: the next question tells.
         return False
+
+    def _recover(self, standing: Standing, topology: Topology) -> Steps:
+        """The run continues after somebody was killed."""
+        killed = set(self.fabric.killed)
+        yield ReportRecovery(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            phases_s={"detect": 0.5},
+            resumed_step=standing.step,
+            lost_steps=0,
+            tier="local",
+            world_before=len(topology.roster),
+            world_after=len(topology.roster),
+            reason="",
+        )
+        self.fabric.recovered |= killed
 
     def _reconcile(self, topology: Topology) -> Steps:
         """Tell which checkpoints exist; those that nobody was told of are told now."""

@@ -105,7 +105,9 @@ interface Column {
 function columnsOf(line: PlotLine): Column[] {
   const { points, smooth, key } = line;
   const of = (role: Column["role"], values: readonly (number | null)[]): Column => ({ key, role, line, xs: points.xs, values });
-  const band = points.low.length > 0 && !line.isAbandoned ? [of("high", points.high), of("low", points.low)] : [];
+  // Where each point is one value the band has no width: another shape would be another plot.
+  const isExact = points.low.length === 0;
+  const band = line.isAbandoned ? [] : [of("high", isExact ? points.values : points.high), of("low", isExact ? points.values : points.low)];
   return [...band, of("value", points.values), ...(smooth ? [of("smooth", smooth)] : [])];
 }
 

@@ -5,7 +5,7 @@ import { OctagonAlert, TriangleAlert, X } from "lucide-react";
 
 import type { Incident } from "../api/types";
 import { dismiss } from "../dismissed";
-import { costOf, kindOf, outcomeOf, stateOf, whoOf } from "../state/incidents";
+import { costOf, isGrave, kindOf, outcomeOf, stateOf, whoOf } from "../state/incidents";
 import { useServerNow } from "../state/store";
 import { CopyButton } from "./Copy";
 import { IconButton } from "./controls";
@@ -19,7 +19,7 @@ export function IncidentPill({ incident }: { incident: Incident }) {
 
 export function IncidentCard({ incident }: { incident: Incident }) {
   const now = useServerNow();
-  const grave = incident.subject !== "slow_rank";
+  const grave = isGrave(incident);
   const Icon = grave ? OctagonAlert : TriangleAlert;
   const facts = [whoOf(incident), outcomeOf(incident, now), costOf(incident)].filter(Boolean);
   return (

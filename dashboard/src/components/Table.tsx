@@ -15,6 +15,8 @@ export interface Column<T> {
   /** How it is shown; by default the value as text. */
   cell?: (row: T) => ReactNode;
   align?: "left" | "right";
+  /** On a phone, where a row is a card: all of its text, over the whole width. */
+  wide?: boolean;
   /** A CSS grid track: "120px", "minmax(8rem, 2fr)". Default "minmax(6rem, 1fr)". */
   width?: string;
 }
@@ -153,8 +155,8 @@ export function Table<T extends object>(props: Props<T>) {
                 style={{ transform: `translateY(${item.start}px)`, ...(narrow ? {} : { gridTemplateColumns: template, height: item.size }) }}
               >
                 {columns.map((column) => (
-                  <div key={column.id} role="cell" className={`min-w-0 truncate px-2 ${narrow ? "flex items-baseline gap-2 first:col-span-2 first:font-medium [&>*:last-child]:min-w-0" : column.align === "right" ? "text-right" : ""}`}>
-                    {narrow && column !== columns[0] && <span aria-hidden className="shrink-0 text-sm text-muted">{column.header}</span>}
+                  <div key={column.id} role="cell" className={`min-w-0 px-2 ${narrow && column.wide ? "[&_.truncate]:whitespace-normal" : "truncate"} ${narrow ? `${column.wide ? "col-span-2 " : ""}flex items-baseline gap-2 first:col-span-2 first:font-medium [&>*:last-child]:min-w-0` : column.align === "right" ? "text-right" : ""}`}>
+                    {narrow && column !== columns[0] && !column.wide && <span aria-hidden className="shrink-0 text-sm text-muted">{column.header}</span>}
                     {column.cell ? column.cell(row.original) : <span className="foreign">{column.value?.(row.original) ?? "–"}</span>}
                   </div>
                 ))}

@@ -15,7 +15,7 @@ import { dismiss, useDismissed } from "../dismissed";
 import { useFilters } from "../search";
 import { useOnlyJob, useRefusal } from "../session";
 import { retryNow } from "../state/connection";
-import { kindOf, undismissed } from "../state/incidents";
+import { isGrave, kindOf, undismissed } from "../state/incidents";
 import { useNowMs, useServerNow, useStore } from "../state/store";
 import { SIGN_IN, SignIn } from "../views/SignIn";
 import { Account } from "./Account";
@@ -249,8 +249,8 @@ function IncidentStrip() {
   const [newest, ...others] = usePending();
   if (!newest) return null;
   return (
-    <aside aria-label="Newest incident" className="flex items-center gap-x-3 border-b bg-bad-soft px-4 py-1.5 text-sm sm:px-5 lg:px-7">
-      <OctagonAlert aria-hidden className="size-4 shrink-0 text-bad" />
+    <aside aria-label="Newest incident" className={`flex items-center gap-x-3 border-b px-4 ${isGrave(newest) ? "bg-bad-soft" : "bg-warn-soft"} py-1.5 text-sm sm:px-5 lg:px-7`}>
+      <OctagonAlert aria-hidden className={`size-4 shrink-0 ${isGrave(newest) ? "text-bad" : "text-warn"}`} />
       <span className="foreign line-clamp-2 min-w-0 flex-1 break-words sm:line-clamp-1"><strong className="font-semibold">{kindOf(newest)}:</strong> {newest.text}</span>
       <Link to="/incidents" search={{ incident: String(newest.id) }} className="shrink-0 font-medium underline underline-offset-2">Why</Link>
       {others.length > 0 && <Link to="/incidents" className="hidden shrink-0 font-medium underline underline-offset-2 sm:inline">{count(others.length)} more</Link>}

@@ -5,7 +5,7 @@ import { useEffect, useRef, useSyncExternalStore } from "react";
 import type { Incident, Task } from "../api/types";
 import { useDismissed } from "../dismissed";
 import { assess, type Level } from "../state/health";
-import { kindOf, undismissed } from "../state/incidents";
+import { isGrave, kindOf, undismissed } from "../state/incidents";
 import { runsOf, type Run } from "../state/runs";
 import { useServerNow, useStore, useStory } from "../state/store";
 import { VIEWS } from "./views";
@@ -17,7 +17,7 @@ export interface Sign {
 
 /** Pure: the sign of a page, from where it is and how things are. */
 export function signOf(path: string, runs: readonly Run[], level: Level, incidents: readonly Incident[]): Sign {
-  const grave = incidents.filter((each) => each.subject !== "slow_rank").length;
+  const grave = incidents.filter(isGrave).length;
   const icon = level === "bad" || grave > 0 ? "/favicon-bad.svg" : level === "warn" || incidents.length > 0 ? "/favicon-warn.svg" : "/favicon.svg";
   const mark = incidents.length > 0 ? `(${incidents.length}) ` : level === "bad" ? "(!) " : "";
   return { title: `${mark}${nameOf(path, runs)}`, icon };

@@ -22,6 +22,8 @@ describe("a card", () => {
     expect(undismissed([incident({ opened_at: NOW - 5 })], new Set([keyOf(incident())]), NOW)).toHaveLength(1);
   });
 
+  it("of a failure comes before one of a slow rank", () => expect(shown(incident({ id: 2, subject: "slow_rank" }), incident())).toEqual([1, 2]));
+
   it("that is open stays, however old", () => expect(shown(incident({ state: "open", opened_at: NOW - 1e6, closed_at: null }))).toEqual([1]));
 });
 

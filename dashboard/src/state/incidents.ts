@@ -38,14 +38,20 @@ export function keyOf(incident: Incident): string {
   return `${incident.id}@${Math.round(incident.opened_at)}`;
 }
 
-/** Those that nobody has dismissed, newest first. A failure stays until somebody does, however fast the recovery was. */
+/** Those that nobody has dismissed: failures before ranks that are slow, newest first. A failure stays until somebody dismisses it, however fast the recovery was. */
 export function undismissed(incidents: readonly Incident[], dismissed: ReadonlySet<string>, now: number): Incident[] {
-  return incidents.filter((incident) => {
+  const pending = incidents.filter((incident) => {
     if (dismissed.has(keyOf(incident))) return false;
     if (incident.state === "open") return true;
     const since = now - (incident.closed_at ?? incident.opened_at);
     return since < (incident.subject === "slow_rank" ? STAYS_S : RECENT_S);
   });
+  return [...pending.filter(isGrave), ...pending.filter((incident) => !isGrave(incident))];
+}
+
+/** Something has failed, rather than being slow. */
+export function isGrave(incident: Incident): boolean {
+  return incident.subject !== "slow_rank";
 }
 
 /** "rank 3 on host b, pid 812, GPU 1"; empty where nobody is known. */

@@ -29,7 +29,7 @@ const COLUMNS: readonly Column<Incident>[] = [
   { id: "opened", header: "When", value: (each) => each.opened_at, cell: (each) => <Ago at={each.opened_at} />, width: "110px" },
   { id: "state", header: "State", value: (each) => each.state, cell: (each) => <IncidentPill incident={each} />, width: "124px" },
   { id: "class", header: "Class", value: kindOf, cell: (each) => <Name>{kindOf(each)}</Name>, width: "150px" },
-  { id: "text", header: "What happened", cell: (each) => <Name>{each.text}</Name>, width: "minmax(14rem, 4fr)" },
+  { id: "text", header: "What happened", wide: true, cell: (each) => <Name>{each.text}</Name>, width: "minmax(14rem, 4fr)" },
   { id: "run", header: "Run", value: (each) => each.run, cell: (each) => <RunLink id={each.run} />, width: "minmax(9rem, 1fr)" },
   { id: "rank", header: "First rank", value: (each) => each.rank, cell: (each) => (each.rank === null ? "–" : count(each.rank)), align: "right", width: "96px" },
   { id: "lost", header: "Steps lost", value: (each) => each.lost_steps, cell: (each) => count(each.lost_steps), align: "right", width: "100px" },

@@ -20,7 +20,7 @@ from strata.core.mixture import (
     Source,
     Split,
 )
-from strata.core.order import EpochOrder, samples_of_epochs
+from strata.core.order import EpochOrder, samples_of
 from strata.core.spans import Spans
 
 WINDOW = 10_000
@@ -91,14 +91,29 @@ def test_each_source_is_read_in_epochs_of_its_own() -> None:
             assert (epoch[leaf == index][number * each.size : (number + 1) * each.size] == number).all()
 
 
-def test_orders_of_many_epochs_at_once_are_those_of_each() -> None:
-    for total in (1, 2, 5, 64, 65, 5_000):
-        epochs, places = np.divmod(np.arange(0, 20 * total, max(1, total // 7)), total)
-        expected = [
-            EpochOrder(total=total, seed=9, epoch=e).take(p)[0]
-            for e, p in zip(epochs.tolist(), places.tolist(), strict=True)
-        ]
-        assert samples_of_epochs(total, 9, epochs, places).tolist() == expected
+def test_many_orders_at_once_are_what_each_of_them_is() -> None:
+    orders = [
+        EpochOrder(total=total, seed=9, epoch=epoch, shuffle=shuffle)
+        for epoch, (total, shuffle) in enumerate(
+            [
+                (1, True),
+                (2, True),
+                (5, True),
+                (5, False),
+                (64, True),
+                (65, True),
+                (5_000, True),
+                (10**9, True),
+            ]
+        )
+    ]
+    draw = random.Random(2)
+    pairs = [
+        (which, draw.randrange(orders[which].total)) for which in draw.choices(range(len(orders)), k=500)
+    ]
+    which, positions = np.asarray(pairs, np.int64).T
+    expected = [int(orders[index].take(position)[0]) for index, position in pairs]
+    assert samples_of(orders, which, positions).tolist() == expected
 
 
 def test_a_schedule_changes_the_weights_at_its_step_and_rescales_the_rest() -> None:

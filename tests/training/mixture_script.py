@@ -21,7 +21,7 @@ import strata
 from strata.training.job import ElasticJob, ElasticOptions
 from tests.support_ranks import join, say
 
-BATCH, CHANGED, ASKED = 24, 60, 4
+BATCH, CHANGED, ASKED = 24, 30, 4
 """The step from which the weights are to change, and the one in which rank 0 asks for it."""
 STEP_S = 0.05
 LIMIT_S = 120.0
@@ -45,7 +45,7 @@ def mixture() -> strata.Mixture:
     return strata.Mixture(
         {name: Numbers(which, size) for which, (name, size) in enumerate(SIZES.items())},
         weights={"web": 0.7, "code": 0.2, "chat": 0.1},
-        schedule=[(30, {"chat": 0.2})],
+        schedule=[(10, {"chat": 0.2})],
         seed=5,
     )
 

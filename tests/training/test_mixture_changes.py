@@ -18,7 +18,7 @@ from tests.support import Coordinator
 from tests.support_ranks import ranks
 from tests.training.mixture_script import BATCH, CHANGED, mixture
 
-LAST = CHANGED + 15
+LAST = CHANGED + 10
 SCRIPT = "tests.training.mixture_script"
 
 
@@ -40,6 +40,7 @@ def expected() -> list[list[float]]:
     return (leaf * 10_000.0 + sample).reshape(-1, BATCH).tolist()
 
 
+@pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("world", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_weights_change_at_the_same_step_on_every_rank_and_in_every_replay(
     world: int, tmp_path: Path, coordinator: Coordinator

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from strata.core.order import EpochOrder, Samples, samples_of_epochs
+from strata.core.order import EpochOrder, Samples, samples_of
 from strata.core.spans import Spans
 
 ENDLESS = 2**53 - 1
@@ -39,8 +39,8 @@ ENDLESS = 2**53 - 1
 live change may move its end. As large as JSON readers can tell apart."""
 UNITS = 2**20
 VERSION = 1
-MANY_EPOCHS = 8
-"""Of more epochs at once the orders are computed together."""
+FEW = 1_024
+"""Where the draws of one epoch of a source are fewer than this on average, all orders are computed together."""
 
 WhenExhausted = Literal["stop", "continue"]
 
@@ -483,11 +483,18 @@ class MixturePlan:
     def choose(self, positions: ArrayLike) -> Chosen:
         """The samples at some positions: each source in its own order of its own epoch."""
         leaf, number = self.draw(positions)
-        epoch, sample = np.empty_like(number), np.empty_like(number)
-        for index, each in enumerate(self.leaves):
-            chosen = np.flatnonzero(leaf == index)
-            if len(chosen):
-                epoch[chosen], sample[chosen] = _samples(each, number[chosen])
+        epoch, place = np.divmod(number, np.asarray([each.size for each in self.leaves], np.int64)[leaf])
+        # One number for each epoch of each source that occurs.
+        first = int(epoch.min()) if len(epoch) else 0
+        groups, which = np.unique((epoch - first) * len(self.leaves) + leaf, return_inverse=True)
+        pairs = [(first + group // len(self.leaves), group % len(self.leaves)) for group in groups.tolist()]
+        orders = [_order(self.leaves[index], number) for number, index in pairs]
+        if len(number) < FEW * len(orders):
+            return Chosen(leaf, epoch, samples_of(orders, which, place))
+        sample = np.empty_like(place)
+        for index, order in enumerate(orders):
+            chosen = np.flatnonzero(which == index)
+            sample[chosen] = order.take(place[chosen])
         return Chosen(leaf, epoch, sample)
 
     def counts(self, position: int) -> list[int]:
@@ -509,25 +516,9 @@ class MixturePlan:
         return [Spans([(a[i], b[i]) for a, b in rows if b[i] > a[i]]) for i in range(len(self.leaves))]
 
 
-def _samples(leaf: Leaf, numbers: Samples) -> tuple[Samples, Samples]:
-    epochs, places = np.divmod(numbers, leaf.size)
-    first, last = int(epochs.min()), int(epochs.max())
-    if first == last:
-        return epochs, _order(leaf.size, leaf.seed, first, leaf.shuffle).take(places)
-    if not leaf.shuffle:
-        return epochs, places
-    if last - first >= MANY_EPOCHS:
-        return epochs, samples_of_epochs(leaf.size, leaf.seed, epochs, places)
-    samples = np.empty_like(places)
-    for epoch in range(first, last + 1):
-        chosen = np.flatnonzero(epochs == epoch)
-        samples[chosen] = _order(leaf.size, leaf.seed, epoch, leaf.shuffle).take(places[chosen])
-    return epochs, samples
-
-
-@lru_cache(maxsize=256)
-def _order(size: int, seed: int, epoch: int, shuffle: bool) -> EpochOrder:
-    return EpochOrder(total=size, seed=seed, epoch=epoch, shuffle=shuffle)
+@lru_cache(maxsize=4096)
+def _order(leaf: Leaf, epoch: int) -> EpochOrder:
+    return EpochOrder(total=leaf.size, seed=leaf.seed, epoch=epoch, shuffle=leaf.shuffle)
 
 
 def _check_weights(weights: Mapping[str, float], names: Iterable[str]) -> None:

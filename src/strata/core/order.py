@@ -13,7 +13,7 @@ position, never which sample stands there. Not cryptography: the order is hard t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,7 +72,7 @@ class EpochOrder:
     def _walk(self, values: Samples, *, forward: bool) -> Samples:
         if not self.shuffle or self.total < 2:
             return values
-        bits = (self.total - 1).bit_length()
+        bits = np.uint64((self.total - 1).bit_length())
         permuted = _feistel(values.astype(np.uint64), bits, self._keys, forward=forward)
         outside = np.flatnonzero(permuted >= self.total)
         while len(outside):
@@ -82,20 +82,32 @@ class EpochOrder:
         return permuted.astype(np.int64)
 
 
-def samples_of_epochs(total: int, seed: int, epochs: Samples, positions: Samples) -> Samples:
-    """The samples at positions of many epochs at once: what `EpochOrder(epoch=e).take(p)` gives for each pair."""
-    if total < 2:
-        return positions
-    numbers, which = np.unique(epochs, return_inverse=True)
-    keys = np.stack([EpochOrder(total=total, seed=seed, epoch=epoch)._keys for epoch in numbers.tolist()])
-    bits = (total - 1).bit_length()
-    permuted = _feistel(positions.astype(np.uint64), bits, list(keys[which].T), forward=True)
-    outside = np.flatnonzero(permuted >= total)
-    while len(outside):
-        again = _feistel(permuted[outside], bits, list(keys[which[outside]].T), forward=True)
-        permuted[outside] = again
-        outside = outside[again >= total]
-    return permuted.astype(np.int64)
+def samples_of(orders: Sequence[EpochOrder], which: Samples, positions: Samples) -> Samples:
+    """The samples at positions of several orders at once: what `orders[which[i]].take(positions[i])` gives for each. Pays where
+    each has few of the positions."""
+    samples = positions.copy()
+    rounds_of = np.asarray([len(o._keys) if o.shuffle and o.total > 1 else 0 for o in orders])
+    totals = np.asarray([order.total for order in orders], np.uint64)
+    bits = np.asarray([max(order.total - 1, 1).bit_length() for order in orders], np.uint64)
+    for rounds in (ROUNDS, SMALL_ROUNDS):
+        chosen = np.flatnonzero(rounds_of[which] == rounds)
+        if not len(chosen):
+            continue
+        keys = np.stack(
+            [
+                o._keys if n == rounds else np.zeros(rounds, np.uint64)
+                for o, n in zip(orders, rounds_of, strict=True)
+            ]
+        )
+        values = samples[chosen].astype(np.uint64)
+        outside = np.arange(len(chosen))
+        while len(outside):
+            of = which[chosen[outside]]
+            again = _feistel(values[outside], bits[of], keys[of].T, forward=True)
+            values[outside] = again
+            outside = outside[again >= totals[of]]
+        samples[chosen] = values.astype(np.int64)
+    return samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +145,15 @@ def loss_weight(count: int, world_size: int, global_count: int) -> float:
     return count * world_size / global_count if global_count else 0.0
 
 
-def _feistel(values: Words, bits: int, keys: Sequence[Words] | Words, *, forward: bool) -> Words:
+def _feistel(
+    values: Words, bits: np.uint64 | Words, keys: Iterable[np.uint64 | Words] | Words, *, forward: bool
+) -> Words:
     """One pass over `bits` bits, a key for each round. Each round changes one half by a hash of the other, so running the
     rounds backwards undoes them; the halves may differ by a bit."""
-    low_bits = np.uint64(bits // 2)
-    low_mask = np.uint64((1 << (bits // 2)) - 1)
-    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    one = np.uint64(1)
+    low_bits = bits >> one
+    low_mask = (one << low_bits) - one
+    high_mask = (one << (bits - low_bits)) - one
     high, low = values >> low_bits, values & low_mask
     rounds = list(enumerate(keys))
     for i, key in rounds if forward else reversed(rounds):

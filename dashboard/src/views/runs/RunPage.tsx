@@ -17,6 +17,7 @@ import { Status } from "../../components/Status";
 import { Ago } from "../../components/values";
 import { age, clock, compact, count, duration, number, plural } from "../../format";
 import { useFilters } from "../../search";
+import { domainsOf } from "../../state/risk";
 import { generationLines, runsOf, timelineRows, whoSurvived, type Run } from "../../state/runs";
 import { throughputOf } from "../../state/series";
 import { useServerNow, useStore, useStory } from "../../state/store";
@@ -148,6 +149,7 @@ type Range = (typeof RANGES)[number][0];
 
 function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metrics: RunMetrics | null | undefined; kept: Kept }) {
   const now = useServerNow();
+  const [risk, ...others] = domainsOf(run);
   const [filters, set] = useFilters();
   const generations = useStore((s) => s.generations);
   const eventLines = useStore((s) => s.eventLines);
@@ -187,7 +189,7 @@ function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metri
         <Figure label="Loss" value={number(run.loss, 4)} />
         <Figure label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
         <Figure label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} lost` : `generation ${count(run.generation)}`} />
-        <Figure label="Work at risk" value={run.risk.since === null ? "none" : age(now - run.risk.since)} hint={run.risk.since === null ? "not training" : plural(run.risk.steps, "step")} />
+        <Figure label="Work at risk" value={risk === undefined ? "none" : risk.steps === null ? "everything" : plural(risk.steps, "step")} hint={risk === undefined ? "not training" : `if a process dies; ${others.map((each) => `${each.label.toLowerCase()}: ${each.text}`).join("; ")}`} />
         <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last: ${duration(run.recoveries[0].total_s)}` : "none"} />
       </div>
       {logs && <PinnedPanels run={shown} metrics={metrics} kept={kept} />}

@@ -47,6 +47,7 @@ class BlockCache:
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
         self.folder = folder
+        self._root = str(folder)
         self.limit_bytes = limit_bytes
         self._verified: dict[str, tuple[int, int]] = {}
         self._touched_s: dict[str, float] = {}
@@ -60,11 +61,7 @@ class BlockCache:
         return self.fill(name, size_bytes, fetch)[start:stop]
 
     def has(self, name: str) -> bool:
-        return self._is_usable and self._path(name).exists()
-
-    def has_seen(self, name: str) -> bool:
-        """Whether this process has read the block. It may be gone since; but to know that costs more than to find out."""
-        return name in self._verified
+        return self._is_usable and os.path.exists(self._place(name))
 
     def fill(self, name: str, size_bytes: int, fetch: Fetch) -> memoryview:
         """Fetch a block and keep it; or wait for the process that does so."""
@@ -94,13 +91,16 @@ class BlockCache:
 
     # --- one block ------------------------------------------------------------------------------------------
 
+    def _place(self, name: str) -> str:
+        return f"{self._root}/{name[:2]}/{name}"
+
     def _path(self, name: str) -> Path:
-        return self.folder / name[:2] / name
+        return Path(self._place(name))
 
     def _find(self, name: str, size_bytes: int, start: int, stop: int) -> memoryview | None:
         if not self._is_usable:
             return None
-        path = self._path(name)
+        path = self._place(name)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -114,7 +114,7 @@ class BlockCache:
                 if not _is_intact(data, size_bytes):
                     log.warning("a cached block was damaged and is fetched again: %s", path)
                     self._verified.pop(name, None)
-                    self._remove(path, status.st_ino)
+                    self._remove(Path(path), status.st_ino)
                     return None
                 self._verified[name] = identity
                 found = memoryview(data)[start:stop]

@@ -171,8 +171,8 @@ class StoredSource:
         pass
 
     def lacks(self, name: str) -> bool:
-        """Whether a block should be fetched ahead: there is a cache, and it is not known to be there."""
-        return self._cache.limit_bytes > 0 and not self._cache.has_seen(name)
+        """Whether a block should be fetched ahead: there is a cache, and it is not in it."""
+        return self._cache.limit_bytes > 0 and not self._cache.has(name)
 
     def _fetch_ahead(self, block: int) -> None:
         stop = min(block + 1 + READ_AHEAD_BLOCKS, -(-self.size_bytes // BLOCK_BYTES))

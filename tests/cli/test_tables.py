@@ -44,3 +44,14 @@ def test_without_a_terminal_every_row_is_one_line(monkeypatch: pytest.MonkeyPatc
     lines = printed(monkeypatch, width=80, terminal=False)
     assert len(lines) == 3
     assert all(piece in lines[1] for piece in (ID, "12", REASON, PATH))
+
+
+@pytest.mark.parametrize("length", [10, 60, 100, 400])
+def test_no_column_is_lost_where_no_terminal_is(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(common, "console", Console(file=out, width=80, color_system=None, highlight=False))
+    common.print_table(("WHEN", "RULE", "TEXT"), [("37 s ago", "loss", "t" * length)], empty="")
+    assert [line.split() for line in out.getvalue().splitlines()] == [
+        ["WHEN", "RULE", "TEXT"],
+        ["37", "s", "ago", "loss", "t" * length],
+    ]

@@ -157,6 +157,7 @@ def test_an_agent_that_speaks_after_the_coordinator_has_lost_the_worker_says_how
     (incident,) = shown(fleet)
     assert (incident.state, incident.rank) == ("recovered" if recovered else "open", 3)
     assert "was killed by SIGSEGV" in incident.text
+    assert incident.reason == "to restart", "the agent's, who has decided it"
     assert len(incident.failures) == 1
 
 

@@ -81,7 +81,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, emp
         )
     for row in cells:
         table.add_row(*row)
-    console.print(table, width=max(console.width, least), crop=False, soft_wrap=False)
+    before = console.width
+    try:
+        console.width = max(
+            before, least
+        )  # Rich takes columns away that do not fit, whatever width it is asked for.
+        console.print(table, crop=False, soft_wrap=False)
+    finally:
+        console.width = before
 
 
 def say_error(error: StrataError) -> None:

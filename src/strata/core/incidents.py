@@ -204,7 +204,8 @@ class Incidents:
             number=before.incident_id,
         )
         stops = "stop" in (before.decision, command.decision)
-        said = command if command.decision == "stop" or not before.decision else before
+        nobody_said = not before.decision or all(map(_is_lost, before.failures))
+        said = command if command.decision == "stop" or nobody_said else before
         opened = replace(opened, decision="stop" if stops else said.decision, reason=said.reason or UNSAID)
         if command.decision == "stop" and incident.is_open:
             return [opened, self._close(incident, "stopped", opened.reason, cost, now)]

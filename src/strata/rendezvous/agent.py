@@ -15,10 +15,10 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
-from strata.core.failures import Failure, WorkerError, first_failing
+from strata.core.failures import LINES_KEPT, Failure, WorkerError, first_failing
 from strata.core.restarts import Restarts, Verdict
 from strata.rendezvous import run_policy
-from strata.rendezvous.evidence import OomKills, device_faults, device_of, last_lines, wall_s
+from strata.rendezvous.evidence import DeviceWatch, OomKills, device_faults, device_of, last_lines, wall_s
 from strata.rendezvous.frames import read_report
 from strata.rendezvous.incidents import IncidentReporter, trimmed
 from strata.torch_compat.elastic import Agent, leave
@@ -43,12 +43,16 @@ class CarefulAgent(Agent):
         )
         self._restarts = Restarts(run_policy())
         self._oom_kills = OomKills()
+        self._devices = DeviceWatch()
+        self._device_faults: dict[int, list[str]] = {}
+        """What NVML has said since this attempt began, by device."""
         self._looked_s = self._started_s = time.monotonic()
         self._concluded: set[int] = set()
         """Processes whose end has been reported."""
 
     def starting(self) -> None:
         self._started_s = time.monotonic()
+        self._device_faults.clear()
 
     def look_at_memory(self) -> None:
         """To be called often: only what the kernel killed lately can have been a worker."""
@@ -98,10 +102,20 @@ class CarefulAgent(Agent):
             # Who was killed may have reported something before, which others lead to.
             error=error if code is None or code >= 0 or code == -15 else None,
             oom_killed=oom_killed and code == -9,
-            device_faults=trimmed(device_faults(self._started_s)) if device_of(slot) else (),
+            device_faults=trimmed(self._faults_of(device_of(slot))),
             last_lines=trimmed(last_lines(os.environ.get(SUPERVISOR_VARIABLE), rank)),
             replaced=replaced,
         )
+
+    def _faults_of(self, gpu: str) -> list[str]:
+        """What the kernel's log and NVML say of a worker's device; of all where it has no number."""
+        if not gpu:
+            return []
+        for index, faults in self._devices.take().items():
+            self._device_faults.setdefault(index, []).extend(faults)
+        wanted = [int(gpu)] if gpu.isdecimal() else list(self._device_faults)
+        said = [line for index in wanted for line in self._device_faults.get(index, [])]
+        return [*device_faults(self._started_s), *said][-LINES_KEPT:]
 
     def conclude(self, failures: Sequence[Failure], *, others_continue: bool = False) -> Verdict:
         """What follows from these ends, once they are reported: where that is the end of the run, no restarts are left."""

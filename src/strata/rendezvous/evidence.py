@@ -14,12 +14,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from strata.core.failures import LINES_KEPT
+from strata.core.text import counted
 from strata.sockets import connect_to_path
 
 OOM_SAMPLES = 4
 KERNEL_LOG = "/dev/kmsg"
+DRIVER = "/proc/driver/nvidia/version"
+XIDS_KEPT = 20
 _XID = re.compile(r"NVRM: Xid|NVRM: GPU .* fallen off|uncorrectable ECC", re.IGNORECASE)
 _RECORD_BYTES = 8192
 ANSWER_S = 1.0
@@ -80,9 +84,71 @@ def device_faults(since_mono_s: float, *, path: str = KERNEL_LOG) -> tuple[str, 
     return tuple(found)
 
 
+class DeviceWatch:
+    """What NVML says of this machine's GPUs since it was made: critical Xids, and uncorrectable ECC errors that are new.
+
+    Where the kernel's log cannot be read, as in most containers, this still can. `nvml` is the library; None: whichever is there.
+    """
+
+    def __init__(self, nvml: Any = None) -> None:
+        self._nvml = nvml
+        self._devices: list[Any] = []
+        self._events: Any = None
+        self._errors: dict[int, int] = {}
+        if not os.path.exists(DRIVER) and nvml is None:
+            return
+        with suppress(Exception):  # No package, no driver, no permission: then there is no such evidence.
+            if self._nvml is None:
+                import pynvml
+
+                self._nvml = pynvml
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+            self._devices = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            self._errors = {index: self._uncorrected(index) for index in range(count)}
+            self._events = self._nvml.nvmlEventSetCreate()
+            for device in self._devices:
+                with suppress(Exception):  # Not every device reports events.
+                    self._nvml.nvmlDeviceRegisterEvents(
+                        device, self._nvml.nvmlEventTypeXidCriticalError, self._events
+                    )
+
+    def take(self) -> dict[int, list[str]]:
+        """By number of the device, what is new since the last time."""
+        found: dict[int, list[str]] = {}
+        for index in range(len(self._devices)):
+            errors = self._uncorrected(index)
+            if errors > self._errors.get(index, errors):
+                new = errors - self._errors[index]
+                found.setdefault(index, []).append(
+                    f"GPU {index}: {counted(new, 'uncorrectable ECC error')} (NVML)"
+                )
+            self._errors[index] = errors
+        for _ in range(XIDS_KEPT if self._events is not None else 0):
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+                index = self._nvml.nvmlDeviceGetIndex(event.device)
+            except Exception:  # There is no other one.
+                break
+            found.setdefault(index, []).append(f"GPU {index}: Xid {event.eventData} (NVML)")
+        return found
+
+    def _uncorrected(self, index: int) -> int:
+        """Since the driver was loaded; 0 where the device does not count them."""
+        with suppress(Exception):
+            return int(
+                self._nvml.nvmlDeviceGetTotalEccErrors(
+                    self._devices[index],
+                    self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                    self._nvml.NVML_VOLATILE_ECC,
+                )
+            )
+        return 0
+
+
 def device_of(local_rank: int) -> str:
     """Which of the machine's GPUs a worker has; empty where there are none."""
-    if not os.path.exists("/proc/driver/nvidia/version"):
+    if not os.path.exists(DRIVER):
         return ""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return visible[local_rank] if local_rank < len(visible) else str(local_rank)

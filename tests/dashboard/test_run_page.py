@@ -281,6 +281,22 @@ def test_runs_are_compared_and_the_address_shows_it_to_others(fresh: Browser, tm
     page.until("new URLSearchParams(location.search).get('runs') === 'alpha'")
 
 
+def test_a_run_that_logs_nothing_says_so_and_asks_for_nothing(runs: Coordinator, page: Browser) -> None:
+    with TrainingOrchestrator(runs.address, job_id="silent") as worker:
+        worker.register_worker("silent-rank0")
+        page.open("/runs/silent?tab=charts")
+        page.see("No metrics logged")
+        page.click("radio", "Details")
+        page.see("No start of this run has reported its command", css="p")
+        asked_for = (
+            "performance.getEntriesByType('resource').filter(r => r.name.includes('/api/runs/')).length"
+        )
+        assert page.evaluate(asked_for) == 0
+        page.open("/runs/nobody")
+        page.see("Run not found")
+        worker.deregister()
+
+
 @pytest.mark.timeout(240)
 def test_no_part_of_a_run_has_a_serious_violation_on_a_screen_or_a_phone(fresh: Browser) -> None:
     page, found = fresh, {}

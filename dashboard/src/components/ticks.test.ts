@@ -6,6 +6,7 @@ describe("ticks", () => {
   it("have one unit and as many places as tell them apart", () => {
     expect([60.6e9, 60.8e9, 61e9].map((v) => tickText(v, 2e8, 61e9))).toEqual(["60.6G", "60.8G", "61.0G"]);
     expect([0, 2, 4].map((v) => tickText(v, 2, 4))).toEqual(["0", "2", "4"]);
+    expect([0, 0.25, 0.5].map((v) => tickText(v, 0.25, 0.75))).toEqual(["0", "0.25", "0.50"]);
     expect(tickText(0.0001, 0.0001, 0.0003)).toBe("0.0001");
     expect(tickText(3e-9, 1e-9, 5e-9)).toBe("3.0e-9");
     expect(tickText(305_000, 5_000, 325_000)).toBe("305k");

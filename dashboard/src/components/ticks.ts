@@ -27,11 +27,17 @@ function multiples(step: number, from: number, to: number): number[] {
 
 const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]] as const;
 
+function isWhole(value: number): boolean {
+  return Math.abs(value - Math.round(value)) < 1e-6 * value;
+}
+
 /** Short, in one unit for the whole axis, with as many places as tell neighbours apart. */
 export function tickText(value: number, step: number, largest: number): string {
   const [limit, letter] = UNITS.find(([from]) => Math.abs(largest) >= from) ?? [1, ""];
   const unit = letter === "k" ? 1e3 : limit;
-  const places = step > 0 ? Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-9)) : 0;
+  let places = 0;
+  // As many as the distance between two ticks has itself: 0.25 has two.
+  while (places <= 5 && step > 0 && !isWhole((step / unit) * 10 ** places)) places += 1;
   if (value === 0) return "0";
   return places > 5 ? value.toExponential(1) : `${(value / unit).toFixed(places)}${letter}`;
 }

@@ -124,7 +124,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
     legend: { show: false },
     cursor: {
       y: false,
-      points: { size: 6, show: (_, i) => (columns[i - 1]?.role === "value" || columns[i - 1]?.role === "smooth" ? cursorPoint(columns[i - 1]?.line) : document.createElement("i")) },
+      points: { width: 0, size: (_, i) => (hasCursorPoint(columns[i - 1]) ? 7 : 0), fill: (_, i) => colorOf(columns[i - 1]?.line.color ?? "accent") },
       drag: { x: true, y: false, setScale: false },
       bind: { dblclick: () => () => { live.current.onReset(); return null; } },
       // A pointer is shared; what it chooses belongs to the chart it was chosen on.
@@ -159,7 +159,8 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
         (u) => {
           const { left } = u.cursor;
           if (left === undefined || left === null || left < 0) return live.current.onCursor(null, []);
-          const near = live.current.marks.filter((mark) => Math.abs(u.valToPos(mark.x, "x") - left) <= NEAR_PX);
+          // The pointer itself is on one chart; the others follow it with their values alone.
+          const near = !u.over.matches(":hover") ? [] : live.current.marks.filter((mark) => Math.abs(u.valToPos(mark.x, "x") - left) <= NEAR_PX);
           live.current.onCursor(u.posToVal(left, "x"), near);
         },
       ],
@@ -179,10 +180,9 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
 
 const isMove = (type: string) => type !== "mousedown" && type !== "mouseup" && type !== "dblclick";
 
-function cursorPoint(line: PlotLine | undefined): HTMLElement {
-  const point = document.createElement("div");
-  Object.assign(point.style, { width: "6px", height: "6px", borderRadius: "50%", background: colorOf(line?.color ?? "accent"), opacity: line?.isAbandoned ? "0.5" : "1" });
-  return point;
+/** A branch that is not where the pointer is would be shown at its nearest end. */
+function hasCursorPoint(column: Column | undefined): boolean {
+  return column !== undefined && !column.line.isAbandoned && column.role === (column.line.smooth ? "smooth" : "value");
 }
 
 function seriesOf(column: Column): uPlot.Series {

@@ -25,9 +25,17 @@ async function unlessUnknown<T>(asked: Promise<T>): Promise<T | null> {
   });
 }
 
+const RUNS_LISTED = 500;
+
 /** Runs that have logged something, the latest first. */
 export function useLoggedRuns(): readonly LoggedRun[] | undefined {
-  return useQuery({ queryKey: ["runs"], queryFn: ({ signal }) => get<LoggedRun[]>("/runs", { limit: 500 }, signal), refetchInterval: AGAIN_MS }).data;
+  return useQuery({ queryKey: ["runs"], queryFn: ({ signal }) => get<LoggedRun[]>("/runs", { limit: RUNS_LISTED }, signal), refetchInterval: AGAIN_MS }).data;
+}
+
+/** Whether a run, or a job's latest, has logged something; undefined while that is not known. Who asks for one that has not is refused. */
+export function useIsLogged(id: string): boolean | undefined {
+  const runs = useLoggedRuns();
+  return runs && (runs.length >= RUNS_LISTED || runs.some((one) => one.run === id || one.jobs.includes(id)));
 }
 
 export function metricsQuery(run: string, live: boolean) {
@@ -47,13 +55,17 @@ export function infoQuery(run: string) {
 }
 
 /** Null: it has logged nothing. Undefined: not known yet. */
-export function useRunMetrics(run: string, live: boolean): { data: RunMetrics | null | undefined; error: unknown } {
-  return useQuery(metricsQuery(run, live));
+export function useRunMetrics(run: string, isLogged: boolean | undefined, live: boolean): { data: RunMetrics | null | undefined; error: unknown } {
+  const found = useQuery({ ...metricsQuery(run, live), enabled: isLogged === true });
+  return isLogged === false ? NOT_LOGGED : found;
 }
 
-export function useRunInfo(run: string): { data: RunInfo | null | undefined; error: unknown } {
-  return useQuery(infoQuery(run));
+export function useRunInfo(run: string, isLogged: boolean | undefined): { data: RunInfo | null | undefined; error: unknown } {
+  const found = useQuery({ ...infoQuery(run), enabled: isLogged === true });
+  return isLogged === false ? NOT_LOGGED : found;
 }
+
+const NOT_LOGGED = { data: null, error: null };
 
 /** Newest first. */
 export function useIncidents(job: string | null): readonly Incident[] {

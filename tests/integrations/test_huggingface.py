@@ -204,6 +204,7 @@ def test_streams_own_checkpoints_and_batches_that_do_not_divide_are_refused(tmp_
         alone.train()
 
 
+@pytest.mark.timeout(600)
 def test_shards_of_fsdp2_are_saved_by_their_ranks_and_resumed(tmp_path: Path) -> None:
     for each in ranks("tests.integrations.huggingface_script", "2", "3", folder=tmp_path, world=2):
         assert (each["began"], each["steps"]) == (0, [3, 2])
@@ -213,6 +214,7 @@ def test_shards_of_fsdp2_are_saved_by_their_ranks_and_resumed(tmp_path: Path) ->
         assert each["saved"] == each["weight"]
 
 
+@pytest.mark.timeout(600)
 def test_fsdp1_is_refused_when_training_begins(tmp_path: Path) -> None:
     for each in ranks("tests.integrations.huggingface_script", "1", "3", folder=tmp_path, world=2):
         assert "FSDP1" in each["refused"]

@@ -308,6 +308,8 @@ class StrataCheckpointIO(CheckpointIO):
     def __init__(self) -> None:
         self._managers: dict[str, CheckpointManager] = {}
         self._lock = threading.Lock()
+        self._linking = threading.Lock()
+        """Not the one that a save holds, which may wait for the thread that links."""
         self._starting = ""
         self._saving: dict[tuple[str, str], SaveHandle] = {}
         """The last save under each name in each folder."""
@@ -389,7 +391,7 @@ class StrataCheckpointIO(CheckpointIO):
             return
         catalog = Catalog(open_store(folder))
         try:
-            with self._lock:
+            with self._linking:
                 named = _entries(catalog, name)
                 ids = [entry.manifest.checkpoint_id for entry in named]
                 if checkpoint_id not in ids:

@@ -125,3 +125,12 @@ def test_a_sentence_names_the_rank_and_how_it_ended() -> None:
     )
     assert "failed: ValueError: no" in str(raised("ValueError", "no"))
     assert str(ended(3, "usage: --x", "")).endswith("ended with status 3: usage: --x")
+
+
+def test_a_copy_that_changes_by_itself_blames_the_machine_but_only_where_it_is_known_whose() -> None:
+    def ended(type_: str) -> Failure:
+        error = WorkerError(type=type_, message="The state of rank 2 changed by itself 3 times", traceback="…")
+        return Failure(exit_code=1, error=error)
+
+    assert classify(ended("ReplicaDamaged")) == "gpu"
+    assert classify(ended("ReplicasDiffer")) == "unknown"

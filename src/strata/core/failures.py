@@ -230,6 +230,8 @@ RULES: tuple[Rule, ...] = (
     Rule("gpu", "an error of CUDA or one of its libraries",
          _says(r"\bcuda (driver )?error|unhandled cuda error|cudaerror|cublas_status|cudnn_status|cusolver_status"
                r"|uncorrectable ecc|illegal memory access|unspecified launch failure|fallen off the bus|\bnvrm\b.*xid")),
+    Rule("gpu", "its copy of the state has changed by itself again and again", _raised("ReplicaDamaged")),
+    Rule("unknown", "copies of the state differ, and nobody can tell which is right", _raised("ReplicasDiffer")),
     Rule("hang", "its watchdog ended it, or it did not leave a process group that was over",
          lambda f: f.exit_code == EXIT_HUNG or bool(f.replaced) or _raised(HANG)(f)),
     Rule("storage", "an error of a store or of a checkpoint that could not be written or read",

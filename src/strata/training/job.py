@@ -232,7 +232,11 @@ class Preempted(SystemExit):
 
 
 class ReplicasDiffer(StrataError):
-    """Copies of the state that must be equal are not, and it is not known which is right; or this rank's is wrong again and again."""
+    """Copies of the state that must be equal are not, and it is not known which is right."""
+
+
+class ReplicaDamaged(StrataError):
+    """This rank's copy of the state was wrong again and again: its machine is not to be trusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1569,7 +1573,7 @@ class ElasticJob:
         assert self._replicas is not None
         if self.rank in odd.ranks and (times := self._replicas.repairs[self.rank]) >= REPAIRS:
             self._distrust = f"the state of this rank was replaced {times} times"
-            raise ReplicasDiffer(
+            raise ReplicaDamaged(
                 f"The state of rank {self.rank} changed by itself {times} times: its memory or its device is failing.",
                 hint="Take the machine out of use, and test its memory and its GPUs.",
             )

@@ -2,7 +2,7 @@
 
 A `Split` divides the positions 0, 1, 2, … among sources by their weights. It is a binary tree: at each node the n-th draw
 goes left or right so that the left side has had floor((n * left + phase) / all) of the first n. Whatever stretch of
-positions one looks at, each node is less than one draw away from its weights; so a source is less than three away, over
+positions one looks at, each node is less than one draw away from its weights; so a source is less than four away, over
 any stretch, and its counts need no table: how often a source has come before a position is arithmetic, and so is where
 its n-th draw stands. Weights are exact fractions where their common denominator is small, else parts of a million or so.
 

@@ -32,7 +32,11 @@ FACES = (
     "strata.errors",
 )
 """Modules whose public names are documented, each on a page of its own. `strata` itself comes last: it mostly repeats."""
-INTEGRATIONS = ("strata.integrations.lightning", "strata.integrations.huggingface", "strata.integrations.loading")
+INTEGRATIONS = (
+    "strata.integrations.lightning",
+    "strata.integrations.huggingface",
+    "strata.integrations.loading",
+)
 START_S = 60.0
 
 

@@ -120,6 +120,15 @@ def test_saves_in_a_row_keep_their_names_and_their_contents(tmp_path: Path) -> N
     assert len(list(tmp_path.glob("*.pt"))) == len(list(tmp_path.glob("*.manifest.json"))) == len(names)
 
 
+def test_more_saves_in_a_row_than_there_are_images_end(tmp_path: Path) -> None:
+    io = StrataCheckpointIO()
+    for step in range(12):
+        io.save_checkpoint(_state(step, step), tmp_path / "last.ckpt")
+    assert _value(io, tmp_path / "last.ckpt") == 11
+    io.teardown()
+    assert len(list(tmp_path.glob("*.pt"))) == 1
+
+
 def test_a_name_that_is_used_again_is_the_newest_save_alone(tmp_path: Path) -> None:
     io = StrataCheckpointIO()
     for step in (3, 4, 2):  # A training that began again counts from the start.

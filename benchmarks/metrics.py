@@ -27,8 +27,8 @@ import psutil
 import torch
 
 from strata.coordinator.metrics.run_history import RunHistory
-from strata.core.branches import Start
-from strata.core.run_metrics import MetricBatch, MetricRows
+from strata.core.telemetry.branches import Start
+from strata.core.telemetry.run_metrics import MetricBatch, MetricRows
 from strata.sinks import SinkRun
 from strata.training.metric_log import MetricLog
 from strata.worker.orchestrator import TrainingOrchestrator

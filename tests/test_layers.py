@@ -109,7 +109,7 @@ def test_the_core_is_pure_and_imports_no_other_package() -> None:
     ]
     assert not found
     asking = [
-        path.name for path in (SRC / "strata/core").glob("*.py") if ASKS_THE_CLOCK.search(path.read_text())
+        path.name for path in (SRC / "strata/core").rglob("*.py") if ASKS_THE_CLOCK.search(path.read_text())
     ]
     assert not asking
 

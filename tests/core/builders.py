@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from strata.core import task_views, views
-from strata.core.barriers import BarrierLimits
+from strata.core import views
 from strata.core.cluster import Cluster, Limits
-from strata.core.ledger import DataCommit, RankRecord
-from strata.core.membership import MembershipLimits
+from strata.core.data.ledger import DataCommit, RankRecord
+from strata.core.fleet import task_views
+from strata.core.fleet.barriers import BarrierLimits
+from strata.core.fleet.membership import MembershipLimits
 from strata.core.messages import (
     DEFAULT_JOB,
     SOFT_EVENTS,

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from strata.core.failures import Failure, WorkerError
+from strata.core.faults.failures import Failure, WorkerError
 from strata.core.messages import (
     ArriveAtBarrier,
     BeginAttempt,

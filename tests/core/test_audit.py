@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.audit import Commit, ancestry, audit, audit_all
-from strata.core.ledger import Coverage, DataCommit, LedgerChain, LedgerError, RankRecord
-from strata.core.spans import Spans
+from strata.core.data.audit import Commit, ancestry, audit, audit_all
+from strata.core.data.ledger import Coverage, DataCommit, LedgerChain, LedgerError, RankRecord
+from strata.core.data.spans import Spans
 
 
 class History:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.branches import Start, committed_until
+from strata.core.telemetry.branches import Start, committed_until
 
 
 @st.composite

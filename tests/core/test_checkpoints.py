@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from strata.core import views
-from strata.core.checkpoints import Checkpoints
 from strata.core.cluster import Cluster
+from strata.core.fleet.checkpoints import Checkpoints
 from strata.core.messages import (
     CheckpointCompleted,
     CheckpointId,

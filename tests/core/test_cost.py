@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.cost import MEANINGS, CostView, PriceList, cost
 from strata.core.events import Outcome
-from strata.core.failures import CLASSES, FailureClass
-from strata.core.goodput import Goodput, GoodputView
-from strata.core.incidents import Cost, Incident, Incidents
+from strata.core.faults.cost import MEANINGS, CostView, PriceList, cost
+from strata.core.faults.failures import CLASSES, FailureClass
+from strata.core.faults.incidents import Cost, Incident, Incidents
 from strata.core.messages import IncidentClosed, IncidentReported, Instant, JobId, RecoveryRecorded, WorkerId
+from strata.core.telemetry.goodput import Goodput, GoodputView
 
 RUN = JobId("llm")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strata.core import checks
-from strata.core import datasets as datasets_module
 from strata.core.cluster import Cluster
+from strata.core.fleet import datasets as datasets_module
 from strata.core.messages import (
     Conflict,
     DatasetId,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from strata.core import datasets as datasets_module
 from strata.core import views
-from strata.core.datasets import Shard
+from strata.core.fleet import datasets as datasets_module
+from strata.core.fleet.datasets import Shard
 from strata.core.messages import (
     Conflict,
     DatasetAccepted,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.downsampling import FACTOR, Buckets, cover, joined, level_for
+from strata.core.telemetry.downsampling import FACTOR, Buckets, cover, joined, level_for
 
 VALUES = st.lists(st.floats(width=64, allow_nan=True, allow_infinity=True), min_size=1, max_size=200)
 

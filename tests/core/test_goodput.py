@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strata.core.goodput import JOBS_KEPT, LIFE_METRIC, Goodput
 from strata.core.messages import JobId, WorkerId
+from strata.core.telemetry.goodput import JOBS_KEPT, LIFE_METRIC, Goodput
 
 JOB = JobId("job")
 

@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 
 from strata.core.event_text import describe
-from strata.core.failures import Failure, WorkerError
-from strata.core.incidents import IncidentView
+from strata.core.faults.failures import Failure, WorkerError
+from strata.core.faults.incidents import IncidentView
 from strata.core.messages import (
     DEFAULT_JOB,
     IncidentClosed,

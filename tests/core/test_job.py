@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from strata.core.job import (
+from strata.core.jobs.job import (
     MEMORY,
     AwaitSave,
     Fence,

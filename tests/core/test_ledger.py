@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.ledger import Coverage, DataCommit, LedgerChain, LedgerError, RankRecord
-from strata.core.spans import Run, Spans
+from strata.core.data.ledger import Coverage, DataCommit, LedgerChain, LedgerError, RankRecord
+from strata.core.data.spans import Run, Spans
 
 spans = st.lists(
     st.tuples(st.integers(0, 90), st.integers(1, 10)).map(lambda p: (p[0], p[0] + p[1])), max_size=6

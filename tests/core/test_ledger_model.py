@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.core.audit import Commit, audit, audit_all
-from strata.core.ledger import DataCommit, LedgerChain, RankRecord
-from strata.core.order import slice_for
-from strata.core.spans import Spans
+from strata.core.data.audit import Commit, audit, audit_all
+from strata.core.data.ledger import DataCommit, LedgerChain, RankRecord
+from strata.core.data.order import slice_for
+from strata.core.data.spans import Spans
 
 TOTAL = 12
 Sample = tuple[int, int]

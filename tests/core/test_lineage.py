@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.checkpoint.catalog.manifest import BYTES, CheckpointId, Manifest
-from strata.core.lineage import fallback_order, removable
+from strata.core.jobs.lineage import fallback_order, removable
 
 
 def checkpoint(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.live import Boundary, Complete, Device, Facts, Frozen, Incomplete, judge
+from strata.core.jobs.live import Boundary, Complete, Device, Facts, Frozen, Incomplete, judge
 
 AT_FIVE = Facts(boundary=Boundary(step=1205, made=5), began=5, ended=5)
 DEVICES: list[Device] = ["none", "done", "pending", "unknown"]

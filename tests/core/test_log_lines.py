@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.loglines import HOLD_S, LINES_PER_ENTRY, LineAssembler, LogLine
+from strata.core.telemetry.loglines import HOLD_S, LINES_PER_ENTRY, LineAssembler, LogLine
 
 AT_S = 1_700_000_000.0
 FAILING = f"""

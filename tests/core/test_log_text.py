@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.logtext import MESSAGE_LIMIT, Tidy, clean, level_of
+from strata.core.telemetry.logtext import MESSAGE_LIMIT, Tidy, clean, level_of
 
 tidy = Tidy(["a-strata-token", "abc"])
 

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from strata.core import views
-from strata.core.membership import RECONNECT_S
+from strata.core.fleet.membership import RECONNECT_S
+from strata.core.fleet.run_registry import RUNS_KEPT, RunRegistry
 from strata.core.messages import (
     Command,
     DatasetId,
@@ -32,7 +33,6 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from strata.core.run_registry import RUNS_KEPT, RunRegistry
 from tests.core.builders import Fleet, arrival, instant, limits, notice, shown
 
 A = WorkerId("a")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.core.mixture import (
+from strata.core.data.mixture import (
     ENDLESS,
     Change,
     Definition,
@@ -20,8 +20,8 @@ from strata.core.mixture import (
     Source,
     Split,
 )
-from strata.core.order import EpochOrder, samples_of
-from strata.core.spans import Spans
+from strata.core.data.order import EpochOrder, samples_of
+from strata.core.data.spans import Spans
 
 WINDOW = 10_000
 

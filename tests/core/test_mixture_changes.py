@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.mixture import Definition, MixtureError, MixturePlan, Source
-from strata.core.mixture_changes import Board, Request, decide, unsettled
+from strata.core.data.mixture import Definition, MixtureError, MixturePlan, Source
+from strata.core.data.mixture_changes import Board, Request, decide, unsettled
 
 BOARD = Board(
     run="r",

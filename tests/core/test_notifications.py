@@ -10,20 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.core.events import IncidentSubject, Outcome
-from strata.core.failures import FailureClass
-from strata.core.incidents import Incident
-from strata.core.messages import (
-    CheckpointCompleted,
-    CheckpointId,
-    Event,
-    IncidentClosed,
-    IncidentReported,
-    JobId,
-    TaskChanged,
-    TaskId,
-    WorkerId,
-)
-from strata.core.notifications import (
+from strata.core.faults.failures import FailureClass
+from strata.core.faults.incidents import Incident
+from strata.core.faults.notifications import (
     ACTIVE_LIMIT,
     GOODPUT_WINDOW_S,
     HOUR_S,
@@ -42,6 +31,17 @@ from strata.core.notifications import (
     Notifications,
     Sample,
     default_rules,
+)
+from strata.core.messages import (
+    CheckpointCompleted,
+    CheckpointId,
+    Event,
+    IncidentClosed,
+    IncidentReported,
+    JobId,
+    TaskChanged,
+    TaskId,
+    WorkerId,
 )
 
 RUN = JobId("llm")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.order import EpochOrder, loss_weight, slice_for
+from strata.core.data.order import EpochOrder, loss_weight, slice_for
 
 seeds = st.integers(-(2**70), 2**70)
 epochs = st.integers(0, 2**40)
@@ -135,7 +135,7 @@ def test_the_tail_of_a_huge_epoch_costs_no_memory() -> None:
 
 
 def test_the_order_is_the_same_in_another_process_and_for_all_time() -> None:
-    script = "from strata.core.order import EpochOrder; print(EpochOrder(total=1003, seed=42, epoch=3)[:8].tolist())"
+    script = "from strata.core.data.order import EpochOrder; print(EpochOrder(total=1003, seed=42, epoch=3)[:8].tolist())"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     # A change of these numbers breaks every run that resumes across it.
     assert (

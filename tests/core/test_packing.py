@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.packing import pack_lengths
+from strata.core.data.packing import pack_lengths
 
 
 @given(st.lists(st.integers(0, 90), max_size=80), st.integers(1, 33), st.integers(1, 4))

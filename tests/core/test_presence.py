@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from strata.core.fleet.presence import FORGOTTEN_AFTER_S, MAX_DROPPED, PresenceLimits
 from strata.core.messages import AgentConnected, AgentDisconnected, ClockResumed, InvalidArgument
-from strata.core.presence import FORGOTTEN_AFTER_S, MAX_DROPPED, PresenceLimits
 from tests.core.builders import Fleet, instant
 
 GRACE_S = PresenceLimits().grace_s

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from strata.core.event_text import describe
-from strata.core.failures import Failure, WorkerError
-from strata.core.incidents import IncidentView
+from strata.core.faults.failures import Failure, WorkerError
+from strata.core.faults.incidents import IncidentView
+from strata.core.faults.restarts import Policy, PolicyError, Restarts
+from strata.core.fleet.quarantine import Quarantined, QuarantineView
 from strata.core.messages import (
     ClearHost,
     HostCleared,
@@ -17,8 +19,6 @@ from strata.core.messages import (
     ReportFailure,
     Unknown,
 )
-from strata.core.quarantine import Quarantined, QuarantineView
-from strata.core.restarts import Policy, PolicyError, Restarts
 from tests.core.builders import Fleet
 
 ECC = Failure(

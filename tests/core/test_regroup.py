@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.core.regroup import (
+from strata.core.jobs.regroup import (
     BROKEN,
     GRACE_S,
     JOINS,

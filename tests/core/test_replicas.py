@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.replicas import Agreed, Odd, Undecided, judge
+from strata.core.jobs.replicas import Agreed, Odd, Undecided, judge
 
 
 def test_equal_copies_agree() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from strata.core.failures import SIGKILL, Failure, WorkerError, root_cause
-from strata.core.restarts import QUICK_S, Policy, PolicyError, Restarts
+from strata.core.faults.failures import SIGKILL, Failure, WorkerError, root_cause
+from strata.core.faults.restarts import QUICK_S, Policy, PolicyError, Restarts
 
 TYPO = WorkerError(type="NameError", message="name 'modle' is not defined", where=("a.py:3", "a.py:9"))
 LOST_PEER = WorkerError(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.regroup import BROKEN, OTHERS_MEET
-from strata.core.roster import Changes, Entrant, Roster, enter
+from strata.core.jobs.regroup import BROKEN, OTHERS_MEET
+from strata.core.jobs.roster import Changes, Entrant, Roster, enter
 
 FIRST = enter([Entrant()] * 3, job="job")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.core.messages import InvalidArgument
-from strata.core.run_details import (
+from strata.core.telemetry.run_details import (
     DETAILS_LIMIT_BYTES,
     KEYS_LIMIT,
     RunDetails,

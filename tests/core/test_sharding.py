@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from strata.core.sharding import Moves, ShardPlan, apply_moves, first_plan, moves_between, replan
+from strata.core.data.sharding import Moves, ShardPlan, apply_moves, first_plan, moves_between, replan
 
 names = st.text("abcdefgh0123-ü", min_size=1, max_size=6)
 fleets = st.lists(names, max_size=12, unique=True)
@@ -176,7 +176,7 @@ def test_reasons_name_who_came_and_went_and_what_moved() -> None:
 def test_the_plan_is_the_same_in_another_process() -> None:
     plan = replan(first_plan(["b", "a", "ü"], 50, salt="imagenet"), ["a", "ü", "c"])
     script = (
-        "import json; from strata.core.sharding import *;"
+        "import json; from strata.core.data.sharding import *;"
         "p = replan(first_plan(['b', 'a', 'ü'], 50, salt='imagenet'), ['a', 'ü', 'c']);"
         "print(json.dumps(p.owners.tolist()))"
     )

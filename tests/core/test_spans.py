@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.spans import Run, Spans, expanded, overlaps, recorded
+from strata.core.data.spans import Run, Spans, expanded, overlaps, recorded
 
 rows = st.lists(
     st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda pair: (pair[0], pair[0] + pair[1])),

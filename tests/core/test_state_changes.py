@@ -114,7 +114,7 @@ def changing_methods() -> frozenset[str]:
     """Methods of the core's classes that change their object, or call one that does."""
     methods = [
         (member, follow(member, {"self"}, _starts_at))
-        for path in CORE.glob("*.py")
+        for path in CORE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
         for member in node.body

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.core.messages import JobId, WorkerId
-from strata.core.stragglers import REPORTS, Change, Pace, Stragglers, _median_without
+from strata.core.telemetry.stragglers import REPORTS, Change, Pace, Stragglers, _median_without
 
 JOB = JobId("job")
 

@@ -16,7 +16,7 @@ import pytest
 from strata.core import stream_events
 from strata.core.event_text import describe
 from strata.core.messages import Event
-from strata.core.stragglers import Change
+from strata.core.telemetry.stragglers import Change
 
 SCHEMA: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "docs" / "reference" / "events.schema.json").read_text()

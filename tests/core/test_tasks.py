@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from strata.core.fleet.tasks import ENDED, Task, Tasks
 from strata.core.messages import (
     Conflict,
     CreateTask,
@@ -20,7 +21,6 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
-from strata.core.tasks import ENDED, Task, Tasks
 from tests.core.builders import Fleet, instant, shown, task_spec
 
 STATUSES: tuple[TaskStatus, ...] = get_args(TaskStatus)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from strata.coordinator.journal import codec
+from strata.core.fleet.values import DROP_AFTER_S, RESERVED_AT_ONCE
 from strata.core.messages import (
     Instant,
     Overloaded,
@@ -21,7 +22,6 @@ from strata.core.messages import (
     ValueSwapped,
     VersionsReserved,
 )
-from strata.core.values import DROP_AFTER_S, RESERVED_AT_ONCE
 from tests.core.builders import WALL_OFFSET_S, Fleet
 
 
@@ -199,8 +199,8 @@ TestSoftAndDurable = SoftAndDurable.TestCase
 
 
 def test_one_job_keeps_only_so_much_and_leaves_the_rest_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strata.core.values.OWNER_BYTES", 1_000)
-    monkeypatch.setattr("strata.core.values.MAX_BYTES", 1_600)
+    monkeypatch.setattr("strata.core.fleet.values.OWNER_BYTES", 1_000)
+    monkeypatch.setattr("strata.core.fleet.values.MAX_BYTES", 1_600)
     fleet = Fleet()
     big = swap(fleet, "job/greedy/a", body=b"x" * 900)
     with pytest.raises(Overloaded, match="by job 'greedy' would be larger"):
@@ -218,7 +218,7 @@ def test_one_job_keeps_only_so_much_and_leaves_the_rest_to_others(monkeypatch: p
 def test_one_job_keeps_only_so_many_values_and_dropped_ones_do_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("strata.core.values.OWNER_VALUES", 3)
+    monkeypatch.setattr("strata.core.fleet.values.OWNER_VALUES", 3)
     fleet = Fleet()
     for number in range(3):
         swap(fleet, f"job/greedy/{number}", soft=number == 1)
@@ -230,7 +230,7 @@ def test_one_job_keeps_only_so_many_values_and_dropped_ones_do_not_count(
 
 
 def test_a_restart_counts_what_the_journal_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strata.core.values.OWNER_BYTES", 1_000)
+    monkeypatch.setattr("strata.core.fleet.values.OWNER_BYTES", 1_000)
     fleet = Fleet()
     for number in range(9):
         swap(fleet, f"k{number}", body=b"x" * 90)

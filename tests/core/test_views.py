@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from strata.core import task_views, views
+from strata.core import views
+from strata.core.fleet import task_views
 from strata.core.messages import (
     CheckpointId,
     DatasetId,

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from strata.core.checks import NAME_LIMIT
-from strata.core.logtext import clean
+from strata.core.telemetry.logtext import clean
 from tests.dashboard.browser import Browser
 from tests.dashboard.hostile import LINES, NAMES
 from tests.support import Coordinator, eventually

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from strata import TrainingOrchestrator
-from strata.core.run_details import RunDetails, packed
+from strata.core.telemetry.run_details import RunDetails, packed
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker.outbox import MetricOutbox
 from tests.dashboard.browser import Browser

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from strata import TrainingOrchestrator
-from strata.core.ledger import DataCommit, RankRecord
+from strata.core.data.ledger import DataCommit, RankRecord
 from strata.launch.cleanup import end_processes
 from strata.shared_memory import forget_jobs
 from tests.dashboard.browser import Browser

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from strata.checkpoint.catalog.manifest import BYTES, SUFFIX, CheckpointId, Manifest, Part
 from strata.checkpoint.copying.digest import digest_of
-from strata.core.ledger import DataCommit
+from strata.core.data.ledger import DataCommit
 from strata.stores import open_store
 
 

@@ -127,7 +127,7 @@ def _given(everyone: Any) -> Gather:
 
 
 def _commit(record: dict[str, Any]) -> Any:
-    from strata.core.ledger import DataCommit
+    from strata.core.data.ledger import DataCommit
 
     return DataCommit.from_json(record)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.ledger import DataCommit, trained_by
+from strata.core.data.ledger import DataCommit, trained_by
 from strata.data import ElasticSampler, StateMismatch
 from strata.data.commits import DataLedger
 from strata.data.sampler import WithSampler

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import strata.data
-from strata.core.order import EpochOrder
+from strata.core.data.order import EpochOrder
 from strata.data import DataError, ElasticDataset, ElasticIterableDataset, ElasticLoader, ElasticSampler
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strata.core.audit import Commit, audit_all
-from strata.core.ledger import DataCommit, RankRecord
-from strata.core.order import EpochOrder
+from strata.core.data.audit import Commit, audit_all
+from strata.core.data.ledger import DataCommit, RankRecord
+from strata.core.data.order import EpochOrder
 from strata.data.commits import DataLedger
 from strata.data.sampler import ElasticSampler
 from strata.data.steps import Step

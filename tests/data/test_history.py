@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from strata.cli.audit import audit as audit_command
-from strata.core.ledger import DataCommit, LedgerChain, LedgerError, RankRecord
-from strata.core.spans import Spans
+from strata.core.data.ledger import DataCommit, LedgerChain, LedgerError, RankRecord
+from strata.core.data.spans import Spans
 from strata.data.history import audit, audit_epochs, datasets_in
 from tests.data.manifests import publish
 

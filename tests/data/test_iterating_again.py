@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from strata.core.audit import Commit, audit_all
-from strata.core.ledger import DataCommit
+from strata.core.data.audit import Commit, audit_all
+from strata.core.data.ledger import DataCommit
 from strata.data.commits import DataLedger
 from strata.data.errors import StateMismatch
 from strata.data.loader import ElasticLoader

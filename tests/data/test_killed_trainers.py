@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from strata.checkpoint import CheckpointManager
-from strata.core.ledger import LedgerError
-from strata.core.spans import Spans, expanded
+from strata.core.data.ledger import LedgerError
+from strata.core.data.spans import Spans, expanded
 from strata.data.history import audit, commits_of
 from strata.shared_memory import forget_jobs
 from tests.data.trainer import DATASET

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from strata.core.audit import Commit, audit
-from strata.core.ledger import DataCommit
-from strata.core.order import EpochOrder
+from strata.core.data.audit import Commit, audit
+from strata.core.data.ledger import DataCommit
+from strata.core.data.order import EpochOrder
 from strata.data.commits import DataLedger
 from strata.data.errors import StateMismatch
 from strata.data.iterable import ElasticIterableDataset

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import strata
-from strata.core.ledger import DataCommit
-from strata.core.mixture import Change, MixtureError
+from strata.core.data.ledger import DataCommit
+from strata.core.data.mixture import Change, MixtureError
 from strata.data.commits import DataLedger
 from strata.data.errors import DataError, StateMismatch
 from strata.data.loader import ElasticLoader

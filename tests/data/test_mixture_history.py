@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strata.core.audit import audit
-from strata.core.ledger import DataCommit
-from strata.core.mixture import Change, MixturePlan
-from strata.core.mixture_changes import Board, decide
+from strata.core.data.audit import audit
+from strata.core.data.ledger import DataCommit
+from strata.core.data.mixture import Change, MixturePlan
+from strata.core.data.mixture_changes import Board, decide
 from strata.data.history import audit_by_source
 from strata.data.mapping import Several, filtered, mapped
 from strata.data.mixture import Mixture

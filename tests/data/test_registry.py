@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.core.audit import Commit, audit
-from strata.core.ledger import DataCommit, RankRecord
+from strata.core.data.audit import Commit, audit
+from strata.core.data.ledger import DataCommit, RankRecord
 from strata.core.messages import Conflict, InvalidArgument, Unknown
 from strata.data.errors import DataError
 from strata.data.registry import DatasetRegistry

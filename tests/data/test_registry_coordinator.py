@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.core.ledger import DataCommit
+from strata.core.data.ledger import DataCommit
 from strata.data.errors import DataError
 from strata.data.reader import DatasetReader
 from strata.data.registry import DatasetRegistry

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.core.ledger import DataCommit
+from strata.core.data.ledger import DataCommit
 from strata.data import DataLedger, ElasticLoader, ElasticSampler
 from strata.data.steps import Step
 

@@ -110,4 +110,4 @@ def test_every_module_that_is_listed_exists(package: str) -> None:
     lists = [line.rpartition(":")[2] for line in packages()[package].splitlines() if "·" in line]
     listed = set(re.findall(r"\w+", " ".join(lists)))
     assert listed
-    assert listed - {path.stem for path in (SOURCES / package).glob("*.py")} == set()
+    assert listed - {path.stem for path in (SOURCES / package).rglob("*.py")} == set()

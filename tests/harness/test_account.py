@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from strata.core.goodput import LIFE_METRIC, METRIC_NAMES
+from strata.core.telemetry.goodput import LIFE_METRIC, METRIC_NAMES
 from strata.training import account as account_module
 from strata.training.account import TimeAccount
 from strata.training.trace import Footprint, process_start_mono_s

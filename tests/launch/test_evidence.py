@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strata.core.failures import Failure, classify
+from strata.core.faults.failures import Failure, classify
 from strata.rendezvous.evidence import DeviceWatch
 
 nvml = pytest.importorskip("pynvml")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from strata.core.failures import FailureClass
+from strata.core.faults.failures import FailureClass
 
 RIGHT = 0.95
 WITHIN_S = 900.0

@@ -295,7 +295,7 @@ def test_huge_data_position_is_refused_and_the_coordinator_lives(shared: Coordin
     """A few bytes that describe more spans than fit in memory."""
     import json
 
-    from strata.core.ledger import DataCommit, RankRecord
+    from strata.core.data.ledger import DataCommit, RankRecord
 
     record = DataCommit().next(
         [RankRecord(dataset="d", epoch=0, total=100, rank=0).with_span(0, 10)], world_size=1

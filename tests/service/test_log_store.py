@@ -18,8 +18,8 @@ import pytest
 from strata.coordinator.logs import archive as log_archive
 from strata.coordinator.logs.archive import LogArchive, LogFilter, SearchTooLong
 from strata.coordinator.logs.store import BURST_S, FLEET_LINES_PER_SECOND, LINES_PER_SECOND, LogStore, Missed
-from strata.core.loglines import LogLine
-from strata.core.logtext import Tidy
+from strata.core.telemetry.loglines import LogLine
+from strata.core.telemetry.logtext import Tidy
 from strata.core.views import LogView
 from tests.support import eventually
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strata import TrainingOrchestrator
-from strata.core.ledger import DataCommit, RankRecord
+from strata.core.data.ledger import DataCommit, RankRecord
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import EventStream, RawSession, channel, refusal, stub
 from tests.service.fleet import Fleet, RemoteError

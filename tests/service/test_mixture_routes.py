@@ -8,8 +8,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from strata.core.mixture import Definition, Source
-from strata.core.mixture_changes import Board, board_key, decide
+from strata.core.data.mixture import Definition, Source
+from strata.core.data.mixture_changes import Board, board_key, decide
 from strata.rpc.cas import CoordinatorCasClient
 from tests.cli.running import strata as run_strata
 from tests.support import Coordinator

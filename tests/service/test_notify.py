@@ -20,9 +20,9 @@ from strata.config import ConfigError
 from strata.coordinator.notify.channels import mail, message, send
 from strata.coordinator.notify.notifier import QUEUED_LIMIT, _Outbox
 from strata.coordinator.notify.settings import Channel, read_notify
-from strata.core.failures import Failure
+from strata.core.faults.failures import Failure
+from strata.core.faults.notifications import Notification
 from strata.core.messages import JobId, ReportFailure
-from strata.core.notifications import Notification
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.cas import CoordinatorCasClient
 from strata.worker.outbox import MetricOutbox

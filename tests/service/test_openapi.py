@@ -30,8 +30,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from strata import TrainingOrchestrator
-from strata.core.ledger import DataCommit, RankRecord
-from strata.core.mixture_changes import board_key
+from strata.core.data.ledger import DataCommit, RankRecord
+from strata.core.data.mixture_changes import board_key
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker.outbox import MetricOutbox
 from tests.service.clients import RawSession, channel, stub

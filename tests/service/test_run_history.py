@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from strata.coordinator.metrics import run_history
 from strata.coordinator.metrics.columns import pack, unpack
 from strata.coordinator.metrics.run_history import Curve, RunHistory
-from strata.core.branches import Start
-from strata.core.downsampling import Buckets
 from strata.core.messages import Overloaded, Unknown
-from strata.core.run_details import RunDetails
-from strata.core.run_metrics import MetricBatch, MetricRows
+from strata.core.telemetry.branches import Start
+from strata.core.telemetry.downsampling import Buckets
+from strata.core.telemetry.run_details import RunDetails
+from strata.core.telemetry.run_metrics import MetricBatch, MetricRows
 
 BEGAN_S = 1_700_000_000.0
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from strata import TrainingOrchestrator
-from strata.core.stragglers import REPORTS
+from strata.core.telemetry.stragglers import REPORTS
 from tests.cli.running import strata
 from tests.service.clients import EventStream
 from tests.support import Coordinator, eventually

@@ -15,7 +15,7 @@ import pytest
 
 from strata import TrainingOrchestrator
 from strata.coordinator.grpc.streams import MESSAGES_PER_SECOND
-from strata.core.ledger import DataCommit, RankRecord
+from strata.core.data.ledger import DataCommit, RankRecord
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker.address import coordinator_address, is_secure
 from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, NotRegistered

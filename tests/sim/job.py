@@ -32,8 +32,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from strata.core.audit import Commit, audit_all
-from strata.core.job import (
+from strata.core.data.audit import Commit, audit_all
+from strata.core.data.ledger import DataCommit, LedgerChain, RankRecord
+from strata.core.jobs.job import (
     MEMORY,
     AwaitSave,
     Finished,
@@ -53,9 +54,8 @@ from strata.core.job import (
     Stop,
     Survey,
 )
-from strata.core.ledger import DataCommit, LedgerChain, RankRecord
-from strata.core.lineage import Placement, removable
-from strata.core.runs import RENEW_S, SILENT_S, Claim, InUse, Take, Watch, is_superseded, judge
+from strata.core.jobs.lineage import Placement, removable
+from strata.core.jobs.runs import RENEW_S, SILENT_S, Claim, InUse, Take, Watch, is_superseded, judge
 from strata.core.types import CheckpointId
 
 Steps = Generator[None, None, None]

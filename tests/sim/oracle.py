@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strata.core.cluster import Cluster
-from strata.core.datasets import shard_sizes
+from strata.core.fleet.datasets import shard_sizes
 from strata.core.messages import (
     ArriveAtBarrier,
     BarrierArrived,

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from strata.core.regroup import (
+from strata.core.jobs.regroup import (
     Continue,
     Leave,
     Limits,

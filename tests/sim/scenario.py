@@ -10,10 +10,10 @@ import hashlib
 from dataclasses import dataclass
 from functools import partial
 
-from strata.core.barriers import BarrierLimits
-from strata.core.checkpoints import data_commit
 from strata.core.cluster import Limits
-from strata.core.membership import MembershipLimits
+from strata.core.fleet.barriers import BarrierLimits
+from strata.core.fleet.checkpoints import data_commit
+from strata.core.fleet.membership import MembershipLimits
 from strata.core.messages import DEFAULT_JOB, DatasetSpec, RegisterDataset
 from tests.sim.coordinator import Request, SimCoordinator
 from tests.sim.oracle import Oracle, must

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from strata.core import job as core_job
-from strata.core import runs as core_runs
-from strata.core.job import (
+from strata.core.data.ledger import LedgerChain
+from strata.core.jobs import job as core_job
+from strata.core.jobs import runs as core_runs
+from strata.core.jobs.job import (
     Fence,
     Finished,
     JobProtocol,
@@ -30,9 +31,8 @@ from strata.core.job import (
     Stop,
     Survey,
 )
-from strata.core.ledger import LedgerChain
-from strata.core.lineage import Lineage
-from strata.core.runs import Claim, Take
+from strata.core.jobs.lineage import Lineage
+from strata.core.jobs.runs import Claim, Take
 from strata.core.types import CheckpointId
 from tests.sim import job as sim
 from tests.sim.job import ShardedLife, SimulationFailed, fingerprint, simulate

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strata.core.regroup import Phase, Regroup, Replace
+from strata.core.jobs.regroup import Phase, Regroup, Replace
 from tests.sim.regroup import Fleet, Violation
 
 RUNS = int(os.environ.get("STRATA_SIM_JOB_RUNS", "300"))

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from strata.core import incidents, membership
-from strata.core.barriers import Barriers, OpenBarrier
-from strata.core.checkpoints import CheckpointEvent, Checkpoints
 from strata.core.cluster import Cluster
-from strata.core.incidents import Incidents
-from strata.core.membership import Membership
+from strata.core.faults import incidents
+from strata.core.faults.incidents import Incidents
+from strata.core.fleet import membership
+from strata.core.fleet.barriers import Barriers, OpenBarrier
+from strata.core.fleet.checkpoints import CheckpointEvent, Checkpoints
+from strata.core.fleet.membership import Membership
+from strata.core.fleet.run_registry import RunRegistry
 from strata.core.messages import (
     CheckpointCompleted,
     Command,
@@ -30,7 +32,6 @@ from strata.core.messages import (
     ReconcileCheckpoints,
     Stale,
 )
-from strata.core.run_registry import RunRegistry
 from tests.sim.coordinator import SimCoordinator
 from tests.sim.oracle import Violation
 from tests.sim.scenario import Result, SimulationFailed, simulate

@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from strata.core.checkpoints import data_commit
 from strata.core.cluster import Cluster
-from strata.core.failures import Failure
-from strata.core.ledger import DataCommit, RankRecord
+from strata.core.data.ledger import DataCommit, RankRecord
+from strata.core.faults.failures import Failure
+from strata.core.fleet.checkpoints import data_commit
 from strata.core.messages import (
     DEFAULT_JOB,
     ArriveAtBarrier,

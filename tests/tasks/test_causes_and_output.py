@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from strata.core.failures import WorkerError
-from strata.core.restarts import Policy
+from strata.core.faults.failures import WorkerError
+from strata.core.faults.restarts import Policy
 from strata.launch.causes import Failures
 from strata.launch.output import OutputFile, OutputReader, Position
 

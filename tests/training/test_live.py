@@ -18,7 +18,7 @@ from torch import nn
 
 import strata
 from strata.checkpoint.copying import staging
-from strata.core.live import Frozen
+from strata.core.jobs.live import Frozen
 from strata.data.steps import Batch
 from strata.training import live, rng
 from strata.training.trace import GeneratorTrace, generators

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import strata
-from strata.core.mixture import Change, MixturePlan
+from strata.core.data.mixture import Change, MixturePlan
 from strata.data.history import audit_by_source
 from tests.cli.running import strata as run_strata
 from tests.support import Coordinator

@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from strata.coordinator.journal.sqlite import read_story
+from strata.core.jobs.regroup import SPARE_LOSSES, Limits
 from strata.core.messages import WorkerFailed, WorkerJoined
-from strata.core.regroup import SPARE_LOSSES, Limits
 from strata.data.history import audit_epochs
 from strata.launch.coordinator import CoordinatorProcess
 from strata.torch_compat.aborting import ProcessGroups

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from strata.core.logtext import REDACTED
+from strata.core.telemetry.logtext import REDACTED
 from strata.training.run_details import checked_out, gathered, without_secrets
 
 

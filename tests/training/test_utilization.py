@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from strata.core.run_metrics import DISK_FREE
+from strata.core.telemetry.run_metrics import DISK_FREE
 from strata.training.job import ElasticOptions
 from strata.training.metric_log import fullest
 from strata.training.utilization import PEAK_FLOPS, gradient_norm, model_flops_utilization, peak_flops

@@ -44,15 +44,15 @@ function columnsFor(picked: readonly string[], pick: (id: string) => void): read
   const of = <T,>(value: (run: Run) => T) => (row: Row) => (row.run === null ? null : value(row.run));
   return [
     { id: "pick", header: "", width: "40px", cell: (row) => <Pick row={row} picked={picked} onPick={pick} /> },
-    { id: "id", header: "Run", value: (row) => row.name, cell: (row) => <RunName row={row} />, width: "minmax(12rem, 3fr)" },
+    { id: "id", header: "Run", value: (row) => row.name, cell: (row) => <RunName row={row} />, width: "minmax(17rem, 3fr)" },
     { id: "status", header: "Status", value: (row) => row.run?.status ?? "ended", cell: (row) => <Status value={row.run?.status ?? "ended"} />, width: "130px" },
-    { id: "workers", header: "Workers", value: of((r) => r.alive), cell: (row) => (row.run === null ? "–" : row.run.failed > 0 ? `${count(row.run.alive)} + ${count(row.run.failed)} lost` : count(row.run.alive)), width: "110px", align: "right" },
-    { id: "step", header: "Step", value: of((r) => r.step), cell: (row) => count(row.run?.step), width: "90px", align: "right" },
+    { id: "workers", header: "Workers", value: of((r) => r.alive), cell: (row) => (row.run === null ? "–" : row.run.failed > 0 ? `${count(row.run.alive)} + ${count(row.run.failed)} lost` : count(row.run.alive)), width: "90px", align: "right" },
+    { id: "step", header: "Step", value: of((r) => r.step), cell: (row) => count(row.run?.step), width: "80px", align: "right" },
     { id: "loss", header: "Loss", value: of((r) => r.loss), cell: (row) => number(row.run?.loss, 4), width: "80px", align: "right" },
     { id: "throughput", header: "Throughput", value: of((r) => r.throughput), cell: (row) => (row.run === null || row.run.throughput === null ? "–" : `${compact(row.run.throughput)} ${row.run.throughputUnit}`), width: "130px", align: "right" },
     { id: "safe", header: "Checkpoint", value: of((r) => r.risk.safe?.created_at ?? null), cell: (row) => (row.run === null ? "–" : row.run.risk.safe ? <Ago at={row.run.risk.safe.created_at} /> : "never"), width: "120px", align: "right" },
     { id: "recoveries", header: "Recoveries", value: of((r) => r.recoveries.length), cell: (row) => count(row.run?.recoveries.length), width: "100px", align: "right" },
-    { id: "logged", header: "Last logged", value: (row) => row.logged?.updated_at ?? null, cell: (row) => <Ago at={row.logged?.updated_at} />, width: "130px", align: "right" },
+    { id: "logged", header: "Last logged", value: (row) => row.logged?.updated_at ?? null, cell: (row) => <Ago at={row.logged?.updated_at} />, width: "110px", align: "right" },
   ];
 }
 

@@ -19,8 +19,8 @@ from strata.bench.fleet import ROUND_TIMEOUT_S, AgentSwarm, Fleet, heartbeat
 from strata.bench.serving import Served, bare_grpc_server, served_coordinator
 from strata.bench.table import Row, number, report
 from strata.bench.unary import calls_per_second, driver
-from strata.core.presence import PresenceLimits
-from strata.core.sharding import ShardPlan, first_plan, moves_between, replan
+from strata.core.data.sharding import ShardPlan, first_plan, moves_between, replan
+from strata.core.fleet.presence import PresenceLimits
 from strata.data.shards import ShardManager
 from strata.rpc import coordinator_pb2 as pb
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from strata.bench.table import Row
-from strata.core.mixture import Change, Definition, MixturePlan, Source
-from strata.core.packing import pack_lengths
+from strata.core.data.mixture import Change, Definition, MixturePlan, Source
+from strata.core.data.packing import pack_lengths
 from strata.data.loader import ElasticLoader
 from strata.data.mixture import Mixture
 from strata.data.packing import pack

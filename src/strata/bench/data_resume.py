@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from strata.bench.table import Row
-from strata.core.audit import Commit, audit
-from strata.core.ledger import DataCommit
-from strata.core.order import EpochOrder
+from strata.core.data.audit import Commit, audit
+from strata.core.data.ledger import DataCommit
+from strata.core.data.order import EpochOrder
 from strata.data.readers.base import ReadOptions
 from strata.data.readers.lines import scan
 from strata.data.sampler import ElasticSampler

@@ -188,7 +188,7 @@ def _read(path: Path) -> Row:
 _MEMORY_SCRIPT = """
 import sys
 from itertools import islice
-from strata.core.order import EpochOrder
+from strata.core.data.order import EpochOrder
 from strata.data.steps import StepPlan
 from strata.data.tokens.index import TokenIndex
 from strata.data.tokens.sequences import SequenceReader, sequence_numbers

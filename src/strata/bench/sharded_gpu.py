@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from strata.bench.large_job import build
 from strata.bench.table import Row, report
-from strata.core.job import LoadShards
+from strata.core.jobs.job import LoadShards
 from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler
 from strata.shared_memory import memory_root

@@ -31,7 +31,7 @@ from strata.checkpoint.catalog.naming import new_id
 from strata.checkpoint.catalog.publish import commit
 from strata.checkpoint.catalog.runs import read_record
 from strata.checkpoint.errors import CheckpointError, Damaged, LoadFailed, SaveFailed
-from strata.core.lineage import Lineage
+from strata.core.jobs.lineage import Lineage
 from strata.errors import MissingDependency
 from strata.stores import open_store
 from strata.stores.protocol import Store, StoreError

@@ -49,8 +49,8 @@ from strata.checkpoint.restore import (
     look,
     restore,
 )
-from strata.core.job import Ready
-from strata.core.lineage import Lineage, Placement
+from strata.core.jobs.job import Ready
+from strata.core.jobs.lineage import Lineage, Placement
 from strata.errors import MissingDependency
 from strata.stores.protocol import Store, StoreError
 

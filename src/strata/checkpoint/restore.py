@@ -31,7 +31,7 @@ from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed, St
 from strata.checkpoint.events import MEMORY, CheckpointInfo
 from strata.checkpoint.image.plain import load_plain, plain_files
 from strata.checkpoint.image.reading import Held, fetch_bytes, fetched, open_image, open_tensors
-from strata.core.lineage import fallback_order
+from strata.core.jobs.lineage import fallback_order
 from strata.core.text import counted
 from strata.errors import StrataError
 from strata.stores.protocol import AccessDenied, Blob, PartReader, StoreError

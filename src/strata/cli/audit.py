@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from strata.cli.common import console, errors, get
-from strata.core.audit import AuditReport
-from strata.core.mixture import ENDLESS
-from strata.core.source_audit import SourceReport
+from strata.core.data.audit import AuditReport
+from strata.core.data.mixture import ENDLESS
+from strata.core.data.source_audit import SourceReport
 from strata.data.history import audit as audit_one
 from strata.data.history import audit_by_source, audit_epochs, commits_of, datasets_in, mixtures_in
 from strata.errors import StrataError

@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from strata.cli.common import AsJson, LiteralGroup, console, print_json, print_table, size
-from strata.core.order import EpochOrder
+from strata.core.data.order import EpochOrder
 from strata.core.text import counted
 from strata.data.errors import DataError
 from strata.data.preview import Limits, describe

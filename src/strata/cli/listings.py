@@ -25,7 +25,7 @@ from strata.cli.common import (
     size,
     styled,
 )
-from strata.core.recoveries import who_survived
+from strata.core.fleet.recoveries import who_survived
 
 JOBS_SHOWN = 10
 BAR_WIDTH = 20

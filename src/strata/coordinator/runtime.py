@@ -34,13 +34,14 @@ from strata.coordinator.notify.notifier import Notifier
 from strata.coordinator.notify.settings import NotifySettings
 from strata.coordinator.tasks.runner import TaskRunner
 from strata.coordinator.tasks.secrets import TaskSecrets
-from strata.core import task_views, views
+from strata.core import views
 from strata.core.cluster import Cluster, Limits
-from strata.core.cost import PriceList
+from strata.core.faults.cost import PriceList
+from strata.core.fleet import task_views
+from strata.core.fleet.task_views import TaskView
+from strata.core.fleet.tasks import ENDED
 from strata.core.messages import TaskId, TaskStatus
 from strata.core.stream_events import LogsSkipped
-from strata.core.task_views import TaskView
-from strata.core.tasks import ENDED
 from strata.core.views import LogView
 from strata.launch.recipes import Recipe, Recipes
 from strata.launch.recipes_builtin import BUILT_IN

@@ -43,7 +43,7 @@ from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, wor
 from strata.coordinator.tasks.plans import Planner
 from strata.coordinator.tasks.runner import TaskRunner
 from strata.coordinator.tasks.secrets import TaskSecrets
-from strata.core.logtext import Tidy
+from strata.core.telemetry.logtext import Tidy
 from strata.errors import StrataError
 from strata.files import write_file
 from strata.launch.recipes import read_recipes

@@ -14,11 +14,11 @@ from strata.coordinator.auth.paths import problems_of_roots
 from strata.coordinator.auth.peers import is_loopback
 from strata.coordinator.auth.principals import ROLES, Role
 from strata.coordinator.notify.settings import NotifySettings, read_notify
-from strata.core.barriers import BarrierLimits
 from strata.core.cluster import Limits
-from strata.core.cost import PriceList
-from strata.core.membership import MembershipLimits
-from strata.core.presence import PresenceLimits
+from strata.core.faults.cost import PriceList
+from strata.core.fleet.barriers import BarrierLimits
+from strata.core.fleet.membership import MembershipLimits
+from strata.core.fleet.presence import PresenceLimits
 
 SECTION = "coordinator"
 TOKEN_CHARACTERS = 16

@@ -20,12 +20,17 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from strata.core import checks
-from strata.core.barriers import BarrierLimits, Barriers
-from strata.core.checkpoints import CheckpointEvent, Checkpoints, data_commit
-from strata.core.datasets import Datasets
-from strata.core.failures import classify, first_failing
-from strata.core.incidents import Cost, Incidents, check_report
-from strata.core.membership import Membership, MembershipLimits
+from strata.core.faults.failures import classify, first_failing
+from strata.core.faults.incidents import Cost, Incidents, check_report
+from strata.core.fleet.barriers import BarrierLimits, Barriers
+from strata.core.fleet.checkpoints import CheckpointEvent, Checkpoints, data_commit
+from strata.core.fleet.datasets import Datasets
+from strata.core.fleet.membership import Membership, MembershipLimits
+from strata.core.fleet.presence import Presence, PresenceLimits
+from strata.core.fleet.quarantine import Quarantine
+from strata.core.fleet.recoveries import Recoveries
+from strata.core.fleet.tasks import Tasks
+from strata.core.fleet.values import Values
 from strata.core.messages import (
     DEFAULT_JOB,
     Accepted,
@@ -103,12 +108,7 @@ from strata.core.messages import (
     WorkerLeft,
     WorkerSpec,
 )
-from strata.core.presence import Presence, PresenceLimits
-from strata.core.quarantine import Quarantine
-from strata.core.recoveries import Recoveries
 from strata.core.refusals import shorten
-from strata.core.tasks import Tasks
-from strata.core.values import Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

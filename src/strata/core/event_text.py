@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, assert_never
 
+from strata.core.fleet.recoveries import who_survived
 from strata.core.messages import (
     BarrierArrived,
     BarrierBroken,
@@ -38,8 +39,7 @@ from strata.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from strata.core.recoveries import who_survived
-from strata.core.stragglers import Change
+from strata.core.telemetry.stragglers import Change
 from strata.core.text import counted
 
 Severity = Literal["debug", "info", "success", "warning", "error"]

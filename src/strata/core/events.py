@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from strata.core.failures import Failure, FailureClass
+from strata.core.faults.failures import Failure, FailureClass
 from strata.core.types import (
     CheckpointId,
     DatasetId,

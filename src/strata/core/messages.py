@@ -43,7 +43,7 @@ from strata.core.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from strata.core.failures import Failure
+from strata.core.faults.failures import Failure
 from strata.core.refusals import (
     Cause,
     Conflict,

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from strata.core.event_text import Severity, describe
+from strata.core.faults.notifications import Notification
+from strata.core.fleet.tasks import percent, remaining_s
 from strata.core.messages import (
     SOFT_EVENTS,
     BarrierBroken,
@@ -27,9 +29,7 @@ from strata.core.messages import (
     ValueSwapped,
     VersionsReserved,
 )
-from strata.core.notifications import Notification
-from strata.core.stragglers import Change
-from strata.core.tasks import percent, remaining_s
+from strata.core.telemetry.stragglers import Change
 from strata.core.views import LogView, MetricsView
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal, get_args
 
-from strata.core.audit import AuditReport, Commit, audit_all
-from strata.core.barriers import missing_members
-from strata.core.checkpoints import CheckpointRecord, data_commit
 from strata.core.cluster import Cluster
-from strata.core.datasets import PlanKey, shard_at
-from strata.core.ledger import LedgerError
-from strata.core.membership import Member
+from strata.core.data.audit import AuditReport, Commit, audit_all
+from strata.core.data.ledger import LedgerError
+from strata.core.fleet.barriers import missing_members
+from strata.core.fleet.checkpoints import CheckpointRecord, data_commit
+from strata.core.fleet.datasets import PlanKey, shard_at
+from strata.core.fleet.membership import Member
+from strata.core.fleet.task_views import TaskView
 from strata.core.messages import (
     BarrierReleased,
     CheckpointStatus,
@@ -28,7 +29,6 @@ from strata.core.messages import (
     Resources,
     TaskId,
 )
-from strata.core.task_views import TaskView
 
 WorkerState = Literal[
     "active", "idle", "training", "checkpointing", "recovering", "failed", "initializing", "loading"

@@ -24,7 +24,7 @@ _HOMES = {
     "ElasticLoader": "strata.data.loader",
     "ElasticSampler": "strata.data.sampler",
     "Mixture": "strata.data.mixture",
-    "MixtureError": "strata.core.mixture",
+    "MixtureError": "strata.core.data.mixture",
     "PackedDocuments": "strata.data.packing",
     "Several": "strata.data.mapping",
     "Shard": "strata.data.shards",
@@ -62,7 +62,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from strata.core.mixture import MixtureError as MixtureError
+    from strata.core.data.mixture import MixtureError as MixtureError
     from strata.data.commits import DataLedger as DataLedger
     from strata.data.dataset import ElasticDataset as ElasticDataset
     from strata.data.errors import DataError as DataError

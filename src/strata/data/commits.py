@@ -15,7 +15,7 @@ Where other ranks are lost, `commit_alone` makes the record of a snapshot withou
 steps, and which samples of them is arithmetic.
 
 Whoever saves in the background names the checkpoint, `commit(checkpoint_id)`, and reports its outcome later:
-`confirm` or `fail`. Until then nothing relies on it; see `strata.core.ledger.LedgerChain`, which decides all this.
+`confirm` or `fail`. Until then nothing relies on it; see `strata.core.data.ledger.LedgerChain`, which decides all this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from strata.core.ledger import DataCommit, LedgerChain, RankRecord, trained_by
+from strata.core.data.ledger import DataCommit, LedgerChain, RankRecord, trained_by
 from strata.data.errors import StateMismatch
 from strata.data.sampler import WithSampler
 

@@ -14,11 +14,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from strata.core.audit import AuditReport, Commit, audit_all
-from strata.core.audit import audit as audit_commits
-from strata.core.ledger import DataCommit, LedgerError
-from strata.core.mixture_changes import Board, MixtureView, Request, mixture_view
-from strata.core.source_audit import SourceReport, by_source
+from strata.core.data.audit import AuditReport, Commit, audit_all
+from strata.core.data.audit import audit as audit_commits
+from strata.core.data.ledger import DataCommit, LedgerError
+from strata.core.data.mixture_changes import Board, MixtureView, Request, mixture_view
+from strata.core.data.source_audit import SourceReport, by_source
 
 log = logging.getLogger("strata.data")
 

@@ -8,7 +8,7 @@
     )
     loader = strata.ElasticLoader(mix, strata.ElasticSampler(mix, global_batch_size=256), num_workers=4)
 
-What comes at which position is decided by `strata.core.mixture`; this module reads it. The sampler turns positions into
+What comes at which position is decided by `strata.core.data.mixture`; this module reads it. The sampler turns positions into
 sample ids in the training process, so loader processes know nothing of weights: an id says which epoch of which source
 a sample belongs to. A sample's random numbers follow from its id, like everything else. Needs no torch.
 """
@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from strata.core.mixture import (
+from strata.core.data.mixture import (
     Change,
     Definition,
     MixtureError,
@@ -29,7 +29,7 @@ from strata.core.mixture import (
     Source,
     WhenExhausted,
 )
-from strata.core.order import Samples
+from strata.core.data.order import Samples
 from strata.data.dataset import ElasticDataset
 from strata.data.errors import StateMismatch
 from strata.data.packing import PackedDocuments, pack
@@ -56,7 +56,7 @@ class Measured(Protocol):
 
 
 class Mixture:
-    """A dataset made of others. See `strata.core.mixture` for the order, docs/concepts/data.md for the rest."""
+    """A dataset made of others. See `strata.core.data.mixture` for the order, docs/concepts/data.md for the rest."""
 
     def __init__(
         self,

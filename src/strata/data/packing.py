@@ -3,7 +3,7 @@
     packed = strata.data.pack(strata.tokens("web.index"), 4096)
     loader = strata.ElasticLoader(packed, strata.ElasticSampler(len(packed), global_batch_size=256))
 
-Which pieces stand in which sequence is decided by `strata.core.packing` from the lengths of the documents, once; a
+Which pieces stand in which sequence is decided by `strata.core.data.packing` from the lengths of the documents, once; a
 sequence is then a sample like any other: it has a position, and whoever reads it reads the same. A sample has `input_ids`,
 `labels` (the next token of the same document, -100 where there is none), `position_ids` (from 0 in each piece) and
 `document_ids` (0, 1, 2, … in each sequence, -1 for padding), int64 each. `cu_seqlens` and `document_mask` make of the last
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.core.packing import Numbers, Packing, pack_lengths
+from strata.core.data.packing import Numbers, Packing, pack_lengths
 from strata.data.errors import DataError
 from strata.data.mapping import MappedDataset, Several
 

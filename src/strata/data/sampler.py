@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from strata.core.ledger import RankRecord
-from strata.core.mixture import ENDLESS, Change, MixtureError
-from strata.core.order import EpochOrder
-from strata.core.spans import Spans
+from strata.core.data.ledger import RankRecord
+from strata.core.data.mixture import ENDLESS, Change, MixtureError
+from strata.core.data.order import EpochOrder
+from strata.core.data.spans import Spans
 from strata.data.errors import DataError, StateMismatch
 from strata.data.mixture import Mixture, MixtureOrder
 from strata.data.steps import Step, StepPlan

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from strata.core.ledger import RankRecord
-from strata.core.order import EpochOrder
+from strata.core.data.ledger import RankRecord
+from strata.core.data.order import EpochOrder
 from strata.data.shards import Shard
 from strata.data.steps import MapDataset
 

@@ -1,7 +1,7 @@
 """Shards of datasets for workers that read at their own pace.
 
 `ShardManager` cuts datasets into shards and deals them to workers: balanced, moving only what must move when
-a worker joins or leaves (`strata.core.sharding`). What a checkpoint committed (`commit`) decides which shards
+a worker joins or leaves (`strata.core.data.sharding`). What a checkpoint committed (`commit`) decides which shards
 are finished and where an unfinished one continues for whoever reads it next. In one process and in memory; the
 coordinator does the same for a fleet.
 """
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.core import checks
-from strata.core.ledger import DataCommit, EpochCommit
+from strata.core.data.ledger import DataCommit, EpochCommit
+from strata.core.data.order import EpochOrder
+from strata.core.data.sharding import ShardPlan, first_plan, replan
 from strata.core.messages import Conflict, DatasetId, DatasetSpec, Unknown
-from strata.core.order import EpochOrder
-from strata.core.sharding import ShardPlan, first_plan, replan
 from strata.core.types import SampleRange
 
 _EPOCHS_KEPT = 3

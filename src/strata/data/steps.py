@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from strata.core.order import loss_weight, slice_for
-from strata.core.spans import Run, Spans, recorded
+from strata.core.data.order import loss_weight, slice_for
+from strata.core.data.spans import Run, Spans, recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Step:
     batch_stop: int
     """The whole global batch."""
     weight: float
-    """Multiply a mean loss over this micro-batch with it; see `strata.core.order.slice_for`."""
+    """Multiply a mean loss over this micro-batch with it; see `strata.core.data.order.slice_for`."""
     ends_step: bool
     """The last micro-batch of the step: synchronise gradients and let the optimizer step."""
 

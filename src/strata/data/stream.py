@@ -27,8 +27,8 @@ from typing import Any, Literal, Unpack
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from strata.core.order import slice_for
-from strata.core.spans import Spans
+from strata.core.data.order import slice_for
+from strata.core.data.spans import Spans
 from strata.data.draws import seed_at
 from strata.data.errors import DataError, StateMismatch
 from strata.data.loader import ElasticLoader, LoaderOptions

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from strata.core.order import EpochOrder, loss_weight
-from strata.core.spans import Run, recorded
+from strata.core.data.order import EpochOrder, loss_weight
+from strata.core.data.spans import Run, recorded
 from strata.data.steps import Step, StepPlan
 
 

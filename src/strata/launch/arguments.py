@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from strata.core.restarts import PolicyError
+from strata.core.faults.restarts import PolicyError
 from strata.rendezvous import (
     LOOPBACK,
     LOOPBACK_ONLY,

@@ -2,7 +2,7 @@
 
 A worker that raises reports it with its traceback (`strata.launch.entry`). One that is killed cannot; torchrun names its
 rank and exit status. SIGKILL beside a count of the kernel's out-of-memory kills that has just risen is called by that
-name. Whether another start can help is decided by the run's policy (`strata.core.restarts`).
+name. Whether another start can help is decided by the run's policy (`strata.core.faults.restarts`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from strata.core.failures import LINES_KEPT, Failure, WorkerError, root_cause, signal_name
+from strata.core.faults.failures import LINES_KEPT, Failure, WorkerError, root_cause, signal_name
+from strata.core.faults.restarts import Policy, Restarts
 from strata.core.messages import ExitCause
-from strata.core.restarts import Policy, Restarts
 from strata.rendezvous.evidence import OomKills
 
 USAGE_STATUS = 2

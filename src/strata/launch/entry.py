@@ -19,7 +19,7 @@ import traceback
 from contextlib import suppress
 from types import TracebackType
 
-from strata.core.failures import WorkerError
+from strata.core.faults.failures import WorkerError
 from strata.processes import end_with_parent, write_line_by_line
 from strata.rendezvous.frames import describe, report, script_frames
 from strata.sockets import connect_to_path

@@ -23,8 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from strata.core.faults.restarts import Policy, PolicyError
 from strata.core.messages import ExitCause
-from strata.core.restarts import Policy, PolicyError
 from strata.files import write_file
 from strata.launch.causes import TICK_S, Failures
 from strata.launch.cleanup import RUN_VARIABLE, end_processes

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from strata.core.restarts import Policy
+from strata.core.faults.restarts import Policy
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -55,7 +55,7 @@ PRELOAD_VARIABLE = "STRATA_PRELOAD"
 ones."""
 
 POLICY_VARIABLE = "STRATA_POLICY"
-"""What the run does after a failure (`strata.core.restarts.Policy`)."""
+"""What the run does after a failure (`strata.core.faults.restarts.Policy`)."""
 
 
 def run_policy() -> Policy:

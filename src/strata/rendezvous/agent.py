@@ -1,4 +1,4 @@
-"""Torch's agent, which says why its workers ended, and repeats nothing that cannot succeed: see `strata.core.restarts`.
+"""Torch's agent, which says why its workers ended, and repeats nothing that cannot succeed: see `strata.core.faults.restarts`.
 
 After an attempt that failed, the agent gathers what is known of each worker: its exit code, what it reported, what the kernel and
 whoever keeps its output have to say. That becomes an incident (`incidents`), and the run's policy decides what follows: where it
@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
-from strata.core.failures import LINES_KEPT, Failure, WorkerError, first_failing
-from strata.core.restarts import Restarts, Verdict
+from strata.core.faults.failures import LINES_KEPT, Failure, WorkerError, first_failing
+from strata.core.faults.restarts import Restarts, Verdict
 from strata.rendezvous import run_policy
 from strata.rendezvous.evidence import DeviceWatch, OomKills, device_faults, device_of, last_lines, wall_s
 from strata.rendezvous.frames import read_report

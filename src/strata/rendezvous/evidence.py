@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from strata.core.failures import LINES_KEPT
+from strata.core.faults.failures import LINES_KEPT
 from strata.core.text import counted
 from strata.sockets import connect_to_path
 

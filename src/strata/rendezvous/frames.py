@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 from types import TracebackType
 
-from strata.core.failures import EXIT_AGAIN, WorkerError
+from strata.core.faults.failures import EXIT_AGAIN, WorkerError
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _BESIDE = ".strata"

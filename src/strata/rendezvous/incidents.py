@@ -20,10 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strata.core.failures import Failure, classify, first_failing, others
-from strata.core.incidents import MAX_FAILURES, local_incident
+from strata.core.faults.failures import Failure, classify, first_failing, others
+from strata.core.faults.incidents import MAX_FAILURES, local_incident
+from strata.core.faults.restarts import Verdict
 from strata.core.messages import JobId, ReportFailure
-from strata.core.restarts import Verdict
 from strata.core.text import as_identifier
 
 if TYPE_CHECKING:

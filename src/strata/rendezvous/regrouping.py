@@ -1,4 +1,4 @@
-"""The agent of workers that recover without a restart: it carries out what `strata.core.regroup` decides.
+"""The agent of workers that recover without a restart: it carries out what `strata.core.jobs.regroup` decides.
 
 Workers of recoverable functions (`strata.training.recoverable`) report to it over a channel. While there are any, torch's agent
 leaves all of them alone: who is lost is replaced, by a spare where one stands by (`--spares`), the others meet again and enter their
@@ -21,8 +21,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from strata import locks
-from strata.core.failures import WorkerError, signal_name
-from strata.core.regroup import (
+from strata.core.faults.failures import WorkerError, signal_name
+from strata.core.faults.restarts import Verdict
+from strata.core.jobs.regroup import (
     BROKEN,
     JOINS,
     OTHERS_MEET,
@@ -39,7 +40,6 @@ from strata.core.regroup import (
     StartSpare,
     Take,
 )
-from strata.core.restarts import Verdict
 from strata.rendezvous.agent import CarefulAgent
 from strata.rendezvous.channel import (
     AGENT_VARIABLE,

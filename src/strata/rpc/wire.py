@@ -10,10 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from strata.core.branches import Start
-from strata.core.checkpoints import CheckpointRecord
-from strata.core.datasets import SHARDS_PER_PROGRESS, Shard
-from strata.core.failures import Failure, WorkerError
+from strata.core.faults.failures import Failure, WorkerError
+from strata.core.fleet.checkpoints import CheckpointRecord
+from strata.core.fleet.datasets import SHARDS_PER_PROGRESS, Shard
 from strata.core.messages import (
     DEFAULT_JOB,
     ArriveAtBarrier,
@@ -41,8 +40,9 @@ from strata.core.messages import (
     WorkerId,
     WorkerSpec,
 )
-from strata.core.run_details import unpacked
-from strata.core.run_metrics import MetricBatch, MetricRows, checked
+from strata.core.telemetry.branches import Start
+from strata.core.telemetry.run_details import unpacked
+from strata.core.telemetry.run_metrics import MetricBatch, MetricRows, checked
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 

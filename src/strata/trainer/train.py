@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from strata.checkpoint.catalog.naming import step_stem
 from strata.checkpoint.errors import SaveFailed
-from strata.core.failures import EXIT_AGAIN
+from strata.core.faults.failures import EXIT_AGAIN
 from strata.data.loader import ElasticLoader
 from strata.data.sampler import ElasticSampler
 from strata.data.steps import Batch

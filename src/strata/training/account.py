@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 
-from strata.core.goodput import LIFE_METRIC, METRIC_NAMES, PARTS
+from strata.core.telemetry.goodput import LIFE_METRIC, METRIC_NAMES, PARTS
 from strata.training.trace import Footprint, process_start_mono_s
 
 _accounts_created = itertools.count()

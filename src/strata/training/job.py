@@ -13,7 +13,7 @@ next step. After each step the job saves by interval (shared memory often, desti
 trained samples, informs the coordinator, and asks whether any rank was asked to stop. A batch counts as trained when the
 optimizer has stepped on it: work that a crash, a `break` or an exception interrupts is neither saved nor in the ledger.
 
-What is restored, saved, continued and given up is decided by `strata.core.job`; this module carries it out.
+What is restored, saved, continued and given up is decided by `strata.core.jobs.job`; this module carries it out.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from strata.checkpoint.errors import (
 from strata.checkpoint.image.in_place import load_mapped
 from strata.checkpoint.image.layout import Prepared
 from strata.checkpoint.sharded.plan import Marked
-from strata.core.failures import EXIT_AGAIN
-from strata.core.job import (
+from strata.core.faults.failures import EXIT_AGAIN
+from strata.core.jobs.job import (
     AwaitSave,
     Finished,
     JobProtocol,
@@ -75,10 +75,10 @@ from strata.core.job import (
     Stop,
     Survey,
 )
-from strata.core.live import Complete, judge
-from strata.core.replicas import Odd, Undecided
-from strata.core.roster import Changes, Entrant, Roster, enter
-from strata.core.run_details import packed
+from strata.core.jobs.live import Complete, judge
+from strata.core.jobs.replicas import Odd, Undecided
+from strata.core.jobs.roster import Changes, Entrant, Roster, enter
+from strata.core.telemetry.run_details import packed
 from strata.core.text import counted
 from strata.core.types import CheckpointId
 from strata.data.adapt import AnyData, as_elastic_loader

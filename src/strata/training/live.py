@@ -1,7 +1,7 @@
 """The live state of a rank that survives others: what is known of it, and putting back what the step under way has changed.
 
 Only a job in a recoverable run looks at it: `set_live_run` says that there is one. Then, at every boundary (the loop asks for the
-next batch after a step), `LiveState` notes what `strata.core.live` decides by: how often the optimizer has stepped, how often each
+next batch after a step), `LiveState` notes what `strata.core.jobs.live` decides by: how often the optimizer has stepped, how often each
 tensor was changed, the settings of optimizer, scheduler and extras, the position in the data, and on CUDA an event behind the
 step. It keeps what the next forward pass may change: the generators, and copies of small buffers (running statistics, which some
 kernels change without a trace) and of larger ones once they were seen to change.
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import distributed
 
-from strata.core.live import Boundary, Device, Facts, Frozen
-from strata.core.roster import Roster
+from strata.core.jobs.live import Boundary, Device, Facts, Frozen
+from strata.core.jobs.roster import Roster
 from strata.data.loader import ElasticLoader
 from strata.torch_compat.images import copy_all
 from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors, version_of

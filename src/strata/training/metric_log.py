@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from strata.core.messages import InvalidArgument
-from strata.core.run_metrics import DISK_FREE, DISK_TOTAL, STEP_LIMIT, check_name
+from strata.core.telemetry.run_metrics import DISK_FREE, DISK_TOTAL, STEP_LIMIT, check_name
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.sinks import Sink, SinkRows, SinkRun

@@ -2,7 +2,7 @@
 
 Rank 0 reads and writes the board at the coordinator, on a thread of its own; training never waits for it, but for a few
 seconds when a job starts, so that a start after a crash knows every change that the one before it had adopted. All ranks
-decide together, in `settle`: from what rank 0 has read, at the step they have all reached (`strata.core.mixture_changes`).
+decide together, in `settle`: from what rank 0 has read, at the step they have all reached (`strata.core.data.mixture_changes`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from strata.core.mixture import MixtureError
-from strata.core.mixture_changes import Board, Request, board_key, decide, unsettled
+from strata.core.data.mixture import MixtureError
+from strata.core.data.mixture_changes import Board, Request, board_key, decide, unsettled
 from strata.data.sampler import ElasticSampler
 from strata.training.exchange import gather
 

@@ -9,7 +9,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from strata.core.failures import EXIT_AGAIN
+from strata.core.faults.failures import EXIT_AGAIN
 
 log = logging.getLogger("strata.training")
 

@@ -13,7 +13,7 @@ The function is called with the process group in place. When a rank is lost, the
 they were doing, and enter it again in the same process, with a new group and the newest state: imports, CUDA context,
 allocator, page-locked images and what `run.keep` holds stay. A replacement for the lost rank, or a spare (`--spares`) that waited at
 the function's entrance, joins when it is ready. What
-happens when is decided by the agent (`strata.core.regroup`); this module leaves and enters.
+happens when is decided by the agent (`strata.core.jobs.regroup`); this module leaves and enters.
 
 Without Strata's agent (plain torchrun, or no launcher at all) the function is called once, and everything is as without it.
 """
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from strata.core.regroup import MAX_IN_PROCESS, TIMEOUT_S, Limits
+from strata.core.jobs.regroup import MAX_IN_PROCESS, TIMEOUT_S, Limits
 from strata.launch.entry import send_output
 from strata.processes import add_output_to
 from strata.rendezvous.channel import ENTRANCE_VARIABLE, KEEPS_IMAGES_VARIABLE, WorkerChannel, worker_channel

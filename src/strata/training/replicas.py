@@ -1,7 +1,7 @@
 """Copies of one state that must be equal on all ranks: digested, compared, and put right where one differs.
 
 Every so many steps, and before every save, each rank digests its parameters and the state of its optimizers; 16 bytes of each rank
-are exchanged, and `strata.core.replicas` says whose copy is odd. A majority's copy replaces it: training continues at the step
+are exchanged, and `strata.core.jobs.replicas` says whose copy is odd. A majority's copy replaces it: training continues at the step
 it had reached. So nothing is saved that the ranks did not agree on. Buffers are not compared: running statistics are a rank's own.
 
 A digest on a device is queued behind the step, and what it says is asked for after the next one, unless the state is about to be
@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import distributed
 
-from strata.core.replicas import Agreed, Odd, Undecided, judge
+from strata.core.jobs.replicas import Agreed, Odd, Undecided, judge
 from strata.core.text import counted
 from strata.training.exchange import broadcast_state, gather, rank_and_world
 from strata.training.state import TrainingState, unwrap

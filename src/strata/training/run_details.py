@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import strata
-from strata.core.logtext import REDACTED
-from strata.core.run_details import RunDetails, tidy
+from strata.core.telemetry.logtext import REDACTED
+from strata.core.telemetry.run_details import RunDetails, tidy
 
 SMALL_BYTES = 4 << 20
 

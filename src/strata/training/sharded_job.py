@@ -1,4 +1,4 @@
-"""How an elastic job saves and restores a state that is spread over its ranks. Carries out what `strata.core.job` decides."""
+"""How an elastic job saves and restores a state that is spread over its ranks. Carries out what `strata.core.jobs.job` decides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from strata.checkpoint.sharded.restoring import (
     nested_state,
     slice_of,
 )
-from strata.core.job import LoadReport, LoadShards
+from strata.core.jobs.job import LoadReport, LoadShards
 from strata.shared_memory import folder_name, images_folder, memory_roots
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of

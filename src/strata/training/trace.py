@@ -50,7 +50,7 @@ class Recovery:
     world_after: int
     reasons: tuple[str, ...] = ()
     survived: int = 0
-    """How many processes were there before and after (`strata.core.roster.Changes`)."""
+    """How many processes were there before and after (`strata.core.jobs.roster.Changes`)."""
     lost: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
     cause: str = ""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
-from strata.core.failures import EXIT_HUNG, HANG, WorkerError
+from strata.core.faults.failures import EXIT_HUNG, HANG, WorkerError
 from strata.rendezvous.frames import report
 from strata.training.trace import last_step_here
 

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.core.audit import Commit, audit
-from strata.core.ledger import DataCommit
-from strata.core.order import EpochOrder
+from strata.core.data.audit import Commit, audit
+from strata.core.data.ledger import DataCommit
+from strata.core.data.order import EpochOrder
 from strata.data.commits import DataLedger
 from strata.data.errors import StateMismatch
 from strata.data.steps import StepPlan

@@ -9,7 +9,7 @@ from dataclasses import replace
 from strata.checkpoint.catalog.manifest import Manifest
 from strata.checkpoint.events import MEMORY
 from strata.checkpoint.restore import Source
-from strata.core.lineage import Lineage, Placement
+from strata.core.jobs.lineage import Lineage, Placement
 from strata.stores.protocol import StoreError
 
 log = logging.getLogger("strata.checkpoint")

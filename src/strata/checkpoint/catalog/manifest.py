@@ -87,7 +87,7 @@ class Manifest:
     run: str = ""
     """The run it belongs to; empty for what no elastic job has made."""
     lineage: str = ""
-    """Named after the first ancestor; see `strata.core.lineage`."""
+    """Named after the first ancestor; see `strata.core.jobs.lineage`."""
     parent: CheckpointId | None = None
     """The nearest ancestor, in whatever tier."""
     durable_parent: CheckpointId | None = None

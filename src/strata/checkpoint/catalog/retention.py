@@ -14,7 +14,7 @@ from strata.checkpoint.catalog.naming import NAMED, manifest_beside, manifest_ke
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, Damaged
 from strata.checkpoint.image.plain import SUFFIX, plain_files
 from strata.checkpoint.verify import verify_store
-from strata.core.lineage import removable
+from strata.core.jobs.lineage import removable
 from strata.stores.protocol import Store
 
 log = logging.getLogger("strata.checkpoint")
@@ -37,7 +37,7 @@ def remove_superseded(
     in_use: Collection[CheckpointId] = (),
     damaged: Collection[CheckpointId] = (),
 ) -> list[Entry]:
-    """Remove what newer checkpoints of this run have made superfluous (`strata.core.lineage.removable`); what went. Names that
+    """Remove what newer checkpoints of this run have made superfluous (`strata.core.jobs.lineage.removable`); what went. Names that
     somebody has chosen stay."""
     in_use = {*in_use, *leases.being_read(catalog.store)}
     own = {

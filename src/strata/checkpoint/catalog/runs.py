@@ -1,4 +1,4 @@
-"""A run's identity and its newest generation, kept with its checkpoints: the shell around `strata.core.runs`.
+"""A run's identity and its newest generation, kept with its checkpoints: the shell around `strata.core.jobs.runs`.
 
     run.json                       who the run is: written once, and the same at every destination
     run/00000007.claim.json        one for each start of the run, created by exactly one process
@@ -22,8 +22,8 @@ from dataclasses import replace
 
 from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.errors import RunInUse, RunMismatch, Superseded
-from strata.core.job import Fence
-from strata.core.runs import (
+from strata.core.jobs.job import Fence
+from strata.core.jobs.runs import (
     RENEW_S,
     Claim,
     InUse,

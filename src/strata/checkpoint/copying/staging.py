@@ -48,7 +48,7 @@ from strata.checkpoint.copying.digest import Digest, digest_of, helping_threads
 from strata.checkpoint.copying.engine import Copier, Copying, Destination
 from strata.checkpoint.errors import CheckpointError, Damaged, MemoryLimitExceeded, Superseded
 from strata.checkpoint.image.layout import FILE_NAME, Placement, Plan, Prepared
-from strata.core.job import Ready
+from strata.core.jobs.job import Ready
 from strata.files import write_file
 from strata.locks import FolderLock
 from strata.processes import Process, this_process

@@ -9,7 +9,7 @@ from strata.checkpoint.catalog.manifest import SHARDED, Manifest
 from strata.checkpoint.catalog.naming import manifest_key, unique_stem
 from strata.checkpoint.destinations import Destination
 from strata.checkpoint.events import CheckpointInfo
-from strata.core.lineage import fallback_order
+from strata.core.jobs.lineage import fallback_order
 from strata.stores import open_store
 from strata.stores.protocol import Store
 

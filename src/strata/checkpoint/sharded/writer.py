@@ -47,7 +47,7 @@ from strata.checkpoint.sharded.parts import (
     remove_orphans,
 )
 from strata.checkpoint.sharded.reader import load_object
-from strata.core.lineage import Lineage
+from strata.core.jobs.lineage import Lineage
 from strata.stores.protocol import StoreError
 
 log = logging.getLogger("strata.checkpoint")

@@ -1,6 +1,6 @@
 """The `Presence` stream: each agent of a rendezvous holds one, and learns at once who is lost and that something has changed.
 
-`core.presence` decides who is lost; this reads and writes the streams. A notice says what holds now, so one that was not
+`core.fleet.presence` decides who is lost; this reads and writes the streams. A notice says what holds now, so one that was not
 read yet is replaced by the next. Losses are announced with the engine's next tick; changes of the shared value once they are
 durable, gathered where there are many agents: all notices of a rendezvous together are no more than `NOTICES_PER_S`.
 

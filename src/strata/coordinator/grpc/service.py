@@ -28,7 +28,7 @@ from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.run_history import RunHistory
 from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core import checks
-from strata.core.membership import Member
+from strata.core.fleet.membership import Member
 from strata.core.messages import (
     DatasetAccepted,
     DatasetId,
@@ -45,7 +45,7 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
-from strata.core.run_metrics import MetricBatch
+from strata.core.telemetry.run_metrics import MetricBatch
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc, wire

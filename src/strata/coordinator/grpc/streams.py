@@ -26,7 +26,6 @@ from strata.coordinator.grpc.waits import Outcome
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.run_history import RunHistory
-from strata.core.loglines import LogLine
 from strata.core.messages import (
     DEFAULT_JOB,
     DeregisterWorker,
@@ -39,7 +38,8 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
-from strata.core.run_metrics import MetricBatch
+from strata.core.telemetry.loglines import LogLine
+from strata.core.telemetry.run_metrics import MetricBatch
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import wire

@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from strata.coordinator.http.dependencies import Limit, NameFilter, ThePrincipal, TheRuntime, page_response
 from strata.coordinator.http.middleware import json_response
 from strata.core import views
-from strata.core.incidents import IncidentView
+from strata.core.faults.incidents import IncidentView
 
 router = APIRouter(tags=["fleet"])
 

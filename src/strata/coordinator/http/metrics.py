@@ -32,9 +32,9 @@ from strata.coordinator.metrics.history import (
 from strata.coordinator.runtime import Runtime
 from strata.core import views
 from strata.core.cluster import Cluster
-from strata.core.goodput import GoodputView
+from strata.core.fleet.tasks import Task
 from strata.core.messages import InvalidArgument, JobId, TaskId, Unknown, WorkerId
-from strata.core.tasks import Task
+from strata.core.telemetry.goodput import GoodputView
 
 router = APIRouter(tags=["metrics"])
 

@@ -1,7 +1,7 @@
 """The mixture that a job reads, over HTTP: its sources and weights, and requests to change them.
 
 A request is journaled before it is answered; the job's ranks decide about it together, and its status says what they
-decided (`strata.core.mixture_changes`).
+decided (`strata.core.data.mixture_changes`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ from strata.coordinator.http.dependencies import NOT_FOUND, NameInPath, Response
 from strata.coordinator.http.middleware import ErrorBody, json_response
 from strata.coordinator.runtime import Runtime
 from strata.core import checks
+from strata.core.data.mixture import MixtureError
+from strata.core.data.mixture_changes import (
+    Board,
+    ChangeView,
+    MixtureView,
+    board_key,
+    change_view,
+    mixture_view,
+)
+from strata.core.fleet.values import Value
 from strata.core.messages import Conflict, InvalidArgument, Swapped, SwapValue, Unknown
-from strata.core.mixture import MixtureError
-from strata.core.mixture_changes import Board, ChangeView, MixtureView, board_key, change_view, mixture_view
-from strata.core.values import Value
 
 router = APIRouter(tags=["data"])
 

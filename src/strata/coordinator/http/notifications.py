@@ -10,7 +10,7 @@ from strata.coordinator.http.dependencies import NOT_FOUND, Limit, NameFilter, T
 from strata.coordinator.http.middleware import json_response
 from strata.coordinator.notify.notifier import DeliveryView, NotifyView
 from strata.core import checks
-from strata.core.notifications import Notification
+from strata.core.faults.notifications import Notification
 
 router = APIRouter(prefix="/api/notifications", tags=["notifications"])
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from strata.coordinator.http.dependencies import NOT_FOUND, ThePrincipal, TheRuntime
 from strata.coordinator.http.middleware import json_response
 from strata.core import checks
+from strata.core.fleet.quarantine import REASON_LIMIT, QuarantineView
 from strata.core.messages import ClearHost, QuarantineHost
-from strata.core.quarantine import REASON_LIMIT, QuarantineView
 
 router = APIRouter(prefix="/api/quarantine", tags=["fleet"])
 

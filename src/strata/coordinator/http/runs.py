@@ -22,11 +22,11 @@ from strata.coordinator.http.dependencies import NOT_FOUND, Limit, NameFilter, N
 from strata.coordinator.http.middleware import json_response
 from strata.coordinator.metrics.run_history import LAST_STEP, Curve, RunHistory
 from strata.coordinator.runtime import Runtime
-from strata.core.cost import CostView, cost
-from strata.core.logtext import clean
+from strata.core.faults.cost import CostView, cost
 from strata.core.messages import InvalidArgument, JobId, Unknown
-from strata.core.run_details import NOTES_LIMIT, TAGS_LIMIT, check_tags
-from strata.core.run_metrics import (
+from strata.core.telemetry.logtext import clean
+from strata.core.telemetry.run_details import NOTES_LIMIT, TAGS_LIMIT, check_tags
+from strata.core.telemetry.run_metrics import (
     NAME_LIMIT,
     STEP_LIMIT,
     RunCurvesView,

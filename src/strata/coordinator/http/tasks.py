@@ -28,8 +28,9 @@ from strata.coordinator.http.logs import Wanted
 from strata.coordinator.http.metrics import goodput_view
 from strata.coordinator.http.middleware import ErrorBody, json_response
 from strata.coordinator.runtime import Runtime
-from strata.core import checks, task_views, views
-from strata.core.goodput import GoodputView
+from strata.core import checks, views
+from strata.core.fleet import task_views
+from strata.core.fleet.tasks import ENDED, MAX_GPUS_PER_WORKER, MAX_RETRIES, MAX_WORKERS
 from strata.core.messages import (
     CreateTask,
     DatasetId,
@@ -41,7 +42,7 @@ from strata.core.messages import (
     TaskId,
     TaskSpec,
 )
-from strata.core.tasks import ENDED, MAX_GPUS_PER_WORKER, MAX_RETRIES, MAX_WORKERS
+from strata.core.telemetry.goodput import GoodputView
 from strata.errors import StrataError
 from strata.launch.recipes import Recipe
 

@@ -14,8 +14,8 @@ from typing import Literal
 from strata.coordinator.auth.paths import ReadRules, ReadScope
 from strata.coordinator.auth.principals import Principal
 from strata.coordinator.inspection.processes import ChildLimits, InspectionProcesses
-from strata.core.checkpoints import CheckpointRecord
 from strata.core.cluster import Cluster
+from strata.core.fleet.checkpoints import CheckpointRecord
 from strata.core.messages import CheckpointId, InvalidArgument, Overloaded, Unknown
 
 AT_ONCE = 2

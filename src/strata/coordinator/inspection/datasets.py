@@ -19,8 +19,8 @@ from strata.coordinator.auth.principals import Principal
 from strata.coordinator.inspection.child import TOKEN_FORMATS
 from strata.coordinator.inspection.processes import ChildLimits, InspectionProcesses
 from strata.core.cluster import Cluster
+from strata.core.data.order import EpochOrder
 from strata.core.messages import DatasetSpec, FileSpan, InvalidArgument, WorkerId
-from strata.core.order import EpochOrder
 
 POSITION = "data_position"
 """The metric by which a worker that reads in global order says where it is."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from strata.coordinator.journal.sqlite import open_or_put_aside, open_privately
-from strata.core.logtext import LEVELS
+from strata.core.telemetry.logtext import LEVELS
 from strata.core.views import LogView
 from strata.errors import StrataError
 

@@ -20,8 +20,8 @@ from functools import lru_cache
 from itertools import islice
 
 from strata.coordinator.logs.archive import LogArchive, LogFilter, number_of
-from strata.core.loglines import LogLine
-from strata.core.logtext import LEVELS, Tidy, clean, level_of
+from strata.core.telemetry.loglines import LogLine
+from strata.core.telemetry.logtext import LEVELS, Tidy, clean, level_of
 from strata.core.views import LogView
 
 ENTRIES_KEPT = 20_000

@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 from strata.coordinator.engine import Engine
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.watch import JobMetrics, Watch
-from strata.core.checkpoints import Checkpoints
-from strata.core.goodput import PARTS
+from strata.core.fleet.checkpoints import Checkpoints
+from strata.core.telemetry.goodput import PARTS
 
 JOBS_SHOWN = 32
 """Jobs with series of their own: those whose workers report, the first ones of them."""

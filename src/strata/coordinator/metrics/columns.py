@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from strata.core.downsampling import FACTOR, Buckets
+from strata.core.telemetry.downsampling import FACTOR, Buckets
 
 _HEAD = struct.Struct("<BI")
 _RANGE = struct.Struct("<qq")

@@ -2,11 +2,11 @@
 
 A batch is answered for once it is on disk, and outlives a `kill -9` from then on; one that comes again counts once. Rows
 are written as they come (`tail`), and every so often those of a run become columns: for each metric the values in chunks,
-and above them a pyramid of buckets (`core.downsampling`), in which reading any range at any resolution is a few chunks.
+and above them a pyramid of buckets (`core.telemetry.downsampling`), in which reading any range at any resolution is a few chunks.
 When the file is full, the finest level of the oldest values is removed, then the next, so that the shape of every curve
 stays; last of all, whole runs, that which was longest silent first.
 
-Values belong to one start of a run. Which of them are committed is decided by `core.branches` when they are read.
+Values belong to one start of a run. Which of them are committed is decided by `core.telemetry.branches` when they are read.
 
 Whoever has a batch hands it over and continues. One thread writes; reading happens on other threads, each with a connection
 of its own and one consistent view of the file. Nothing is kept in memory beside batches that wait for the disk, of which
@@ -35,11 +35,11 @@ import orjson
 
 from strata.coordinator.journal.sqlite import open_or_put_aside, open_privately
 from strata.coordinator.metrics.columns import pack, unpack
-from strata.core.branches import Start, committed_until
-from strata.core.downsampling import FACTOR, TOP, Buckets, cover, joined, level_for
 from strata.core.messages import Overloaded, Unknown
-from strata.core.run_details import RunDetails
-from strata.core.run_metrics import (
+from strata.core.telemetry.branches import Start, committed_until
+from strata.core.telemetry.downsampling import FACTOR, TOP, Buckets, cover, joined, level_for
+from strata.core.telemetry.run_details import RunDetails
+from strata.core.telemetry.run_metrics import (
     TIME,
     MetricBatch,
     MetricRows,

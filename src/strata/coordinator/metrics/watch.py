@@ -27,7 +27,6 @@ from strata.coordinator.metrics.history import History
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core import views
 from strata.core.event_text import describe
-from strata.core.goodput import Goodput
 from strata.core.messages import (
     DEFAULT_JOB,
     Event,
@@ -38,9 +37,10 @@ from strata.core.messages import (
     StragglersMarked,
     WorkerId,
 )
-from strata.core.run_metrics import DISK_FREE, DISK_TOTAL
-from strata.core.stragglers import Change, Pace, Stragglers
 from strata.core.stream_events import publish_change
+from strata.core.telemetry.goodput import Goodput
+from strata.core.telemetry.run_metrics import DISK_FREE, DISK_TOTAL
+from strata.core.telemetry.stragglers import Change, Pace, Stragglers
 
 log = logging.getLogger("strata.coordinator.watch")
 

@@ -27,8 +27,8 @@ from urllib.parse import quote
 
 import strata
 from strata.coordinator.notify.settings import Channel
-from strata.core.logtext import Tidy
-from strata.core.notifications import Notification
+from strata.core.faults.notifications import Notification
+from strata.core.telemetry.logtext import Tidy
 
 ATTEMPT_S = 10.0
 RETRY_AFTER_MOST_S = 300.0

@@ -1,4 +1,4 @@
-"""The shell around `core.notifications`: facts and samples in, notifications out to channels, the event stream and the log.
+"""The shell around `core.faults.notifications`: facts and samples in, notifications out to channels, the event stream and the log.
 
 Nothing here waits: the engine's listener and the pulse put notifications into bounded queues, and a thread for each channel
 sends them, in order, again after ever longer pauses where that may help (`strata.backoff`). What does not fit into a queue is
@@ -27,9 +27,9 @@ from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.watch import JobMetrics, Watch
 from strata.coordinator.notify.channels import send
 from strata.coordinator.notify.settings import Channel, NotifySettings
+from strata.core.faults.notifications import RULES, Disk, Notification, Notifications, Rule, Sample
 from strata.core.messages import Event, JobId, Unknown
-from strata.core.notifications import RULES, Disk, Notification, Notifications, Rule, Sample
-from strata.core.run_metrics import MetricBatch
+from strata.core.telemetry.run_metrics import MetricBatch
 
 log = logging.getLogger("strata.coordinator.notify")
 

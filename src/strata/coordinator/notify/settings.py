@@ -30,7 +30,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from strata.config import ConfigError, environment, read_section
 from strata.coordinator.auth.peers import is_loopback
-from strata.core.notifications import RULES, Notification, Rule, default_rules
+from strata.core.faults.notifications import RULES, Notification, Rule, default_rules
 from strata.validation import Schema, check, nearest
 
 SECTION = "notify"

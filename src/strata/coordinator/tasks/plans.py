@@ -10,8 +10,8 @@ from pathlib import Path
 
 from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core.cluster import Cluster
+from strata.core.fleet.tasks import Task
 from strata.core.messages import DatasetSpec
-from strata.core.tasks import Task
 from strata.launch.context import TASK_VARIABLE, TaskContext, TaskDataset
 from strata.launch.protocol import LaunchFailed, LaunchPlan
 from strata.launch.recipes import SECRET_SHOWN, Recipes

@@ -19,8 +19,7 @@ from strata.coordinator.logs.store import LogStore
 from strata.coordinator.tasks.plans import Planner
 from strata.coordinator.tasks.secrets import Concealer
 from strata.core.cluster import Cluster
-from strata.core.loglines import LineAssembler, LogLine
-from strata.core.logtext import Tidy
+from strata.core.fleet.tasks import ENDED, Task
 from strata.core.messages import (
     BeginAttempt,
     EndAttempt,
@@ -35,7 +34,8 @@ from strata.core.messages import (
     TaskCreated,
     TaskId,
 )
-from strata.core.tasks import ENDED, Task
+from strata.core.telemetry.loglines import LineAssembler, LogLine
+from strata.core.telemetry.logtext import Tidy
 from strata.errors import StrataError
 from strata.launch.protocol import (
     Capacity,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from strata.core.failures import Failure
+from strata.core.faults.failures import Failure
 from strata.files import write_file
 from strata.launch.context import SECRETS_FILE
 from strata.launch.protocol import LaunchFailed

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from strata.core.ledger import RankRecord
-from strata.core.order import EpochOrder
+from strata.core.data.ledger import RankRecord
+from strata.core.data.order import EpochOrder
 from strata.data.errors import StateMismatch
 from strata.data.steps import Step, StepPlan
 from strata.data.tokens.index import TokenIndex

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.core.order import EpochOrder
+from strata.core.data.order import EpochOrder
 from strata.data.steps import Step, StepPlan
 from strata.data.tokens.index import FAULT_BYTES, TokenIndex
 

@@ -21,7 +21,7 @@ complete one, or the one that training was resumed from, which may have been mad
 Saving. A save has its place in the lineage before a byte of it is copied. It is confirmed or failed when that is known,
 which is when the ranks next exchange news: a failed one was never an ancestor of anything that says so.
 
-Rescuing. Ranks that survive a lost one save their live state where that is known to be complete (`core.live`), each machine
+Rescuing. Ranks that survive a lost one save their live state where that is known to be complete (`core.jobs.live`), each machine
 for itself and without a word to the others, as the newest snapshot of their generation. It is found like any other, by the
 next start.
 
@@ -36,7 +36,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from strata.core.lineage import Lineage, Placement, fallback_order
+from strata.core.jobs.lineage import Lineage, Placement, fallback_order
 from strata.core.types import CheckpointId
 
 MEMORY = "MEMORY"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
-from strata.core.failures import SIGKILL, Failure, FailureClass, classify
+from strata.core.faults.failures import SIGKILL, Failure, FailureClass, classify
 from strata.core.text import counted
 
 QUICK_S = 60.0

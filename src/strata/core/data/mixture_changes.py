@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from strata.core.mixture import Change, Definition, MixtureError, MixturePlan
+from strata.core.data.mixture import Change, Definition, MixtureError, MixturePlan
 
 Status = Literal["waiting", "adopted", "refused"]
 STATUSES: tuple[Status, ...] = ("waiting", "adopted", "refused")

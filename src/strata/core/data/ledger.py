@@ -13,7 +13,7 @@ being written is not, so nothing has to be taken back when it fails; two saves t
 
 Epochs in a row that differ in nothing are one entry, so a record stays small however many there are.
 
-`core.audit` adds the records up and proves coverage. Pure: nothing here reads or writes a checkpoint.
+`core.data.audit` adds the records up and proves coverage. Pure: nothing here reads or writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.core.spans import MAX_POSITION, Run, Spans, expanded, joined, overlaps, recorded
+from strata.core.data.spans import MAX_POSITION, Run, Spans, expanded, joined, overlaps, recorded
 from strata.errors import StrataError
 
 SCHEMA = 1

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from strata.core import checks
-from strata.core.branches import Start
 from strata.core.messages import InvalidArgument
-from strata.core.run_details import RunDetails
+from strata.core.telemetry.branches import Start
+from strata.core.telemetry.run_details import RunDetails
 
 NAME_LIMIT = 256
 NAMES_PER_ROW = 4_096

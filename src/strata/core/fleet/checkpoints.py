@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from strata.core import checks
-from strata.core.ledger import DataCommit, LedgerError
+from strata.core.data.ledger import DataCommit, LedgerError
 from strata.core.messages import (
     CheckpointCompleted,
     CheckpointFailed,

@@ -2,7 +2,7 @@
 
 An incident is opened by the first that knows of a failure: the agent of the machine, which sees the process end; else the
 coordinator, which loses the worker; else the recovery itself. What others report of the same failure is added to it, and who failed
-first and how is decided anew from all of it (`strata.core.failures`). It is closed when the run has recovered, has stopped, or
+first and how is decided anew from all of it (`strata.core.faults.failures`). It is closed when the run has recovered, has stopped, or
 has failed again. Saves that fail and ranks that the others wait for are incidents too, which stop nothing.
 
 Pure: decides without changing, applies without deciding. The newest are kept, the oldest dropped.
@@ -28,7 +28,7 @@ from strata.core.events import (
     TaskChanged,
     WorkerFailed,
 )
-from strata.core.failures import (
+from strata.core.faults.failures import (
     ADVICE,
     Failure,
     FailureClass,

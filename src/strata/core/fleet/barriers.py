@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from strata.core import checks
-from strata.core.membership import Member, Membership
+from strata.core.fleet.membership import Member, Membership
 from strata.core.messages import (
     ArriveAtBarrier,
     BarrierArrived,

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strata.core.audit import AuditReport
-from strata.core.mixture import Leaf, MixturePlan
-from strata.core.spans import Spans
+from strata.core.data.audit import AuditReport
+from strata.core.data.mixture import Leaf, MixturePlan
+from strata.core.data.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from strata.core.job import Fence
+from strata.core.jobs.job import Fence
 from strata.errors import StrataError
 
 SCHEMA = 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from strata.core.regroup import BROKEN, OTHERS_MEET
+from strata.core.jobs.regroup import BROKEN, OTHERS_MEET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from strata.core import checks
-from strata.core.logtext import REDACTED, Tidy
 from strata.core.messages import InvalidArgument
+from strata.core.telemetry.logtext import REDACTED, Tidy
 
 DETAILS_LIMIT_BYTES = 65_536
 TEXT_LIMIT = 2_000

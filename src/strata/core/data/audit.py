@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from strata.core.ledger import Coverage, DataCommit, EpochCommit, LedgerError
-from strata.core.mixture import ENDLESS
-from strata.core.spans import Spans
+from strata.core.data.ledger import Coverage, DataCommit, EpochCommit, LedgerError
+from strata.core.data.mixture import ENDLESS
+from strata.core.data.spans import Spans
 
 FEW = 16
 """Epochs that are alike get a report each up to this many."""

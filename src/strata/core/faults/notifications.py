@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from strata.core.event_text import Severity
-from strata.core.failures import ADVICE
-from strata.core.incidents import Incident
+from strata.core.faults.failures import ADVICE
+from strata.core.faults.incidents import Incident
 from strata.core.messages import (
     CheckpointCompleted,
     Event,
@@ -145,7 +145,7 @@ class Sample:
     unit: str
     training_s: float
     total_s: float
-    """Worker-seconds so far, as `core.goodput` adds them up."""
+    """Worker-seconds so far, as `core.telemetry.goodput` adds them up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

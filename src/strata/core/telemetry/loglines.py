@@ -12,7 +12,7 @@ import re
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from strata.core.logtext import level_of
+from strata.core.telemetry.logtext import level_of
 
 HOLD_S = 0.3
 """How long an entry waits for lines that may belong to it."""

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.core import checks
-from strata.core.ledger import DataCommit
-from strata.core.membership import Membership
+from strata.core.data.ledger import DataCommit
+from strata.core.data.sharding import Moves, ShardPlan, apply_moves, first_plan, moves_between, replan
+from strata.core.fleet.membership import Membership
 from strata.core.messages import (
     Conflict,
     DatasetId,
@@ -41,7 +42,6 @@ from strata.core.messages import (
     WorkerId,
     shorten,
 )
-from strata.core.sharding import Moves, ShardPlan, apply_moves, first_plan, moves_between, replan
 from strata.core.text import counted
 
 EPOCHS_KEPT = 3

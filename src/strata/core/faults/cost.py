@@ -2,9 +2,9 @@
 
     device-seconds = worker-seconds × GPUs of a worker (× 1 where it has none: then workers are counted)
     cost           = device-seconds / 3,600 × price of a GPU-hour
-    spent          = training + checkpoint + recovery + waiting, as workers have accounted for them (`core.goodput`)
+    spent          = training + checkpoint + recovery + waiting, as workers have accounted for them (`core.telemetry.goodput`)
     lost           = checkpoint + waiting + what each incident has lost + recovery that no incident explains
-    an incident    = (seconds of its recovery + steps lost × time of a step) × workers × GPUs of a worker (`core.incidents`)
+    an incident    = (seconds of its recovery + steps lost × time of a step) × workers × GPUs of a worker (`core.faults.incidents`)
     unexplained    = recovery − what incidents that were recovered from have lost, where that is positive
     saved          = steps between the newest durable checkpoint and the step that a recovery resumed at × time of a step × workers ×
                      GPUs of a worker: what a restart from that checkpoint would have trained again
@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from strata.core.failures import CLASSES, FailureClass
-from strata.core.goodput import GoodputView
-from strata.core.incidents import Incident
+from strata.core.faults.failures import CLASSES, FailureClass
+from strata.core.faults.incidents import Incident
+from strata.core.telemetry.goodput import GoodputView
 
 HOUR_S = 3_600.0
 Cause = FailureClass | Literal["checkpoint", "recovery", "waiting"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from strata.core.fleet.tasks import Task
 from strata.core.messages import ExitCause, TaskStatus
-from strata.core.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

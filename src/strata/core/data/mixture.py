@@ -31,8 +31,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from strata.core.order import EpochOrder, Samples, samples_of
-from strata.core.spans import Spans
+from strata.core.data.order import EpochOrder, Samples, samples_of
+from strata.core.data.spans import Spans
 
 ENDLESS = 2**53 - 1
 """How many positions a mixture has that never ends; and what the ledger takes for the length of every mixture, since a
@@ -56,7 +56,7 @@ class Change:
     step: int
     weights: Mapping[str, float]
     number: int = 0
-    """Of one that was made while training: which request it was; see `strata.core.mixture_changes`."""
+    """Of one that was made while training: which request it was; see `strata.core.data.mixture_changes`."""
 
     def to_json(self) -> dict[str, Any]:
         number = {"number": self.number} if self.number else {}

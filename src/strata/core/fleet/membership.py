@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from strata.core import checks
+from strata.core.fleet.run_registry import RunRegistry
 from strata.core.messages import (
     CountersRestored,
     DeregisterWorker,
@@ -44,7 +45,6 @@ from strata.core.messages import (
     WorkerLeft,
     WorkerSpec,
 )
-from strata.core.run_registry import RunRegistry
 
 EMPTY_JOBS_KEPT = 100
 REGISTRATIONS_KEPT = 8

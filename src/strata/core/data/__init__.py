@@ -1,0 +1,1 @@
+"""Which samples a run trains, in which order, on which worker, and the proof of it."""

@@ -1,0 +1,1 @@
+"""What is measured and logged: metrics by step, slow ranks, time lost, log lines."""

@@ -186,7 +186,8 @@ class Oracle:
         must(not extra, f"the registry shows {extra}, which do not exist any more")
 
     def recovered(self, cluster: Cluster) -> None:
-        still_open = [one for one in cluster.incidents.records.values() if one.is_open and one.is_about_run]
+        incidents = cluster.incidents.records.values()
+        still_open = [incident for incident in incidents if incident.is_open and incident.is_about_run]
         must(not still_open, f"a recovery was reported, and open is {still_open}")
 
     def _check_incidents(self, cluster: Cluster) -> None:

@@ -10,6 +10,7 @@
     dtensors.py      what a rank holds of a distributed tensor, and the store of its process group
     groups.py        threads of gloo that still need Python
     aborting.py      process groups that are aborted when a rank is lost
+    flight_recorder.py  the last collectives, where torch keeps them
     lazy_dynamo.py   the compiler, imported when it is used
 
 A module here calls `require` when it is imported, so a torch that has renamed something gives one error that says what is

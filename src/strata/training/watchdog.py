@@ -1,7 +1,7 @@
 """A rank that makes no progress is named, with the Python stack of every thread, and by policy ends.
 
 Each rank watches itself from a thread of its own. When the training loop has completed no step for `timeout_s`, the
-stacks are written to the log (and so reach the coordinator); with the policy `restart` the process then ends, so
+stacks and its last collectives are written to the log (and so reach the coordinator); with the policy `restart` the process then ends, so
 that torchrun starts the job anew from its last snapshot. A rank that only waits for others says so: the one that
 does not is the culprit. Time in which the whole process stood still is nobody's fault and is not counted.
 """
@@ -21,6 +21,7 @@ from typing import Literal
 
 from strata.core.faults.failures import EXIT_HUNG, HANG, WorkerError
 from strata.rendezvous.frames import report
+from strata.torch_compat.flight_recorder import last_collectives
 from strata.training.trace import last_step_here
 
 log = logging.getLogger("strata.training")
@@ -84,13 +85,15 @@ class Watchdog:
     def _report(self, silent_s: float) -> None:
         verdict = "waits for other ranks" if self._only_waits() else "is stuck itself"
         said = f"has completed no step for {silent_s:.1f} s while {self._doing}; it {verdict}"
-        stacks = all_stacks()
-        log.error("%s %s. Stacks:\n%s", self._name, said, stacks)
+        evidence = all_stacks()[-STACKS_KEPT:]
+        if found := last_collectives():
+            evidence += "\n\nIts last collectives, newest first:\n" + "\n".join(found)
+        log.error("%s %s. Stacks:\n%s", self._name, said, evidence)
         if self._policy == "restart":
             error = WorkerError(
                 type=HANG,
                 message=said,
-                traceback=stacks[-STACKS_KEPT:],
+                traceback=evidence,
                 step=last_step_here(),
                 at_s=time.monotonic(),
             )

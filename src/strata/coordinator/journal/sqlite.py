@@ -45,6 +45,8 @@ BODY_KEPT_BYTES = 512
 """A longer record of a swapped value is kept in the story without what the value was."""
 WAL_LIMIT_BYTES = 4 << 20
 """What SQLite keeps of its log after a large transaction."""
+BESIDE_WAL_LIMIT_BYTES, BESIDE_CACHE_KIB = 16 << 20, 16_384
+"""The same, and its cache, of databases beside the journal: the log, and the history of metrics."""
 NO_SPACE = frozenset(
     {
         sqlite3.SQLITE_FULL,
@@ -298,13 +300,11 @@ def open_privately(path: Path) -> None:
             make_file_private(beside)
 
 
-def open_or_put_aside(
-    path: Path, connect: Callable[[Path], sqlite3.Connection], *, what: str
-) -> sqlite3.Connection:
+def open_or_put_aside(path: Path, schema: str, *, what: str) -> sqlite3.Connection:
     """A database that is worth having, and that nothing depends on: one that cannot be read is put aside, and a new one
     started."""
     try:
-        return connect(path)
+        return _open_with(path, schema)
     except sqlite3.DatabaseError as error:
         aside = path.with_name(f"{path.name}.unreadable-{time.time_ns() // 1_000_000_000}")
         log.warning(
@@ -313,7 +313,33 @@ def open_or_put_aside(
         for suffix in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
                 path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
-        return connect(path)
+        return _open_with(path, schema)
+
+
+def _open_with(path: Path, schema: str) -> sqlite3.Connection:
+    """A power failure may take its last commits."""
+    open_privately(path)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.execute(f"PRAGMA journal_size_limit={BESIDE_WAL_LIMIT_BYTES}")
+        db.execute(f"PRAGMA cache_size=-{BESIDE_CACHE_KIB}")
+        db.executescript(schema)
+        for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            db.execute(f'SELECT 1 FROM "{table}" ORDER BY rowid DESC LIMIT 1').fetchone()
+    except sqlite3.DatabaseError:
+        db.close()
+        raise
+    return db
+
+
+def used_bytes(db: sqlite3.Connection) -> int:
+    """What its rows take; freed pages are used again before the file grows."""
+    pages, free, size = (
+        db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+    )
+    return int((pages - free) * size)
 
 
 def _make_private(data_dir: Path) -> None:

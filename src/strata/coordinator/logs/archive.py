@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from strata.coordinator.journal.sqlite import open_or_put_aside, open_privately
+from strata.coordinator.journal.sqlite import open_or_put_aside, used_bytes
 from strata.core.telemetry.logtext import LEVELS
 from strata.core.views import LogView
 from strata.errors import StrataError
@@ -32,11 +32,9 @@ TIDY_EVERY_S = 1.0
 DROP_AT_A_TIME = 5_000
 SPARE = 0.05
 """Share of the limit that is freed when it is reached, so that not every line has to free space for itself."""
-CACHE_KIB = 16_384
 SEARCH_LIMIT_S = 5.0
 CLOCK_SLACK_S = 3600.0
 """Clocks of workers may be this far ahead of ours, and a search from some time on still finds their lines."""
-WAL_LIMIT_BYTES = 16 << 20
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -122,7 +120,7 @@ class LogArchive:
         self._closing = False
         self._failing = False
         self._next_tidy_s = 0.0
-        self._db = open_or_put_aside(path, _connect, what="the log")
+        self._db = open_or_put_aside(path, _SCHEMA, what="the log")
         self.last_number: int = self._db.execute("SELECT coalesce(max(id), 0) FROM entries").fetchone()[0]
         self._thread = threading.Thread(target=self._write, name="log-archive", daemon=True)
         self._thread.start()
@@ -270,12 +268,8 @@ class LogArchive:
         self._db.execute("DELETE FROM entries WHERE id < ?", (number,))
 
     def used_bytes(self) -> int:
-        """What the entries take; freed pages are used again before the file grows."""
-        pages, free, size = (
-            self._db.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_count", "freelist_count", "page_size")
-        )
-        return int((pages - free) * size)
+        """What the entries take."""
+        return used_bytes(self._db)
 
     def _reader(self) -> sqlite3.Connection:
         return sqlite3.connect(f"file:{quote(str(self.path))}?mode=ro", uri=True, timeout=SEARCH_LIMIT_S)
@@ -295,19 +289,3 @@ def _row(entry: LogView) -> tuple[object, ...]:
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    open_privately(path)
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    try:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
-        db.execute(f"PRAGMA journal_size_limit={WAL_LIMIT_BYTES}")
-        db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
-        db.executescript(_SCHEMA)
-        db.execute("SELECT max(id) FROM entries").fetchone()
-    except sqlite3.DatabaseError:
-        db.close()
-        raise
-    return db

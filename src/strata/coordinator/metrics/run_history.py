@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from strata.coordinator.journal.sqlite import open_or_put_aside, open_privately
+from strata.coordinator.journal.sqlite import open_or_put_aside, used_bytes
 from strata.coordinator.metrics.columns import pack, unpack
 from strata.core.messages import Overloaded, Unknown
 from strata.core.telemetry.branches import Start, committed_until
@@ -69,10 +69,8 @@ TIDY_EVERY_S = 1.0
 DROP_AT_A_TIME = 200
 SPARE = 0.05
 """Share of the limit that is freed when it is reached."""
-CACHE_KIB = 16_384
 READ_LIMIT_S = 10.0
 READERS = 2
-WAL_LIMIT_BYTES = 16 << 20
 LAST_STEP = 2**62
 
 _SCHEMA = """
@@ -172,7 +170,7 @@ class RunHistory:
         self._closing = False
         self._failing = False
         self._next_tidy_mono_s = 0.0
-        self._db = open_or_put_aside(path, _connect, what="the history of metrics")
+        self._db = open_or_put_aside(path, _SCHEMA, what="the history of metrics")
         self._tails: dict[int, tuple[int, int]] = {}
         """How many values and batches of each run are no columns yet; of runs that were written to of late."""
         self._read_tails()
@@ -352,7 +350,7 @@ class RunHistory:
     def used_bytes(self) -> int:
         """What the history takes; freed pages are used again before the file grows."""
         with self._reader() as db:
-            return _used_bytes(db)
+            return used_bytes(db)
 
     @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:
@@ -609,11 +607,11 @@ class RunHistory:
     # --- space ----------------------------------------------------------------------------------------------
 
     def _make_space(self) -> None:
-        if _used_bytes(self._db) <= self._limit_bytes:
+        if used_bytes(self._db) <= self._limit_bytes:
             return
         enough = self._limit_bytes * (1 - SPARE)
         for level in range(TOP):  # Of what is in the top level nothing is left but that.
-            while _used_bytes(self._db) > enough:
+            while used_bytes(self._db) > enough:
                 dropped = self._db.execute(
                     "DELETE FROM chunks WHERE id IN "
                     "(SELECT id FROM chunks WHERE level = ? AND is_full ORDER BY id LIMIT ?)",
@@ -621,7 +619,7 @@ class RunHistory:
                 )
                 if not dropped.rowcount:
                     break
-        while _used_bytes(self._db) > enough:
+        while used_bytes(self._db) > enough:
             oldest = self._db.execute("SELECT id FROM runs ORDER BY touched LIMIT 1").fetchone()
             if oldest is None:
                 return
@@ -951,13 +949,6 @@ def _capacity(level: int) -> int:
     return BUCKETS_PER_CHUNK if level else VALUES_PER_CHUNK
 
 
-def _used_bytes(db: sqlite3.Connection) -> int:
-    pages, free, size = (
-        db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
-    )
-    return int((pages - free) * size)
-
-
 @contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
     db.execute("BEGIN IMMEDIATE")
@@ -967,19 +958,3 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    open_privately(path)
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    try:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
-        db.execute(f"PRAGMA journal_size_limit={WAL_LIMIT_BYTES}")
-        db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
-        db.executescript(_SCHEMA)
-        db.execute("SELECT max(id) FROM runs").fetchone()
-    except sqlite3.DatabaseError:
-        db.close()
-        raise
-    return db

@@ -228,8 +228,6 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         )
         spec = cluster.datasets.get_for(member.spec.job_id, dataset_id)
         key = (member.spec.job_id, dataset_id, int(request.epoch))
-        if key[:2] not in cluster.datasets.read_by_shard:
-            self.engine.observe(ShardsRequested(job_id=key[0], dataset_id=dataset_id))
         if key not in cluster.datasets.plans:
             await self.engine.submit(
                 PlanEpoch(
@@ -254,6 +252,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         reader = worker_id
         if request.HasField("worker_rank"):
             reader = _worker_of_rank(cluster.membership.roster(member.spec.job_id), request.worker_rank)
+        if key[:2] not in datasets.read_by_shard:
+            self.engine.observe(ShardsRequested(job_id=key[0], dataset_id=dataset_id))
         shards = []
         for number, shard in enumerate(datasets.shards_of(reader, key), 1):
             shards.append(wire.shard(shard, spec, key[2], datasets.files_of(spec, shard)))

@@ -100,6 +100,8 @@ MAY_BE_ANY = {
     "state_dict": "as PyTorch's own",
     "load_state_dict": "as PyTorch's own",
     "transform": "makes of a sample what training wants",
+    "keep": "decides on a sample, whatever it is",
+    "function": "makes samples of one, whatever they are",
     "collate_fn": "makes of samples what training wants",
     "data": "a ledger's commit, as JSON",
     "config": "JSON that a recipe describes",

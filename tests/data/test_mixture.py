@@ -277,7 +277,7 @@ def test_a_position_in_another_mixture_is_refused(other: dict[str, Any], message
 
 def test_what_cannot_be_a_source_is_refused_with_the_reason() -> None:
     with pytest.raises(MixtureError, match="'a' is a generator"):
-        Mixture({"a": (n for n in range(3))}, weights={"a": 1})
+        Mixture({"a": (n for n in range(3))}, weights={"a": 1})  # type: ignore[dict-item]
     with pytest.raises(MixtureError, match="needs a sequence_length"):
         Mixture({"a": range(3)}, weights={"a": 1}, pack=True)
     with pytest.raises(DataError, match="is no document of token ids"):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from strata.data.errors import DataError
+from strata.data.steps import SizedDataset
 
 LOOKED_AT = 1_000
 
@@ -25,7 +26,7 @@ class Several(tuple[Any, ...]):
 class MappedDataset:
     """The samples of another dataset through a function that gives none, one or several for each."""
 
-    def __init__(self, dataset: Any, function: Callable[[Any], Iterable[Any]]) -> None:
+    def __init__(self, dataset: SizedDataset, function: Callable[[Any], Iterable[Any]]) -> None:
         self._dataset = dataset
         self._function = function
 
@@ -49,12 +50,12 @@ class MappedDataset:
         return Several(result for each in rows for result in self._function(each))
 
 
-def mapped(dataset: Any, function: Callable[[Any], Iterable[Any]]) -> MappedDataset:
+def mapped(dataset: SizedDataset, function: Callable[[Any], Iterable[Any]]) -> MappedDataset:
     """`function` gives an iterable of samples for each sample: empty to drop it, several to split it."""
     return MappedDataset(dataset, function)
 
 
-def filtered(dataset: Any, keep: Callable[[Any], bool]) -> MappedDataset:
+def filtered(dataset: SizedDataset, keep: Callable[[Any], bool]) -> MappedDataset:
     """Only the samples that `keep` says yes to."""
     return MappedDataset(dataset, _Filter(keep))
 

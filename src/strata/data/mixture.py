@@ -32,8 +32,8 @@ from strata.core.data.mixture import (
 from strata.core.data.order import Samples
 from strata.data.dataset import ElasticDataset
 from strata.data.errors import StateMismatch
-from strata.data.packing import PackedDocuments, pack
-from strata.data.steps import MapDataset
+from strata.data.packing import Documents, PackedDocuments, pack
+from strata.data.steps import MapDataset, SizedDataset
 
 Schedule = Sequence[tuple[int, Mapping[str, float]]]
 Begin = Callable[[int], None]
@@ -60,7 +60,7 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Mapping[str, Any],
+        sources: Mapping[str, SizedDataset | Documents | Mixture],
         *,
         weights: Mapping[str, float],
         schedule: Schedule = (),
@@ -121,7 +121,9 @@ class Mixture:
 
     # Reading ------------------------------------------------------------------------------------------------
 
-    def id_of(self, leaf: ArrayLike, epoch: ArrayLike, sample: ArrayLike) -> NDArray[Any]:
+    def id_of(
+        self, leaf: ArrayLike, epoch: ArrayLike, sample: ArrayLike
+    ) -> NDArray[np.int64] | NDArray[np.object_]:
         """One number for a sample of an epoch of a source: all that a loader process needs to know."""
         epochs = np.asarray(epoch, np.int64)
         if epochs.size and int(epochs.max()) > 2**62 // self._size:

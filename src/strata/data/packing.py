@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from strata.core.data.packing import Numbers, Packing, pack_lengths
 from strata.data.errors import DataError
 from strata.data.mapping import MappedDataset, Several
+from strata.data.steps import SizedDataset
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +101,7 @@ class PackedDocuments:
         return [self[sequence] for sequence in sequences]
 
 
-def pack(dataset: Any, sequence_length: int) -> PackedDocuments:
+def pack(dataset: SizedDataset | Documents, sequence_length: int) -> PackedDocuments:
     """Pack the documents of a token index (`strata.tokens`), or of any map-style dataset of token ids: samples are
     sequences of ids, or mappings with `input_ids`. A dataset without `lengths` (one number of tokens per sample) is read
     once to learn them."""

@@ -45,6 +45,12 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> object: ...
 
 
+class SizedDataset(MapDataset, Protocol):
+    """One that knows how many samples it has."""
+
+    def __len__(self) -> int: ...
+
+
 class Batch(NamedTuple):
     """What the trainer gets: the collated samples, and which positions they are."""
 

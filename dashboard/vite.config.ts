@@ -16,6 +16,8 @@ export default defineConfig(({ command }) => ({
     assetsInlineLimit: 0,
     modulePreload: { polyfill: false },
     reportCompressedSize: false,
+    // What the first page loads is one file: apart, its small modules are compressed worse.
+    rolldownOptions: { output: { advancedChunks: { groups: [{ name: "first", test: /node_modules\/(react|react-dom|scheduler)\/|src\/(api|state|format|mode|search|session|colors)/ }] } } },
   },
   server: {
     proxy: {

@@ -34,7 +34,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
 
 
 STORY = [
-    ("WorkerJoined", "worker-01 joined on host-a (generation 1)"),
+    ("WorkerJoined", "worker-01 joined on host-a"),
     ("DatasetRegistered", "dataset images registered: 1,000 samples in 10 shards"),
     ("ShardsMoved", "shard plan 1 of images, epoch 0"),
     ("CheckpointCompleted", "checkpoint of step 5 completed: saved to local"),

@@ -109,15 +109,19 @@ def test_assigned_shards_count_every_dataset_that_is_read_by_shard_in_its_newest
     fleet.register("e", samples=30)
     fleet.plan()
     fleet.open_epoch("a", 1)
-    assert assigned(fleet) == 0, "nobody has asked for a shard"
-    requests(fleet, "d")
-    assert assigned(fleet) == 10
-    requests(fleet, "e")
     assert assigned(fleet) == 10 + 3
 
 
+def test_ranks_of_a_run_have_no_shards_of_their_own_until_they_ask_for_them(fleet: Fleet) -> None:
+    fleet.join("x", job="run", run_id="r1")
+    fleet.plan()
+    assert view_of(fleet, "x").assigned_shards == 0, "it reads by position"
+    requests(fleet, "d", job="run")
+    assert view_of(fleet, "x").assigned_shards == 10
+
+
 def test_a_dataset_is_not_assigned_to_a_job_that_does_not_read_it(fleet: Fleet) -> None:
-    fleet.join("x", job="other")
+    fleet.join("x", job="other", run_id="r1")
     fleet.plan()
     (shown_dataset,) = [views.dataset(fleet.cluster, spec) for spec in fleet.cluster.datasets.specs.values()]
     assert shown_dataset.readers == []

@@ -298,7 +298,7 @@ def test_nothing_of_a_wide_page_is_cut_off(page: Browser) -> None:
     """The last column of the runs, and what the timeline says of the point under the pointer."""
     page.size(*DESK)
     page.open("/runs?demo")
-    page.see("Generation", css="[role=columnheader] *")
+    page.see("Last logged", css="[role=columnheader] *")
     assert page.evaluate(
         "(t => t.scrollWidth <= t.clientWidth)(document.querySelector('[role=table][aria-label=Runs]'))"
     )

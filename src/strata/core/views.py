@@ -315,16 +315,24 @@ def worker(cluster: Cluster, member: Member, shards: int) -> WorkerView:
 
 def assigned_shards(cluster: Cluster) -> dict[str, int]:
     """Shards per worker, over the newest epoch of every dataset that its job reads shard by shard."""
-    newest: dict[tuple[JobId, DatasetId], PlanKey] = {}
-    for key in cluster.datasets.plans:
-        if key[:2] in cluster.datasets.read_by_shard:
-            newest[key[:2]] = key
+    newest = {key[:2]: key for key in cluster.datasets.plans}
     totals: dict[str, int] = {}
-    for key in newest.values():
+    for key in (key for key in newest.values() if _is_by_shard(cluster, key)):
         plan = cluster.datasets.plans[key].plan
         for name, count in zip(plan.workers, plan.counts().tolist(), strict=True):
             totals[name] = totals.get(name, 0) + count
     return totals
+
+
+def _is_by_shard(cluster: Cluster, key: PlanKey) -> bool:
+    """Whether workers read the shards that the plan gives them. The ranks of a run read by position, all together, unless they have
+    asked for shards; so does whoever has trained without asking."""
+    job, dataset_id, _ = key
+    if (job, dataset_id) in cluster.datasets.read_by_shard:
+        return True
+    members = cluster.membership.members
+    is_run = any(members[worker].spec.run_id for worker in cluster.membership.roster(job))
+    return not is_run and not cluster.datasets.has_started(job, dataset_id)
 
 
 def active_workers(cluster: Cluster) -> int:
@@ -395,7 +403,7 @@ def shard_plan(cluster: Cluster, key: PlanKey, *, offset: int = 0, limit: int | 
         samples_done=int(done.sum()) if done is not None else 0,
         total_samples=spec.total_samples,
         shard_count=spec.shard_count,
-        by_shard=key[:2] in datasets.read_by_shard,
+        by_shard=_is_by_shard(cluster, key),
         shards=shards,
     )
 

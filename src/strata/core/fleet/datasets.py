@@ -118,10 +118,14 @@ class Datasets:
         """Epochs that have a plan, the most recently opened last."""
         return [epoch for (j, d, epoch) in self.plans if (j, d) == (job, dataset_id)]
 
+    def has_started(self, job: JobId, dataset_id: DatasetId) -> bool:
+        """Whether a checkpoint of the job says that some of it was trained."""
+        return dataset_id in self._started(job)
+
     def is_read_by(self, job: JobId, dataset_id: DatasetId) -> bool:
         """Whether a job is known to read a dataset, rather than only being allowed to."""
         spec = self.specs[dataset_id]
-        is_read = (job, dataset_id) in self.read_by_shard or dataset_id in self._started(job)
+        is_read = (job, dataset_id) in self.read_by_shard or self.has_started(job, dataset_id)
         return is_read or job in spec.jobs
 
     def shards_of(self, worker_id: WorkerId, key: PlanKey) -> Iterator[Shard]:

@@ -15,7 +15,11 @@ from typing import Any, cast
 
 import pytest
 from torch.distributed import DistStoreError
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _Action,
     _NodeDesc,
@@ -175,6 +179,35 @@ def test_nobody_is_declared_dead_for_an_outage_of_the_server(run_id: str) -> Non
     assert found is not None
     age = datetime.now(UTC) - pickle.loads(found[0]).last_heartbeats[node(1)]
     assert age.total_seconds() < outage_s / 2
+
+
+def test_an_outage_shorter_than_the_window_is_no_silence_either(
+    run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node's last keep-alive was seen a while before the outage: together they are longer than the window."""
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr("strata.rendezvous.backend.time.monotonic", lambda: clock.now_s)
+    server = DictCasClient()
+    mine, other = backend(server, run_id), node(2)
+    mine.set_state(state_of(node(1), other))
+    mine.get_state()
+    clock.now_s += 0.6 * WINDOW_S
+    mine.get_state()
+    answers = server.get
+    server.get = _away  # type: ignore[method-assign]
+    clock.now_s += 0.3 * WINDOW_S
+    with pytest.raises(RendezvousConnectionError):
+        mine.get_state()
+    server.get = answers  # type: ignore[method-assign]
+    clock.now_s += 0.3 * WINDOW_S
+    found = mine.get_state()
+    assert found is not None
+    seen = pickle.loads(found[0]).last_heartbeats[other]
+    assert datetime.now(UTC) - seen < timedelta(seconds=WINDOW_S)
+
+
+def _away(key: str) -> tuple[bytes, str] | None:
+    raise ConnectionError("refused")
 
 
 def test_server_that_lost_its_memory_gets_the_state_from_a_member_and_not_from_a_newcomer(

@@ -65,6 +65,8 @@ class CasRendezvousBackend(RendezvousBackend):
         self._seen: dict[Node, tuple[int, float]] = {}  # Each node's counter, and when it last moved.
         self._handed: dict[Node, datetime] = {}  # The same timestamps as torch received them.
         self._last_read_s: float | None = None
+        self._was_away = False
+        """The server has not answered since it was last read: nobody's keep-alives could be seen meanwhile."""
         self._incarnation = ""
         self._entered = False
         self._stale_token: Token | None = None
@@ -216,9 +218,9 @@ class CasRendezvousBackend(RendezvousBackend):
     def _adopt(self, state: SharedState, token: Token) -> SharedState:
         """Remember when, by this machine's clock, each node's counter last moved."""
         now_s = time.monotonic()
-        if self._last_read_s is None or now_s - self._last_read_s > self._window_s:
+        if self._last_read_s is None or self._was_away or now_s - self._last_read_s > self._window_s:
             self._seen = {}
-        self._last_read_s = now_s
+        self._last_read_s, self._was_away = now_s, False
         earlier = self._seen
         self._seen = {
             node: earlier[node] if node in earlier and earlier[node][0] == beat else (beat, now_s)
@@ -261,4 +263,5 @@ class CasRendezvousBackend(RendezvousBackend):
         return token if state.closed else None
 
     def _raise_unreachable(self, error: Exception) -> NoReturn:
+        self._was_away = True
         raise RendezvousConnectionError(self._unreachable(error)) from error

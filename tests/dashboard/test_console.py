@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.browser
 
 PHONE = (390, 844)
 DESK = (1440, 900)
+SEEN = "/^(\\(\\d+\\) )?seen: /"
+"""The title of a page about the run, whether or not something is wrong."""
 
 
 @pytest.fixture
@@ -46,9 +49,9 @@ def test_a_failure_stays_in_sight_until_it_is_dismissed(
         running.await_line(lambda line: "resumed" in line, count=3)
         page.open("/")
         see_the_run(page, own)
-        kill_a_rank(page, own, running)
-        follow_the_card(page)
-        dismiss_it(page)
+        number = kill_a_rank(page, own, running)
+        follow_the_card(page, number)
+        dismiss_it(page, number)
         see_who_is_slow(page)
         use_a_phone(page)
 
@@ -64,39 +67,48 @@ def see_the_run(page: Browser, own: Coordinator) -> None:
     )
     page.see("everything, no copy off the machine", css=risk)
     page.see("everything, no bucket copy", css=risk)
-    page.until("document.title.startsWith('seen: ')")
-    assert page.evaluate("document.querySelector('link[rel=icon]').getAttribute('href')") == "/favicon.svg"
+    page.until(f"{SEEN}.test(document.title)")
+    assert (
+        page.evaluate("document.querySelector('link[rel=icon]').getAttribute('href')") != "/favicon-bad.svg"
+    )
 
 
-def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> None:
+def failures(own: Coordinator) -> list[dict[str, Any]]:
+    """On a busy machine a rank may be slow as well, which is an incident of its own."""
+    return [incident for incident in own.get("/api/incidents") if incident["subject"] == "run"]
+
+
+def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> int:
+    """The number of the incident that it is."""
     os.kill(running.living()[1], signal.SIGKILL)
-    page.see(role="article", name="Incident 1", within_s=90)
-    eventually(lambda: own.get("/api/incidents")[0]["state"] == "recovered", within_s=90)
-    card = "[aria-label='Incident 1'] *"
-    (incident,) = own.get("/api/incidents")
+    eventually(lambda: [each["state"] for each in failures(own)] == ["recovered"], within_s=90)
+    (incident,) = failures(own)
+    page.see(role="article", name=f"Incident {incident['id']}", within_s=90)
+    card = f"[aria-label='Incident {incident['id']}'] *"
     assert incident["rank"] == 1
     page.see("rank 1 on", css=card)
     page.see(incident["text"][1:], css=card)
     page.see("recovered", css=card, within_s=60)
     page.see("Next:", css=card)
     page.see("error: ", css="[aria-label=Events] li")  # A red event, however fast the recovery was.
-    page.until("/^\\(1\\) seen: /.test(document.title)")
+    page.until("/^\\(\\d+\\) seen: /.test(document.title)")
     page.until("document.querySelector('link[rel=icon]').getAttribute('href') === '/favicon-bad.svg'")
+    return int(incident["id"])
 
 
-def follow_the_card(page: Browser) -> None:
+def follow_the_card(page: Browser, number: int) -> None:
     page.open("/workers")  # On every view, also after a reload.
     page.see("rank 1", css="[aria-label='Newest incident'] *")
     page.open("/")
-    page.click("link", "Why incident 1")
-    page.see(role="dialog", name="incident 1")
+    page.click("link", f"Why incident {number}")
+    page.see(role="dialog", name=f"incident {number}")
     for section in ("Decision", "Cost", "Phases of the recovery"):
         page.see(css=f"[role=dialog] [aria-label='{section}']")
     page.see("rank 1", css="[role=dialog] [aria-label^=Evidence] article *")
     page.press("Escape")
     page.miss(role="dialog")
     page.choose("State", "open")
-    page.see("No matching incidents")
+    page.miss(css="[role=row]:has-text('recovered')")
     page.choose("State", "")
     page.fill("Search incidents", "rank 1")
     page.see(css="[role=row]:has-text('rank 1')")
@@ -104,14 +116,14 @@ def follow_the_card(page: Browser) -> None:
     page.see(css="[role=log] [data-row]:has-text('rank 1')")
 
 
-def dismiss_it(page: Browser) -> None:
+def dismiss_it(page: Browser, number: int) -> None:
     page.open("/")
-    page.click("button", "Dismiss incident 1")
-    page.miss(role="article", name="Incident 1")
-    page.until("/^seen: /.test(document.title)")
+    page.click("button", f"Dismiss incident {number}")
+    page.miss(role="article", name=f"Incident {number}")
+    page.until("document.querySelector('link[rel=icon]').getAttribute('href') !== '/favicon-bad.svg'")
     page.open("/")
     page.see(css="[aria-label='Run seen']")
-    assert page.count(role="article", name="Incident 1") == 0
+    assert page.count(role="article", name=f"Incident {number}") == 0
 
 
 def see_who_is_slow(page: Browser) -> None:

@@ -9,7 +9,7 @@ import { useCallback } from "react";
 import { ApiError, get } from "../../api/client";
 import type { Incident, LoggedRun, MetricCurves, RunCurves, RunInfo, RunMetrics } from "../../api/types";
 import { NO_CURVE, type Zoom } from "./curves";
-import { useOnlyJob } from "../../session";
+import { useStore } from "../../state/store";
 
 const AGAIN_MS = 5_000;
 const GATHER_MS = 0;
@@ -30,7 +30,7 @@ const RUNS_LISTED = 500;
 
 /** Runs that have logged something, the latest first. */
 export function useLoggedRuns(): readonly LoggedRun[] | undefined {
-  const isBound = useOnlyJob() !== null;  // The list is that of the whole cluster.
+  const isBound = useStore((state) => state.session?.job_id != null); // The list is that of the whole cluster.
   return useQuery({ queryKey: ["runs"], queryFn: ({ signal }) => get<LoggedRun[]>("/runs", { limit: RUNS_LISTED }, signal), refetchInterval: AGAIN_MS, enabled: !isBound }).data;
 }
 

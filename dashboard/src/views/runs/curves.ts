@@ -1,6 +1,7 @@
 /** Curves of metrics on their way from the answer of the coordinator to a plot. Pure; a value nobody logged is never drawn. */
 
 import type { Checkpoint, Curve, Incident, MetricCurves } from "../../api/types";
+import { isGrave } from "../../state/incidents";
 
 export type Axis = "step" | "wall" | "relative";
 
@@ -137,7 +138,7 @@ export interface Mark {
 
 /** Failures and completed saves of a run. A save in memory alone is no mark: there may be one every few steps. */
 export function marksOf(incidents: readonly Incident[], checkpoints: readonly Checkpoint[]): Mark[] {
-  const failures = incidents.map((one): Mark => ({
+  const failures = incidents.filter(isGrave).map((one): Mark => ({
     kind: "incident",
     step: one.resumed_step === null ? null : one.resumed_step + (one.lost_steps ?? 0),
     at: one.opened_at,

@@ -50,7 +50,6 @@ from strata.core.jobs.finishing import (
     Wait,
     Write,
 )
-from strata.core.jobs.runs import is_superseded
 from strata.errors import StrataError
 from strata.stores import open_store
 from strata.stores.protocol import NotFound, Store, StoreError
@@ -251,29 +250,36 @@ class _Run:
             ),
         )
 
-    def _admit(self, manifest: Manifest, own_key: str) -> Callable[[Store], None]:
+    def _admit(self, snapshot: Left, own_key: str) -> Callable[[Store], None]:
         """Whether it may still be published: asked before the manifest is put, and after it."""
 
         def admit(store: Store) -> None:
             self._finisher.check()
-            claimed = claimed_generations(store)
-            if is_superseded(manifest.generation, claimed):
-                raise Superseded(where=store.url, generation=manifest.generation, newest=max(claimed))
-            for entry in Catalog(store).list().entries:
-                if entry.manifest.checkpoint_id == manifest.checkpoint_id and entry.key != own_key:
-                    raise _Known
+            claimed = max(claimed_generations(store), default=0)
+            there = [
+                entry.key
+                for entry in Catalog(store).list().entries
+                if entry.manifest.checkpoint_id == snapshot.checkpoint_id
+            ]
+            refusal = self._machine.admit(
+                snapshot, claimed=claimed, is_there=any(key != own_key for key in there)
+            )
+            if refusal == "superseded":
+                raise Superseded(where=store.url, generation=snapshot.generation, newest=claimed)
+            if refusal is not None:
+                raise _Known if refusal == "known" else _GivenUp("it was given up")
 
         return admit
 
     def _write(self, url: str, snapshot: Left) -> Entry:
         images = [i for i in self._images if i.manifest.checkpoint_id == snapshot.checkpoint_id]
         if snapshot.is_sharded:
-            return self._write_parts(self._store(url), images)
-        return self._write_image(self._store(url), images[0])
+            return self._write_parts(self._store(url), images, snapshot)
+        return self._write_image(self._store(url), images[0], snapshot)
 
     # --- a complete state ---------------------------------------------------------------------------------------
 
-    def _write_image(self, store: Store, image: Image) -> Entry:
+    def _write_image(self, store: Store, image: Image, snapshot: Left) -> Entry:
         manifest, part = image.manifest, image.manifest.parts[0]
         stem = part.key.rpartition(".")[0]
         mine = f"{new_id(manifest.step)}-of-{manifest.checkpoint_id}"
@@ -286,7 +292,7 @@ class _Run:
                 return part.digest
 
             draft = replace(manifest, parts=())
-            admit = self._admit(manifest, manifest_key(name))
+            admit = self._admit(snapshot, manifest_key(name))
             return publish(store, draft, payload, digest, name=name, admit=admit)
 
     def _verify(self, image: Image, view: memoryview) -> None:
@@ -334,7 +340,7 @@ class _Run:
                 }
         return {rank: list(held) for rank, held in known.items()}
 
-    def _write_parts(self, store: Store, images: Sequence[Image]) -> Entry:
+    def _write_parts(self, store: Store, images: Sequence[Image], snapshot: Left) -> Entry:
         manifest = images[0].manifest
         wanted, world = manifest.checkpoint_id, range(manifest.world_size)
         tables = tuple(self._tables[store.url][rank][wanted] for rank in world)
@@ -367,7 +373,7 @@ class _Run:
                 is_part=False,
                 check=self._finisher.check,
                 again=False,
-                admit=self._admit(image.manifest, key_of(image.manifest)),
+                admit=self._admit(snapshot, key_of(image.manifest)),
             )
         board.clear()
         return entry

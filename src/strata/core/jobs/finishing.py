@@ -184,8 +184,7 @@ class Finishing:
                 f"generation {seen.claimed} of the run has started, this is generation {newest.generation}",
             )
             return None
-        if newest.is_sharded and (missing := self._unreported(at)):
-            at.reason = f"rank {', '.join(map(str, missing))} of {newest.world_size} has not reported"
+        if newest.is_sharded and self._unreported(at):
             return Meet(destination=at.name, generation=newest.generation)
         chosen = self._chosen(at)
         if chosen is None:
@@ -208,6 +207,17 @@ class Finishing:
         self._end(at, "failed", reasons or "no snapshot is in the memory of all ranks")
         return None
 
+    def admit(
+        self, snapshot: Left, *, claimed: int, is_there: bool
+    ) -> Literal["given up", "superseded", "known"] | None:
+        """Why the manifest of a snapshot may not be put, asked just before: by the newest generation that has started, and whether
+        somebody else has published the same meanwhile. None where it may."""
+        if self._given_up:
+            return "given up"
+        if claimed > snapshot.generation:
+            return "superseded"
+        return "known" if is_there else None
+
     # --- what became of it --------------------------------------------------------------------------------------
 
     def saw(self, destination: str, seen: Seen) -> None:
@@ -217,8 +227,13 @@ class Finishing:
         """What the ranks that have reported have."""
         at = self._destinations[destination]
         at.held = {rank: frozenset(ids) for rank, ids in held.items()}
-        if self._unreported(at):
-            self._again(at, at.reason, now_s)
+        if missing := self._unreported(at):
+            ranks = ", ".join(map(str, missing))
+            self._again(
+                at,
+                f"no agent has reported what rank {ranks} of {self._left[0].world_size} has in memory",
+                now_s,
+            )
 
     def away(self, destination: str, reason: str, *, now_s: float) -> None:
         """It did not answer, or failed half-way."""

@@ -27,7 +27,7 @@ from strata.backoff import Backoff
 from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
 from strata.core.text import as_identifier
-from strata.data.sampler import ElasticSampler
+from strata.data.loading.sampler import ElasticSampler
 from strata.errors import StrataError
 from strata.files import is_on_network
 from strata.training.trace import Recovery

@@ -18,6 +18,7 @@ import strata
 from strata.cli import (
     access,
     audit,
+    backup,
     bench,
     certs,
     chaos,
@@ -73,6 +74,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     tasks.stop,
     tasks.restart,
     replay.replay,
+    backup.backup,
+    backup.restore,
     audit.audit,
     index.index,
     validate.validate,

@@ -7,7 +7,7 @@ import json
 import sqlite3
 import stat
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import grpc
 import pytest
 
+from strata import TrainingOrchestrator
+from strata.checkpoint.manager import Author, CheckpointManager, Memory
 from strata.coordinator.backup import BackupError, back_up, restore
 from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.journal.sqlite import SqliteJournal
@@ -175,3 +177,42 @@ def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     restore(tmp_path / "b", tmp_path / "again")
     assert "k" in state_in(tmp_path / "again").values.durable
+
+
+def saved(folder: Path, *, generation: int, steps: Sequence[int]) -> list[str]:
+    author = Author(run="run-of-job", generation=generation, worker="w")
+    with CheckpointManager(folder, memory=Memory(job=f"test-{folder.parent.name}"), author=author) as manager:
+        return [manager.save(b"weights", step=step).result(60).checkpoint_id for step in steps]
+
+
+def test_list_of_checkpoints_is_rebuilt_from_their_manifests(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    ids = [*saved(folder, generation=1, steps=[10, 20]), *saved(folder, generation=2, steps=[30])]
+    ran = strata("rebuild", str(folder), "--job", "job", "--api", coordinator.url)
+    assert ran.code == 0, ran.err
+    assert "3 checkpoints, up to step 30; 3 were not known" in ran.out
+    shown = coordinator.get("/api/checkpoints")
+    assert {each["id"]: each["status"] for each in shown} == dict.fromkeys(ids, "completed")
+    with stub(coordinator.address) as calls:
+        latest = calls.GetLatestCheckpoint(pb.GetLatestCheckpointRequest(job_id="job"))
+    assert latest.latest_checkpoint.step == 30
+
+    assert "0 were not known" in strata("rebuild", str(folder), "--job", "job", "--api", coordinator.url).out
+    assert coordinator.get("/api/checkpoints") == shown
+
+
+def test_rebuilding_is_refused_beside_a_live_job_and_without_checkpoints(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    saved(tmp_path / "run", generation=1, steps=[1])
+    with TrainingOrchestrator(coordinator.address, job_id="job") as worker:
+        worker.register_worker("w")
+        ran = strata("rebuild", str(tmp_path / "run"), "--job", "job", "--api", coordinator.url)
+        assert ran.code == 1
+        assert "is running (w)" in ran.err
+    (tmp_path / "empty").mkdir()
+    ran = strata("rebuild", str(tmp_path / "empty"), "--job", "job", "--api", coordinator.url)
+    assert ran.code == 1
+    assert "no checkpoints" in ran.err

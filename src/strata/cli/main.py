@@ -76,6 +76,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     replay.replay,
     backup.backup,
     backup.restore,
+    backup.rebuild,
     audit.audit,
     index.index,
     validate.validate,

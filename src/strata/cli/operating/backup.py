@@ -58,7 +58,7 @@ def rebuild(
     destinations: Annotated[
         list[str],
         typer.Argument(
-            metavar="DESTINATION...", help="Where the job keeps its checkpoints: folders, s3://bucket/prefix."
+            metavar="DESTINATION", help="Where the job keeps its checkpoints: folders, s3://bucket/prefix."
         ),
     ],
     job: Annotated[str, typer.Option(help="The job's name, as `strata checkpoints` is to show it.")],

@@ -90,7 +90,8 @@ def test_destination_that_is_away_keeps_no_other_waiting_and_fails_in_the_end() 
         else:
             finishing.away("near", "no route", now_s=now_s)
     assert now_s >= PATIENCE_S
-    assert [(each.result, each.reason) for each in outcomes(finishing)][0] == ("failed", "no route")
+    near = outcomes(finishing)[0]
+    assert (near.result, near.reason) == ("failed", "no route")
 
 
 def test_damaged_image_makes_way_for_the_one_before_it() -> None:

@@ -71,6 +71,7 @@ ROUTES = {
     "GET /api/goodput": Expected("viewer"),
     "GET /api/jobs/{job_id}/goodput": Expected("viewer", "job"),
     "GET /api/jobs/{job_id}/mixture": Expected("viewer", "job"),
+    "GET /api/jobs/{job_id}/safety": Expected("viewer", "job"),
     "POST /api/jobs/{job_id}/mixture": Expected("operator", "job"),
     "GET /api/tasks": Expected("viewer"),
     "POST /api/tasks": Expected("operator"),

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from strata.checkpoint import CheckpointManager
+from strata.api import get_facts, get_rows
 from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import Manifest
-from strata.checkpoint.catalog.runs import claim_key, newest_claim
-from strata.checkpoint.copying.staging import MARK_NAME, RECORD_NAME, read_snapshot
+from strata.checkpoint.copying.staging import MARK_NAME, read_snapshot
 from strata.checkpoint.verify import verify_store
 from strata.data.history import audit_epochs
+from strata.launch.coordinator import CoordinatorProcess
 from strata.stores import open_store
 from tests.support import eventually
 from tests.support_seaweed import seaweed
@@ -27,6 +27,13 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 STEPS, STANDS_AT, DURABLE, SNAPSHOT = 24, 15, 8, 14
 """The script stands still in step 15: step 8 is durable, step 14 in memory."""
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[CoordinatorProcess]:
+    serving = CoordinatorProcess(tmp_path / "coordinator").start()
+    yield serving
+    serving.stop()
 
 
 class Agent:
@@ -114,7 +121,7 @@ def assert_continues(tmp_path: Path, kind: str, destinations: Sequence[str], *, 
     assert all(report.exact for report in reports), [report.reason for report in reports]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_newest_snapshot_is_durable_after_all_workers_were_killed(tmp_path: Path, kind: str) -> None:
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     with agent(tmp_path / "one", kind, [near, far]) as running:
@@ -131,6 +138,7 @@ def test_newest_snapshot_is_durable_after_all_workers_were_killed(tmp_path: Path
     assert_continues(tmp_path, kind, [near, far])
 
 
+@pytest.mark.slow
 def test_newest_snapshot_is_in_object_storage_after_all_workers_were_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +146,7 @@ def test_newest_snapshot_is_in_object_storage_after_all_workers_were_killed(
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         bucket = "s3://finishing/run"
+        open_store("s3://finishing/made").put("k", b"the bucket exists now")
         with agent(tmp_path / "one", "ddp", [bucket]) as running:
             kill(running.await_standing([0, 1]))
             assert running.wait() != 0
@@ -145,6 +154,7 @@ def test_newest_snapshot_is_in_object_storage_after_all_workers_were_killed(
         assert_continues(tmp_path, "ddp", [bucket])
 
 
+@pytest.mark.slow
 def test_without_its_agent_a_snapshot_stays_in_memory(tmp_path: Path) -> None:
     place = str(tmp_path / "checkpoints")
     with agent(tmp_path / "one", "ddp", [place]) as running:
@@ -157,47 +167,38 @@ def test_without_its_agent_a_snapshot_stays_in_memory(tmp_path: Path) -> None:
     assert SNAPSHOT in {mark.step for mark in running.marks()}
 
 
-def test_newer_generation_is_not_overtaken_by_the_agent(tmp_path: Path) -> None:
-    place = str(tmp_path / "checkpoints")
-    with agent(tmp_path / "one", "ddp", [place]) as running:
-        pids = running.await_standing([0, 1])
-        store = open_store(place)
-        claim = newest_claim(store)
-        assert claim is not None
-        store.put(claim_key(claim.generation + 1), claim.encode())  # Another start of the run has taken over.
-        kill(pids)
-        running.wait()
-    assert steps_in(place) == [DURABLE]
-    assert "generation 2 of the run has started, this is generation 1" in running.output()
-
-
-def test_changed_image_is_not_uploaded_but_the_one_before_it(tmp_path: Path) -> None:
-    place = str(tmp_path / "checkpoints")
-    with agent(tmp_path / "one", "ddp", [place]) as running:
-        pids = running.await_standing([0, 1])
-        newest = next(
-            path
-            for path in running.memory.rglob(MARK_NAME)
-            if (found := read_snapshot(path.parent)) is not None and found.manifest.step == SNAPSHOT
-        )
-        assert (newest.parent / RECORD_NAME).stat().st_mode & 0o077 == 0
-        image = next(path for path in newest.parent.iterdir() if path.suffix == ".pt")
-        with image.open("r+b") as file:
-            file.seek(-5000, os.SEEK_END)
-            byte = file.read(1)
-            file.seek(-5000, os.SEEK_END)
-            file.write(bytes([byte[0] ^ 1]))
-        kill(pids)
-        running.wait()
-    assert steps_in(place) == [DURABLE, SNAPSHOT - 2], running.output()
-    manager = CheckpointManager(place)
-    assert manager.load(SNAPSHOT - 2)["step"] == SNAPSHOT - 2
-    manager.close()
-
-
+@pytest.mark.slow
 def test_agent_uploads_nothing_where_it_was_told_to_leave_at_once(tmp_path: Path) -> None:
     place = str(tmp_path / "checkpoints")
     with agent(tmp_path / "one", "ddp", [place], STRATA_FINISH_SECONDS="0") as running:
         kill(running.await_standing([0, 1]))
         running.wait()
     assert steps_in(place) == [DURABLE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_agents_of_two_machines_finish_together_and_the_coordinator_knows(
+    tmp_path: Path, kind: str, coordinator: CoordinatorProcess
+) -> None:
+    """Of a sharded state each has one part; of one that is not, both have all of it, and one of them saves it."""
+    place = str(tmp_path / "checkpoints")
+    flags = ["--nnodes=2", f"--rdzv-endpoint={coordinator.address}", "--rdzv-id=both"]
+    reach = {"COORDINATOR_ADDR": coordinator.address}
+    with (
+        agent(tmp_path / "one", kind, [place], workers=1, flags=flags, **reach) as one,
+        agent(tmp_path / "two", kind, [place], workers=1, flags=flags, **reach) as other,
+    ):
+        pids = one.await_standing([0, 1])
+        other.await_standing([0, 1])
+        kill(pids)
+        assert (one.wait(), other.wait()) != (0, 0)
+    said = one.output() + other.output()
+    assert steps_in(place) == [DURABLE, SNAPSHOT], said
+    [row] = [row for row in get_rows(coordinator.api, "/api/checkpoints") if row["step"] == SNAPSHOT]
+    assert row["status"] == "completed"
+    assert row["metadata"]["saved_by"] == "agent"
+    assert "6 steps" in row["reason"]
+    found = get_facts(coordinator.api, f"/api/jobs/{row['job_id']}/safety?step={SNAPSHOT}", having="copies")
+    assert [copy["kind"] for copy in found["copies"]] == ["disk"]
+    assert_continues(tmp_path, kind, [place])

@@ -69,7 +69,7 @@ class WorkFinisher:
         def work() -> None:
             finisher.sleep(ABSENCE_S)
             if self._finisher is finisher:
-                self._report(finisher.run())
+                self._report(_run(finisher))
 
         threading.Thread(target=work, name="strata-finish", daemon=True).start()
 
@@ -82,7 +82,7 @@ class WorkFinisher:
             return
         finisher, found = Finisher(self._agent), list[Finished]()
         thread = threading.Thread(
-            target=lambda: found.extend(finisher.run()), name="strata-finish", daemon=True
+            target=lambda: found.extend(_run(finisher)), name="strata-finish", daemon=True
         )
         began_s = time.monotonic()
         thread.start()
@@ -115,6 +115,15 @@ class WorkFinisher:
             log.warning("the coordinator does not know what was saved: %s", error)
         finally:
             client.close()
+
+
+def _run(finisher: Finisher) -> list[Finished]:
+    """The end of a run is the last place where an unexpected error may hide why the run has failed."""
+    try:
+        return finisher.run()
+    except Exception:
+        log.exception("what workers have left in memory was not uploaded, for an unexpected reason")
+        return []
 
 
 def _notice(finished: Finished, *, host: str) -> pb.NotifyCheckpointRequest:

@@ -79,6 +79,8 @@ class Loss:
 class Safety:
     """What is known of the copies of a run."""
 
+    run: str
+    """The job or the run's id, as it was asked for."""
     reached: int
     """The step that training has come to."""
     step: int | None
@@ -164,7 +166,12 @@ def losses(copies: Sequence[Copy], *, reached: int) -> tuple[Loss, ...]:
 
 
 def safety_of(
-    copies: Sequence[Copy], *, reached: int, step: int | None = None, problems: Sequence[str] = ()
+    copies: Sequence[Copy],
+    *,
+    reached: int,
+    run: str = "",
+    step: int | None = None,
+    problems: Sequence[str] = (),
 ) -> Safety:
     """What is known of a step, by default of the newest checkpoint that is all there, and of the run."""
     asked = [copy for copy in copies if copy.step == step]
@@ -179,6 +186,7 @@ def safety_of(
         by_id.setdefault(copy.checkpoint_id, []).append(copy)
     near = sorted(asked, key=lambda copy: (list(get_args(Kind)).index(copy.kind), copy.host, copy.where))
     return Safety(
+        run=run,
         reached=reached,
         step=step,
         copies=tuple(near),

@@ -184,10 +184,13 @@ def test_agents_of_two_machines_finish_together_and_the_coordinator_knows(
     """Of a sharded state each has one part; of one that is not, both have all of it, and one of them saves it."""
     place = str(tmp_path / "checkpoints")
     flags = ["--nnodes=2", f"--rdzv-endpoint={coordinator.address}", "--rdzv-id=both"]
-    reach = {"COORDINATOR_ADDR": coordinator.address}
     with (
-        agent(tmp_path / "one", kind, [place], workers=1, flags=flags, **reach) as one,
-        agent(tmp_path / "two", kind, [place], workers=1, flags=flags, **reach) as other,
+        agent(
+            tmp_path / "one", kind, [place], workers=1, flags=flags, COORDINATOR_ADDR=coordinator.address
+        ) as one,
+        agent(
+            tmp_path / "two", kind, [place], workers=1, flags=flags, COORDINATOR_ADDR=coordinator.address
+        ) as other,
     ):
         pids = one.await_standing([0, 1])
         other.await_standing([0, 1])

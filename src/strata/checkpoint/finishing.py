@@ -51,8 +51,9 @@ from strata.core.jobs.finishing import (
     Write,
 )
 from strata.errors import StrataError
+from strata.processes import this_process
 from strata.stores import open_store
-from strata.stores.protocol import NotFound, Store, StoreError
+from strata.stores.protocol import AlreadyExists, NotFound, Store, StoreError
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -134,7 +135,7 @@ class _GivenUp(Exception):
 
 
 class _Known(Exception):
-    """Somebody else has published it meanwhile."""
+    """Somebody else has published it meanwhile, or is about to."""
 
 
 def images_of(agent: str, *, root: Path | None = None) -> list[Image]:
@@ -184,6 +185,8 @@ class _Run:
         self._images = images
         self._finisher = finisher
         self._until_s = time.monotonic() + patience_s
+        self._yields_until_s = time.monotonic() + patience_s / 2
+        """So long others that have the same state are left to save it, if they were first."""
         self._record = images[0].record
         self._stores: dict[str, Store] = {}
         self._entries: dict[str, tuple[Store, Entry]] = {}
@@ -219,8 +222,8 @@ class _Run:
                 self._machine.wrote(name, instruction.snapshot)
         except _GivenUp as given_up:
             self._machine.give_up(str(given_up))
-        except _Known:
-            self._machine.away(name, "another machine has saved it meanwhile", now_s=time.monotonic())
+        except _Known as known:
+            self._machine.away(name, str(known), now_s=time.monotonic())
         except Superseded as error:
             self._machine.refused(name, error.message)
         except Damaged as error:
@@ -267,7 +270,7 @@ class _Run:
             if refusal == "superseded":
                 raise Superseded(where=store.url, generation=snapshot.generation, newest=claimed)
             if refusal is not None:
-                raise _Known if refusal == "known" else _GivenUp("it was given up")
+                raise _Known("another machine has saved it") if refusal == "known" else _GivenUp(refusal)
 
         return admit
 
@@ -281,6 +284,9 @@ class _Run:
 
     def _write_image(self, store: Store, image: Image, snapshot: Left) -> Entry:
         manifest, part = image.manifest, image.manifest.parts[0]
+        board = _StoreBoard(store, manifest.generation, self._finisher, self._until_s)
+        if not board.claim(manifest.checkpoint_id) and time.monotonic() < self._yields_until_s:
+            raise _Known("another machine uploads it")
         stem = part.key.rpartition(".")[0]
         mine = f"{new_id(manifest.step)}-of-{manifest.checkpoint_id}"
         known = manifest.checkpoint_id in stem
@@ -293,7 +299,9 @@ class _Run:
 
             draft = replace(manifest, parts=())
             admit = self._admit(snapshot, manifest_key(name))
-            return publish(store, draft, payload, digest, name=name, admit=admit)
+            entry = publish(store, draft, payload, digest, name=name, admit=admit)
+        board.clear()
+        return entry
 
     def _verify(self, image: Image, view: memoryview) -> None:
         """What was read is what was saved, and nobody has begun to write over it. Raises `Damaged`, and `_GivenUp` where the image is
@@ -391,6 +399,15 @@ class _StoreBoard:
     def _at(self, key: str) -> str:
         return f"{self._folder}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
+    def claim(self, checkpoint_id: CheckpointId) -> bool:
+        """Whether this process is the first that wants to save a checkpoint."""
+        mine, key = this_process().token.encode(), f"writer/{checkpoint_id}"
+        try:
+            self._store.put(self._at(key), mine, if_absent=True)
+        except AlreadyExists:
+            return self.peek(key) == mine
+        return True
+
     def post(self, key: str, message: bytes) -> None:
         self._store.put(self._at(key), message)
 
@@ -421,7 +438,7 @@ class _StoreBoard:
             raise PeerFailed(str(error))
 
     def clear(self) -> None:
-        """All but the outcome, which others still read."""
+        """What agents of earlier generations have left. Of this one, others may still read."""
         with contextlib.suppress(StoreError):
             for blob in list(self._store.list(MESSAGES)):
                 if not blob.key.startswith(self._folder):

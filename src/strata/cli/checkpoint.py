@@ -120,7 +120,7 @@ def where_command(
     destination: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DESTINATION]...",
+            metavar="DESTINATION",
             help="Where the run keeps its checkpoints, near to far; without any, the coordinator is asked.",
             envvar=["STRATA_CHECKPOINTS"],
             show_default=False,

@@ -300,6 +300,16 @@ def test_of_many_values_quantiles_are_sampled_and_extremes_are_not() -> None:
     assert (np.diff(made.edges) >= 0).all()
 
 
+def test_a_histogram_of_one_value_has_one_bucket_and_equal_edges_are_one() -> None:
+    one = buckets(np.array([float(part) for part in Histogram([3.0] * 7).parts("h")]))
+    assert one is not None
+    assert (one.edges.tolist(), one.counts.tolist()) == ([3.0, 3.0], [7.0])
+    two = buckets(np.array([float(part) for part in Histogram([0.0] * 60 + [1.0] * 40).parts("h")]))
+    assert two is not None
+    assert two.edges.tolist() == [0.0, 1.0]
+    assert two.count == pytest.approx(100)
+
+
 def test_a_histogram_of_no_finite_number_is_drawn_by_nobody() -> None:
     assert buckets(np.array([float(part) for part in Histogram([math.nan]).parts("h")])) is None
 
@@ -391,8 +401,9 @@ def test_weights_and_biases_gets_every_committed_step_once(
         *((n, 1000.0 + n) for n in range(1, 5)),
         *((n, 2000.0 + n) for n in range(5, loop.job.step + 1)),
     ]
-    drawn = next(row["spread"] for row in logged if "spread" in row)
-    assert (drawn["_type"], drawn["bins"][0], drawn["bins"][-1]) == ("histogram", 0.0, 9.0)
+    drawn = logged[0]
+    assert (drawn["spread/_type"], drawn["spread/bins"]) == ("histogram", list(range(10)))
+    assert sum(drawn["spread/values"]) == pytest.approx(10)
 
 
 def wandb_history(path: Path) -> list[dict[str, Any]]:

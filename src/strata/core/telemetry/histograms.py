@@ -59,4 +59,11 @@ def buckets(parts: Floats) -> HistogramBuckets | None:
     mean, std, count = (float(value) for value in parts[len(PERCENTS) :])
     if not (np.isfinite(edges).all() and np.isfinite([mean, std]).all() and count > 0):
         return None
-    return HistogramBuckets(edges, np.diff(np.array(PERCENTS)) / 100 * count, mean, std)
+    shares = np.diff(np.array(PERCENTS)) / 100
+    # A value that many have is several quantiles: what lies on an edge counts to the bucket that begins there.
+    begins = np.flatnonzero(np.diff(edges) > 0)
+    if not len(begins):
+        return HistogramBuckets(edges[[0, -1]], np.array([count]), mean, std)
+    groups = np.concatenate([[0], begins[:-1] + 1])
+    counts = np.add.reduceat(shares, groups)
+    return HistogramBuckets(np.append(edges[begins], edges[-1]), counts * count, mean, std)

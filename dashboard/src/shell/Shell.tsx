@@ -21,9 +21,9 @@ import { SIGN_IN, SignIn } from "../views/SignIn";
 import { Account } from "./Account";
 import { useAttention } from "./attention";
 import { KEYS, useKeys } from "./keys";
-import { Palette } from "./Palette";
 import { atHand, VIEWS, viewsFor } from "./views";
 
+const Palette = lazy(() => import("./Palette").then((module) => ({ default: module.Palette })));
 const Job = lazy(() => import("../views/tasks/Job").then((module) => ({ default: module.Job })));
 const TaskDialogs = lazy(() => import("../views/Tasks").then((module) => ({ default: module.TaskDialogs })));
 
@@ -158,7 +158,7 @@ function Views() {
         </div>
       </Dialog>
       <Tasks job={job} />
-      <Palette open={palette} onClose={() => setPalette(false)} />
+      {palette && <Suspense fallback={null}><Palette open onClose={() => setPalette(false)} /></Suspense>}
       <Dialog open={help} onClose={() => setHelp(false)} title="Keyboard shortcuts">
         <dl className="flex flex-col gap-3">
           {KEYS.map(([keys, meaning]) => (

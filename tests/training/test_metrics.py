@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import struct
@@ -408,8 +409,7 @@ def test_weights_and_biases_gets_every_committed_step_once(
 
 def wandb_history(path: Path) -> list[dict[str, Any]]:
     """What a file for `wandb sync` has: records of its protocol in the log format of LevelDB, after seven bytes of its own."""
-    from wandb.proto import wandb_internal_pb2
-
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     data, at, rows, record = path.read_bytes(), 7, [], b""
     while at + 7 <= len(data):
         if 32_768 - at % 32_768 < 7:  # No head fits into what is left of a block.
@@ -419,7 +419,7 @@ def wandb_history(path: Path) -> list[dict[str, Any]]:
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # The whole of a record, or the last of it.
-            found = wandb_internal_pb2.Record.FromString(record)
+            found = messages.Record.FromString(record)
             items = found.history.item
             rows.append(
                 {each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in items}

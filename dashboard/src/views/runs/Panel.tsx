@@ -3,7 +3,7 @@
 import { Ellipsis, GripVertical, Pin, TriangleAlert } from "lucide-react";
 import { lazy, memo, Suspense, useEffect, useMemo, useRef, useState, type DragEvent } from "react";
 
-import type { MetricCurves } from "../../api/types";
+import type { Curve, MetricCurves } from "../../api/types";
 import { colorOf } from "../../components/colors";
 import { IconButton } from "../../components/controls";
 import { Dialog } from "../../components/Dialog";
@@ -12,7 +12,7 @@ import { ErrorNote } from "../../components/states";
 import { fileName, saveBlob } from "../../download";
 import { bytes, count, duration, moment, number, plural } from "../../format";
 import { curvesCsv, lastOf, nearest, NO_CURVE, NOTHING, originOf, placeOf, pointsOf, positive, smoothed, stepsOf, valueAt, type Axis, type Mark } from "./curves";
-import { fanOf, isHistogram, label, shapeOf, type Spread } from "./histograms";
+import { fanOf, isHistogram, label, PERCENTS, shapeOf, type Spread } from "./histograms";
 import { lookAhead, useCurves, useFullCurve } from "./metrics";
 import type { PlotLine, PlotMark } from "./MetricPlot";
 import type { Change, Settings } from "./settings";
@@ -185,7 +185,8 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
     () => (x: number | null, marks: readonly PlotMark[]) => {
       drawn.heads.forEach((head, i) => {
         const element = values.current[i];
-        if (element) element.textContent = x === null ? valueText(name, lastOf(head.values)) : valueText(name, valueAt(head, x));
+        const spread = curves[i]?.quantiles;
+        if (element) element.textContent = (x === null ? valueText(name, lastOf(head.values)) : valueText(name, valueAt(head, x))) + (spread ? middleOf(name, spread, head.xs, x) : "");
       });
       if (shape.current) drawShape(shape.current, runs, curves, drawn.heads, x);
       if (place.current) place.current.textContent = x === null ? "" : placeText(drawn.heads, x, axis);
@@ -236,6 +237,13 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
       {log && drawn.hidden > 0 && known && <p className="text-sm text-faint">{count(drawn.hidden)} points at or below zero have no place on a logarithmic scale.</p>}
     </div>
   );
+}
+
+/** Where nine tenths of the values lie, at the point nearest to `x` or at the last one. */
+function middleOf(name: string, quantiles: readonly Curve[], xs: readonly number[], x: number | null): string {
+  const at = x === null ? xs.length - 1 : nearest(xs, x);
+  const [low, high] = [quantiles[PERCENTS.indexOf(5)]?.values[at], quantiles[PERCENTS.indexOf(95)]?.values[at]];
+  return low == null || high == null ? "" : ` (90 %: ${valueText(name, low)} to ${valueText(name, high)})`;
 }
 
 /** The distribution of each run at the point nearest to `x`, or at its last one: drawn past React, as the values are. */

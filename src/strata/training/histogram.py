@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from strata.core.messages import InvalidArgument
@@ -27,7 +28,7 @@ class Histogram:
 
     __slots__ = ("values",)
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values: torch.Tensor | npt.ArrayLike) -> None:
         self.values = values
 
     def parts(self, name: str) -> tuple[torch.Tensor, ...]:

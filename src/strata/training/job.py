@@ -1087,7 +1087,7 @@ class ElasticJob:
 
     def log(self, metrics: Metrics, *, step: int | None = None) -> None:
         """Keep values of training by step: numbers, 0-dimensional tensors, or mappings of names to them, whose names are put
-        together with '/'. NaN and infinity are values too.
+        together with '/'; many values at once as `strata.Histogram(values)`. NaN and infinity are values too.
 
         They belong to the step being made, or outside of the loop to the last one; `step` says which optimizer step they belong
         to otherwise. The coordinator keeps them for the run, over restarts of everything, and every sink gets them. Values of

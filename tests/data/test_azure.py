@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strata.data import DataError, DatasetReader, ElasticDataset, ElasticLoader, ElasticSampler, discover
-from strata.data.block_cache import block_cache
+from strata.data.streaming.block_cache import block_cache
 from strata.stores import AlreadyExists, open_store
 from tests.support_azurite import Azurite, azurite
 from tests.support_datasets import in_members, lines

@@ -14,7 +14,7 @@ import pytest
 from datasets.distributed import split_dataset_by_node
 
 from strata.data import DataError, StreamLoader
-from strata.data.adapt import as_elastic_loader
+from strata.data.loading.adapt import as_elastic_loader
 
 FILES, ROWS = 3, 23
 TOTAL = FILES * ROWS

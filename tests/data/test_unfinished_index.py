@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from strata.data import DatasetReader, discover, index_cache
+from strata.data import DatasetReader, discover
+from strata.data.streaming import index_cache
 from tests.support_datasets import in_members, lines, tar, zstd
 
 KILLED = """
 import os, signal, sys
-from strata.data import discover, index_cache
+from strata.data import discover
+from strata.data.streaming import index_cache
 
 index_cache.KEEP_EVERY_S = index_cache._COST_LIMIT = 0.0
 

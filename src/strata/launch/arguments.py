@@ -27,7 +27,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strata.core.faults.restarts import PolicyError
 from strata.rendezvous import (
@@ -38,6 +38,10 @@ from strata.rendezvous import (
     rdzv_conf,
     run_policy,
 )
+from strata.rendezvous.notices import chosen as chosen_notices
+
+if TYPE_CHECKING:
+    from strata.rendezvous.notices import NoticeWatch
 
 MAX_RESTARTS = 1000
 MONITOR_S = 0.1
@@ -135,6 +139,10 @@ def _fill(args: Namespace) -> None:
         run_policy()
     except PolicyError as error:
         raise _WrongCall(f"{POLICY_VARIABLE}: {error}") from None
+    try:
+        chosen_notices()
+    except ValueError as error:
+        raise _WrongCall(str(error)) from None
     args.rdzv_conf = ",".join(filter(None, (rdzv_conf(), args.rdzv_conf)))
     if args.standalone:
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id, args.standalone = "strata", "", None, False
@@ -205,7 +213,17 @@ def launch(words: Sequence[str]) -> int:
         # Torch would leave an empty one behind.
         if args.log_dir is None and args.redirects == args.tee == "0":
             args.log_dir = cleanup.enter_context(TemporaryDirectory(prefix="strata-torchrun-"))
+        if (notices := _watch_notices(args)) is not None:
+            cleanup.callback(notices.close)
         return _launch(args)
+
+
+def _watch_notices(args: Namespace) -> NoticeWatch | None:
+    from strata.rendezvous.agent import coordinator_of_run
+    from strata.rendezvous.notices import watch
+
+    endpoint = args.rdzv_endpoint if args.rdzv_backend == "strata" else ""
+    return watch(coordinator_of_run() or endpoint)
 
 
 def _launch(args: Namespace) -> int:

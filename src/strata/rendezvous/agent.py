@@ -8,9 +8,11 @@ stops, all restarts are used up at once, so that the agent ends as it would afte
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult
@@ -21,6 +23,7 @@ from strata.rendezvous import run_policy
 from strata.rendezvous.evidence import DeviceWatch, OomKills, device_faults, device_of, last_lines, wall_s
 from strata.rendezvous.frames import read_report
 from strata.rendezvous.incidents import IncidentReporter, trimmed
+from strata.rendezvous.leaving import LEAVING
 from strata.torch_compat.elastic import Agent, leave
 from strata.worker.address import coordinator_address
 
@@ -39,7 +42,7 @@ class CarefulAgent(Agent):
         super().__init__(*arguments, **options)
         handler = self._worker_group.spec.rdzv_handler
         self._incidents = IncidentReporter(
-            handler.get_run_id(), _coordinator() or getattr(handler, "coordinator", "")
+            handler.get_run_id(), coordinator_of_run() or getattr(handler, "coordinator", "")
         )
         self._restarts = Restarts(run_policy())
         self._oom_kills = OomKills()
@@ -53,6 +56,19 @@ class CarefulAgent(Agent):
     def starting(self) -> None:
         self._started_s = time.monotonic()
         self._device_faults.clear()
+
+    def leaving(self) -> float | None:
+        return LEAVING.begin(self._kill_workers)
+
+    def has_left(self) -> None:
+        workers = len(self.processes.pids()) if self.processes is not None else 0
+        launch = self._worker_group.spec.rdzv_handler.get_run_id()
+        LEAVING.end(workers=workers, launch=launch, coordinator=self._incidents.coordinator)
+
+    def _kill_workers(self) -> None:
+        for pid in self.processes.pids().values() if self.processes is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def look_at_memory(self) -> None:
         """To be called often: only what the kernel killed lately can have been a worker."""
@@ -144,6 +160,7 @@ class CarefulAgent(Agent):
         return verdict
 
 
-def _coordinator() -> str:
+def coordinator_of_run() -> str:
+    """HOST:PORT, as the environment names it; else empty."""
     named = os.environ.get("COORDINATOR_ADDR") or os.environ.get("COORDINATOR_URL") or ""
     return coordinator_address(named) if named else ""

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
+from strata.rendezvous.leaving import LEAVING
 from strata.torch_compat.elastic import leave
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,10 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
                 logger.error("%s This machine leaves the run '%s'.", error, params.run_id)
                 leave(str(error))
 
-    def leave_now(reason: str) -> None:
+    def leave_now(reason: str, within_s: float | None) -> None:
+        if within_s is not None:
+            LEAVING.notice(source="the coordinator", reason=reason, within_s=within_s)
+            return
         logger.error(
             "the machine '%s' was quarantined (%s): it leaves the run '%s'", host, reason, params.run_id
         )

@@ -451,6 +451,7 @@ class Cluster:
             case ClockResumed():
                 self.membership.resume_clock(now)
                 self.values.resume_clock(now)
+                self.drains.resume_clock(now)
             case _:
                 assert_never(observation)
 

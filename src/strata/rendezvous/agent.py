@@ -22,6 +22,7 @@ from strata.core.faults.restarts import Restarts, Verdict
 from strata.rendezvous import run_policy
 from strata.rendezvous.evidence import DeviceWatch, OomKills, device_faults, device_of, last_lines, wall_s
 from strata.rendezvous.frames import read_report
+from strata.rendezvous.health_gate import check_after
 from strata.rendezvous.incidents import IncidentReporter, trimmed
 from strata.rendezvous.leaving import LEAVING
 from strata.torch_compat.elastic import Agent, leave
@@ -154,6 +155,7 @@ class CarefulAgent(Agent):
                 verdict.reason
             )  # The coordinator may ask this machine to leave before it does so itself.
         self._incidents.report(failures, verdict)
+        check_after(first, self._incidents.coordinator)
         if verdict.quarantine:
             self._incidents.flush()
             leave(verdict.reason)

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
+from strata.rendezvous.health_gate import check_before_joining
 from strata.rendezvous.leaving import LEAVING
 from strata.torch_compat.elastic import leave
 
@@ -48,6 +49,12 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
         raise RendezvousError(str(error)) from None
     except ConnectionError:
         pass  # That is said where it matters, below.
+    else:
+        if unfit := check_before_joining(client):
+            raise RendezvousError(
+                f"The machine '{host}' is not fit to train: {unfit}. Look at it with: strata doctor; when it is fixed: "
+                f"strata quarantine clear {host}"
+            )
     handler = create_cas_handler(client, params, unreachable=unreachable)
     handler.coordinator = address
 

@@ -124,6 +124,11 @@ class Drains:
         known = self.hosts.get(host)
         return None if known is None else max(0.0, self._due_s[host] - now.mono_s)
 
+    def resume_clock(self, now: Instant) -> None:
+        """After a restart the monotonic clock is another one."""
+        for host, drain in self.hosts.items():
+            self._due_s[host] = now.mono_s + drain.asked.deadline_s - now.wall_s
+
     # --- decisions ------------------------------------------------------------------------------------------
 
     def decide_drain(self, command: DrainHost, jobs: Iterable[JobId], now: Instant) -> list[Event]:

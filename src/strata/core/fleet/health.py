@@ -24,10 +24,8 @@ from strata.core.text import counted
 KEPT = 10_000
 FEWEST = 3
 """So many other machines make a median that one is compared with."""
-SHARES: Mapping[str, float] = MappingProxyType(
-    {"pcie_gb_s": 0.5, "memory_gb_s": 0.3, "disk_mb_s": 0.1, "matmul_tflops": 0.5, "loopback_mb_s": 0.1}
-)
-"""A rate below this share of the median is a fault. Disks and processors that others use too differ much by themselves."""
+SHARES: Mapping[str, float] = MappingProxyType({"pcie_gb_s": 0.5, "matmul_tflops": 0.5, "disk_mb_s": 0.1})
+"""A rate below this share of the median is a fault. Disks that others use too differ much by themselves."""
 CLOCK_LIMIT_S = 60.0
 """Signed requests and certificates fail long before clocks differ by hours."""
 MEASURES_LIMIT = 64

@@ -139,7 +139,11 @@ class CarefulAgent(Agent):
         first = CarefulAgent.first_failure = first_failing(failures)
         lasted_s = time.monotonic() - self._started_s
         verdict = self._restarts.failed(
-            first, lasted_s=lasted_s, now_s=time.monotonic(), others_continue=others_continue
+            first,
+            lasted_s=lasted_s,
+            now_s=time.monotonic(),
+            others_continue=others_continue,
+            can_quarantine=self._incidents.has_coordinator,
         )
         if verdict.quarantine and not self._incidents.has_coordinator:
             reason = f"{verdict.reason}; without a coordinator the run ends here"

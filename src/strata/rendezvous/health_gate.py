@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("strata.rendezvous")
 
 HEALTH_VARIABLE = "STRATA_HEALTH"
-FOLDER_VARIABLE = "CHECKPOINT_DIR"
 REPORT_S = 2.0
 CHOICES = ("auto", "on", "off")
 SUSPICIOUS_SIGNALS = frozenset({signal.SIGBUS, signal.SIGILL, signal.SIGSEGV})

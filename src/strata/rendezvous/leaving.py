@@ -29,6 +29,9 @@ from strata.rendezvous.channel import AGENT_VARIABLE
 
 log = logging.getLogger("strata.rendezvous")
 
+SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
+SLURM_WARNING_S = 600.0
+"""A signal within so long before the time limit of a Slurm job is its warning (`--signal`); one before that is somebody's."""
 GRACE_VARIABLE = "STRATA_GRACE_S"
 """How long after SIGTERM this machine or container is there: Kubernetes' terminationGracePeriodSeconds, the time of Slurm's --signal."""
 DEADLINE_FILE, OUTCOME_PREFIX = "leave-by", "left-"
@@ -131,10 +134,13 @@ LEAVING = Leaving()
 
 
 def _grace_s() -> float | None:
-    try:
-        return float(os.environ.get(GRACE_VARIABLE, ""))
-    except ValueError:
-        return None
+    """How long there is after a signal, where that is known."""
+    with suppress(ValueError):
+        return max(0.0, float(os.environ.get(GRACE_VARIABLE, "")))
+    with suppress(ValueError):
+        left_s = float(os.environ.get(SLURM_END_VARIABLE, "")) - time.time()
+        return left_s if 0.0 < left_s <= SLURM_WARNING_S else None
+    return None
 
 
 def _folder() -> Path | None:

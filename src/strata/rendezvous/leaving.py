@@ -100,13 +100,7 @@ class Leaving:
         if self._timer is not None:
             self._timer.cancel()
         summary = summarize(_read_outcomes(), workers=workers)
-        lost = (
-            ""
-            if summary.lost_steps
-            else ""
-            if summary.lost_steps == 0
-            else " (how many steps are lost, those who continue will say)"
-        )
+        lost = " (how many steps are lost, those who continue will say)" if summary.lost_steps is None else ""
         log.warning("this machine has left the run: %s%s", summary.reason, lost)
         if coordinator:
             _report(summary, launch=launch, coordinator=coordinator)

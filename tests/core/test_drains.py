@@ -127,14 +127,14 @@ def test_the_earlier_deadline_counts(fleet: Fleet) -> None:
 def test_nobody_joins_from_there_until_it_is_cancelled(fleet: Fleet) -> None:
     drain(fleet)
     with pytest.raises(Draining, match="'b' is draining: rack 4") as refusal:
-        fleet.cluster.admit("b")
+        fleet.cluster.drains.admit("b")
     assert refusal.value.hint == "When it may be used again: strata drain b --cancel"
     fleet.tick(91)
     with pytest.raises(Draining, match="is drained"):
-        fleet.cluster.admit("b")
-    fleet.cluster.admit("a")
+        fleet.cluster.drains.admit("b")
+    fleet.cluster.drains.admit("a")
     fleet.do(CancelDrain(host="b", by="bob"))
-    fleet.cluster.admit("b")
+    fleet.cluster.drains.admit("b")
     assert shown(fleet) == []
     with pytest.raises(Unknown, match="drained machine"):
         fleet.do(CancelDrain(host="b", by="bob"))

@@ -50,7 +50,7 @@ def fleet() -> Fleet:
 
 def test_a_machine_that_is_as_fast_as_the_others_is_fit(fleet: Fleet) -> None:
     assert report(fleet, "new", pcie_gb_s=26.0, disk_mb_s=100.0) == "fit"
-    fleet.cluster.admit("new")
+    fleet.cluster.quarantine.admit("new")
     assert [one.host for one in shown(fleet)] == ["good-0", "good-1", "good-2", "new"]
 
 
@@ -58,7 +58,7 @@ def test_a_slow_one_is_quarantined_with_the_numbers(fleet: Fleet) -> None:
     said = report(fleet, "slow", pcie_gb_s=12.0)
     assert said == "pcie_gb_s: 12 where the median of 3 other machines is 51"
     with pytest.raises(Quarantined, match="12 where the median"):
-        fleet.compacted().cluster.admit("slow")
+        fleet.compacted().cluster.quarantine.admit("slow")
     (held,) = fleet.cluster.quarantine.shown()
     assert (held.host, held.by) == ("slow", "its health checks")
 
@@ -78,7 +78,7 @@ def test_its_own_earlier_report_is_not_among_the_others(fleet: Fleet) -> None:
 def test_a_check_that_failed_decides_alone(fleet: Fleet) -> None:
     assert report(fleet, "bad", failed={"gpu 1": "a matmul has the wrong checksum"}, pcie_gb_s=50.0)
     with pytest.raises(Quarantined, match="gpu 1: a matmul has the wrong checksum"):
-        fleet.cluster.admit("bad")
+        fleet.cluster.quarantine.admit("bad")
 
 
 @pytest.mark.parametrize("off_s", [CLOCK_LIMIT_S + 1, -CLOCK_LIMIT_S - 1])

@@ -562,6 +562,28 @@ export interface HostClearedEvent {
   data: HostCleared;
 }
 
+export interface HostDrainStarted {
+  host: string;
+  by: string;
+  deadline_s: number;
+  agents: number;
+  jobs: string[];
+  reason: string;
+  at_s: number;
+  left: string[];
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HostDrainStartedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "host_drain_started";
+  data: HostDrainStarted;
+}
+
 export interface HostDrained {
   host: string;
   reason: string;
@@ -577,28 +599,6 @@ export interface HostDrainedEvent {
   at: number;
   event: "host_drained";
   data: HostDrained;
-}
-
-export interface HostDraining {
-  host: string;
-  by: string;
-  deadline_s: number;
-  agents: number;
-  jobs: string[];
-  reason: string;
-  at_s: number;
-  left: string[];
-  severity: "debug" | "info" | "success" | "warning" | "error";
-  text: string;
-}
-
-export interface HostDrainingEvent {
-  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
-  id: string;
-  /** When it was published, in Unix seconds. Not sent on the stream */
-  at: number;
-  event: "host_draining";
-  data: HostDraining;
 }
 
 export interface HostExamined {
@@ -1173,7 +1173,7 @@ export interface StorageView {
 }
 
 /** One event; `event` names its kind, which says what `data` holds. */
-export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | HostQuarantinedEvent | HostClearedEvent | HostDrainingEvent | HandoverRecordedEvent | HostDrainedEvent | HostUndrainedEvent | HostExaminedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | NotificationEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
+export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | HostQuarantinedEvent | HostClearedEvent | HostDrainStartedEvent | HandoverRecordedEvent | HostDrainedEvent | HostUndrainedEvent | HostExaminedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | NotificationEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
 
 export interface TaskAnswer {
   task_id: string;
@@ -1485,4 +1485,4 @@ export interface WorkerView {
 }
 
 /** Every kind on the stream. */
-export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "handover_recorded", "host_cleared", "host_drained", "host_draining", "host_examined", "host_quarantined", "host_undrained", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "notification", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];
+export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "handover_recorded", "host_cleared", "host_drain_started", "host_drained", "host_examined", "host_quarantined", "host_undrained", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "notification", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];

@@ -65,7 +65,7 @@ from strata.core.messages import (
     Heartbeat,
     HostCleared,
     HostDrained,
-    HostDraining,
+    HostDrainStarted,
     HostExamined,
     HostQuarantined,
     HostUndrained,
@@ -310,11 +310,6 @@ class Cluster:
         self._quarantine(asked, None, now, fact)
         return Accepted(reason=unfit)
 
-    def admit(self, host: str) -> None:
-        """Raises for a machine that is out of use, or goes."""
-        self.quarantine.admit(host)
-        self.drains.admit(host)
-
     def _register(self, command: RegisterWorker, now: Instant, fact: Callable[[Event], None]) -> Registered:
         joined = self.membership.decide_register(command, now)
         if isinstance(joined, WorkerJoined):
@@ -491,7 +486,7 @@ class Cluster:
                 self.incidents.apply(event)
             case HostQuarantined() | HostCleared():
                 self.quarantine.apply(event)
-            case HostDraining() | HandoverRecorded() | HostDrained() | HostUndrained():
+            case HostDrainStarted() | HandoverRecorded() | HostDrained() | HostUndrained():
                 self.drains.apply(event, now)
             case HostExamined():
                 self.health.apply(event)

@@ -24,7 +24,7 @@ from strata.core.messages import (
     HandoverRecorded,
     HostCleared,
     HostDrained,
-    HostDraining,
+    HostDrainStarted,
     HostExamined,
     HostQuarantined,
     HostUndrained,
@@ -126,7 +126,7 @@ def describe(event: Event | Change) -> EventText:
             return EventText("error", _because(event, f"machine {event.host} was quarantined by {event.by}"))
         case HostCleared():
             return EventText("success", _because(event, f"machine {event.host} may be used again"))
-        case HostDraining():
+        case HostDrainStarted():
             within_s = max(0.0, event.deadline_s - event.at_s)
             what = f"machine {event.host} is drained by {event.by} within {within_s:.0f} s"
             return EventText("warning", _because(event, what))

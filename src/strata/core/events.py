@@ -318,7 +318,7 @@ class HostCleared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostDraining:
+class HostDrainStarted:
     """A machine is about to go: its agents are refused, and those that take part save and leave before the deadline. Another one
     about the same machine is in place of this."""
 
@@ -453,7 +453,7 @@ Event = (
     | IncidentClosed
     | HostQuarantined
     | HostCleared
-    | HostDraining
+    | HostDrainStarted
     | HandoverRecorded
     | HostDrained
     | HostUndrained

@@ -20,7 +20,7 @@ from strata.core.messages import (
     AgentConnected,
     AgentDisconnected,
     Event,
-    HostDraining,
+    HostDrainStarted,
     HostQuarantined,
     HostUndrained,
     InvalidArgument,
@@ -217,7 +217,7 @@ class Agents:
 
     def committed(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, HostQuarantined | HostDraining):
+            if isinstance(event, HostQuarantined | HostDrainStarted):
                 self._send_away(event)
             elif isinstance(event, HostUndrained):
                 self._let_stay(event)
@@ -228,18 +228,18 @@ class Agents:
                     pause_s = len(meeting.streams) / NOTICES_PER_S
                     meeting.flush = asyncio.get_running_loop().call_later(pause_s, meeting.notify_all)
 
-    def _send_away(self, event: HostQuarantined | HostDraining) -> None:
+    def _send_away(self, event: HostQuarantined | HostDrainStarted) -> None:
         """Its machine is out of use, or goes: whoever takes part from there leaves."""
         for meeting in self._meetings.values():
             for stream in meeting.streams:
                 if stream.host == event.host:
-                    if isinstance(event, HostDraining):
+                    if isinstance(event, HostDrainStarted):
                         self._ask_to_leave(stream, event)
                     else:
                         stream.leave, stream.leave_by_s = event.reason, None
                     stream.notify(meeting.notice())
 
-    def _ask_to_leave(self, stream: AgentStream, event: HostDraining) -> None:
+    def _ask_to_leave(self, stream: AgentStream, event: HostDrainStarted) -> None:
         left_s = self._cluster.drains.left_s(event.host, self._engine.clock.now()) or 0.0
         stream.leave = f"drained by {event.by}: {event.reason}"
         stream.leave_by_s = asyncio.get_running_loop().time() + left_s

@@ -396,7 +396,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def AdmitHost(
         self, request: pb.AdmitHostRequest, context: Context, caller: Principal
     ) -> pb.AdmitHostResponse:
-        (await self.engine.settled()).admit(request.host)
+        cluster = await self.engine.settled()
+        cluster.quarantine.admit(request.host)
+        cluster.drains.admit(request.host)
         return pb.AdmitHostResponse(admitted=True)
 
     @_call

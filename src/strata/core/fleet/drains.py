@@ -21,7 +21,7 @@ from strata.core.messages import (
     Event,
     HandoverRecorded,
     HostDrained,
-    HostDraining,
+    HostDrainStarted,
     HostUndrained,
     Instant,
     JobId,
@@ -49,7 +49,7 @@ class Draining(Refused):
 
     code = "draining"
 
-    def __init__(self, known: HostDraining, state: State) -> None:
+    def __init__(self, known: HostDrainStarted, state: State) -> None:
         super().__init__(
             f"The machine '{known.host}' is {state}: {known.reason}.",
             hint=f"When it may be used again: strata drain {known.host} --cancel",
@@ -90,7 +90,7 @@ class DrainView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    asked: HostDraining
+    asked: HostDrainStarted
     ended: HostDrained | None = None
     left: frozenset[str] = frozenset()
     """Agents that have said what became of their run."""
@@ -146,7 +146,7 @@ class Drains:
             return []
         if known is None and len(self.hosts) >= KEPT:
             raise Overloaded(f"{KEPT:,} machines are drained already.", hint="strata drain NODE --cancel")
-        asked = HostDraining(
+        asked = HostDrainStarted(
             host=command.host,
             by=command.by,
             deadline_s=deadline_s,
@@ -249,10 +249,10 @@ class Drains:
     # --- applying -------------------------------------------------------------------------------------------
 
     def apply(
-        self, event: HostDraining | HandoverRecorded | HostDrained | HostUndrained, now: Instant
+        self, event: HostDrainStarted | HandoverRecorded | HostDrained | HostUndrained, now: Instant
     ) -> None:
         known = self.hosts.get(event.host)
-        if isinstance(event, HostDraining):
+        if isinstance(event, HostDrainStarted):
             self._due_s[event.host] = now.mono_s + event.deadline_s - now.wall_s
             left = frozenset(event.left)
             self.hosts[event.host] = (

@@ -12,10 +12,8 @@ quarantined (`cluster`). Pure.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from strata.core import checks
 from strata.core.messages import Event, HostExamined, Instant, InvalidArgument, ReportHealth, shorten
@@ -24,7 +22,7 @@ from strata.core.text import counted
 KEPT = 10_000
 FEWEST = 3
 """So many other machines make a median that one is compared with."""
-SHARES: Mapping[str, float] = MappingProxyType({"pcie_gb_s": 0.5, "matmul_tflops": 0.5, "disk_mb_s": 0.1})
+SHARES: Mapping[str, float] = {"pcie_gb_s": 0.5, "matmul_tflops": 0.5, "disk_mb_s": 0.1}
 """A rate below this share of the median is a fault. Disks that others use too differ much by themselves."""
 CLOCK_LIMIT_S = 60.0
 """Signed requests and certificates fail long before clocks differ by hours."""
@@ -102,7 +100,7 @@ class Health:
             ]
             if value is None or len(others) < FEWEST:
                 continue
-            median = statistics.median(others)
+            median = _median(others)
             if value < share * median:
                 found[name] = (
                     f"{value:.3g} where the median of {counted(len(others), 'other machine')} is {median:.3g}"
@@ -122,3 +120,8 @@ class Health:
 def why_unfit(examined: HostExamined) -> str:
     """In one sentence; empty for a machine that is fit."""
     return shorten("; ".join(f"{name}: {why}" for name, why in sorted(examined.failed.items())), 400)
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -2,7 +2,8 @@
 
 What is examined is in `strata.diagnostics.health`, what follows in `strata.core.fleet.health`: the coordinator quarantines a machine that
 is not fit, with the reason, so that a machine that stands by takes its place. `STRATA_HEALTH` says when: `auto`, the default, where
-machines meet at a coordinator; `on` also without one, where a machine that is not fit does not start; `off` never.
+machines meet at a coordinator and are started by `strata torchrun`; `on` always, so that a machine that is not fit does not start without a
+coordinator either; `off` never.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import signal
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from multiprocessing import forkserver
+from typing import TYPE_CHECKING, Any
 
 from strata.core.faults.failures import Failure, classify
 from strata.core.messages import ReportHealth
@@ -41,9 +43,15 @@ def mode() -> str:
 
 def check_before_joining(client: CoordinatorCasClient) -> str:
     """Why this machine is not to join; empty where it is fit, and where nobody wants to know."""
-    if mode() == "off":
+    if mode() == "off" or (mode() == "auto" and not _has_fork_server()):
         return ""
     return _report(client, _examine(), reason="before joining")
+
+
+def _has_fork_server() -> bool:
+    """Whether a process with torch in place can be had at once: else the check would take longer to start than all it checks."""
+    server: Any = forkserver._forkserver
+    return server._forkserver_pid is not None
 
 
 def check_alone() -> str:

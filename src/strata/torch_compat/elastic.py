@@ -108,7 +108,8 @@ class Agent(LocalElasticAgent):
         """Called after that, when they have ended."""
 
     def _shutdown(self, *arguments: Any, **options: Any) -> None:
-        if not isinstance(sys.exc_info()[1], workers.api.SignalException):
+        asked = sys.exc_info()[1]
+        if not isinstance(asked, workers.api.SignalException) or asked.sigval != signal.SIGTERM:
             super()._shutdown(*arguments, **options)
             return
         patience_s = self.leaving()

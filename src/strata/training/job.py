@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -90,7 +91,7 @@ from strata.data.loading.steps import Batch
 from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
 from strata.processes import machine_token
-from strata.rendezvous.channel import KEEPS_IMAGES_VARIABLE
+from strata.rendezvous.channel import AGENT_VARIABLE, KEEPS_IMAGES_VARIABLE
 from strata.rendezvous.leaving import write_outcome
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.sinks import Sink, SinkRun
@@ -1346,6 +1347,7 @@ class ElasticJob:
             if self._newest_save is not None:
                 self._newest_save.wait(min(self.options.preemption_deadline_s, self._preemption.left_s))
         asked = self._preemption.requested
+        is_leaving = self._machine_leaves(asked=asked)
         who = "asked to stop" if asked else "other ranks were asked to stop"
         where = "" if is_durable or not self._protocol.destinations else " in memory, for want of time"
         announce(logging.INFO, f"{who}: step {self.step:,} is saved{where}, ending")
@@ -1359,11 +1361,16 @@ class ElasticJob:
                     in_time=True,
                 )
             )
-        elif self._live_run is not None:
+        elif self._live_run is not None and not is_leaving:
             self._live_run.others_leave(
                 f"ranks on another machine were asked to leave after step {self.step:,}"
             )
         raise Preempted(asked=asked)
+
+    def _machine_leaves(self, *, asked: bool) -> bool:
+        """Whether a rank of this machine was asked to stop: then its agent starts the others again, if it is to go on at all."""
+        machine = (socket.gethostname(), os.environ.get(AGENT_VARIABLE, ""))
+        return (machine, True) in gather((machine, asked))
 
     def _note_too_late(self) -> None:
         """On another thread, before this process ends: what is saved, though not what it had reached."""

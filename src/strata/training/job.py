@@ -1347,7 +1347,6 @@ class ElasticJob:
             if self._newest_save is not None:
                 self._newest_save.wait(min(self.options.preemption_deadline_s, self._preemption.left_s))
         asked = self._preemption.requested
-        is_leaving = self._machine_leaves(asked=asked)
         who = "asked to stop" if asked else "other ranks were asked to stop"
         where = "" if is_durable or not self._protocol.destinations else " in memory, for want of time"
         announce(logging.INFO, f"{who}: step {self.step:,} is saved{where}, ending")
@@ -1361,7 +1360,8 @@ class ElasticJob:
                     in_time=True,
                 )
             )
-        elif self._live_run is not None and not is_leaving:
+        is_leaving = self._machine_leaves(asked=asked)
+        if not asked and self._live_run is not None and not is_leaving:
             self._live_run.others_leave(
                 f"ranks on another machine were asked to leave after step {self.step:,}"
             )

@@ -31,6 +31,7 @@ export type {
   RunInfoView as RunInfo,
   RunMetricsView as RunMetrics,
   RunView as LoggedRun,
+  Safety,
   SessionView as Session,
   ShardPlanView as ShardPlan,
   ShardView as Shard,

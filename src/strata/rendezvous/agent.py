@@ -42,9 +42,8 @@ class CarefulAgent(Agent):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         handler = self._worker_group.spec.rdzv_handler
-        self._incidents = IncidentReporter(
-            handler.get_run_id(), coordinator_of_run() or getattr(handler, "coordinator", "")
-        )
+        self.coordinator: str = coordinator_of_run() or getattr(handler, "coordinator", "")
+        self._incidents = IncidentReporter(handler.get_run_id(), self.coordinator)
         self._restarts = Restarts(run_policy())
         self._oom_kills = OomKills()
         self._devices = DeviceWatch()
@@ -64,7 +63,7 @@ class CarefulAgent(Agent):
     def has_left(self) -> None:
         workers = len(self.processes.pids()) if self.processes is not None else 0
         launch = self._worker_group.spec.rdzv_handler.get_run_id()
-        LEAVING.end(workers=workers, launch=launch, coordinator=self._incidents.coordinator)
+        LEAVING.end(workers=workers, launch=launch, coordinator=self.coordinator)
 
     def _kill_workers(self) -> None:
         for pid in self.processes.pids().values() if self.processes is not None else ():
@@ -159,7 +158,7 @@ class CarefulAgent(Agent):
                 verdict.reason
             )  # The coordinator may ask this machine to leave before it does so itself.
         self._incidents.report(failures, verdict)
-        check_after(first, self._incidents.coordinator)
+        check_after(first, self.coordinator)
         if verdict.quarantine:
             self._incidents.flush()
             leave(verdict.reason)

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from strata.core.jobs.handover import Handover, Notice, Outcome, Summary, summarize
 from strata.core.messages import JobId, ReportHandover
@@ -48,6 +49,8 @@ class Leaving:
         """The workers are being ended."""
         self._kill: Callable[[], None] | None = None
         self._timer: threading.Timer | None = None
+        self._before: Any = None
+        """What SIGTERM did before."""
         self.on_notice: Callable[[Notice], None] = lambda notice: None
         """Called with each notice that counts."""
 
@@ -81,7 +84,7 @@ class Leaving:
             self._is_asked, self._kill = True, kill
         # What comes now has nothing left to ask for, and must not interrupt the wait for the workers.
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            self._before = signal.signal(signal.SIGTERM, lambda number, frame: None)
         grace_s = _grace_s()
         with self._lock:
             if self._handover.notice is None and grace_s is not None:
@@ -99,6 +102,7 @@ class Leaving:
             self._handover.left()
         if self._timer is not None:
             self._timer.cancel()
+        self._end_in_time()
         outcomes = _read_outcomes()
         if not outcomes and self._handover.notice is None:
             return None  # A script of its own kind, which was asked to end: it says itself what it has saved.
@@ -108,6 +112,17 @@ class Leaving:
         if coordinator:
             _report(summary, launch=launch, coordinator=coordinator)
         return summary
+
+    def _end_in_time(self) -> None:
+        """What the agent does from now on, such as finishing an upload, ends with the next signal, and with the machine."""
+        if self._before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before)
+        notice = self._handover.notice
+        if notice is not None:
+            left_s = max(0.0, notice.deadline_s - time.monotonic())
+            self._timer = threading.Timer(left_s, os._exit, (128 + signal.SIGTERM,))
+            self._timer.daemon = True
+            self._timer.start()
 
     def _shorten(self) -> None:
         with self._lock:

@@ -58,6 +58,10 @@ class CoordinatorCasClient:
         """Raises `ConnectionError` where it may not have arrived; it may be said again."""
         self._call("ReportFailure", wire.failure_report(command))
 
+    def notify_checkpoint(self, notice: pb.NotifyCheckpointRequest) -> None:
+        """Raises `ConnectionError` where it may not have arrived; it may be said again."""
+        self._call("NotifyCheckpoint", notice)
+
     def announce_drain(self, host: str, *, within_s: float, reason: str, source: str) -> None:
         """This machine goes. Raises `ConnectionError` where that may not have arrived; it may be said again."""
         self._call(

@@ -46,7 +46,7 @@ def seconds(text: str) -> float:
 def drain(
     node: Annotated[
         str | None,
-        typer.Argument(metavar="[NODE]", help="Host name, as `strata workers` shows it; none lists all."),
+        typer.Argument(metavar="NODE", help="Host name, as `strata workers` shows it; none lists all."),
     ] = None,
     within: Annotated[str, typer.Option(help="When the machine may be gone: 90s, 2m, 1h.")] = "120s",
     reason: Annotated[str, typer.Option(help="Why, for whoever wants to use it.")] = "",

@@ -20,7 +20,7 @@ from strata.cli.common import LiteralGroup, Unreachable, adopt_dotenv, say_error
 from strata.cli.datasets import audit, data, index, mixture
 from strata.cli.extras import missing_extra
 from strata.cli.launching import demo, slurm, tasks, torchrun, validate
-from strata.cli.operating import access, certs, links, notify, quarantine, replay, serve
+from strata.cli.operating import access, backup, certs, links, notify, quarantine, replay, serve
 from strata.cli.watching import cost, listings, logs, metrics, why
 from strata.errors import StrataError
 
@@ -51,6 +51,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     tasks.stop,
     tasks.restart,
     replay.replay,
+    backup.backup,
+    backup.restore,
+    backup.rebuild,
     audit.audit,
     index.index,
     validate.validate,

@@ -37,8 +37,9 @@ _OWN_VARIABLES = {"OMP_NUM_THREADS": "1"}
 class ForkedProcess:
     """As `subprocess.Popen` has it. The server waits for it and passes its status on."""
 
-    def __init__(self, pid: int, status_fd: int) -> None:
+    def __init__(self, pid: int, status_fd: int, output: Path) -> None:
         self.pid = pid
+        self.output = output
         self.returncode: int | None = None
         self._status_fd = status_fd
 
@@ -51,6 +52,11 @@ class ForkedProcess:
             # Without the server nobody knows how it has ended.
             self.returncode = int(said) if said else -signal.SIGKILL
         return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """All that it has said, once it has ended."""
+        self.wait(timeout)
+        return self.output.read_text(errors="replace"), None
 
     def poll(self) -> int | None:
         try:
@@ -87,7 +93,7 @@ class ForkServer:
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
     ) -> ForkedProcess:
-        """`python -m MODULE ARGUMENTS`, with what it prints appended to `output`, and its errors to `errors` or there as well."""
+        """`python -m MODULE ARGUMENTS`, with what it prints in the new file `output`, and its errors in `errors` or there as well."""
         request = json.dumps(
             {
                 "module": module,
@@ -98,13 +104,15 @@ class ForkServer:
         ).encode()
         assert len(request) < LONGEST_REQUEST_BYTES
         status_fd, theirs = os.pipe()
+        for path in filter(None, (output, errors)):
+            path.unlink(missing_ok=True)
         with open(output, "ab") as out, open(errors or output, "ab") as err, self._lock:
             server = self._connected()
             socket.send_fds(server, [request], [out.fileno(), err.fileno(), theirs])
             os.close(theirs)
             answer = server.recv(64)
         assert answer, "the server of forks has ended"
-        return ForkedProcess(int(answer), status_fd)
+        return ForkedProcess(int(answer), status_fd, output)
 
     def _connected(self) -> socket.socket:
         if self._socket is None or self._server is None or self._server.poll() is not None:

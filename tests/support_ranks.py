@@ -35,16 +35,15 @@ def ranks(
     what they said is left in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meeting").unlink(missing_ok=True)
-    started, outputs = [], [folder / f"output-{rank}" for rank in range(world)]
-    for rank, output in enumerate(outputs):
-        output.unlink(missing_ok=True)
+    started = []
+    for rank in range(world):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         started.append(
             server.start(
                 module,
                 str(folder),
                 *arguments,
-                output=output,
+                output=folder / f"output-{rank}",
                 env={
                     **os.environ,
                     **{name: str(value) for name, value in place.items()},
@@ -54,16 +53,13 @@ def ranks(
             )
         )
     try:
-        for process in started:
-            process.wait(LIMIT_S)
+        said = [process.communicate(LIMIT_S)[0] for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
     expected = [0] * world if statuses is None else statuses
-    assert [process.returncode for process in started] == expected, "\n".join(
-        output.read_text(errors="replace") for output in outputs
-    )
+    assert [process.returncode for process in started] == expected, "\n".join(said)
     if statuses is not None:
         return []
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]

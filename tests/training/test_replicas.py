@@ -32,23 +32,19 @@ class Ended:
 
 def train(folder: Path, *faults: str, world: int = 3) -> Ended:
     folder.mkdir(exist_ok=True)
-    outputs = [folder / f"output-{rank}" for rank in range(world)]
-    for output in outputs:
-        output.unlink(missing_ok=True)
     processes = [
         RANKS.start(
-            *("tests.training.replica_script", str(rank), str(world), str(folder), *faults), output=output
+            *("tests.training.replica_script", str(rank), str(world), str(folder), *faults),
+            output=folder / f"output-{rank}",
         )
-        for rank, output in enumerate(outputs)
+        for rank in range(world)
     ]
     try:
-        for process in processes:
-            process.wait(200)
+        said = [process.communicate(200)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    said = [output.read_text() for output in outputs]
     assert all(text.strip() for text in said), said
     return Ended([json.loads(text.splitlines()[-1]) for text in said], "".join(said))
 

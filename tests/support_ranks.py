@@ -18,7 +18,8 @@ from tests.support_forks import ForkServer
 
 LIMIT_S = 240.0
 RANKS = ForkServer(
-    "strata.training.job", "strata.trainer.parallel", "strata.checkpoint.dcp", "tests.support_ranks"
+    *("strata.training.job", "strata.trainer.parallel", "strata.checkpoint.dcp", "tests.support_ranks"),
+    "torch._dynamo",  # FSDP2 imports it with the first model.
 )
 
 

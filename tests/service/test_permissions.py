@@ -71,6 +71,7 @@ ROUTES = {
     "GET /api/goodput": Expected("viewer"),
     "GET /api/jobs/{job_id}/goodput": Expected("viewer", "job"),
     "GET /api/jobs/{job_id}/mixture": Expected("viewer", "job"),
+    "GET /api/jobs/{job_id}/safety": Expected("viewer", "job"),
     "POST /api/jobs/{job_id}/mixture": Expected("operator", "job"),
     "GET /api/tasks": Expected("viewer"),
     "POST /api/tasks": Expected("operator"),
@@ -330,6 +331,33 @@ def test_checkpoints_are_reported_for_ones_own_job_alone(
             lambda: calls.NotifyCheckpoint(notice, metadata=metadata(tokens["worker", OWN]), timeout=30)
         )
     assert code == "PERMISSION_DENIED forbidden"
+
+
+def test_agents_report_what_they_saved_for_ones_own_job_alone(
+    guarded: Coordinator, tokens: dict[tuple[str, str | None], str], workers: dict[str, int]
+) -> None:
+    """An agent is no worker and has no incarnation: whoever has none and does not say so is refused as before."""
+    notice = pb.NotifyCheckpointRequest(
+        worker_id="gone",
+        job_id=FOREIGN,
+        checkpoint_id="c",
+        step=1,
+        path="/c",
+        run_id="run",
+        metadata={"saved_by": "agent"},
+    )
+    own = metadata(tokens["worker", OWN])
+    with stub(guarded.address) as calls:
+        assert refused(lambda: calls.NotifyCheckpoint(notice, metadata=own, timeout=30)) == (
+            "PERMISSION_DENIED forbidden"
+        )
+        notice.job_id = OWN
+        unknown = refused(lambda: calls.NotifyCheckpoint(notice, metadata=own, timeout=30))
+        assert unknown == "NOT_FOUND not_found"  # No such run has started here.
+        notice.metadata.clear()
+        assert refused(lambda: calls.NotifyCheckpoint(notice, metadata=own, timeout=30)) == (
+            "PERMISSION_DENIED forbidden"
+        )
 
 
 def test_values_of_jobs_are_apart(guarded: Coordinator, tokens: dict[tuple[str, str | None], str]) -> None:

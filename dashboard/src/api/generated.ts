@@ -253,6 +253,20 @@ export interface CheckpointView {
   generation: number;
 }
 
+/** Where a checkpoint lies, or one part of it. */
+export interface Copy {
+  checkpoint_id: string;
+  step: number;
+  saved_at: number;
+  kind: "memory" | "peer" | "disk" | "network disk" | "bucket";
+  host: string;
+  rack: string;
+  where: string;
+  part: string;
+  parts: string[];
+  verified: boolean | null;
+}
+
 /** What a run has cost so far. `hours` are of GPUs, or of workers where there are none (`counted`). */
 export interface CostView {
   run: string;
@@ -658,6 +672,15 @@ export interface LogsSkippedEvent {
   data: LogsSkipped;
 }
 
+/** What would be lost if something of a domain failed now. */
+export interface Loss {
+  domain: "process" | "machine" | "rack" | "site";
+  label: string;
+  steps: number | null;
+  from_step: number | null;
+  text: string;
+}
+
 export interface LossView {
   cause: "user_error" | "oom" | "gpu" | "network" | "storage" | "preemption" | "hang" | "node_lost" | "unknown" | "checkpoint" | "recovery" | "waiting";
   meaning: string;
@@ -922,6 +945,17 @@ export interface RunView {
   created_at: number;
   updated_at: number;
   tags: string[];
+}
+
+/** What is known of the copies of a run. */
+export interface Safety {
+  run: string;
+  reached: number;
+  step: number | null;
+  copies: Copy[];
+  safe_in: ("process" | "machine" | "rack" | "site")[];
+  losses: Loss[];
+  problems: string[];
 }
 
 /** Beside restarting from the newest durable checkpoint each time. */

@@ -30,6 +30,7 @@ export type {
   RunInfoView as RunInfo,
   RunMetricsView as RunMetrics,
   RunView as LoggedRun,
+  Safety,
   SessionView as Session,
   ShardPlanView as ShardPlan,
   ShardView as Shard,

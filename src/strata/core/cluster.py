@@ -96,6 +96,7 @@ from strata.core.messages import (
     TaskCreated,
     TaskProgressed,
     Tick,
+    Unknown,
     ValueDropped,
     ValueRefreshed,
     ValueSwapped,
@@ -301,18 +302,29 @@ class Cluster:
     def _notify_checkpoint(
         self, command: NotifyCheckpoint, now: Instant, fact: Callable[[Event], None]
     ) -> Reply:
-        member = self.membership.admit(
-            command.worker_id, incarnation=command.incarnation, generation=command.generation
-        )
-        self.membership.runs.admit(member.spec.job_id, command.run_id, command.run_generation)
-        event = self.checkpoints.decide_notice(command, member.spec.job_id, now)
+        job = self._job_of_notice(command)
+        self.membership.runs.admit(job, command.run_id, command.run_generation)
+        event = self.checkpoints.decide_notice(command, job, now)
         if event is None:
             return Accepted(reason="known already")
         fact(event)
         if isinstance(event, CheckpointFailed | CheckpointCompleted):
-            _each(fact, self.incidents.decide_save(event, member.spec.job_id, now))
-        _each(fact, self.datasets.decide_epochs(member.spec.job_id, self.membership, now))
+            _each(fact, self.incidents.decide_save(event, job, now))
+        _each(fact, self.datasets.decide_epochs(job, self.membership, now))
         return Accepted(reason=event.reason)
+
+    def _job_of_notice(self, command: NotifyCheckpoint) -> JobId:
+        """That of the worker; or, where the agent of a machine has finished what its dead workers began, as it says: it speaks for a run
+        that has started here, and the run's generation fences it."""
+        if not command.is_by_agent:
+            return self.membership.admit(
+                command.worker_id, incarnation=command.incarnation, generation=command.generation
+            ).spec.job_id
+        if command.status != "completed" or not self.membership.runs.knows(command.job_id, command.run_id):
+            raise Unknown(
+                "run", command.run_id, hint="Agents report what they saved of a run that has started here."
+            )
+        return command.job_id
 
     def _reconcile(
         self, command: ReconcileCheckpoints, now: Instant, fact: Callable[[Event], None]

@@ -245,6 +245,15 @@ class NotifyCheckpoint:
     succeeded_by: str = ""
     """A newer checkpoint, where this one is reported late, from its manifest; else it is the newest."""
 
+    @property
+    def is_by_agent(self) -> bool:
+        """Said by the agent of a machine, whose workers have died: it is no worker, and has no incarnation."""
+        return not self.incarnation and self.metadata.get(SAVED_BY) == AGENT
+
+
+SAVED_BY, AGENT = "saved_by", "agent"
+"""In the metadata of a checkpoint that the agent of a machine has uploaded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconcileCheckpoints:

@@ -38,9 +38,8 @@ class CarefulAgent(Agent):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         handler = self._worker_group.spec.rdzv_handler
-        self._incidents = IncidentReporter(
-            handler.get_run_id(), _coordinator() or getattr(handler, "coordinator", "")
-        )
+        self.coordinator: str = _coordinator() or getattr(handler, "coordinator", "")
+        self._incidents = IncidentReporter(handler.get_run_id(), self.coordinator)
         self._restarts = Restarts(run_policy())
         self._oom_kills = OomKills()
         self._devices = DeviceWatch()

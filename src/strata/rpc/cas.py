@@ -58,6 +58,10 @@ class CoordinatorCasClient:
         """Raises `ConnectionError` where it may not have arrived; it may be said again."""
         self._call("ReportFailure", wire.failure_report(command))
 
+    def notify_checkpoint(self, notice: pb.NotifyCheckpointRequest) -> None:
+        """Raises `ConnectionError` where it may not have arrived; it may be said again."""
+        self._call("NotifyCheckpoint", notice)
+
     def admit(self, host: str) -> None:
         """Raises `HostRefused` for a machine that is out of use. A coordinator of an earlier version refuses none."""
         request = pb.AdmitHostRequest(host=host)

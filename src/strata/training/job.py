@@ -53,6 +53,7 @@ from strata.checkpoint.errors import (
     StateMismatch,
     Superseded,
 )
+from strata.checkpoint.finishing import UploadRecord
 from strata.checkpoint.image.in_place import load_mapped
 from strata.checkpoint.image.layout import Prepared
 from strata.checkpoint.sharded.plan import Marked
@@ -89,7 +90,7 @@ from strata.data.loading.steps import Batch
 from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
 from strata.processes import machine_token
-from strata.rendezvous.channel import KEEPS_IMAGES_VARIABLE
+from strata.rendezvous.channel import AGENT_VARIABLE, KEEPS_IMAGES_VARIABLE
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.sinks import Sink, SinkRun
 from strata.stores.local import LocalStore
@@ -249,6 +250,8 @@ class _Opened:
     last_known_step: int = 0
     board: str = ""
     """What the ranks of this start call their board."""
+    destinations: tuple[str, ...] = ()
+    """The URLs of its destinations, where another process of this user can open them by those."""
     error: StrataError | None = None
 
 
@@ -621,6 +624,7 @@ class ElasticJob:
             generation=self._claim.generation,
             last_known_step=self._claim.last_known_step,
             board=uuid.uuid4().hex,
+            destinations=tuple(store.url for store in self._stores),
         )
 
     def _patiently(self, attempt: Callable[[], Any]) -> Any:
@@ -729,7 +733,12 @@ class ElasticJob:
         return CheckpointManager(
             self._stores,
             options.keep_count,
-            memory=Memory(job=self._images_name, root=options.memory_root, launch=self._launch),
+            memory=Memory(
+                job=self._images_name,
+                root=options.memory_root,
+                launch=self._launch,
+                record=self._upload_record(opened),
+            ),
             policy=Policy(
                 on_error=options.on_error,
                 retries=options.retries,
@@ -747,6 +756,20 @@ class ElasticJob:
             admit=self._claim.admit if self._claim is not None else None,
             board=new_board(opened.board) if self._is_sharded else None,
         )
+
+    def _upload_record(self, opened: _Opened) -> bytes:
+        """What the agent of this machine needs to finish the work of its workers; nothing where there is no agent that could."""
+        agent = os.environ.get(AGENT_VARIABLE, "")
+        if not agent or not opened.destinations:
+            return b""
+        record = UploadRecord(
+            agent=agent,
+            job=self.name,
+            worker=self._changes.roster.names[self.rank],
+            run=self.run,
+            destinations=opened.destinations,
+        )
+        return record.encode()
 
     @property
     def _images_name(self) -> str:
@@ -1064,7 +1087,7 @@ class ElasticJob:
 
     def log(self, metrics: Metrics, *, step: int | None = None) -> None:
         """Keep values of training by step: numbers, 0-dimensional tensors, or mappings of names to them, whose names are put
-        together with '/'. NaN and infinity are values too.
+        together with '/'; many values at once as `strata.Histogram(values)`. NaN and infinity are values too.
 
         They belong to the step being made, or outside of the loop to the last one; `step` says which optimizer step they belong
         to otherwise. The coordinator keeps them for the run, over restarts of everything, and every sink gets them. Values of

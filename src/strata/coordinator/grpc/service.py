@@ -301,10 +301,11 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def NotifyCheckpoint(
         self, request: pb.NotifyCheckpointRequest, context: Context, caller: Principal
     ) -> pb.CheckpointAck:
-        self._check_worker(request.worker_id, request.incarnation, caller)
-        if request.job_id:
-            caller.require_job(JobId(request.job_id))
         command = wire.notify_checkpoint(request)
+        if not command.is_by_agent:
+            self._check_worker(request.worker_id, request.incarnation, caller)
+        if request.job_id or command.is_by_agent:
+            caller.require_job(JobId(request.job_id))
         await self.engine.submit(command, client=caller.client)
         return pb.CheckpointAck(
             acknowledged=True,

@@ -38,7 +38,8 @@ export interface PlotProps {
   height: number;
   /** Plots with the same key share one cursor. */
   sync: string;
-  onZoom: (from: number, to: number) => void;
+  /** Whether there is anything in that range; every plot shows it at once, and `range` is to follow. */
+  onZoom: (from: number, to: number) => boolean;
   onReset: () => void;
   /** Where the pointer is on the axis, and what is marked there. */
   onCursor: (x: number | null, marks: readonly PlotMark[]) => void;
@@ -52,12 +53,18 @@ const NEAR_PX = 5;
 const LEAST_PX = 6;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 
+/** Shows a range from the points that a plot has, past React: none of the panels is rendered before all of them are drawn. */
+const showers = new WeakMap<uPlot, (range: readonly [number, number]) => void>();
+
 export default function MetricPlot(props: PlotProps) {
   const { lines, marks, axis, log, range, height } = props;
   const host = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const live = useRef(props);
   live.current = props;
+  // What is shown already while the page has not followed yet, and which range it is to leave.
+  const early = useRef<{ range: readonly [number, number]; before: PlotProps["range"] } | null>(null);
+  if (early.current && String(early.current.before) !== String(range)) early.current = null;
   const theme = useThemeVersion();
 
   // Each line has a band of what its points stand for, itself and, over it, what it is smoothed to.
@@ -70,8 +77,12 @@ export default function MetricPlot(props: PlotProps) {
   useEffect(() => {
     const element = host.current;
     if (!element) return;
-    const made = new uPlot(optionsFor(latest.current.columns, live, Math.max(80, element.clientWidth), height), latest.current.data, element);
+    const made = new uPlot(optionsFor(latest.current.columns, live, () => early.current?.range ?? live.current.range, Math.max(80, element.clientWidth), height), latest.current.data, element);
     plot.current = made;
+    showers.set(made, (chosen) => {
+      early.current = { range: chosen, before: live.current.range };
+      made.setScale("x", { min: chosen[0], max: chosen[1] });
+    });
     live.current.onCanvas(made.ctx.canvas);
     const watcher = new ResizeObserver(() => {
       if (element.clientWidth > 0 && element.clientWidth !== made.width) made.setSize({ width: element.clientWidth, height });
@@ -111,7 +122,7 @@ function columnsOf(line: PlotLine): Column[] {
   return [...band, of("value", points.values), ...(smooth ? [of("smooth", smooth)] : [])];
 }
 
-function optionsFor(columns: readonly Column[], live: { current: PlotProps }, width: number, height: number): uPlot.Options {
+function optionsFor(columns: readonly Column[], live: { current: PlotProps }, rangeNow: () => PlotProps["range"], width: number, height: number): uPlot.Options {
   const { axis, log, sync } = live.current;
   const grid = { stroke: colorOf("line"), width: 1 };
   const look: uPlot.Axis = { stroke: colorOf("faint"), grid, ticks: { show: false }, font: FONT };
@@ -131,7 +142,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
       sync: { key: sync, filters: { pub: isMove, sub: isMove } },
     },
     scales: {
-      x: { time: false, range: (_, min, max) => (live.current.range ? [...live.current.range] : [min ?? 0, max === min ? (min ?? 0) + 1 : (max ?? 1)]) },
+      x: { time: false, range: (_, min, max) => { const shown = rangeNow(); return shown ? [...shown] : [min ?? 0, max === min ? (min ?? 0) + 1 : (max ?? 1)]; } },
       y: {
         distr: log ? 3 : 1,
         range: (_, min, max) => {
@@ -170,7 +181,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
           if (chosen < LEAST_PX) return;
           const [from, to] = [u.posToVal(left, "x"), u.posToVal(left + chosen, "x")];
           u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-          live.current.onZoom(from, to);
+          if (live.current.onZoom(from, to)) for (const each of uPlot.sync(sync).plots) showers.get(each)?.([from, to]);
         },
       ],
       drawAxes: [(u) => drawMarks(u, live.current.marks)],

@@ -202,8 +202,11 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
   const zoomTo = (from: number, to: number) => {
     for (const [i, each] of curves.entries()) {
       const steps = each && stepsOf(each.committed, axis, drawn.origins[i] ?? null, from, to);
-      if (steps) return change({ zoom: steps });
+      if (!steps) continue;
+      afterPaint(() => change({ zoom: steps }));
+      return true;
     }
+    return false;
   };
   const known = drawn.lines.some((line) => line.points.values.some((v) => v !== null));
   return (
@@ -358,6 +361,11 @@ function summary(name: string, runs: readonly PanelRun[], curves: readonly (Metr
     })
     .join(" ");
   return told + said;
+}
+
+/** When the browser has shown what is drawn now. */
+function afterPaint(then: () => void): void {
+  requestAnimationFrame(() => setTimeout(then));
 }
 
 function useInView(frame: { current: HTMLElement | null }, eager: boolean): readonly [now: boolean, ever: boolean] {

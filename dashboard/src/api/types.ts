@@ -11,6 +11,7 @@ export type {
   CurveView as Curve,
   DashboardView as Snapshot,
   DatasetView as Dataset,
+  DrainView as Drain,
   ExitCause,
   GoodputView as Goodput,
   Gpu,

@@ -25,6 +25,8 @@ from strata.core.faults.incidents import Cost, Incidents, check_report
 from strata.core.fleet.barriers import BarrierLimits, Barriers
 from strata.core.fleet.checkpoints import CheckpointEvent, Checkpoints, data_commit
 from strata.core.fleet.datasets import Datasets
+from strata.core.fleet.drains import Drains
+from strata.core.fleet.health import Health, why_unfit
 from strata.core.fleet.membership import Membership, MembershipLimits
 from strata.core.fleet.presence import Presence, PresenceLimits
 from strata.core.fleet.quarantine import Quarantine
@@ -41,6 +43,7 @@ from strata.core.messages import (
     BarrierBroken,
     BarrierReleased,
     BeginAttempt,
+    CancelDrain,
     CheckpointCompleted,
     CheckpointFailed,
     CheckpointRemoved,
@@ -55,11 +58,17 @@ from strata.core.messages import (
     DatasetRemoved,
     Decision,
     DeregisterWorker,
+    DrainHost,
     EndAttempt,
     Event,
+    HandoverRecorded,
     Heartbeat,
     HostCleared,
+    HostDrained,
+    HostDrainStarted,
+    HostExamined,
     HostQuarantined,
+    HostUndrained,
     IncidentClosed,
     IncidentReported,
     Instant,
@@ -83,6 +92,8 @@ from strata.core.messages import (
     RemoveDataset,
     Reply,
     ReportFailure,
+    ReportHandover,
+    ReportHealth,
     ReportRecovery,
     ReportSlow,
     RestartTask,
@@ -130,6 +141,8 @@ class Cluster:
         self.recoveries = Recoveries()
         self.incidents = Incidents()
         self.quarantine = Quarantine()
+        self.drains = Drains()
+        self.health = Health()
         self.values = Values()
         self.presence = Presence(limits.presence)
 
@@ -203,6 +216,7 @@ class Cluster:
                 fact(recorded)
                 cost = self._cost(member.spec.job_id)
                 _each(fact, self.incidents.decide_recovery(recorded, cost, now))
+                _each(fact, self.drains.decide_recovery(recorded, now))
                 return Accepted(reason=recorded.reason)
             case ReportFailure():
                 check_report(command)
@@ -219,6 +233,20 @@ class Cluster:
                 fact(cleared)
                 _each(fact, self.incidents.decide_cleared(cleared, now))
                 return Accepted(reason=cleared.reason)
+            case DrainHost():
+                members = self.membership.members.values()
+                jobs = {each.spec.job_id for each in members if each.spec.hostname == command.host}
+                _each(fact, self.drains.decide_drain(command, jobs, now))
+                return Accepted(reason=self.drains.hosts[command.host].asked.reason)
+            case CancelDrain():
+                undrained = self.drains.decide_cancel(command, now)
+                fact(undrained)
+                return Accepted(reason=undrained.reason)
+            case ReportHandover():
+                _each(fact, self.drains.decide_handover(command, self._job_left(command), now))
+                return Accepted(reason="recorded")
+            case ReportHealth():
+                return self._examine(command, now, fact)
             case ReportSlow():
                 known = self.membership.members.get(command.worker_id)
                 spec_of = known.spec if known is not None else None
@@ -247,6 +275,7 @@ class Cluster:
                     _each(fact, self.incidents.decide_lost(job, losses, now))
                 _each(fact, self.barriers.decide_tick(self.membership, now))
                 _each(fact, self.values.decide_tick(now))
+                _each(fact, self.drains.decide_tick(now))
                 return Accepted(reason="time passed")
         assert_never(command)
 
@@ -270,6 +299,17 @@ class Cluster:
         if quarantined is not None:
             fact(quarantined)
             _each(fact, self.incidents.decide_quarantined(quarantined, now))
+
+    def _examine(self, command: ReportHealth, now: Instant, fact: Callable[[Event], None]) -> Accepted:
+        """A machine that is not fit to train is out of use until somebody has looked at it."""
+        examined = self.health.decide_report(command, now)
+        fact(examined)
+        unfit = why_unfit(examined)
+        if not unfit:
+            return Accepted(reason="fit")
+        asked = QuarantineHost(host=command.host, reason=unfit, by="its health checks")
+        self._quarantine(asked, None, now, fact)
+        return Accepted(reason=unfit)
 
     def _register(self, command: RegisterWorker, now: Instant, fact: Callable[[Event], None]) -> Registered:
         joined = self.membership.decide_register(command, now)
@@ -362,6 +402,21 @@ class Cluster:
                 return member.spec.job_id
         return JobId(command.launch) if command.launch else DEFAULT_JOB
 
+    def _job_left(self, command: ReportHandover) -> JobId:
+        """Whose workers they were: as the agent says, as the only ones there have registered, else as the launch is called."""
+        if command.job_id is not None:
+            return command.job_id
+        there = {
+            each.spec.job_id
+            for each in self.membership.members.values()
+            if each.spec.hostname == command.host
+        }
+        drain = self.drains.hosts.get(command.host)
+        known = {*there, *(drain.asked.jobs if drain is not None else ())}
+        if len(known) == 1:
+            return known.pop()
+        return JobId(command.launch) if command.launch else DEFAULT_JOB
+
     def _cost(self, job: JobId) -> Cost:
         """What a lost second and a lost step of the job mean, as far as its workers have said."""
         roster = self.membership.roster(job)
@@ -403,6 +458,7 @@ class Cluster:
             case ClockResumed():
                 self.membership.resume_clock(now)
                 self.values.resume_clock(now)
+                self.drains.resume_clock(now)
             case _:
                 assert_never(observation)
 
@@ -442,6 +498,10 @@ class Cluster:
                 self.incidents.apply(event)
             case HostQuarantined() | HostCleared():
                 self.quarantine.apply(event)
+            case HostDrainStarted() | HandoverRecorded() | HostDrained() | HostUndrained():
+                self.drains.apply(event, now)
+            case HostExamined():
+                self.health.apply(event)
             case ValueSwapped() | ValueRefreshed() | VersionsReserved() | ValueDropped():
                 self.values.apply(event, now)
             case _:
@@ -487,6 +547,8 @@ class Cluster:
             *self.recoveries.compact(),
             *self.incidents.compact(),
             *self.quarantine.compact(),
+            *self.drains.compact(),
+            *self.health.compact(),
             *self.values.compact(),
             counters,
         ]

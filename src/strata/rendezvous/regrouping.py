@@ -178,7 +178,7 @@ class RegroupingAgent(CarefulAgent):
                 error = WorkerError.from_dict(message["error"]) if message["error"] else None
                 is_own = bool(message["is_own"]) and not regroup.is_over
                 who = f"rank {self.rank_of(slot)}" if is_own else f"{BROKEN} on rank {self.rank_of(slot)}"
-                said = f"{who}: {error}" if error is not None else ""
+                said = f"{who}: {error}" if error is not None else str(message.get("reason", ""))
                 regroup.left(slot, now_s=now_s, error=said, is_own=is_own)
                 return {"kind": "end"} if is_own else None
             elif kind == "finished":

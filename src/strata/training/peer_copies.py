@@ -75,10 +75,11 @@ class PeerCopies:
     def pending(self) -> frozenset[CheckpointId]:
         return self._link.pending()
 
-    def offers(self, run: str, *, everywhere: bool) -> list[Offer]:
+    def offers(self, run: str, *, generation: int, everywhere: bool) -> list[Offer]:
         """What this machine's agent keeps of a run; of other machines too, if `everywhere`."""
+        look = self._link.copies if everywhere else self._link.own_copies
         try:
-            found = self._link.copies(run) if everywhere else self._link.own_copies(run)
+            found = look(run, generation=generation)
         except PeerError as error:
             log.warning("copies on other machines could not be looked for: %s", error.message)
             return []
@@ -116,8 +117,8 @@ class PeerCopies:
     def settle(self, run: str, generation: int) -> None:
         self._link.settle(run, generation)
 
-    def forget(self, run: str) -> None:
-        self._link.forget(run)
+    def forget(self, run: str, generation: int) -> None:
+        self._link.forget(run, generation)
 
     def close(self) -> None:
         self._link.close()

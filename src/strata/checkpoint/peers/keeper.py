@@ -221,7 +221,7 @@ class Keeper:
         if kind == "put":
             self._take(connection, message)
         elif kind == "list":
-            wire.send(connection, {"ok": True, "copies": self._listed(str(message.get("run", "")))})
+            wire.send(connection, {"ok": True, "copies": self._listed(message)})
         elif kind == "manifest":
             data = (self._place_of(message) / MARK_NAME).read_bytes()
             wire.send(connection, {"ok": True, "length": len(data)}, data)
@@ -385,8 +385,11 @@ class Keeper:
             if place not in used:
                 shutil.rmtree(place, ignore_errors=True)
 
-    def _listed(self, run: str) -> list[Message]:
+    def _listed(self, message: Message) -> list[Message]:
+        """Whoever is about to restore a run says as which generation: what it is told of stays as it is, whatever earlier ones still send."""
+        run = str(message.get("run", ""))
         with self._lock:
+            self._shelf.fence(run, int(message.get("generation", 0)))
             complete = [copy for copies in self._shelf.complete.values() for copy in copies]
             arriving = list(self._shelf.arriving.values())
             places = dict(self._places)
@@ -464,15 +467,15 @@ class Keeper:
 
     def _find(self, message: Message) -> Message:
         """Copies of a run, here and on all other machines; and who did not answer."""
-        run = str(message.get("run", ""))
-        found, silent = self._listed(run), []
+        wanted = {"op": "list", "run": message.get("run", ""), "generation": message.get("generation", 0)}
+        found, silent = self._listed(wanted), []
         others = self.others()
         answers: dict[str, list[Message] | None] = {}
 
         def ask(peer: Peer) -> None:
             try:
                 with wire.connect(peer.address, self._secret) as connection:
-                    answers[peer.agent] = wire.ask(connection, {"op": "list", "run": run})["copies"]
+                    answers[peer.agent] = wire.ask(connection, wanted)["copies"]
             except (OSError, PeerError):
                 answers[peer.agent] = None
 
@@ -564,7 +567,7 @@ class Keeper:
         if self._sender is not None:
             self._sender.forget()
         with self._lock:
-            for copy in self._shelf.forget(run):
+            for copy in self._shelf.forget(run, int(message["generation"])):
                 self._drop(copy)
         return {}
 

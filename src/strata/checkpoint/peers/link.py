@@ -108,16 +108,17 @@ class PeerLink:
             return frozenset(map(CheckpointId, self._ask({"op": "pending"}, REPORT_S)["pending"]))
         return frozenset()
 
-    def copies(self, run: str = "") -> list[HeldCopy]:
-        """Every copy of a run, or of any, that an agent of the roster has, complete or not. Raises `PeerError`."""
-        found = self._ask({"op": "find", "run": run}, FIND_S)
+    def copies(self, run: str = "", *, generation: int = 0) -> list[HeldCopy]:
+        """Every copy of a run, or of any, that an agent of the roster has, complete or not. Whoever is about to restore it says as which
+        generation: earlier ones change nothing from then on. Raises `PeerError`."""
+        found = self._ask({"op": "find", "run": run, "generation": generation}, FIND_S)
         for silent in found["silent"]:
             log.warning("%s does not answer: whether it has copies is not known", silent)
         return [HeldCopy.of(each) for each in found["copies"]]
 
-    def own_copies(self, run: str = "") -> list[HeldCopy]:
+    def own_copies(self, run: str = "", *, generation: int = 0) -> list[HeldCopy]:
         """Those that this machine's agent has. Raises `PeerError`."""
-        found = self._ask({"op": "list", "run": run}, FIND_S)
+        found = self._ask({"op": "list", "run": run, "generation": generation}, FIND_S)
         return [HeldCopy.of(each) for each in found["copies"]]
 
     def roster(self) -> list[Peer]:
@@ -143,9 +144,9 @@ class PeerLink:
         """This generation has a complete snapshot of its own: copies of earlier ones may go."""
         self._tell({"op": "settle", "run": run, "generation": generation})
 
-    def forget(self, run: str) -> None:
-        """The run has ended, and nobody will restore it from memory."""
-        self._tell({"op": "forget", "run": run})
+    def forget(self, run: str, generation: int) -> None:
+        """The run has ended with this generation, and nobody will restore it from memory."""
+        self._tell({"op": "forget", "run": run, "generation": generation})
 
     def close(self) -> None:
         with self._lock:

@@ -35,6 +35,8 @@ SEND_S = 60.0
 PATIENCE_S = 20.0
 """So long a snapshot counts as being sent: afterwards nobody waits for it."""
 PIECE_BYTES = 4 << 20
+OVERTAKEN = 3
+"""So many snapshots in a row that were not sent in time are worth a word."""
 
 
 class Overtaken(Exception):
@@ -133,6 +135,7 @@ class Sender:
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        overtaken = 0
         while not self._closing.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing.is_set())
@@ -141,11 +144,15 @@ class Sender:
                 image = self._under_way = self._waiting.pop(next(iter(self._waiting)))
             try:
                 self._send_all(image)
+                overtaken = 0
             except Overtaken:
-                self._say(
-                    "overtaken",
-                    f"step {image.checkpoint_id} was overwritten by a newer save while it was sent",
-                )
+                overtaken += 1
+                log.info("snapshot %s was saved over, or given up, while it was sent", image.checkpoint_id)
+                if overtaken == OVERTAKEN:
+                    log.warning(
+                        "%d snapshots were saved over before they were sent: raise peer_rate or snapshot_every",
+                        overtaken,
+                    )
             except Exception:  # The thread must continue, or nothing would ever be sent again.
                 log.exception("a copy for another machine failed in an unexpected way")
             finally:

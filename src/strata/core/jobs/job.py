@@ -233,10 +233,15 @@ class LoadShards:
     """As in `Load`."""
 
     def seen_from(self, machine: str) -> list[Source]:
-        """The sources, nearest first: this machine's memory, that of others, destinations."""
+        """The sources, nearest first: this machine's memory, that of others, what is fetched from elsewhere, destinations."""
         return sorted(
             self.sources,
-            key=lambda s: (s.offer.distance, bool(s.machine) and s.machine != machine, s.offer.nearness),
+            key=lambda s: (
+                s.offer.distance,
+                bool(s.offer.holder),
+                bool(s.machine) and s.machine != machine,
+                s.offer.nearness,
+            ),
         )
 
 
@@ -498,6 +503,9 @@ class JobProtocol:
         return self._load
 
     def _load_shards(self, copies: Mapping[_Copy, Offer], *, may_tear: bool) -> LoadShards:
+        here = {copy: offer for copy, offer in copies.items() if not offer.holder}
+        if here and not _missing_parts(here.values()):
+            copies = here  # Nothing has to be fetched.
         sources = [
             Source(rank=rank, machine="" if offer.is_durable else self._machines[rank], offer=offer)
             for (rank, _, _), offer in copies.items()
@@ -607,6 +615,8 @@ class JobProtocol:
             self._is_owed = True
         if reason:
             return Skip(reason=reason)
+        if keep in self._made:
+            self._resumed = None  # What was resumed from makes way now, and not before.
         save = self.save(checkpoint_id, step=step, now_ms=now_ms, durable=is_durable, final=final)
         self._made.append(checkpoint_id)
         if is_durable:
@@ -618,8 +628,6 @@ class JobProtocol:
         held = frozenset[CheckpointId]().union(*(rank.held for rank in ready))
         self._made = [checkpoint_id for checkpoint_id in self._made if checkpoint_id in held]
         complete = [checkpoint_id for checkpoint_id in self._made if _is_complete(checkpoint_id, ready)]
-        if complete:
-            self._resumed = None
         last = complete[-1] if complete else self._resumed
         holders = [rank for rank in ready if last in rank.held]
         return None if not holders or any(rank.has_one_image for rank in holders) else last

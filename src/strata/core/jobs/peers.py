@@ -209,7 +209,10 @@ class Shelf:
         self._remove(copy)
 
     def settle(self, run: str, generation: int) -> list[Copy]:
-        """This generation has a complete snapshot of its own: what is left of earlier ones, which makes way."""
+        """This generation has a complete snapshot of its own: what is left of earlier ones, which makes way. A superseded one
+        has no say."""
+        if generation < self.generations.get(run, 0):
+            return []
         old = [
             copy
             for copies in self.complete.values()
@@ -220,8 +223,10 @@ class Shelf:
             self._remove(copy)
         return old
 
-    def forget(self, run: str) -> list[Copy]:
-        """The run has ended: nobody will ask for its copies."""
+    def forget(self, run: str, generation: int) -> list[Copy]:
+        """The run has ended, with this generation: nobody will ask for its copies."""
+        if generation < self.generations.get(run, 0):
+            return []
         gone = [copy for copy in self._everything() if copy.run == run]
         for copy in gone:
             self._remove(copy)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.chromium import Chromium
-from strata.bench.browsers import Browser
-from strata.bench.fleet import Fleet
-from strata.bench.serving import HOST, Served, served_coordinator
+from strata.bench.coordinator.browsers import Browser
+from strata.bench.coordinator.fleet import Fleet
+from strata.bench.coordinator.serving import HOST, Served, served_coordinator
 from strata.bench.table import Row, report
 from strata.coordinator.http.dashboard import BUILT
 from strata.errors import StrataError

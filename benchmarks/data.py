@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environments import environment
-from strata.bench import data_resume
-from strata.bench.data_resume import TOTAL
+from strata.bench.data import resume
+from strata.bench.data.resume import TOTAL
 from strata.bench.table import report
 
 REQUIREMENTS = {"dlrover": "dlrover==0.6.1", "streaming": "mosaicml-streaming==0.13.0"}
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{NAMES[peer]} {_in_words(_peer(peer, python, schedule))}" for peer, python in pythons.items()
         )
 
-    report("Resuming data", data_resume.run(compare=compare), as_json=arguments.json)
+    report("Resuming data", resume.run(compare=compare), as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from strata.data.cache_folder import cache_dir
+from strata.data.streaming.block_cache import cache_dir
 
 
 def environment(name: str, requirements: Sequence[str], *, with_dependencies: bool = False) -> Path:

@@ -27,7 +27,8 @@ import psutil
 
 import strata
 from benchmarks.environments import environment
-from strata.bench import in_process, recovery
+from strata.bench.recovery import in_process
+from strata.bench.recovery import suite as recovery
 from strata.bench.table import Row, report
 from strata.training.trace import clear_run, footprints
 

@@ -82,7 +82,7 @@ def _bare(shards: dict[str, int]) -> float:
     import obstore
     from obstore.store import S3Store
 
-    from strata.data.sources import BLOCK_BYTES, FETCH_THREADS
+    from strata.data.streaming.sources import BLOCK_BYTES, FETCH_THREADS
 
     client = S3Store("bench", client_options={"allow_http": True}, virtual_hosted_style_request=False)
     ranges = [

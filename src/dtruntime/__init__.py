@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from strata.checkpoint import CheckpointInfo, CheckpointManager, SaveHandle
-from strata.data.registry import DatasetRegistry
-from strata.data.shards import Shard, ShardInfo
+from strata.data.shards.manager import Shard, ShardInfo
+from strata.data.shards.registry import DatasetRegistry
 from strata.worker.orchestrator import TrainingOrchestrator
 from strata.worker.values import BarrierResult, CheckpointRecord, ShardAssignment, WorkerConfig
 

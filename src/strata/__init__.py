@@ -18,11 +18,11 @@ _HOMES = {
     "AsyncCheckpointWriter": "strata.checkpoint",
     "CheckpointManager": "strata.checkpoint",
     "Client": "strata.client",
-    "DatasetRegistry": "strata.data.registry",
-    "ElasticLoader": "strata.data.loader",
-    "ElasticSampler": "strata.data.sampler",
-    "Mixture": "strata.data.mixture",
-    "ShardManager": "strata.data.shards",
+    "DatasetRegistry": "strata.data.shards.registry",
+    "ElasticLoader": "strata.data.loading.loader",
+    "ElasticSampler": "strata.data.loading.sampler",
+    "Mixture": "strata.data.composing.mixture",
+    "ShardManager": "strata.data.shards.manager",
     "StorageBackend": "strata.stores",
     "TrainingOrchestrator": "strata.worker.orchestrator",
     "audit": "strata.data.history",
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
     from strata.checkpoint import AsyncCheckpointWriter as AsyncCheckpointWriter
     from strata.checkpoint import CheckpointManager as CheckpointManager
     from strata.client import Client as Client
+    from strata.data.composing.mixture import Mixture as Mixture
     from strata.data.history import audit as audit
-    from strata.data.loader import ElasticLoader as ElasticLoader
-    from strata.data.mixture import Mixture as Mixture
-    from strata.data.registry import DatasetRegistry as DatasetRegistry
-    from strata.data.sampler import ElasticSampler as ElasticSampler
-    from strata.data.shards import ShardManager as ShardManager
+    from strata.data.loading.loader import ElasticLoader as ElasticLoader
+    from strata.data.loading.sampler import ElasticSampler as ElasticSampler
+    from strata.data.shards.manager import ShardManager as ShardManager
+    from strata.data.shards.registry import DatasetRegistry as DatasetRegistry
     from strata.data.tokens.documents import tokens as tokens
     from strata.errors import StrataError as StrataError
     from strata.launch.context import current_task as current_task

@@ -11,12 +11,12 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from strata.bench.coordinator import watched
-from strata.bench.fleet import Fleet, heartbeat
-from strata.bench.serving import HOST, bare_grpc_server, served_coordinator
-from strata.bench.swarm import CallFailed, Connection
+from strata.bench.coordinator.fleet import Fleet, heartbeat
+from strata.bench.coordinator.serving import HOST, bare_grpc_server, served_coordinator
+from strata.bench.coordinator.suite import watched
+from strata.bench.coordinator.swarm import CallFailed, Connection
+from strata.bench.coordinator.unary import calls_per_second, driver
 from strata.bench.table import Row, number
-from strata.bench.unary import calls_per_second, driver
 from strata.cli.bench import app
 from strata.rpc import coordinator_pb2 as pb
 

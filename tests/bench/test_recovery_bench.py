@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from strata.bench import recovery_gpu
-from strata.bench.checkpoint import QUICK
-from strata.bench.checkpoint_gpu import restore_rows
+from strata.bench.checkpoint.gpu import restore_rows
+from strata.bench.checkpoint.suite import QUICK
+from strata.bench.recovery import gpu as recovery_gpu
 from strata.cli.bench import app
 
 
@@ -38,7 +38,7 @@ def test_what_runs_on_a_gpu_machine_needs_no_store_client_web_server_or_settings
 import sys
 for name in ("obstore", "fastapi", "uvloop", "omegaconf", "typer", "rich", "yaml", "orjson", "pydantic"):
     sys.modules[name] = None
-import strata.bench.checkpoint, strata.bench.checkpoint_gpu, strata.bench.recovery_gpu, strata.bench.large_job
+import strata.bench.checkpoint.suite, strata.bench.checkpoint.gpu, strata.bench.recovery.gpu, strata.bench.recovery.large_job
 import strata, strata.launch.agent, strata.training.job, strata.rendezvous.warm
 strata.elastic, strata.ElasticLoader, strata.ElasticSampler, strata.CheckpointManager
 """

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from strata.bench import sharded
-from strata.bench.checkpoint import QUICK, _save_rows
-from strata.bench.checkpoint_damage import count
+from strata.bench.checkpoint import sharded
+from strata.bench.checkpoint.damage import count
+from strata.bench.checkpoint.suite import QUICK, _save_rows
 
 
 def test_every_figure_of_a_save_is_there(tmp_path: Path) -> None:

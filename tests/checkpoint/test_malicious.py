@@ -46,8 +46,8 @@ from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFa
 from strata.checkpoint.export import export
 from strata.checkpoint.image.layout import FILE_NAME
 from strata.cli.checkpoint import app
-from strata.data.loader import ElasticLoader
-from strata.data.sampler import ElasticSampler
+from strata.data.loading.loader import ElasticLoader
+from strata.data.loading.sampler import ElasticSampler
 from strata.errors import StrataError
 from strata.stores import open_store
 from strata.training.job import ElasticJob

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strata.cli.listings import goodput_bar, goodput_legend
+from strata.cli.watching.listings import goodput_bar, goodput_legend
 
 
 def spent(**parts_s: float) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from elastic_harness.errors import ConfigurationError
 from elastic_harness.train_config import read_train_config
-from strata.cli.validate import validate
+from strata.cli.launching.validate import validate
 
 COMPLETE = "training: {max_steps: 10, lr: 1e-4}\ndata: {files: [a.jsonl]}\n"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "configs").glob("*.yaml"))

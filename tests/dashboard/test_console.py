@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from strata import TrainingOrchestrator
-from strata.bench.fleet import Fleet
-from strata.bench.serving import HOST, served_coordinator
+from strata.bench.coordinator.fleet import Fleet
+from strata.bench.coordinator.serving import HOST, served_coordinator
 from strata.launch.cleanup import end_processes
 from strata.shared_memory import forget_jobs
 from tests.dashboard.browser import Browser

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.chromium import PATIENCE_S, Chromium
 from benchmarks.dashboard import USEFUL, Load, run, say
-from strata.bench.fleet import Fleet
-from strata.bench.serving import HOST, served_coordinator
+from strata.bench.coordinator.fleet import Fleet
+from strata.bench.coordinator.serving import HOST, served_coordinator
 from tests.support_programs import program
 
 pytestmark = pytest.mark.browser

@@ -29,8 +29,8 @@ from strata.data import (
     StateMismatch,
     StreamLoader,
 )
-from strata.data.adapt import as_elastic_loader
-from strata.data.commits import Gather
+from strata.data.loading.adapt import as_elastic_loader
+from strata.data.loading.commits import Gather
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 TOTAL = 50

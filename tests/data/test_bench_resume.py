@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.resume_peers import torchdata, verdict
-from strata.bench.data_resume import SCHEDULES, strata_run
+from strata.bench.data.resume import SCHEDULES, strata_run
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from strata.core.data.ledger import DataCommit, trained_by
 from strata.data import ElasticSampler, StateMismatch
-from strata.data.commits import DataLedger
-from strata.data.sampler import WithSampler
+from strata.data.loading.commits import DataLedger
+from strata.data.loading.sampler import WithSampler
 
 
 class Reader(WithSampler):

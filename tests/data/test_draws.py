@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from strata.data.dataset import ElasticDataset
 from strata.data.iterable import ElasticIterableDataset
-from strata.data.loader import ElasticLoader
-from strata.data.sampler import ElasticSampler
+from strata.data.loading.loader import ElasticLoader
+from strata.data.loading.sampler import ElasticSampler
 
 TOTAL = 60
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from strata.core.data.audit import Commit, audit_all
 from strata.core.data.ledger import DataCommit, RankRecord
 from strata.core.data.order import EpochOrder
-from strata.data.commits import DataLedger
-from strata.data.sampler import ElasticSampler
-from strata.data.steps import Step
+from strata.data.loading.commits import DataLedger
+from strata.data.loading.sampler import ElasticSampler
+from strata.data.loading.steps import Step
 
 EPOCHS = 2
 

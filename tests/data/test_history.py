@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from strata.cli.audit import audit as audit_command
+from strata.cli.datasets.audit import audit as audit_command
 from strata.core.data.ledger import DataCommit, LedgerChain, LedgerError, RankRecord
 from strata.core.data.spans import Spans
 from strata.data.history import audit, audit_epochs, datasets_in

@@ -9,11 +9,11 @@ import pytest
 
 from strata.core.data.audit import Commit, audit_all
 from strata.core.data.ledger import DataCommit
-from strata.data.commits import DataLedger
 from strata.data.errors import StateMismatch
-from strata.data.loader import ElasticLoader
-from strata.data.sampler import ElasticSampler
-from strata.data.steps import Batch
+from strata.data.loading.commits import DataLedger
+from strata.data.loading.loader import ElasticLoader
+from strata.data.loading.sampler import ElasticSampler
+from strata.data.loading.steps import Batch
 from tests.data.test_loader import TOTAL, Numbers, calm, flat, kinds, make_loader, sampler
 
 micro = pytest.mark.parametrize("micro_batch_size", [None, 4])

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 from strata.core.data.audit import Commit, audit
 from strata.core.data.ledger import DataCommit
 from strata.core.data.order import EpochOrder
-from strata.data.commits import DataLedger
 from strata.data.errors import StateMismatch
 from strata.data.iterable import ElasticIterableDataset
-from strata.data.loader import ElasticLoader
-from strata.data.sampler import ElasticSampler
-from strata.data.steps import Batch
+from strata.data.loading.commits import DataLedger
+from strata.data.loading.loader import ElasticLoader
+from strata.data.loading.sampler import ElasticSampler
+from strata.data.loading.steps import Batch
 
 TOTAL = 103
 

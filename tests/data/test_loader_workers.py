@@ -27,7 +27,7 @@ class Samples:
     def __getitem__(self, index): return index
 
 if __name__ == "__main__":
-    from strata.data.loader_workers import end_with_trainer
+    from strata.data.loading.workers import end_with_trainer
     end_with_trainer()
     distributed.init_process_group("gloo")
     method = sys.argv[1]
@@ -106,7 +106,7 @@ class Samples:
     def __getitem__(self, index): return index
 
 if __name__ == "__main__":
-    from strata.data.loader_workers import end_with_trainer
+    from strata.data.loading.workers import end_with_trainer
     end_with_trainer()
     batches = []
     starting = threading.Thread(

@@ -15,14 +15,14 @@ import torch
 import strata
 from strata.core.data.ledger import DataCommit
 from strata.core.data.mixture import Change, MixtureError
-from strata.data.commits import DataLedger
+from strata.data.composing.mapping import filtered, mapped
+from strata.data.composing.mixture import Mixture
+from strata.data.composing.packing import cu_seqlens, document_mask, pack
 from strata.data.errors import DataError, StateMismatch
-from strata.data.loader import ElasticLoader
-from strata.data.mapping import filtered, mapped
-from strata.data.mixture import Mixture
-from strata.data.packing import cu_seqlens, document_mask, pack
-from strata.data.sampler import ElasticSampler
-from strata.data.steps import Batch, ThinnedBatch
+from strata.data.loading.commits import DataLedger
+from strata.data.loading.loader import ElasticLoader
+from strata.data.loading.sampler import ElasticSampler
+from strata.data.loading.steps import Batch, ThinnedBatch
 from tests.cli.running import strata as run_strata
 from tests.data.manifests import publish
 from tests.data.tokens.corpora import build, write_jsonl

@@ -21,11 +21,11 @@ from strata.core.data.audit import audit
 from strata.core.data.ledger import DataCommit
 from strata.core.data.mixture import Change, MixturePlan
 from strata.core.data.mixture_changes import Board, decide
+from strata.data.composing.mapping import Several, filtered, mapped
+from strata.data.composing.mixture import Mixture
+from strata.data.composing.packing import PackedDocuments
 from strata.data.history import audit_by_source
-from strata.data.mapping import Several, filtered, mapped
-from strata.data.mixture import Mixture
-from strata.data.packing import PackedDocuments
-from strata.data.sampler import ElasticSampler
+from strata.data.loading.sampler import ElasticSampler
 from tests.data.test_elastic_history import Fleet, Run
 
 QUICK, ALL, PARTS = 60, 5_000, 100

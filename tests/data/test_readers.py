@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from strata.data import index_cache
 from strata.data.errors import DataError
 from strata.data.reader import DatasetReader, discover
 from strata.data.readers.crc32c import crc32c, masked_crc32c
+from strata.data.streaming import index_cache
 
 N = 100
 

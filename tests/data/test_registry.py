@@ -15,9 +15,9 @@ from strata.core.data.audit import Commit, audit
 from strata.core.data.ledger import DataCommit, RankRecord
 from strata.core.messages import Conflict, InvalidArgument, Unknown
 from strata.data.errors import DataError
-from strata.data.registry import DatasetRegistry
-from strata.data.shard_stream import ShardStream
-from strata.data.shards import Shard, ShardInfo, ShardManager
+from strata.data.shards.manager import Shard, ShardInfo, ShardManager
+from strata.data.shards.registry import DatasetRegistry
+from strata.data.shards.stream import ShardStream
 from strata.errors import StrataError
 
 

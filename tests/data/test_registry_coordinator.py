@@ -10,8 +10,8 @@ import pytest
 from strata.core.data.ledger import DataCommit
 from strata.data.errors import DataError
 from strata.data.reader import DatasetReader
-from strata.data.registry import DatasetRegistry
-from strata.data.shard_stream import ShardStream
+from strata.data.shards.registry import DatasetRegistry
+from strata.data.shards.stream import ShardStream
 from strata.errors import StrataError
 from strata.worker.orchestrator import TrainingOrchestrator
 from tests.support import Coordinator

@@ -16,10 +16,11 @@ import pyarrow.parquet
 import pytest
 from torch.utils.data import DataLoader
 
-from strata.data import ElasticDataset, ElasticIterableDataset, ElasticLoader, ElasticSampler, sources
+from strata.data import ElasticDataset, ElasticIterableDataset, ElasticLoader, ElasticSampler
 from strata.data.errors import DataError
 from strata.data.reader import DatasetReader, discover
-from strata.data.registry import DatasetRegistry
+from strata.data.shards.registry import DatasetRegistry
+from strata.data.streaming import sources
 from strata.stores import open_store
 from tests.support_seaweed import Seaweed, seaweed
 

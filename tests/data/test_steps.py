@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.data.steps import StepPlan
+from strata.data.loading.steps import StepPlan
 
 
 def plans(world: int, **options: int | bool | None) -> list[StepPlan]:

@@ -21,17 +21,10 @@ import pyarrow.parquet
 import pytest
 
 import strata
-from strata.data import (
-    DataError,
-    DatasetReader,
-    ElasticDataset,
-    ElasticLoader,
-    ElasticSampler,
-    discover,
-    sources,
-)
-from strata.data import block_cache as caches
-from strata.data.tokens.builder import build_index
+from strata.data import DataError, DatasetReader, ElasticDataset, ElasticLoader, ElasticSampler, discover
+from strata.data.streaming import block_cache as caches
+from strata.data.streaming import sources
+from strata.data.tokens.building.builder import build_index
 from strata.data.tokens.dataset import TokenDataset, TokenLoader
 from strata.data.tokens.errors import InvalidIndex
 from strata.data.tokens.index import TokenIndex
@@ -190,7 +183,8 @@ def test_an_object_that_was_replaced_is_an_error_that_names_it(own_cache: Path) 
 
 READ_ALL = """
 import sys
-from strata.data import DatasetReader, sources
+from strata.data import DatasetReader
+from strata.data.streaming import sources
 sources.BLOCK_BYTES = int(sys.argv[2])
 reader = DatasetReader(sys.argv[1])
 print(sum(row["id"] for row in reader.read(range(len(reader)))), flush=True)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.data import sources
 from strata.data.errors import DataError
 from strata.data.reader import DatasetReader, discover
+from strata.data.streaming import sources
 
 lines = st.lists(
     st.one_of(

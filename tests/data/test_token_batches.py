@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from strata.core.data.ledger import DataCommit
 from strata.data import DataLedger, ElasticLoader, ElasticSampler
-from strata.data.steps import Step
+from strata.data.loading.steps import Step
 
 
 def make(lengths: list[int], budget: int, rank: int = 0, world_size: int = 1) -> ElasticSampler:

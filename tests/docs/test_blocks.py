@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from strata.cli.validate import find_problems
+from strata.cli.launching.validate import find_problems
 from strata.coordinator.notify.settings import read_notify
 from strata.coordinator.settings import read_settings
 from strata.launch.recipes import read_recipes

@@ -15,8 +15,8 @@ from elastic_harness.checkpoint import (
     load_checkpoint_to_model,
 )
 from strata.checkpoint.catalog.naming import step_stem
-from strata.data.loader import ElasticLoader
-from strata.data.sampler import ElasticSampler
+from strata.data.loading.loader import ElasticLoader
+from strata.data.loading.sampler import ElasticSampler
 from strata.training.job import ElasticJob
 
 

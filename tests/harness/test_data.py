@@ -155,7 +155,7 @@ def test_command_line_never_shows_a_traceback(tmp_path: Path) -> None:
 def test_strata_index_is_the_same_engine(tmp_path: Path) -> None:
     import typer
 
-    from strata.cli.index import index
+    from strata.cli.datasets.index import index
 
     app = typer.Typer()
     app.command()(index)

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from strata.cli.logs import NotATime
 from strata.cli.main import app
+from strata.cli.watching.logs import NotATime
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import RawSession, channel, stub
 from tests.support import Coordinator, eventually

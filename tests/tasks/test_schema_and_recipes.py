@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from strata.cli.tasks import WrongCall, read_settings
+from strata.cli.launching.tasks import WrongCall, read_settings
 from strata.config import ConfigError
 from strata.core.messages import InvalidArgument, Unknown
 from strata.launch.context import NotATask, TaskContext, current_task

@@ -19,7 +19,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strata.data.steps import Batch
+from strata.data.loading.steps import Batch
 from strata.training import live
 from tests.support_ranks import join
 from tests.training.loops import Loop

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import TensorDataset
 
 import strata
-from strata.data.steps import Batch
+from strata.data.loading.steps import Batch
 from strata.sinks import Sink
 from strata.training import ElasticJob, ElasticOptions
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import strata
-from strata.data import ElasticDataset, ElasticLoader, ElasticSampler, sources
+from strata.data import ElasticDataset, ElasticLoader, ElasticSampler
+from strata.data.streaming import sources
 from strata.errors import StrataError
 from strata.training import ElasticOptions
 

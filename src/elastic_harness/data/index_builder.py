@@ -15,11 +15,11 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from strata.data.tokens.builder import BuildOptions, BuildReport, Progress, build_index
+from strata.data.tokens.building.builder import BuildOptions, BuildReport, Progress, build_index
+from strata.data.tokens.building.progress import TerminalProgress
+from strata.data.tokens.building.records import OnBad
 from strata.data.tokens.format import DEFAULT_ENTRY_INTERVAL, IndexEntry, IndexHeader
 from strata.data.tokens.index import TokenIndex as TokenIndexFile
-from strata.data.tokens.progress import TerminalProgress
-from strata.data.tokens.records import OnBad
 from strata.errors import StrataError
 from strata.trainer.error_translation import reading_data
 from strata.trainer.errors import DataLoadingError

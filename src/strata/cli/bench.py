@@ -29,42 +29,42 @@ Peers = Annotated[
 @app.command()
 def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
     """Heartbeats, barriers, shard plans, and a fleet of 1,000 with open dashboards. Takes about five minutes."""
-    from strata.bench import coordinator
+    from strata.bench.coordinator import suite
 
-    coordinator.main(json=as_json, quick=quick)
+    suite.main(json=as_json, quick=quick)
 
 
 @app.command()
 def data(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) -> None:
     """Token indices and their reading, mixtures and packing, and what a resumed epoch loses or repeats."""
     _check_moved("--peers" if peers else "", "benchmarks.data")
-    from strata.bench import data_mixture, data_resume, data_tokens
+    from strata.bench.data import mixture, resume, tokens
     from strata.bench.table import report
 
-    tokens = data_tokens.run(tokens=5_000_000, text_mb=2) if quick else data_tokens.run()
+    indices = tokens.run(tokens=5_000_000, text_mb=2) if quick else tokens.run()
     sizes = {"draws": 200_000, "documents": 1_000, "batches": 10} if quick else {}
-    report("Data", chain(tokens, data_mixture.run(**sizes), data_resume.run()), as_json=as_json)
+    report("Data", chain(indices, mixture.run(**sizes), resume.run()), as_json=as_json)
 
 
 @app.command()
 def checkpoint(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) -> None:
     """Saving, staging, restoring and cleaning, beside the disk's own speed and other savers."""
-    from strata.bench import checkpoint
+    from strata.bench.checkpoint import suite
 
     _check_device(gpu)
-    checkpoint.main(json=as_json, quick=quick, gpu=gpu)
+    suite.main(json=as_json, quick=quick, gpu=gpu)
 
 
 @app.command()
 def sharded(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) -> None:
     """Sharded state, saved by two ranks and loaded by three, beside PyTorch's own distributed checkpoints."""
     if gpu:
-        from strata.bench import sharded_gpu
+        from strata.bench.checkpoint import sharded_gpu
 
         _check_device(gpu)
         sharded_gpu.main(json=as_json, quick=quick)
         return
-    from strata.bench import sharded
+    from strata.bench.checkpoint import sharded
 
     sharded.main(json=as_json, quick=quick)
 
@@ -74,14 +74,14 @@ def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False
     """From the loss of a process or a node to the first step after it, beside plain torchrun."""
     _check_moved("--peers" if peers else "", "benchmarks.recovery")
     if gpu:
-        from strata.bench import recovery_gpu
+        from strata.bench.recovery import gpu as on_gpu
 
         _check_device(gpu)
-        recovery_gpu.main(as_json=as_json, quick=quick)
+        on_gpu.main(as_json=as_json, quick=quick)
         return
-    from strata.bench import recovery
+    from strata.bench.recovery import suite
 
-    recovery.main(as_json=as_json, quick=quick)
+    suite.main(as_json=as_json, quick=quick)
 
 
 @app.command(hidden=True)

@@ -15,35 +15,13 @@ from typing import Annotated
 import typer
 
 import strata
-from strata.cli import (
-    access,
-    audit,
-    bench,
-    certs,
-    chaos,
-    checkpoint,
-    cost,
-    data,
-    demo,
-    doctor,
-    index,
-    links,
-    listings,
-    logs,
-    metrics,
-    mixture,
-    notify,
-    quarantine,
-    replay,
-    serve,
-    slurm,
-    tasks,
-    torchrun,
-    validate,
-    why,
-)
+from strata.cli import bench, chaos, checkpoint, doctor
 from strata.cli.common import LiteralGroup, Unreachable, adopt_dotenv, say_error
+from strata.cli.datasets import audit, data, index, mixture
 from strata.cli.extras import missing_extra
+from strata.cli.launching import demo, slurm, tasks, torchrun, validate
+from strata.cli.operating import access, backup, certs, links, notify, quarantine, replay, serve
+from strata.cli.watching import cost, listings, logs, metrics, why
 from strata.errors import StrataError
 
 app = typer.Typer(
@@ -73,6 +51,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     tasks.stop,
     tasks.restart,
     replay.replay,
+    backup.backup,
+    backup.restore,
+    backup.rebuild,
     audit.audit,
     index.index,
     validate.validate,

@@ -13,36 +13,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "Batch": "strata.data.steps",
+    "Batch": "strata.data.loading.steps",
     "DataError": "strata.data.errors",
-    "DataLedger": "strata.data.commits",
+    "DataLedger": "strata.data.loading.commits",
     "DatasetFiles": "strata.data.reader",
     "DatasetReader": "strata.data.reader",
-    "DatasetRegistry": "strata.data.registry",
+    "DatasetRegistry": "strata.data.shards.registry",
     "ElasticDataset": "strata.data.dataset",
     "ElasticIterableDataset": "strata.data.iterable",
-    "ElasticLoader": "strata.data.loader",
-    "ElasticSampler": "strata.data.sampler",
-    "Mixture": "strata.data.mixture",
+    "ElasticLoader": "strata.data.loading.loader",
+    "ElasticSampler": "strata.data.loading.sampler",
+    "Mixture": "strata.data.composing.mixture",
     "MixtureError": "strata.core.data.mixture",
-    "PackedDocuments": "strata.data.packing",
-    "Several": "strata.data.mapping",
-    "Shard": "strata.data.shards",
-    "ShardInfo": "strata.data.shards",
-    "ShardManager": "strata.data.shards",
-    "ShardStream": "strata.data.shard_stream",
+    "PackedDocuments": "strata.data.composing.packing",
+    "Several": "strata.data.composing.mapping",
+    "Shard": "strata.data.shards.manager",
+    "ShardInfo": "strata.data.shards.manager",
+    "ShardManager": "strata.data.shards.manager",
+    "ShardStream": "strata.data.shards.stream",
     "StateMismatch": "strata.data.errors",
-    "StreamLoader": "strata.data.stream",
-    "Step": "strata.data.steps",
+    "StreamLoader": "strata.data.loading.stream",
+    "Step": "strata.data.loading.steps",
     "audit": "strata.data.history",
     "audit_by_source": "strata.data.history",
     "audit_epochs": "strata.data.history",
-    "cu_seqlens": "strata.data.packing",
+    "cu_seqlens": "strata.data.composing.packing",
     "discover": "strata.data.reader",
-    "document_mask": "strata.data.packing",
-    "filtered": "strata.data.mapping",
-    "mapped": "strata.data.mapping",
-    "pack": "strata.data.packing",
+    "document_mask": "strata.data.composing.packing",
+    "filtered": "strata.data.composing.mapping",
+    "mapped": "strata.data.composing.mapping",
+    "pack": "strata.data.composing.packing",
 }
 
 __all__ = list(_HOMES)
@@ -63,7 +63,14 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from strata.core.data.mixture import MixtureError as MixtureError
-    from strata.data.commits import DataLedger as DataLedger
+    from strata.data.composing.mapping import Several as Several
+    from strata.data.composing.mapping import filtered as filtered
+    from strata.data.composing.mapping import mapped as mapped
+    from strata.data.composing.mixture import Mixture as Mixture
+    from strata.data.composing.packing import PackedDocuments as PackedDocuments
+    from strata.data.composing.packing import cu_seqlens as cu_seqlens
+    from strata.data.composing.packing import document_mask as document_mask
+    from strata.data.composing.packing import pack as pack
     from strata.data.dataset import ElasticDataset as ElasticDataset
     from strata.data.errors import DataError as DataError
     from strata.data.errors import StateMismatch as StateMismatch
@@ -71,24 +78,17 @@ if TYPE_CHECKING:
     from strata.data.history import audit_by_source as audit_by_source
     from strata.data.history import audit_epochs as audit_epochs
     from strata.data.iterable import ElasticIterableDataset as ElasticIterableDataset
-    from strata.data.loader import ElasticLoader as ElasticLoader
-    from strata.data.mapping import Several as Several
-    from strata.data.mapping import filtered as filtered
-    from strata.data.mapping import mapped as mapped
-    from strata.data.mixture import Mixture as Mixture
-    from strata.data.packing import PackedDocuments as PackedDocuments
-    from strata.data.packing import cu_seqlens as cu_seqlens
-    from strata.data.packing import document_mask as document_mask
-    from strata.data.packing import pack as pack
+    from strata.data.loading.commits import DataLedger as DataLedger
+    from strata.data.loading.loader import ElasticLoader as ElasticLoader
+    from strata.data.loading.sampler import ElasticSampler as ElasticSampler
+    from strata.data.loading.steps import Batch as Batch
+    from strata.data.loading.steps import Step as Step
+    from strata.data.loading.stream import StreamLoader as StreamLoader
     from strata.data.reader import DatasetFiles as DatasetFiles
     from strata.data.reader import DatasetReader as DatasetReader
     from strata.data.reader import discover as discover
-    from strata.data.registry import DatasetRegistry as DatasetRegistry
-    from strata.data.sampler import ElasticSampler as ElasticSampler
-    from strata.data.shard_stream import ShardStream as ShardStream
-    from strata.data.shards import Shard as Shard
-    from strata.data.shards import ShardInfo as ShardInfo
-    from strata.data.shards import ShardManager as ShardManager
-    from strata.data.steps import Batch as Batch
-    from strata.data.steps import Step as Step
-    from strata.data.stream import StreamLoader as StreamLoader
+    from strata.data.shards.manager import Shard as Shard
+    from strata.data.shards.manager import ShardInfo as ShardInfo
+    from strata.data.shards.manager import ShardManager as ShardManager
+    from strata.data.shards.registry import DatasetRegistry as DatasetRegistry
+    from strata.data.shards.stream import ShardStream as ShardStream

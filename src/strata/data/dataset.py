@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from strata.data.media import How, checked, with_media
-from strata.data.prefetch import Prefetcher
 from strata.data.reader import DatasetFiles, DatasetReader, DiscoverOptions, PathOrPaths
+from strata.data.streaming.prefetch import Prefetcher
 
 
 class ElasticDataset:

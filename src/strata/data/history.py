@@ -42,7 +42,7 @@ def audit_epochs(source: Source, dataset: str) -> list[AuditReport]:
 def audit_by_source(source: Source, dataset: str | None = None) -> list[SourceReport]:
     """What was trained of each source of a mixture, and whether exactly once within each epoch of the source. Raises
     `LedgerError` where the history knows no such mixture. Whether the mixture itself is exact is what `audit` says."""
-    from strata.data.mixture import plan_of
+    from strata.data.composing.mixture import plan_of
 
     commits = commits_of(source)
     mixtures = _mixtures(commits)
@@ -61,7 +61,7 @@ def audit_by_source(source: Source, dataset: str | None = None) -> list[SourceRe
 
 def newest_board(source: Source) -> MixtureView:
     """The mixture of a history as its newest checkpoint has it, with the changes that were made while training."""
-    from strata.data.mixture import plan_of
+    from strata.data.composing.mixture import plan_of
 
     mixtures = _mixtures(commits_of(source))
     if len(mixtures) != 1:

@@ -12,9 +12,9 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from strata.data.draws import read_samples
-from strata.data.sampler import ElasticSampler, WithSampler
-from strata.data.steps import Batch, MapDataset, Step
+from strata.data.loading.draws import read_samples
+from strata.data.loading.sampler import ElasticSampler, WithSampler
+from strata.data.loading.steps import Batch, MapDataset, Step
 from strata.errors import MissingDependency
 
 try:

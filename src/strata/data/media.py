@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.data.errors import DataError
-from strata.data.sources import is_remote, open_source
+from strata.data.streaming.sources import is_remote, open_source
 from strata.errors import MissingDependency
 
 How = Literal["pixels", "bytes", "path"]

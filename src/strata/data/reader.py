@@ -20,13 +20,13 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
-from strata.data.compressed import DecompressedSource, is_compressed
 from strata.data.errors import DataError
-from strata.data.index_cache import load_index, save_index
 from strata.data.readers.base import Cache, FileIndex, Format, OnBad, OpenFile, ReadOptions, Row, group_rows
 from strata.data.readers.formats import ALL_SUFFIXES, format_named, format_of, suffixes_of
 from strata.data.readers.mds import INDEX_NAME, MDS, listed
-from strata.data.sources import FileRef, Source, WatchedSource, find, is_remote, open_source
+from strata.data.streaming.compressed import DecompressedSource, is_compressed
+from strata.data.streaming.index_cache import load_index, save_index
+from strata.data.streaming.sources import FileRef, Source, WatchedSource, find, is_remote, open_source
 
 log = logging.getLogger("strata.data")
 
@@ -104,7 +104,7 @@ def discover(
     if not places:
         raise DataError("No path was given.", hint="Give a file, a directory, a glob, or a list of them.")
     if places[0].endswith(SAMPLES_SUFFIX) and len(places) == 1:
-        from strata.data.sample_index import load
+        from strata.data.streaming.sample_index import load
 
         return load(places[0])
     text = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1:,} more"

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from strata.checkpoint.destinations import Destination
-from strata.data.steps import Batch
+from strata.data.loading.steps import Batch
 from strata.errors import MissingDependency
 from strata.integrations.loading import CannotPromise, TrainerLoader, announce, said_at_start
 from strata.sinks import Sink

@@ -22,10 +22,10 @@ from typing import Any, ClassVar, Unpack
 from torch.utils.data import IterableDataset
 
 from strata.core.text import counted
-from strata.data.commits import DataLedger
-from strata.data.loader import ElasticLoader, LoaderOptions
-from strata.data.sampler import ElasticSampler
-from strata.data.steps import Batch, MapDataset, StepPlan
+from strata.data.loading.commits import DataLedger
+from strata.data.loading.loader import ElasticLoader, LoaderOptions
+from strata.data.loading.sampler import ElasticSampler
+from strata.data.loading.steps import Batch, MapDataset, StepPlan
 from strata.errors import StrataError
 from strata.training.exchange import rank_and_world
 from strata.training.job import ElasticJob

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from strata.data.tokens.builder import BuildOptions, build_index
+from strata.data.tokens.building.builder import BuildOptions, build_index
 from strata.launch.recipes_builtin import TRAINER
 from strata.launch.torchrun import TorchrunSpec
 

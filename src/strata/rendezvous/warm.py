@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from strata.data.loader_workers import end_with_trainer
+from strata.data.loading.workers import end_with_trainer
 from strata.launch.torchrun_trap import separate_attempts
 from strata.processes import end_with_parent, let_fork_server_end, write_line_by_line
 from strata.rendezvous.channel import SLOT_VARIABLE

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from strata.data.tokens.building.sources import expand_patterns
+from strata.data.tokens.building.tokenizers import BYTES_NAME, load_tokenizer
 from strata.data.tokens.dataset import TokenDataset, TokenLoader
 from strata.data.tokens.errors import IndexNotFound, StaleIndex
 from strata.data.tokens.freshness import (
@@ -33,8 +35,6 @@ from strata.data.tokens.freshness import (
 )
 from strata.data.tokens.index import TokenIndex
 from strata.data.tokens.sequences import DatasetState, SequenceReader
-from strata.data.tokens.sources import expand_patterns
-from strata.data.tokens.tokenizers import BYTES_NAME, load_tokenizer
 from strata.trainer.error_translation import reading_data, respelt
 from strata.trainer.errors import DataLoadingError
 

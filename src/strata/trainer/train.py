@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from strata.checkpoint.catalog.naming import step_stem
 from strata.checkpoint.errors import SaveFailed
 from strata.core.faults.failures import EXIT_AGAIN
-from strata.data.loader import ElasticLoader
-from strata.data.sampler import ElasticSampler
-from strata.data.steps import Batch
+from strata.data.loading.loader import ElasticLoader
+from strata.data.loading.sampler import ElasticSampler
+from strata.data.loading.steps import Batch
 from strata.errors import StrataError
 from strata.logs import formatter
 from strata.torch_compat import lazy_dynamo

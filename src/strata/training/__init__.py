@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from strata.checkpoint.destinations import Destination
-    from strata.data.adapt import AnyData
+    from strata.data.loading.adapt import AnyData
     from strata.sinks import Sink
     from strata.training.job import ElasticJob as ElasticJob
     from strata.training.job import ElasticOptions as ElasticOptions

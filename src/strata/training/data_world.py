@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from strata.core.text import counted
-from strata.data.loader import ElasticLoader
+from strata.data.loading.loader import ElasticLoader
 from strata.errors import StrataError
 from strata.training.exchange import gather, rank_and_world
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from strata.data.loader import ElasticLoader
-from strata.data.steps import Batch
+from strata.data.loading.loader import ElasticLoader
+from strata.data.loading.steps import Batch
 from strata.training import rng
 from strata.training.exchange import gather
 

@@ -84,11 +84,11 @@ from strata.core.jobs.roster import Changes, Entrant, Roster, enter
 from strata.core.telemetry.run_details import packed
 from strata.core.text import counted
 from strata.core.types import CheckpointId
-from strata.data.adapt import AnyData, as_elastic_loader
-from strata.data.commits import DataLedger
 from strata.data.errors import DataError
-from strata.data.loader import ElasticLoader
-from strata.data.steps import Batch
+from strata.data.loading.adapt import AnyData, as_elastic_loader
+from strata.data.loading.commits import DataLedger
+from strata.data.loading.loader import ElasticLoader
+from strata.data.loading.steps import Batch
 from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
 from strata.processes import machine_token

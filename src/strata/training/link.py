@@ -27,7 +27,7 @@ from strata.backoff import Backoff
 from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
 from strata.core.text import as_identifier
-from strata.data.sampler import ElasticSampler
+from strata.data.loading.sampler import ElasticSampler
 from strata.errors import StrataError
 from strata.files import is_on_network
 from strata.training.trace import Recovery
@@ -170,7 +170,9 @@ class CoordinatorLink:
         created_at = {info.checkpoint_id: info.created_at for info in infos}
         with self._lock:
             self._existing = {
-                checkpoint_id: _facts(info) if (info := described.get(checkpoint_id)) is not None else None
+                checkpoint_id: checkpoint_facts(info)
+                if (info := described.get(checkpoint_id)) is not None
+                else None
                 for checkpoint_id in sorted(present, key=lambda each: created_at.get(each, 0.0))
             }
             self._is_behind = True
@@ -205,7 +207,7 @@ class CoordinatorLink:
 
     def on_completed(self, save: Started, info: CheckpointInfo, *, seconds: float) -> None:
         if _lasts(info.tiers):
-            facts = {**_facts(info), "duration_s": seconds}
+            facts = {**checkpoint_facts(info), "duration_s": seconds}
             self._notify("completed", facts)
 
     def on_failed(self, save: Started, error: BaseException, *, seconds: float) -> None:
@@ -337,14 +339,7 @@ class CoordinatorLink:
             return
         run: Facts = {"run_id": self.run_id, "run_generation": self.generation}
         try:
-            unknown = set(self._orchestrator.reconcile_checkpoints(list(existing), **run))
-            newer = ""
-            for checkpoint_id, facts in reversed(existing.items()):
-                if checkpoint_id in unknown:
-                    if facts is None:
-                        continue
-                    self._orchestrator.notify_checkpoint(**facts, **run, succeeded_by=newer)
-                newer = checkpoint_id
+            report_existing(self._orchestrator, existing, run)
             self._subsumed = noted
         except (CoordinatorUnavailable, StaleWorker):
             self._is_behind = True
@@ -393,7 +388,22 @@ def _beginning(save: Started) -> Facts:
     }
 
 
-def _facts(info: CheckpointInfo) -> Facts:
+def report_existing(orchestrator: TrainingOrchestrator, existing: dict[str, Facts | None], run: Facts) -> int:
+    """These checkpoints of a run exist, oldest first, and no others do; those that the registry does not know are described. Returns
+    how many it did not know."""
+    unknown = set(orchestrator.reconcile_checkpoints(list(existing), **run))
+    newer = ""
+    for checkpoint_id, facts in reversed(existing.items()):
+        if checkpoint_id in unknown:
+            if facts is None:
+                continue
+            orchestrator.notify_checkpoint(**facts, **run, succeeded_by=newer)
+        newer = checkpoint_id
+    return len(unknown)
+
+
+def checkpoint_facts(info: CheckpointInfo) -> Facts:
+    """What the registry is told of a checkpoint."""
     return {
         "checkpoint_id": info.checkpoint_id,
         "step": info.step,

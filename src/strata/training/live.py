@@ -25,7 +25,7 @@ from torch import distributed
 
 from strata.core.jobs.live import Boundary, Device, Facts, Frozen
 from strata.core.jobs.roster import Roster
-from strata.data.loader import ElasticLoader
+from strata.data.loading.loader import ElasticLoader
 from strata.torch_compat.images import copy_all
 from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors, version_of
 from strata.training import rng

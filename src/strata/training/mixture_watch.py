@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from strata.core.data.mixture import MixtureError
 from strata.core.data.mixture_changes import Board, Request, board_key, decide, unsettled
-from strata.data.sampler import ElasticSampler
+from strata.data.loading.sampler import ElasticSampler
 from strata.training.exchange import gather
 
 log = logging.getLogger("strata.training")

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from strata.data.tokens.builder import BuildOptions, BuildReport, build_index
+from strata.data.tokens.building.builder import BuildOptions, BuildReport, build_index
 from strata.data.tokens.index import TokenIndex
 
 WORDS = [

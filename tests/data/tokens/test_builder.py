@@ -19,10 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from strata.data.tokens import merge
-from strata.data.tokens.builder import BuildOptions, build_index
+from strata.data.tokens.building import merge
+from strata.data.tokens.building.builder import BuildOptions, build_index
+from strata.data.tokens.building.parts import PartSummary
 from strata.data.tokens.errors import BuildFailed, SourceUnreadable, WouldOverwrite
-from strata.data.tokens.parts import PartSummary
 from tests.data.tokens.bpe import train
 from tests.data.tokens.corpora import WordTokenizer, build, text_of, texts, write_jsonl
 
@@ -74,8 +74,8 @@ def test_same_bytes_from_copies_elsewhere_with_other_times(tmp_path: Path, sourc
 
 SCRIPT = """
     import signal, sys
-    from strata.data.tokens import merge
-    from strata.data.tokens.builder import BuildOptions, build_index
+    from strata.data.tokens.building import merge
+    from strata.data.tokens.building.builder import BuildOptions, build_index
     merge.COMMIT_BYTES = 100_000
     output, tokenizer, workers, hold_at, *files = sys.argv[1:]
     add = merge.Merge.add

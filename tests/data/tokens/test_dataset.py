@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from strata.core.data.audit import Commit, audit
 from strata.core.data.ledger import DataCommit
 from strata.core.data.order import EpochOrder
-from strata.data.commits import DataLedger
 from strata.data.errors import StateMismatch
-from strata.data.steps import StepPlan
+from strata.data.loading.commits import DataLedger
+from strata.data.loading.steps import StepPlan
 from strata.data.tokens.dataset import TokenDataset, TokenLoader
 from strata.data.tokens.format import IndexHeader
 from strata.data.tokens.index import TokenIndex

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from strata.data.tokens import freshness
+from strata.data.tokens.building.sources import BLOCK_BYTES, digest_file
+from strata.data.tokens.building.tokenizers import load_tokenizer
 from strata.data.tokens.errors import SourceUnreadable, StaleIndex
 from strata.data.tokens.freshness import check_sources, check_tokenizer, note_path
 from strata.data.tokens.index import TokenIndex
-from strata.data.tokens.sources import BLOCK_BYTES, digest_file
-from strata.data.tokens.tokenizers import load_tokenizer
 from tests.data.tokens.bpe import train
 from tests.data.tokens.corpora import WordTokenizer, build, texts, tokens_of, write_jsonl
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from strata.data.tokens.progress import TerminalProgress
+from strata.data.tokens.building.progress import TerminalProgress
 
 
 def shown(*, rows: int = 3) -> str:

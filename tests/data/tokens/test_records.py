@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.data.tokens import records
+from strata.data.tokens.building import records
+from strata.data.tokens.building.records import ChunkReader
+from strata.data.tokens.building.sources import cut_into_chunks, find_sources
 from strata.data.tokens.errors import BadRecord, MissingTextKey, NothingToIndex, SourceUnreadable
 from strata.data.tokens.index import TokenIndex
-from strata.data.tokens.records import ChunkReader
-from strata.data.tokens.sources import cut_into_chunks, find_sources
 from tests.data.tokens.corpora import build, text_of, texts, write_jsonl
 
 

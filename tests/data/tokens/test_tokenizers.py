@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from strata.data.tokens.building.tokenizers import ByteTokenizer, load_tokenizer
 from strata.data.tokens.errors import BuildFailed, TokenizerUnavailable
 from strata.data.tokens.index import TokenIndex
-from strata.data.tokens.tokenizers import ByteTokenizer, load_tokenizer
 from tests.data.tokens.bpe import train
 from tests.data.tokens.corpora import WordTokenizer, build, texts, tokens_of, write_jsonl
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from strata.data.tokens import workfolder
+from strata.data.tokens.building import workfolder
 
 PLAN = b"the same plan"
 

@@ -15,12 +15,20 @@ from starlette.types import ASGIApp
 import strata
 from strata.coordinator.auth.audit_log import AuditLog
 from strata.coordinator.auth.gatekeeper import Gatekeeper
-from strata.coordinator.http import (
+from strata.coordinator.http import docs_page
+from strata.coordinator.http.dashboard import Dashboard
+from strata.coordinator.http.dependencies import Responses
+from strata.coordinator.http.middleware import (
+    AccessMiddleware,
+    EdgeMiddleware,
+    ErrorBody,
+    install_error_handlers,
+)
+from strata.coordinator.http.routes import (
     access,
     checkpoints,
     coordinator,
     datasets,
-    docs_page,
     fleet,
     logs,
     metrics,
@@ -29,14 +37,6 @@ from strata.coordinator.http import (
     quarantine,
     runs,
     tasks,
-)
-from strata.coordinator.http.dashboard import Dashboard
-from strata.coordinator.http.dependencies import Responses
-from strata.coordinator.http.middleware import (
-    AccessMiddleware,
-    EdgeMiddleware,
-    ErrorBody,
-    install_error_handlers,
 )
 from strata.coordinator.runtime import Runtime
 from strata.core import views

@@ -60,7 +60,7 @@ def _set(kind: int, most: int, *, grace: int = 0) -> None:
 
 
 def _answer(request: Request) -> dict[str, Any]:
-    from strata.data import sources
+    from strata.data.streaming import sources
     from strata.errors import StrataError
 
     scope = ReadScope(**{key: _plain(value) for key, value in request["scope"].items()}).resolved()

@@ -159,7 +159,7 @@ def current_position(
     for shard in cluster.datasets.shards_of(worker_id, key):
         size, done = shard.stop - shard.start, max(shard.done, reported.get(shard.shard_id, 0))
         if done < size:
-            from strata.data.shard_stream import shard_order
+            from strata.data.shards.stream import shard_order
 
             order = shard_order(shard.shard_id, size, seed=spec.seed, epoch=epochs[-1], shuffle=spec.shuffle)
             ids = order[done : min(size, done + limit)] + shard.start

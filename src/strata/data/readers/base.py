@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.data.sources import Source
+from strata.data.streaming.sources import Source
 from strata.errors import MissingDependency
 
 Row = dict[str, Any]

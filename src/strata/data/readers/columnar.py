@@ -17,7 +17,7 @@ import numpy as np
 
 from strata.data.errors import DataError
 from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row, arrow, group_rows
-from strata.data.sources import LocalSource, Source
+from strata.data.streaming.sources import LocalSource, Source
 from strata.files import RangeFile
 
 Place = Callable[[int], tuple[int, int]]

@@ -16,7 +16,7 @@ import numpy as np
 from strata.data.errors import DataError
 from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row, arrow
 from strata.data.readers.lines import Blocks, bad_record, scan, without_bad
-from strata.data.sources import Source
+from strata.data.streaming.sources import Source
 
 _SAMPLE_BYTES = 2**20
 

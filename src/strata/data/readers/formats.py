@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from strata.data import compressed
 from strata.data.errors import DataError
 from strata.data.readers.base import Format
 from strata.data.readers.columnar import ARROW, PARQUET
@@ -14,6 +13,7 @@ from strata.data.readers.npy import NPY
 from strata.data.readers.tar import WEBDATASET
 from strata.data.readers.text import JSONL, TEXT
 from strata.data.readers.tfrecord import TFRECORD
+from strata.data.streaming import compressed
 
 FORMATS: tuple[Format, ...] = (PARQUET, CSV, TSV, JSONL, ARROW, WEBDATASET, MDS, TFRECORD, NPY, TEXT)
 NAMES = tuple(format.name for format in FORMATS)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from strata.data.errors import DataError
 from strata.data.readers.base import FileIndex, ReadOptions, Row, group_rows
-from strata.data.sources import Source, chunks, refuse_compressed
+from strata.data.streaming.sources import Source, chunks, refuse_compressed
 
 BLOCK_ROWS = 32
 BLOCK_BYTES = 256 * 1024

@@ -25,7 +25,7 @@ import xxhash
 
 from strata.data.errors import DataError
 from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row, arrow
-from strata.data.sources import FileRef, Source, open_source
+from strata.data.streaming.sources import FileRef, Source, open_source
 
 INDEX_NAME = "index.json"
 _DIGESTS: Mapping[str, Callable[[bytes], str]] = {

@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 
 from strata.data.errors import DataError
 from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row
-from strata.data.sources import Source
+from strata.data.streaming.sources import Source
 
 _HEADER_BYTES = 64 * 1024
 

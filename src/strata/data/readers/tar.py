@@ -19,7 +19,7 @@ import numpy as np
 
 from strata.data.errors import DataError
 from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row
-from strata.data.sources import Source, refuse_compressed
+from strata.data.streaming.sources import Source, refuse_compressed
 from strata.files import RangeFile
 
 _BUFFER_BYTES = 64 * 1024

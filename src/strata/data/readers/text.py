@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from strata.data.errors import DataError
 from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row
 from strata.data.readers.lines import Blocks, data_start, read_rows, scan, without_bad
-from strata.data.sources import Source
+from strata.data.streaming.sources import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

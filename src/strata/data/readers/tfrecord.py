@@ -16,7 +16,7 @@ import numpy as np
 from strata.data.errors import DataError
 from strata.data.readers.base import Cache, FileIndex, OpenFile, ReadOptions, Row
 from strata.data.readers.crc32c import masked_crc32c
-from strata.data.sources import CHUNK_BYTES, Source, refuse_compressed
+from strata.data.streaming.sources import CHUNK_BYTES, Source, refuse_compressed
 
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 

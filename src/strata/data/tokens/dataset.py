@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 from strata.core.data.ledger import RankRecord
 from strata.core.data.order import EpochOrder
 from strata.data.errors import StateMismatch
-from strata.data.steps import Step, StepPlan
+from strata.data.loading.steps import Step, StepPlan
 from strata.data.tokens.index import TokenIndex
 from strata.data.tokens.sequences import DatasetState, SequenceReader, Sequences, sequence_numbers
 

@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from strata.data.tokens.building.sources import digest_file
+from strata.data.tokens.building.tokenizers import LoadedTokenizer
 from strata.data.tokens.errors import SourceUnreadable, StaleIndex
 from strata.data.tokens.format import DEFAULT_ENTRY_INTERVAL, IndexHeader, IndexMeta
 from strata.data.tokens.index import TokenIndex
-from strata.data.tokens.sources import digest_file
-from strata.data.tokens.tokenizers import LoadedTokenizer
 from strata.files import write_file
 
 COMMAND = "strata index"

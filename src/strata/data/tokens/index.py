@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.data.sources import Source, is_remote, open_source
+from strata.data.streaming.sources import Source, is_remote, open_source
 from strata.data.tokens.errors import IndexNotFound, InvalidIndex
 from strata.data.tokens.format import TOKENS_AT, IndexEntry, IndexHeader, IndexMeta, identity_of
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.core.data.order import EpochOrder
-from strata.data.steps import Step, StepPlan
+from strata.data.loading.steps import Step, StepPlan
 from strata.data.tokens.index import FAULT_BYTES, TokenIndex
 
 IGNORED_LABEL = -100

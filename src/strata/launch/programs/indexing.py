@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 from strata.core.text import as_identifier
 from strata.data.errors import DataError
-from strata.data.sources import find, is_remote
-from strata.data.tokens.builder import BuildOptions, build_index
+from strata.data.streaming.sources import find, is_remote
+from strata.data.tokens.building.builder import BuildOptions, build_index
 from strata.errors import StrataError
 from strata.launch.context import TaskDataset, current_task
 from strata.launch.programs.presence import Presence

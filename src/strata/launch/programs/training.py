@@ -117,7 +117,7 @@ def _files(task: TaskContext, folder: Path) -> list[str]:
 
 
 def _build_index(task: TaskContext, files: list[str], index: Path) -> None:
-    from strata.data.tokens.builder import BuildOptions, build_index
+    from strata.data.tokens.building.builder import BuildOptions, build_index
 
     options = BuildOptions(text_key=task.config["text_key"], workers=max(1, task.worker_count))
     report = build_index(files, index, tokenizer=task.config["tokenizer"], options=options)

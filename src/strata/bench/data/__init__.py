@@ -1,0 +1,1 @@
+"""Data measured: building and reading token indices, mixtures and packing, resuming."""

@@ -1,0 +1,1 @@
+"""The way back measured: from a lost process or machine to the next new step."""

@@ -1,0 +1,1 @@
+"""Commands about data: what is in it, indexing it, mixing it, the proof of what was trained."""

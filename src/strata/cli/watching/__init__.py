@@ -1,0 +1,1 @@
+"""Commands that read what the coordinator knows: listings, logs, metrics, incidents, cost."""

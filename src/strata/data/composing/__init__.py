@@ -1,0 +1,1 @@
+"""Datasets made of datasets: mixed in proportions, packed into sequences, filtered and split."""

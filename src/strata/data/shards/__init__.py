@@ -1,0 +1,1 @@
+"""Shards of registered datasets, for workers that read at their own pace."""

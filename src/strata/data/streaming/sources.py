@@ -1,0 +1,435 @@
+"""Files of a dataset, on disk or in object storage, read by range.
+
+`find` turns what a user wrote (a file, a directory, a glob, a URL) into the files it names, in a stable order.
+A `Source` reads any range of one of them. Local reads use positions of their own, so that processes which
+inherit a file from their parent do not disturb each other. Datasets are never written to.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import glob
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from strata.data.errors import DataError
+from strata.data.streaming.block_cache import block_cache
+from strata.stores import InvalidStoreURL, NotFound, Replaced, Store, StoreError, open_store
+from strata.stores.protocol import VersionReader
+
+CHUNK_BYTES = 4 * 2**20
+BLOCK_BYTES = 4 * 2**20
+"""In which remote files are fetched and kept."""
+READ_AHEAD_BLOCKS = 6
+FETCH_THREADS = 6
+MOST_UNDER_WAY = 32
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRef:
+    """A file that exists, and what tells whether it has changed since."""
+
+    path: str
+    size_bytes: int
+    modified_s: float
+    version: str = ""
+    """Of an object: differs where it was replaced."""
+
+
+class Source(Protocol):
+    """One open file."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The bytes at [offset, offset + length), fewer only at the end of the file."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Permit = Callable[[int, str], None]
+"""Raises for an open file, and the path it was opened by, that must not be read."""
+
+_permit: Permit | None = None
+
+
+def restrict_to(permit: Permit) -> None:
+    """For a process that reads on behalf of others: every local file is shown to `permit` once it is open, so that what
+    was permitted is what is read."""
+    global _permit
+    _permit = permit
+
+
+class LocalSource:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if _permit is not None:
+            _permit(self._fd, path)
+        self.size_bytes = os.fstat(self._fd).st_size
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def read(self, offset: int, length: int) -> bytes:
+        try:
+            data = os.pread(self._fd, length, offset)
+            while len(data) < length and (more := os.pread(self._fd, length - len(data), offset + len(data))):
+                data += more
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        return data
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            self.close()
+
+
+class StoredSource:
+    """An object in S3, GCS or Azure: one version of it, read through the cache of this machine.
+
+    Ranges are read in blocks, which are kept on disk and shared. What is read from front to back is fetched ahead. Where a
+    dataset is larger than the cache, small reads out of order fetch what they ask for and nothing more.
+    """
+
+    def __init__(
+        self, url: str, *, version: str = "", size_bytes: int | None = None, set_bytes: int = 0
+    ) -> None:
+        """`version` and `size_bytes` as a listing told them; else they are asked for. `set_bytes`: of the whole dataset."""
+        self.path = url
+        self._store, self._key = _client(url)
+        if size_bytes is None:
+            try:
+                blob = self._store.stat(self._key)
+            except StoreError as error:
+                raise DataError.at(url, error.message, hint=error.hint) from error
+            if blob is None:
+                raise _missing(url)
+            version, size_bytes = blob.version, blob.size_bytes
+        self.size_bytes = size_bytes
+        self.version = version
+        self._cache = block_cache()
+        self._is_set_larger = max(set_bytes, size_bytes) > self._cache.limit_bytes
+        self._names: dict[int, str] = {}
+        self._last_block = -1
+        self._ahead_to = 0
+        """Blocks before this one are on their way, or here."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        length = min(length, self.size_bytes - offset)
+        if length <= 0:
+            return b""
+        first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
+        is_sequential = first in (self._last_block, self._last_block + 1)
+        self._last_block = last
+        if is_sequential:
+            self._fetch_ahead(last)
+        elif self._is_set_larger and length <= BLOCK_BYTES // 8 and not self._cache.has(self._name(first)):
+            return bytes(self._fetch(offset, length))
+        if first == last:
+            start = offset - first * BLOCK_BYTES
+            return bytes(self._block(first, start, start + length))
+        for block in range(first, last + 1):
+            _fetching.start(self, block)
+        pieces = []
+        for block in range(first, last + 1):
+            start = max(offset - block * BLOCK_BYTES, 0)
+            stop = min(offset + length - block * BLOCK_BYTES, BLOCK_BYTES)
+            pieces.append(self._block(block, start, stop))
+        return b"".join(pieces)
+
+    def prefetch(self, offset: int, length: int) -> None:
+        """Fetch what will be read soon, beside other work. Never waits; what cannot be fetched is found out when it is read."""
+        if self._is_set_larger and length <= BLOCK_BYTES // 8:
+            return
+        for block in range(offset // BLOCK_BYTES, -(-min(offset + length, self.size_bytes) // BLOCK_BYTES)):
+            _fetching.start(self, block)
+
+    def close(self) -> None:
+        pass
+
+    def lacks(self, name: str) -> bool:
+        """Whether a block should be fetched ahead: there is a cache, and it is not in it."""
+        return self._cache.limit_bytes > 0 and not self._cache.has(name)
+
+    def _fetch_ahead(self, block: int) -> None:
+        stop = min(block + 1 + READ_AHEAD_BLOCKS, -(-self.size_bytes // BLOCK_BYTES))
+        for ahead in range(max(block + 1, self._ahead_to if self._ahead_to <= stop else 0), stop):
+            _fetching.start(self, ahead)
+        self._ahead_to = stop
+
+    def _block(self, number: int, start: int, stop: int) -> memoryview:
+        name, size_bytes = self._name(number), self._block_bytes(number)
+        _fetching.wait(name)
+        return self._cache.read(name, size_bytes, start, stop, lambda: self._fetch_block(number))
+
+    def fill(self, number: int) -> None:
+        """Have a block in the cache."""
+        name = self._name(number)
+        if not self._cache.has(name):
+            self._cache.fill(name, self._block_bytes(number), lambda: self._fetch_block(number))
+
+    def name_of(self, number: int) -> str:
+        return self._name(number)
+
+    def _name(self, number: int) -> str:
+        name = self._names.get(number)
+        if name is None:
+            text = f"{self.path}\n{self.version}\n{self.size_bytes}\n{BLOCK_BYTES}\n{number}"
+            name = self._names[number] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return name
+
+    def _block_bytes(self, number: int) -> int:
+        return min(BLOCK_BYTES, self.size_bytes - number * BLOCK_BYTES)
+
+    def _fetch_block(self, number: int) -> memoryview:
+        return self._fetch(number * BLOCK_BYTES, self._block_bytes(number))
+
+    def _fetch(self, offset: int, length: int) -> memoryview:
+        try:
+            if isinstance(self._store, VersionReader):
+                return self._store.read_version(self._key, self.version, offset=offset, length=length)
+            return memoryview(self._store.read(self._key, offset=offset, length=length))
+        except NotFound as error:
+            raise _missing(self.path) from error
+        except Replaced as error:
+            raise DataError.at(
+                self.path,
+                "the object was replaced since it was first looked at",
+                hint="Data must not change during an epoch: restore the version it had, or register it again.",
+            ) from error
+        except StoreError as error:
+            raise DataError.at(self.path, error.message, hint=error.hint) from error
+
+
+class _Fetching:
+    """Blocks that are fetched beside reading, in a few threads of this process. Never raises: whoever reads a block that could
+    not be fetched tries it again, and says what is wrong."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self._under_way: dict[str, Future[None]] = {}
+
+    def start(self, source: StoredSource, block: int) -> None:
+        if self._pid != os.getpid():
+            self._pool, self._pid, self._under_way = None, os.getpid(), {}
+        name = source.name_of(block)
+        if name in self._under_way or len(self._under_way) >= MOST_UNDER_WAY or not source.lacks(name):
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(FETCH_THREADS, "strata-fetch")
+        future = self._pool.submit(source.fill, block)
+        self._under_way[name] = future
+        future.add_done_callback(lambda _: self._under_way.pop(name, None))
+
+    def wait(self, name: str) -> None:
+        future = self._under_way.get(name) if self._pid == os.getpid() else None
+        if future is not None:
+            with suppress(Exception):
+                future.exception()
+
+
+_fetching = _Fetching()
+
+
+class WatchedSource:
+    """A source that tells how far it was read."""
+
+    def __init__(self, source: Source, seen: Callable[[int], None]) -> None:
+        self.path = source.path
+        self.size_bytes = source.size_bytes
+        self._source = source
+        self._seen = seen
+        self.seen_bytes = 0
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = self._source.read(offset, length)
+        if offset + len(data) > self.seen_bytes and offset <= self.seen_bytes + CHUNK_BYTES:
+            new, self.seen_bytes = offset + len(data) - self.seen_bytes, offset + len(data)
+            self._seen(new)
+        return data
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def open_source(path: str, *, version: str = "", size_bytes: int | None = None, set_bytes: int = 0) -> Source:
+    """`version` and `size_bytes` of an object as they were when it was found: another one is refused."""
+    if not is_remote(path):
+        return LocalSource(path)
+    return StoredSource(
+        path, version=version, size_bytes=size_bytes if version else None, set_bytes=set_bytes
+    )
+
+
+def find(path: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> list[FileRef]:
+    """The files that `path` names, sorted by path. A directory or prefix gives those with one of `suffixes`,
+    at any depth, without hidden ones. Raises `DataError` where there is none."""
+    text = os.fspath(path).removeprefix("file://")
+    found = sorted(_find_stored(text) if is_remote(text) else _find_local(text), key=lambda ref: ref.path)
+    if len(found) == 1 and found[0].path == text:
+        return found  # Named outright: whatever its suffix.
+    matching = [ref for ref in found if not suffixes or ref.path.lower().endswith(suffixes)]
+    if not matching:
+        wanted = f" with {' or '.join(suffixes)}" if found and suffixes else ""
+        raise DataError.at(
+            text,
+            f"there is no such file{wanted}"
+            if found or _has_magic(text)
+            else "there is no such file or directory",
+            hint="Give a file, a directory, a glob like 'data/*.jsonl', or s3://bucket/prefix.",
+        )
+    return matching
+
+
+def put_object(url: str, data: bytes) -> None:
+    """Write an object that describes a dataset, beside it."""
+    store, key = _client(url)
+    try:
+        store.put(key, data)
+    except StoreError as error:
+        raise DataError.at(url, error.message, hint=error.hint) from error
+
+
+def is_visible(path: str) -> bool:
+    """Whether this process can see any file there."""
+    try:
+        return bool(find(path))
+    except DataError:
+        return False
+
+
+def chunks(source: Source, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The file from `start` on, as (offset, bytes)."""
+    while data := source.read(start, CHUNK_BYTES):
+        yield start, data
+        start += len(data)
+
+
+def refuse_compressed(source: Source) -> None:
+    """A sample in the middle of a compressed file cannot be reached without reading all before it."""
+    head = source.read(0, 6)
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise DataError.at(
+                source.path,
+                f"it is compressed with {name}, and cannot be read from the middle",
+                hint="Decompress it first, or convert it to parquet.",
+            )
+
+
+def _find_local(text: str) -> Iterator[FileRef]:
+    path = Path(text)
+    if path.is_dir():
+        names = (Path(folder) / name for folder, _, files in os.walk(path) for name in files)
+        candidates = [p for p in names if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    elif path.exists():
+        candidates = [path]
+    else:
+        candidates = [Path(name) for name in glob.glob(text, recursive=True)]
+    for candidate in candidates:
+        if candidate.is_file():
+            stat = candidate.stat()
+            yield FileRef(path=str(candidate), size_bytes=stat.st_size, modified_s=stat.st_mtime)
+
+
+def _find_stored(url: str) -> Iterator[FileRef]:
+    store, key = _client(url)
+    fixed = key
+    for magic in "*?[":
+        fixed = fixed.split(magic)[0]
+    try:
+        for blob in store.list(fixed):
+            inside = blob.key == key or blob.key.startswith(key.rstrip("/") + "/" if key else "")
+            if fnmatch.fnmatchcase(blob.key, key) if _has_magic(key) else inside:
+                yield FileRef(
+                    path=f"{_split_url(url)[0]}/{blob.key}",
+                    size_bytes=blob.size_bytes,
+                    modified_s=blob.modified_s,
+                    version=blob.version,
+                )
+    except StoreError as error:
+        raise DataError.at(url, error.message, hint=error.hint) from error
+
+
+def _client(url: str) -> tuple[Store, str]:
+    """The store that holds a URL, and the key there."""
+    if _FORKED_WITH_CLIENT:
+        raise DataError.at(
+            url,
+            "this process was forked from one that uses object storage, whose client does not survive a fork",
+            hint="Give the loader multiprocessing_context='spawn'; ElasticLoader does so by itself.",
+        )
+    bucket, key = _split_url(url)
+    try:
+        return _store_of(bucket), key
+    except InvalidStoreURL as error:
+        raise DataError.at(
+            url, "no store of this kind is known", hint="Use a path, or s3://, gs:// or az://."
+        ) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _store_of(bucket: str) -> Store:
+    return open_store(bucket)
+
+
+_FORKED_WITH_CLIENT = False
+
+
+def _note_fork() -> None:
+    """A request of an inherited client would wait for ever: its threads stayed in the parent."""
+    global _FORKED_WITH_CLIENT
+    _FORKED_WITH_CLIENT = "obstore" in sys.modules
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    return f"{scheme}://{bucket}", key
+
+
+def _has_magic(text: str) -> bool:
+    return any(c in text for c in "*?[")
+
+
+def _missing(path: str) -> DataError:
+    return DataError.at(
+        path, "there is no such file", hint="Was it moved or deleted since it was registered?"
+    )
+
+
+def _unreadable(path: str, error: OSError) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return _missing(path)
+    return DataError.at(path, f"{error.strerror or error}", hint="Check that this user may read it.")

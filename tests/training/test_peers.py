@@ -22,7 +22,7 @@ from strata.processes import machine_token
 from tests.support import eventually
 from tests.training.test_recoverable import Job, assert_exact, children, job
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 class Fleet:
@@ -172,15 +172,15 @@ def machine_of(running: Fleet, name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_both_holders_lost_means_the_durable_tier_and_that_is_said(tmp_path: Path) -> None:
-    with fleet(tmp_path, nnodes="2:4", steps=400, STEP_S="0.03", SAVE_EVERY="50") as running:
+    with fleet(tmp_path, nnodes="2:4", steps=400, STEP_S="0.03", SAVE_EVERY="40") as running:
         for name in "abcd":
             running.start(name)
-        safe = running.await_safe(100)
+        safe = running.await_safe(60)
         lost = {"c", holder_of(running, "c")}
         found = lose_and_resume(running, *sorted(lost), safe=safe)
         assert found["tier"] == "LOCAL", running.output()
-        assert found["resumed"] % 50 == 0
-        assert found["resumed"] >= 50
+        assert found["resumed"] % 40 == 0
+        assert found["resumed"] >= 40
         assert "parts are not there" in running.output()
         for each in running.machines.values():
             each.finish()

@@ -192,7 +192,6 @@ class Keeper:
             self._start(lambda c=connection: self._converse(c, is_local=is_local), "strata-peer")  # type: ignore[misc]
 
     def _converse(self, connection: socket.socket, *, is_local: bool) -> None:
-        yield_to_training()
         try:
             if is_local:
                 connection.settimeout(
@@ -235,6 +234,7 @@ class Keeper:
     # --- copies that arrive -----------------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket, message: Message) -> None:
+        wire.yield_to_training()  # This thread; others, which answer whoever restores, do not.
         length = int(message["length"])
         if not 0 < length <= wire.LONGEST_MANIFEST:
             raise PeerError("The manifest is too long.")
@@ -584,12 +584,6 @@ _LOCAL: dict[str, Callable[[Keeper, Message], Message]] = {
     "settle": Keeper._settle,
     "forget": Keeper._forget,
 }
-
-
-def yield_to_training() -> None:
-    """This thread takes the processor when nobody else wants it."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _copy_of(manifest: Manifest, slot: str) -> Copy:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -133,8 +132,7 @@ class Sender:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        wire.yield_to_training()
         overtaken = 0
         while not self._closing.is_set():
             with self._changed:

@@ -7,13 +7,16 @@ ranks send each other is not: the network of a job is trusted with its contents.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +31,8 @@ CONNECT_S = 2.0
 STILL_S = 10.0
 """A connection on which nothing moves for so long is given up."""
 PIECE_BYTES = 1 << 20
+NICE = 10
+"""How far threads that send and take copies stand behind training."""
 _LENGTH = struct.Struct(">I")
 _UNITS = {
     "": 1,
@@ -166,6 +171,13 @@ def checked(answer: Message) -> Message:
         reason = str(answer.get("reason", "it was refused without a reason"))[:500]
         raise PeerError(reason, is_lost=False, is_stale=bool(answer.get("is_stale")))
     return answer
+
+
+def yield_to_training() -> None:
+    """This thread takes the processor when nobody else wants it."""
+    if NICE:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _proof(secret: str, end: str, *nonces: object) -> str:

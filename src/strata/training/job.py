@@ -1759,12 +1759,17 @@ def _offer(manifest: Manifest, *, tier: str, where: str, distance: int) -> Offer
 
 
 def _tier_of(load: Load | LoadShards) -> str:
-    """Where a state came from: of a sharded one that the machines' own memories do not have all of, the next tier."""
-    if isinstance(load, Load) or not load.offer.parts:
-        return load.offer.tier
-    own = {source.offer.part for source in load.sources if source.offer.tier == load.offer.tier}
-    others = [source.offer.tier for source in load.sources if source.offer.tier != load.offer.tier]
-    return load.offer.tier if own >= set(load.offer.parts) or not others else others[0]
+    """Where a state came from: of a sharded one, the farthest place that something had to be read from."""
+    tier, found = load.offer.tier, set[str]()
+    for source in load.sources if isinstance(load, LoadShards) else ():
+        if source.offer.parts and found >= set(source.offer.parts):
+            break
+        if not source.offer.parts or source.offer.part not in found:
+            tier = source.offer.tier
+        if not source.offer.parts:
+            break  # It has all of it.
+        found.add(source.offer.part)
+    return tier
 
 
 def _launch_name() -> str | None:

@@ -85,6 +85,8 @@ class Keeper:
         self._lock = threading.RLock()
         self._shelf = Shelf(0)
         self._places: dict[Copy, Path] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        """Of places: faulting their pages in for every copy would take as long as the copy."""
         self._writing: dict[str, _Arriving] = {}
         self._listener: socket.socket | None = None
         self._secret = ""
@@ -305,11 +307,11 @@ class Keeper:
         part = manifest.parts[0]
         digest, size_bytes = part.digest, part.size_bytes
         try:
-            target = _map_place(place, size_bytes)
+            target = self._mapped(place, size_bytes)
         except OSError as error:
-            shutil.rmtree(place, ignore_errors=True)
+            self._clear(place)
             raise PeerError(f"There is no space for it: {error.strerror}.", is_lost=False) from error
-        with target, memoryview(target) as view:
+        with memoryview(target) as view:
             need = self._copy_unchanged(copy, manifest, view)
             wire.send(connection, {"ok": True, "need": need})
             for number in need:
@@ -365,6 +367,23 @@ class Keeper:
 
     # --- copies that are there --------------------------------------------------------------------------------
 
+    def _mapped(self, place: Path, size_bytes: int) -> mmap.mmap:
+        """The bytes of a place, with space for so many, and no mark. Raises `OSError`."""
+        with self._lock:
+            known = self._maps.pop(place, None)
+        (place / MARK_NAME).unlink(missing_ok=True)
+        if known is None or len(known) != size_bytes or not (place / FILE_NAME).exists():
+            known = _map_place(place, size_bytes)
+        with self._lock:
+            self._maps[place] = known
+        return known
+
+    def _clear(self, place: Path) -> None:
+        """Give the memory of a place back."""
+        with self._lock:
+            self._maps.pop(place, None)  # Closed when nobody looks at it any more.
+        shutil.rmtree(place, ignore_errors=True)
+
     def _unmark(self, copy: Copy) -> None:
         place = self._places.pop(copy, None)
         if place is not None:
@@ -375,7 +394,7 @@ class Keeper:
         self._shelf.discard(copy)
         self._unmark(copy)
         if place is not None:
-            shutil.rmtree(place, ignore_errors=True)
+            self._clear(place)
 
     def _tidy(self, slot: str) -> None:
         """Memory of copies that never became complete is given back at once."""
@@ -383,7 +402,7 @@ class Keeper:
         used = {place for copy, place in self._places.items() if copy.slot == slot}
         for place in (folder / "0", folder / "1"):
             if place not in used:
-                shutil.rmtree(place, ignore_errors=True)
+                self._clear(place)
 
     def _listed(self, message: Message) -> list[Message]:
         """Whoever is about to restore a run says as which generation: what it is told of stays as it is, whatever earlier ones still send."""
@@ -437,7 +456,7 @@ class Keeper:
                 raise PeerError(f"There are {size_bytes:,} bytes.", is_lost=False)
             wire.send(connection, {"ok": True, "length": length})
             if length:
-                connection.sendfile(file, offset, length)
+                wire.send_file(connection, file.fileno(), offset, length)
 
     # --- what this machine's workers say ----------------------------------------------------------------------
 
@@ -535,7 +554,7 @@ class Keeper:
         key: Message,
     ) -> None:
         part = manifest.parts[0]
-        with _map_place(place, part.size_bytes) as target, memoryview(target) as view:
+        with memoryview(self._mapped(place, part.size_bytes)) as view:
             wire.ask(theirs, {"op": "read", **key, "offset": 0, "length": part.size_bytes})
             for number in range(len(part.digest.chunks)):
                 start = number * part.digest.chunk_bytes
@@ -601,8 +620,6 @@ def _map_place(place: Path, size_bytes: int) -> mmap.mmap:
     """The file of a place, with space for all of it. One of the same size is used again: its pages are there."""
     make_private(place, inside=place.parent.parent)
     path = place / FILE_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (place / MARK_NAME).unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(fd).st_size != size_bytes:

@@ -292,7 +292,7 @@ class Sender:
                     if time.monotonic() > deadline_s:
                         raise PeerError(f"It took more than {SEND_S:g} s.")
                     count = min(PIECE_BYTES, end - start)
-                    if connection.sendfile(file, start, count) != count:
+                    if wire.send_file(connection, file.fileno(), start, count) != count:
                         raise Overtaken  # The file has become shorter.
                     start += count
                     sent_bytes += count

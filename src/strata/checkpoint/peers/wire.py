@@ -110,7 +110,11 @@ def receive_into(
     """Fill `view`; `taken` gets each piece while it is still in the processor's cache."""
     done = 0
     while done < len(view):
-        count = connection.recv_into(view[done : done + PIECE_BYTES], 0, socket.MSG_WAITALL)
+        try:
+            # All of a piece at once: who is woken for every packet takes the processor from others.
+            count = connection.recv_into(view[done : done + PIECE_BYTES], 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError(f"nothing arrived for {STILL_S:g} s") from None
         if not count:
             raise ConnectionError("the connection has ended")
         if taken is not None:
@@ -123,7 +127,6 @@ def connect(address: str, secret: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
     try:
-        tune(connection)
         hello = receive(connection)
         if hello.get("protocol") != PROTOCOL:
             raise PeerError(f"{address} speaks another protocol: {str(hello.get('protocol'))[:80]}.")
@@ -132,6 +135,7 @@ def connect(address: str, secret: str) -> socket.socket:
         answer = receive(connection)
         if not _is_equal(answer.get("proof"), _proof(secret, "keeper", hello.get("nonce"), mine)):
             raise PeerError(f"{address} does not know the secret of this run.", is_lost=False)
+        tune(connection)
     except BaseException:
         connection.close()
         raise
@@ -154,8 +158,26 @@ def accept(connection: socket.socket, secret: str) -> bool:
     return True
 
 
+def send_file(connection: socket.socket, file: int, offset: int, length: int) -> int:
+    """Send a part of a file, without a copy of it; how many bytes, which are fewer where the file is shorter."""
+    sent = 0
+    while sent < length:
+        try:
+            count = os.sendfile(connection.fileno(), file, offset + sent, length - sent)
+        except BlockingIOError:
+            raise TimeoutError(f"nothing was taken for {STILL_S:g} s") from None
+        if not count:
+            break
+        sent += count
+    return sent
+
+
 def tune(connection: socket.socket) -> None:
-    connection.settimeout(STILL_S)
+    """The kernel keeps the time: a call that blocks is cheaper than one that is asked for again and again."""
+    connection.settimeout(None)
+    patience = struct.pack("ll", int(STILL_S), 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

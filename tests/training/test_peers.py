@@ -178,7 +178,7 @@ def test_both_holders_lost_means_the_durable_tier_and_that_is_said(tmp_path: Pat
         safe = running.await_safe(60)
         lost = {"c", holder_of(running, "c")}
         found = lose_and_resume(running, *sorted(lost), safe=safe)
-        assert found["tier"] == "LOCAL", running.output()
+        assert found["tier"] == "NVME", running.output()  # The folder of the job.
         assert found["resumed"] % 40 == 0
         assert found["resumed"] >= 40
         assert "parts are not there" in running.output()
